@@ -1,0 +1,89 @@
+# Everything from a fresh machine that has git, make, and Python 3.10 or later with pip:
+#
+#   make run     make the environment, then run the main job on real data (examples/)
+#   make test    make the environment, then pass the tests
+#
+# Variables:
+#
+#   TORCH    what pip is asked for as torch.  The default takes the newest release, on Linux
+#            with several gigabytes of CUDA libraries.  For a CPU build only, name one:
+#            `make test TORCH="torch==2.13.0+cpu"`, with whatever options pip needs to find it.
+#   PYTHON   the interpreter to make the environment with.
+#   VENV     the environment's folder; `make clean` removes it.
+#   ARGS     more arguments, for pytest (test, core), ruff (lint) or the benchmark (bench).
+
+PYTHON ?= python3
+TORCH  ?= torch
+VENV   ?= .venv
+ARGS   ?=
+
+PIP   = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
+MAKE_VENV = $(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and \
+	"xpool needs Python 3.10 or later; this is %d.%d. Say which: make PYTHON=..." % v[:2])' \
+	&& $(PYTHON) -m venv $(1)
+
+# Folder of the environment without torch: one for each Python version.
+CORE_VENV = .venv-core/$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+.PHONY: help run test lint core bench docs-states clean
+
+help:
+	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
+	@echo "More: make lint, core, bench, docs-states, clean"
+
+run: $(VENV)/.run
+	$(VENV)/bin/python examples/evaluate.py
+	$(VENV)/bin/python examples/preprocess.py
+
+test: $(VENV)/.test
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.lint
+	$(VENV)/bin/ruff check $(ARGS)
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+# The core's tests, installed from a built wheel, where neither torch nor numpy exists.
+core: $(CORE_VENV)/.core
+	$(call PIP,$(CORE_VENV)) --no-deps --no-build-isolation --force-reinstall .
+	$(CORE_VENV)/bin/python -m pytest -m "not torch" -p no:cacheprovider $(ARGS)
+
+bench: .venv-bench/.bench
+	.venv-bench/bin/python -m bench.floor
+	.venv-bench/bin/python -m bench.peers $(ARGS)
+
+docs-states: $(VENV)/.run
+	$(VENV)/bin/python -m xpool.jobs.states > docs/states.md
+
+clean:
+	rm -rf $(VENV) .venv-core .venv-bench examples/out
+
+# Environments.  A stamp says what has been installed, so the second time is quick.
+
+$(VENV)/.torch:
+	$(call MAKE_VENV,$(VENV))
+	$(call PIP,$(VENV)) $(TORCH)
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(call PIP,$(VENV)) --editable ".[examples]"
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(call PIP,$(VENV)) --editable ".[test,notebook]"
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.run
+	$(call PIP,$(VENV)) --editable ".[lint]"
+	touch $@
+
+$(CORE_VENV)/.core: pyproject.toml
+	$(call MAKE_VENV,$(CORE_VENV))
+	$(call PIP,$(CORE_VENV)) dill pytest hypothesis hatchling
+	touch $@
+
+.venv-bench/.bench: bench/requirements.txt pyproject.toml
+	$(call MAKE_VENV,.venv-bench)
+	$(call PIP,.venv-bench) $(TORCH)
+	$(call PIP,.venv-bench) --requirement bench/requirements.txt --editable .
+	touch $@

@@ -1,0 +1,145 @@
+"""Evaluate a model on workers that each hold it: ``apply_async`` on a `CtxPool`.
+
+A small classifier is trained on half of scikit-learn's handwritten digits (1,797 images of
+8 x 8 pixels).  Workers that were given the model once, when they started, evaluate it on the
+other half, batch by batch.  The same is done here in one process, and the two must agree.
+
+    python examples/evaluate.py --workers 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from xpool import CtxPool, current_worker
+from xpool.devices import DeviceContext, devices
+
+SEED = 7
+BATCH = 16
+EPOCHS = 40
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.2), nn.Linear(256, 10)
+    )
+
+
+class Evaluator:
+    """What each worker owns: its device, and the model living there.
+
+    The pool sets ``env`` in the worker before anything is imported, and calls ``enter``
+    there once.  A worker that replaces a dead one gets both again.
+    """
+
+    def __init__(self, context: DeviceContext, weights: dict[str, Tensor]) -> None:
+        self.context = context
+        self.env = context.env
+        self.weights = weights
+
+    def enter(self) -> None:
+        self.context.enter()
+        self.device = self.context.device
+        self.model = make_model()
+        self.model.load_state_dict(self.weights)
+        self.model.to(self.device).eval()
+
+    @torch.inference_mode()
+    def correct(self, images: Tensor, labels: Tensor) -> int:
+        """Number of images that the model puts into their class."""
+        classes = self.model(images.to(self.device)).argmax(dim=1)
+        return int((classes == labels.to(self.device)).sum())
+
+
+class Score(NamedTuple):
+    """What one batch gave, and who did it."""
+
+    correct: int
+    items: int
+    worker: int
+    device: str
+    pid: int
+
+
+def evaluate(evaluator: Evaluator, images: Tensor, labels: Tensor) -> Score:
+    """The task: one batch, on the worker's own model."""
+    correct = evaluator.correct(images, labels)
+    worker = current_worker().index
+    return Score(correct, len(images), worker, str(evaluator.device), os.getpid())
+
+
+def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images and labels for training, images and labels for the test, half and half."""
+    # Imported here, since workers run the top of this file as well and have no use for it.
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.data / 16, dtype=torch.float32).reshape(-1, 8, 8)
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SEED))
+    train, test = order.tensor_split(2)
+    return images[train], labels[train], images[test], labels[test]
+
+
+def train(images: Tensor, labels: Tensor) -> nn.Module:
+    torch.manual_seed(SEED)
+    torch.set_num_threads(1)  # batches are so small that threads would cost more than they gain
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(images)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    return model
+
+
+def report(scores: list[Score], workers: int, seconds: float) -> float:
+    """Print accuracy, speed and a line for each worker; return the accuracy."""
+    items = sum(score.items for score in scores)
+    accuracy = sum(score.correct for score in scores) / items
+    print(f"accuracy {accuracy:.4f} on {items} images, {items / seconds:,.0f} items/s")
+    for worker in range(workers):
+        own = [score for score in scores if score.worker == worker]
+        if own:
+            done = f"{len(own)} batches, {sum(score.items for score in own)} items"
+            print(f"worker {worker}: {own[0].device}, {done}, pid {own[0].pid}")
+        else:
+            print(f"worker {worker}: no batches, the others were faster")
+    return accuracy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Evaluate a model on workers that hold it.")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
+    workers = parser.parse_args().workers
+
+    images, labels, test_images, test_labels = load()
+    weights = train(images, labels).state_dict()
+    batches = list(zip(test_images.split(BATCH), test_labels.split(BATCH)))
+
+    contexts = [Evaluator(context, weights) for context in devices("cpu", n=workers)]
+    with CtxPool(worker_contexts=contexts) as pool:
+        begin = time.perf_counter()
+        pending = [pool.apply_async(evaluate, batch) for batch in batches]
+        scores = [result.get() for result in pending]
+        seconds = time.perf_counter() - begin
+    accuracy = report(scores, workers, seconds)
+
+    alone = Evaluator(devices("cpu", n=1)[0], weights)
+    alone.enter()
+    expected = sum(alone.correct(*batch) for batch in batches) / len(test_images)
+    assert sum(score.items for score in scores) == len(test_images) == 898
+    assert accuracy == expected, f"the workers found {accuracy}, this process {expected}"
+    assert accuracy > 0.95, f"the model is bad: {accuracy}"
+    print(f"checked: one process finds the same accuracy, {expected:.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""`apply` and `apply_async`: one call, one result."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import threading
+
+import pytest
+from support import work
+
+
+def test_positional_arguments(pool):
+    """`apply(f, args)` returns ``f(*args)``."""
+    assert pool.apply(work.square, (5,)) == 25
+
+
+def test_keyword_arguments(pool):
+    """`apply(f, (), kwds)` returns ``f(**kwds)``."""
+    assert pool.apply(work.square, (), {"x": 3}) == 9
+
+
+def test_both_kinds_of_arguments(pool):
+    """Positional and keyword arguments arrive together and unchanged."""
+    assert pool.apply(work.echo, (1, "b"), {"c": [3], "d": None}) == (
+        (1, "b"),
+        {"c": [3], "d": None},
+    )
+
+
+def test_arguments_by_name(pool):
+    """The parameters are called func, args, kwds, as documented."""
+    result = pool.apply_async(func=work.echo, args=(1,), kwds={"a": 2})
+    assert result.get() == ((1,), {"a": 2})
+
+
+def test_no_arguments(pool):
+    """`args` and `kwds` may be left out."""
+    assert pool.apply(work.echo) == ((), {})
+    assert pool.apply_async(work.echo).get() == ((), {})
+
+
+def test_arguments_in_a_list(pool):
+    """`args` may be any sequence, since it is unpacked."""
+    assert pool.apply(work.add, [1, 2]) == 3
+    assert pool.apply_async(work.add, [1, 2]).get() == 3
+
+
+def test_no_result(pool):
+    """A function that returns None gives None."""
+    assert pool.apply(work.nothing) is None
+
+
+def test_default_kwds_are_not_shared(pool):
+    """One call's keywords never show up in another's."""
+    pool.apply(work.echo, (), {"a": 1})
+    assert pool.apply(work.echo) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "expected"),
+    [
+        (len, ([1, 2],), 2),
+        (int, ("7",), 7),
+        (operator.itemgetter(1), ("ab",), "b"),
+        (functools.partial(work.add, 1), (2,), 3),
+        (work.Point(1, 2).shifted, (1,), work.Point(2, 3)),
+        ("ab".upper, (), "AB"),
+        (work.Point, (1, 2), work.Point(1, 2)),
+    ],
+    ids=["builtin", "type", "callable-object", "partial", "method", "builtin-method", "class"],
+)
+def test_every_kind_of_callable(pool, func, args, expected):
+    """Anything that pickles and can be called may be a task."""
+    assert pool.apply(func, args) == expected
+
+
+@pytest.mark.xpool_only
+def test_lambdas_and_closures(pool):
+    """Lambdas, local functions and their closures are tasks as good as any."""
+    offset = 10
+
+    def local(x, *, by=1):
+        return x * by + offset
+
+    assert pool.apply(lambda x: x + offset, (1,)) == 11
+    assert pool.apply(local, (2,), {"by": 3}) == 16
+    assert pool.apply(functools.partial(local, by=2), (1,)) == 12
+
+
+@pytest.mark.xpool_only
+def test_instances_of_local_classes_return_as_the_same_class(pool):
+    """An instance of a class of the caller's comes back as an instance of that very class."""
+
+    class Local:
+        def __init__(self, x):
+            self.x = x
+
+        def double(self):
+            return type(self)(self.x * 2)
+
+    back = pool.apply(Local(3).double)
+    assert type(back) is Local and back.x == 6
+
+
+def test_processes_are_other_processes(pool, kind):
+    """Process pools run tasks elsewhere, thread pools here."""
+    assert (pool.apply(work.pid) != os.getpid()) is kind.processes
+
+
+def test_threads_pass_references(pool, kind):
+    """A thread pool hands over the object itself; a process pool hands over a copy."""
+    thing = ["a"]
+    back = pool.apply(work.same, (thing,))
+    assert back == thing and (back is thing) is not kind.processes
+
+
+def test_large_arguments_and_results(pool):
+    """Sixty-four megabytes go there and back, though no pipe holds so much."""
+    data = os.urandom(1 << 20) * 64
+    assert pool.apply(work.same, (data,)) == data
+
+
+def test_many_results_at_once(pool):
+    """Ten thousand calls in flight are all answered, each with its own result."""
+    results = [pool.apply_async(work.square, (i,)) for i in range(10_000)]
+    assert [r.get() for r in results] == [i * i for i in range(10_000)]
+
+
+def test_many_threads_submit(pool):
+    """Verbs called from many threads at once get their own answers."""
+    wrong: list[object] = []
+
+    def caller(n):
+        try:
+            if [pool.apply(work.add, (n, i)) for i in range(50)] != [n + i for i in range(50)]:
+                wrong.append(n)
+            if pool.map(work.square, range(n)) != [i * i for i in range(n)]:
+                wrong.append(n)
+            if list(pool.imap(work.square, range(n), chunksize=3)) != [i * i for i in range(n)]:
+                wrong.append(n)
+            if sorted(pool.imap_unordered(work.same, range(n))) != list(range(n)):
+                wrong.append(n)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=caller, args=(n,)) for n in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_not_callable(pool):
+    """A function that cannot be called raises TypeError, at once or from the result."""
+    with pytest.raises(TypeError):
+        pool.apply_async(3).get()
+
+
+def test_wrong_arguments_raise_in_the_call(pool):
+    """Arguments that do not fit the function raise its own TypeError."""
+    with pytest.raises(TypeError, match="multiply"):
+        pool.apply(work.multiply, (1,))
+
+
+def test_two_workers_run_at_the_same_time(pool, mailbox, gate):
+    """As many tasks run at once as there are workers."""
+    results = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i)) for i in range(2)]
+    mailbox.lines(2)
+    gate.open(2)
+    assert [r.get() for r in results] == [0, 1]
+
+
+def test_a_long_task_does_not_hold_up_the_others(pool, mailbox, gate):
+    """Tasks submitted behind a long one are done by the other worker meanwhile."""
+    long = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "long"))
+    mailbox.line()
+    assert [pool.apply(work.square, (i,)) for i in range(20)] == [i * i for i in range(20)]
+    assert not long.ready()
+    gate.open()
+    assert long.get() == "long"
+
+
+def test_short_tasks_queued_first_do_not_wait_behind_a_long_one(pool, mailbox, gate):
+    """Short tasks that were submitted all at once with a long one do not wait for it."""
+    short = [pool.apply_async(work.square, (i,)) for i in range(100)]
+    long = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "long"))
+    short += [pool.apply_async(work.square, (i,)) for i in range(100)]
+    mailbox.line()
+    assert sum(r.get() for r in short) == 2 * sum(i * i for i in range(100))
+    gate.open()
+    assert long.get() == "long"

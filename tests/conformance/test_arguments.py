@@ -1,0 +1,186 @@
+"""Bad input: the error names the argument, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+from support import work
+from support.kinds import KINDS, STDLIB
+
+pytestmark = pytest.mark.xpool_only
+
+PLAIN = ["Pool", "P2PPool", "ThreadPool"]
+PROCESS = ["Pool", "P2PPool"]
+CONTEXT = ["CtxPool", "CtxThreadPool"]
+
+
+def _class(name):
+    if STDLIB:
+        pytest.skip("xpool's constructors")
+    import xpool
+
+    return getattr(xpool, name)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("processes", [0, -1])
+def test_processes_below_one(name, processes):
+    """Less than one worker is a ValueError that names `processes`."""
+    with pytest.raises(ValueError, match="(?i)processes"):
+        _class(name)(processes)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("processes", ["2", 1.5, [1]])
+def test_processes_of_a_wrong_type(name, processes):
+    """A number of workers that is no integer is refused by name."""
+    with pytest.raises((TypeError, ValueError), match="(?i)processes"):
+        _class(name)(processes)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("initializer", [3, "f"])
+def test_initializer_that_cannot_be_called(name, initializer):
+    """An initializer that cannot be called is a TypeError, as in the standard library."""
+    with pytest.raises(TypeError, match="initializer"):
+        _class(name)(1, initializer)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_initargs_that_are_no_iterable(name):
+    """`initargs` that cannot be unpacked are refused by name."""
+    with pytest.raises((TypeError, ValueError), match="initargs"):
+        _class(name)(1, work.remember, 3)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("limit", [0, -1, 0.5, "12"])
+def test_maxtasksperchild(name, limit):
+    """`maxtasksperchild` must be a positive integer or None: ValueError otherwise."""
+    with pytest.raises(ValueError, match="maxtasksperchild"):
+        _class(name)(1, maxtasksperchild=limit)
+
+
+@pytest.mark.parametrize("name", PROCESS)
+@pytest.mark.parametrize("context", ["sporn", ""])
+def test_unknown_start_method(name, context):
+    """An unknown start method is a ValueError that names it and the argument."""
+    with pytest.raises(ValueError, match="context"):
+        _class(name)(1, context=context)
+
+
+@pytest.mark.parametrize("name", PROCESS)
+def test_context_of_a_wrong_type(name):
+    """Something that is no context is refused by name."""
+    with pytest.raises((TypeError, ValueError), match="context"):
+        _class(name)(1, context=3)
+
+
+@pytest.mark.parametrize("name", PROCESS)
+@pytest.mark.parametrize("method", ["gpu", "", 3])
+def test_unknown_share_method(name, method):
+    """An unknown share method is a ValueError that names it."""
+    with pytest.raises(ValueError, match="share_method"):
+        _class(name)(1, share_method=method)
+
+
+@pytest.mark.parametrize("name", PROCESS)
+@pytest.mark.parametrize("seed", ["x", 1.5])
+def test_bad_seed(name, seed):
+    """A seed that is no integer is refused by name."""
+    with pytest.raises((TypeError, ValueError), match="seed"):
+        _class(name)(1, seed=seed)
+
+
+@pytest.mark.parametrize("name", PLAIN + CONTEXT)
+def test_unknown_argument(name):
+    """An argument that does not exist is a TypeError that names it."""
+    more = {"worker_contexts": [1]} if name in CONTEXT else {}
+    with pytest.raises(TypeError, match="procs"):
+        _class(name)(procs=1, **more)
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+@pytest.mark.parametrize(("processes", "contexts"), [(2, [1]), (1, [1, 2]), (1, [])])
+def test_contexts_of_the_wrong_length(name, processes, contexts):
+    """As many contexts as workers, or a ValueError that names `worker_contexts`."""
+    with pytest.raises(ValueError, match="worker_contexts"):
+        _class(name)(processes, worker_contexts=contexts)
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_contexts_that_are_no_list(name):
+    """Contexts that cannot be counted are refused by name."""
+    with pytest.raises((TypeError, ValueError), match="worker_contexts"):
+        _class(name)(worker_contexts=3)
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_empty_contexts(name):
+    """No contexts means no workers, which is refused."""
+    with pytest.raises(ValueError, match="worker_contexts|processes"):
+        _class(name)(worker_contexts=[])
+
+
+def test_context_that_does_not_pickle():
+    """A context that cannot be sent to its worker is refused in the constructor or by tasks."""
+    import threading
+
+    from xpool import XPoolError
+
+    with (
+        pytest.raises(XPoolError) as caught,
+        _class("CtxPool")(worker_contexts=[threading.Lock()]) as pool,
+    ):
+        pool.apply(work.context_and)
+    assert "context" in str(caught.value)
+
+
+@pytest.mark.parametrize("retries", [-1, "1", 1.5])
+def test_bad_retries(pool, retries):
+    """`retries` must be an integer from 0 on."""
+    with pytest.raises((TypeError, ValueError), match="retries"):
+        pool.apply(work.square, (1,), retries=retries)
+
+
+@pytest.mark.parametrize("timeout", [-1, "1"])
+def test_bad_timeout(pool, timeout):
+    """`timeout` must be a number that is not negative."""
+    with pytest.raises((TypeError, ValueError), match="timeout"):
+        pool.apply(work.square, (1,), timeout=timeout)
+
+
+@pytest.mark.parametrize("verb", ["apply", "apply_async"])
+def test_args_that_cannot_be_unpacked(pool, verb):
+    """`args` that are no iterable are refused by name, at the call or by the result."""
+    with pytest.raises(TypeError, match=r"args|argument after \*"):
+        result = getattr(pool, verb)(work.square, 3)
+        result.get()
+
+
+def test_kwds_that_are_no_mapping(pool):
+    """`kwds` that are no mapping are refused, at the call or by the result."""
+    with pytest.raises(TypeError):
+        pool.apply_async(work.square, (1,), 3).get()
+
+
+def test_unknown_keyword_of_a_verb(pool):
+    """A keyword that does not exist is a TypeError."""
+    with pytest.raises(TypeError, match="chunk_size"):
+        pool.map(work.square, [1], chunk_size=2)
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+def test_functions_that_cannot_be_called(pool, bad):
+    """All verbs refuse what cannot be called, and the pool goes on."""
+    with pytest.raises(TypeError):
+        pool.map(bad, [1])
+    with pytest.raises(TypeError):
+        list(pool.imap(bad, [1]))
+    assert pool.apply(work.square, (2,)) == 4
+
+
+def test_a_failed_constructor_leaves_nothing(warm):
+    """A constructor that refuses its arguments has started nothing (the leak check sees it)."""
+    for kind in KINDS:
+        with pytest.raises(ValueError, match="maxtasksperchild"):
+            kind(2, maxtasksperchild=0)

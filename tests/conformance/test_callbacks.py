@@ -1,0 +1,226 @@
+"""Callbacks and error callbacks of every asynchronous verb."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+
+import pytest
+from support import work
+from support.waiting import eventually
+
+CALLS = {
+    "apply_async": ((work.square, (3,)), 9),
+    "map_async": ((work.square, [1, 2, 3]), [1, 4, 9]),
+    "starmap_async": ((work.add, [(1, 2), (3, 4)]), [3, 7]),
+}
+FAILING = {
+    "apply_async": (work.fail, ("x",)),
+    "map_async": (work.fail, ["x"]),
+    "starmap_async": (work.fail, [("x",)]),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_callback_gets_the_result(pool, verb):
+    """The callback has run, once, with the result, when `wait` returns."""
+    arguments, expected = CALLS[verb]
+    good: list[object] = []
+    bad: list[object] = []
+    result = getattr(pool, verb)(*arguments, callback=good.append, error_callback=bad.append)
+    result.wait()
+    assert good == [expected] and bad == []
+    assert result.get() == expected
+
+
+@pytest.mark.parametrize("verb", FAILING)
+def test_error_callback_gets_the_error(pool, verb):
+    """The error callback has run, once, with the exception, when `wait` returns."""
+    good: list[object] = []
+    bad: list[object] = []
+    result = getattr(pool, verb)(*FAILING[verb], callback=good.append, error_callback=bad.append)
+    result.wait()
+    assert good == [] and len(bad) == 1
+    assert isinstance(bad[0], KeyError) and bad[0].args == ("x",)
+    with pytest.raises(KeyError):
+        result.get()
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_one_callback_only(pool, verb):
+    """Each of the two callbacks may be given alone."""
+    good: list[object] = []
+    bad: list[object] = []
+    getattr(pool, verb)(*CALLS[verb][0], callback=good.append).wait()
+    getattr(pool, verb)(*CALLS[verb][0], error_callback=bad.append).wait()
+    getattr(pool, verb)(*FAILING[verb], callback=good.append).wait()
+    getattr(pool, verb)(*FAILING[verb], error_callback=bad.append).wait()
+    assert len(good) == 1 and len(bad) == 1
+
+
+def test_callbacks_by_position(pool):
+    """The callbacks' positions are those of the standard library."""
+    got: list[object] = []
+    pool.apply_async(work.add, (1,), {"b": 2}, got.append, got.append).wait()
+    pool.map_async(work.square, [2], None, got.append, got.append).wait()
+    pool.starmap_async(work.add, [(1, 1)], 1, got.append, got.append).wait()
+    assert got == [3, [4], [2]]
+
+
+def test_every_call_has_its_callback(pool):
+    """A thousand callbacks, each called once with its own value."""
+    got: list[int] = []
+    results = [pool.apply_async(work.same, (i,), callback=got.append) for i in range(1000)]
+    for result in results:
+        result.wait()
+    assert sorted(got) == list(range(1000))
+
+
+def test_callback_of_a_map_runs_once_after_all_chunks(pool):
+    """A map's callback gets the whole list, once."""
+    got: list[list[int]] = []
+    pool.map_async(work.square, range(100), 3, callback=got.append).wait()
+    assert got == [[i * i for i in range(100)]]
+
+
+def test_error_callback_of_a_map_runs_once(pool):
+    """A map in which everything fails reports one error."""
+    bad: list[BaseException] = []
+    pool.map_async(work.fail, range(10), 1, error_callback=bad.append).wait()
+    assert len(bad) == 1 and isinstance(bad[0], KeyError)
+
+
+def test_callbacks_run_in_this_process(pool):
+    """Callbacks run in the caller's process, whatever closures they have."""
+    seen: dict[str, object] = {}
+    pool.apply_async(work.square, (2,), callback=lambda value: seen.update(value=value)).wait()
+    assert seen == {"value": 4}
+
+
+@pytest.fixture
+def reports(monkeypatch, caplog):
+    """Collect what is reported through the hooks for uncaught exceptions, or logged."""
+    caught: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: caught.append(args.exc_value))
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, tb: caught.append(value))
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: caught.append(args.exc_value))
+    caplog.set_level(logging.WARNING)
+
+    def look():
+        return caught or [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+    return look
+
+
+def _boom(_):
+    raise RuntimeError("the callback's own fault")
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", CALLS)
+def test_callback_that_raises_harms_nothing(pool, verb, reports):
+    """A callback that raises is reported; the result and all later ones arrive."""
+    arguments, expected = CALLS[verb]
+    assert getattr(pool, verb)(*arguments, callback=_boom).get() == expected
+    eventually(reports, "a report of the callback's exception")
+    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", FAILING)
+def test_error_callback_that_raises_harms_nothing(pool, verb, reports):
+    """An error callback that raises is reported; the task's own error is what `get` raises."""
+    with pytest.raises(KeyError):
+        getattr(pool, verb)(*FAILING[verb], error_callback=_boom).get()
+    eventually(reports, "a report of the callback's exception")
+    assert pool.apply(work.square, (2,)) == 4
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_callback_that_exits_harms_nothing(pool, error, reports):
+    """Not even a callback that calls `sys.exit` stops the pool."""
+
+    def leave(_):
+        raise error
+
+    assert pool.apply_async(work.square, (2,), callback=leave).get() == 4
+    assert pool.apply_async(work.square, (3,)).get() == 9
+
+
+def test_callbacks_may_submit(pool):
+    """A callback may submit more work to its pool."""
+    later: list[object] = []
+    submitted = threading.Event()
+
+    def more(value):
+        later.append(pool.apply_async(work.square, (value,)))
+        submitted.set()
+
+    pool.apply_async(work.square, (2,), callback=more)
+    assert submitted.wait(20)
+    assert later[0].get(20) == 16
+
+
+@pytest.mark.xpool_only
+def test_callbacks_may_wait_for_more_work(pool):
+    """A callback may submit to its own pool and wait for the answer."""
+    got: list[object] = []
+    done = threading.Event()
+
+    def more(value):
+        got.append(pool.apply(work.square, (value,)))
+        got.append(pool.map(work.square, [1, 2]))
+        done.set()
+
+    assert pool.apply_async(work.square, (2,), callback=more).get(30) == 4
+    assert done.wait(30)
+    assert got == [16, [1, 4]]
+
+
+@pytest.mark.xpool_only
+def test_slow_callback_does_not_hold_up_other_results(pool):
+    """While a callback waits, the results of other calls arrive."""
+    hold = threading.Event()
+    inside = threading.Event()
+
+    def wait(_):
+        inside.set()
+        hold.wait(20)
+
+    slow = pool.apply_async(work.square, (2,), callback=wait)
+    try:
+        assert inside.wait(20)
+        assert pool.apply_async(work.square, (3,)).get(20) == 9
+    finally:
+        hold.set()
+    assert slow.get(20) == 4
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("name", ["callback", "error_callback"])
+def test_callback_that_cannot_be_called(pool, name):
+    """Something that is no function is refused at the call, by name."""
+    with pytest.raises(TypeError, match=name):
+        pool.apply_async(work.square, (2,), **{name: 3})
+
+
+def test_close_and_join_wait_for_callbacks(kind, make_pool):
+    """After `close` and `join`, all callbacks have run."""
+    got: list[int] = []
+    pool = make_pool(kind, 2)
+    for i in range(200):
+        pool.apply_async(work.same, (i,), callback=got.append)
+    pool.close()
+    pool.join()
+    assert sorted(got) == list(range(200))
+
+
+def test_threads_callback_gets_the_very_object(pool, kind):
+    """In a thread pool callback and `get` see the object that the task returned."""
+    got: list[object] = []
+    thing = object() if not kind.processes else ["copy"]
+    result = pool.apply_async(work.same, (thing,), callback=got.append)
+    assert result.get() is got[0]
+    assert (got[0] is thing) is not kind.processes

@@ -1,0 +1,245 @@
+"""Exceptions of tasks, and things that cannot be sent."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing.pool
+import sys
+import threading
+import traceback
+
+import pytest
+from support import work
+from support.kinds import STDLIB
+
+
+def test_exceptions_arrive_as_they_are(pool):
+    """A task's exception is raised with its class and arguments."""
+    with pytest.raises(KeyError) as caught:
+        pool.apply(work.fail, ("key",))
+    assert type(caught.value) is KeyError and caught.value.args == ("key",)
+
+
+def test_the_workers_traceback_is_the_cause(process_kind, make_pool):
+    """The cause of a task's exception shows the traceback of the worker."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(KeyError) as caught:
+        pool.apply(work.fail, ("key",))
+    assert type(caught.value.__cause__).__name__ == "RemoteTraceback"
+    assert "raise KeyError(x)" in str(caught.value.__cause__)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "raise KeyError(x)" in text and "work.py" in text
+    screen, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        sys.__excepthook__(KeyError, caught.value, caught.value.__traceback__)
+        assert "raise KeyError(x)" in sys.stderr.getvalue()
+    finally:
+        sys.stderr = screen
+
+
+def test_map_has_the_workers_traceback_too(process_kind, make_pool):
+    """Also the error of a map says where in the worker it was raised."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(ValueError, match="3") as caught:
+        pool.map(work.fail_on_three, range(5), 1)
+    assert "raise ValueError(x)" in str(caught.value.__cause__)
+
+
+@pytest.mark.xpool_only
+def test_a_cause_of_its_own_is_not_lost(process_kind, make_pool):
+    """``raise ... from ...`` in a task shows both errors in the worker's traceback."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(ValueError, match="outer") as caught:
+        pool.apply(work.raise_from)
+    text = str(caught.value.__cause__)
+    assert "KeyError: 'inner'" in text and "ValueError: outer" in text
+
+
+def test_thread_pools_raise_the_very_exception(kind, make_pool):
+    """A thread pool raises the exception object of the task, with its own cause."""
+    if kind.processes:
+        pytest.skip("for thread pools")
+    error = ValueError("mine")
+
+    def raise_it():
+        raise error
+
+    pool = make_pool(kind, 1)
+    with pytest.raises(ValueError, match="mine") as caught:
+        pool.apply(raise_it)
+    assert caught.value is error and caught.value.__cause__ is None
+
+
+@pytest.mark.xpool_only
+def test_base_exceptions_of_a_task(pool):
+    """An exception that is no `Exception` is the task's result as well."""
+    with pytest.raises(work.BaseFault):
+        pool.apply(work.raise_base)
+    assert pool.apply(work.square, (2,)) == 4
+
+
+@pytest.mark.xpool_only
+def test_exceptions_that_do_not_unpickle(process_kind, make_pool):
+    """An exception that cannot be rebuilt here still names itself; the pool goes on."""
+    pool = make_pool(process_kind, 2)
+    for _ in range(5):
+        with pytest.raises(Exception, match="awkward 1 2") as caught:
+            pool.apply(work.raise_awkward)
+        assert "raise_awkward" in "".join(traceback.format_exception(caught.value))
+    with pytest.raises(Exception, match="awkward"):
+        pool.map(work.raise_awkward, range(4), 1)
+    assert pool.map(work.square, range(4)) == [0, 1, 4, 9]
+
+
+def test_exceptions_that_do_not_pickle(process_kind, make_pool):
+    """An exception that cannot be sent is a MaybeEncodingError that shows it."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(multiprocessing.pool.MaybeEncodingError) as caught:
+        pool.apply(work.raise_with_lock)
+    assert STDLIB or "locked" in str(caught.value)
+    assert pool.apply(work.square, (2,)) == 4
+
+
+def test_results_that_do_not_pickle(process_kind, make_pool):
+    """A result that cannot be sent is a MaybeEncodingError; no worker is lost, many times."""
+    pool = make_pool(process_kind, 1)
+    worker = pool.apply(work.pid)
+    for _ in range(20):
+        bad: list[BaseException] = []
+        result = pool.apply_async(work.unpicklable, error_callback=bad.append)
+        with pytest.raises(multiprocessing.pool.MaybeEncodingError) as caught:
+            result.get()
+        assert isinstance(bad[0], multiprocessing.pool.MaybeEncodingError)
+        assert "lock" in str(caught.value) and caught.value.exc and caught.value.value
+    assert pool.apply(work.pid) == worker
+
+
+@pytest.mark.xpool_only
+def test_results_that_do_not_pickle_are_our_error_too(process_kind, make_pool):
+    """The error is ResultNotPicklable, which is both xpool's and the standard library's."""
+    from xpool import ResultNotPicklable, XPoolError
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(ResultNotPicklable) as caught:
+        pool.map(work.unpicklable, range(3), 1)
+    assert isinstance(caught.value, XPoolError)
+
+
+def test_one_bad_result_among_good_ones(process_kind, make_pool):
+    """A result that cannot be sent spoils its own task only."""
+    pool = make_pool(process_kind, 2)
+    results = [
+        pool.apply_async(work.unpicklable if i % 5 == 0 else work.same, (i,)) for i in range(30)
+    ]
+    for i, result in enumerate(results):
+        if i % 5 == 0:
+            with pytest.raises(multiprocessing.pool.MaybeEncodingError):
+                result.get()
+        else:
+            assert result.get() == i
+
+
+class _Refuses:
+    def __reduce__(self):
+        raise RuntimeError("cannot pickle this")
+
+
+@pytest.mark.parametrize("verb", ["apply", "apply_async", "map", "map_async", "starmap"])
+def test_arguments_that_do_not_pickle(process_kind, make_pool, verb):
+    """An argument that cannot be sent raises, with its reason, and the pool goes on."""
+    pool = make_pool(process_kind, 1)
+    bad = _Refuses()
+    arguments = (bad,) if verb.startswith("apply") else [(bad,)] * 10
+    with pytest.raises(Exception) as caught:
+        result = getattr(pool, verb)(work.same, arguments)
+        result.get()
+    chain = "".join(traceback.format_exception(caught.value))
+    assert "cannot pickle this" in chain
+    assert STDLIB or "TaskNotPicklable" in chain or isinstance(caught.value, RuntimeError)
+    assert pool.apply(work.square, (2,)) == 4
+
+
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_lazy_arguments_that_do_not_pickle(process_kind, make_pool, verb):
+    """In a lazy map, the item that cannot be sent fails alone."""
+    pool = make_pool(process_kind, 1)
+    results = getattr(pool, verb)(work.same, [1, _Refuses(), 2])
+    good, errors = [], []
+    while True:
+        try:
+            good.append(next(results))
+        except StopIteration:
+            break
+        except Exception as error:
+            errors.append(error)
+    assert sorted(good) == [1, 2] and len(errors) == 1
+    assert "cannot pickle this" in "".join(traceback.format_exception(errors[0]))
+
+
+@pytest.mark.xpool_only
+def test_task_not_picklable_says_what_to_do(process_kind, make_pool):
+    """TaskNotPicklable is a PicklingError, and its message names the task."""
+    import pickle
+
+    from xpool import TaskNotPicklable
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(TaskNotPicklable) as caught:
+        pool.apply(work.same, (threading.Lock(),))
+    assert isinstance(caught.value, pickle.PicklingError)
+    assert "same" in str(caught.value)
+
+
+@pytest.mark.xpool_only
+def test_a_function_that_cannot_be_sent(process_kind, make_pool):
+    """A closure over something that cannot be sent raises; the pool goes on."""
+    from xpool import XPoolError
+
+    lock = threading.Lock()
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(XPoolError):
+        pool.apply(lambda: lock)
+    with pytest.raises(XPoolError):
+        pool.map(lambda _: lock, range(3))
+    assert pool.apply(work.square, (2,)) == 4
+
+
+def test_thread_pools_do_not_pickle(kind, make_pool):
+    """In a thread pool nothing needs to be sent: locks and lambdas are fine."""
+    if kind.processes:
+        pytest.skip("for thread pools")
+    pool = make_pool(kind, 1)
+    lock = threading.Lock()
+    assert pool.apply(work.same, (lock,)) is lock
+    assert pool.apply(lambda: lock) is lock
+
+
+@pytest.mark.xpool_only
+def test_errors_are_not_shared(pool):
+    """Two jobs that fail alike get an exception each."""
+    results = [pool.apply_async(work.fail, ("x",)) for _ in range(2)]
+    errors = []
+    for result in results:
+        with pytest.raises(KeyError) as caught:
+            result.get()
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+
+
+@pytest.mark.xpool_only
+def test_errors_pickle_with_their_fields():
+    """All of xpool's errors survive pickling with their fields."""
+    import pickle
+
+    import xpool
+
+    died = pickle.loads(pickle.dumps(xpool.WorkerDied(12, -9, 1, "task f")))
+    assert (died.pid, died.exitcode, died.worker, died.task) == (12, -9, 1, "task f")
+    assert died.signal == "SIGKILL" and "SIGKILL" in str(died)
+    failed = pickle.loads(pickle.dumps(xpool.WorkerStartFailed(0, 3, "no")))
+    assert (failed.worker, failed.attempts, failed.reason) == (0, 3, "no")
+    sent = pickle.loads(pickle.dumps(xpool.ResultNotPicklable("exc", "value")))
+    assert sent.exc == repr("exc") or sent.exc == "exc"
+    for name in ("PoolClosed", "TaskNotPicklable", "TaskTimeout", "TaskCancelled", "InternalError"):
+        error = pickle.loads(pickle.dumps(getattr(xpool, name)("why")))
+        assert type(error).__name__ == name and "why" in str(error)

@@ -1,0 +1,260 @@
+"""`imap` and `imap_unordered`: lazily in, one by one out."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import threading
+
+import pytest
+from support import work
+from support.waiting import eventually
+
+from .test_map import StopHere, failing
+
+VERBS = ["imap", "imap_unordered"]
+
+
+@pytest.mark.parametrize("chunksize", [1, 7, 1000])
+def test_imap_keeps_order(pool, chunksize):
+    """`imap` yields in the order of the input."""
+    assert list(pool.imap(work.square, range(200), chunksize)) == [i * i for i in range(200)]
+
+
+@pytest.mark.parametrize("chunksize", [1, 7, 1000])
+def test_imap_unordered_yields_everything(pool, chunksize):
+    """`imap_unordered` yields every result once, in any order."""
+    results = list(pool.imap_unordered(work.square, range(200), chunksize=chunksize))
+    assert sorted(results) == [i * i for i in range(200)]
+
+
+def test_imap_unordered_does_not_wait_for_the_first(pool, gate):
+    """`imap_unordered` yields what is done, though an earlier item is not."""
+    items = [(gate.path, 0), (None, 1)]
+    results = pool.imap_unordered(_wait_if_told, items)
+    assert next(results) == 1
+    gate.open()
+    assert next(results) == 0
+
+
+def _wait_if_told(item):
+    gate, x = item
+    if gate is not None:
+        work.pass_gate(gate)
+    return x
+
+
+def test_next_and_stop(pool):
+    """The iterator stops after the last item, and stays stopped."""
+    results = pool.imap(work.square, range(3))
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(results)
+
+
+def test_next_with_timeout(pool, gate):
+    """`next(timeout)` raises `multiprocessing.TimeoutError`, and the item comes later."""
+    results = pool.imap(work.gated, [gate.path])
+    with pytest.raises(multiprocessing.TimeoutError):
+        results.next(0.05)
+    with pytest.raises(multiprocessing.TimeoutError):
+        results.next(timeout=0)
+    gate.open()
+    assert results.next(timeout=20) is None
+    with pytest.raises(StopIteration):
+        results.next(timeout=20)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("chunksize", [1, 5])
+def test_empty_input(pool, verb, chunksize):
+    """Nothing in, nothing out."""
+    assert list(getattr(pool, verb)(work.square, [], chunksize)) == []
+    assert list(getattr(pool, verb)(work.square, iter(()), chunksize)) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("chunksize", [0, -3])
+def test_chunksize_below_one_is_refused(pool, verb, chunksize):
+    """A chunksize below one is a ValueError at the call, not at the first item."""
+    with pytest.raises(ValueError, match="(?i)chunksize"):
+        getattr(pool, verb)(work.square, [1], chunksize)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_iterator_is_its_own_iterator(pool, verb):
+    """What `imap` returns is an iterator."""
+    results = getattr(pool, verb)(work.square, [1])
+    assert iter(results) is results
+    assert list(results) == [1]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_error_of_a_task_does_not_end_the_iteration(pool, verb):
+    """With chunksize 1, the item that failed raises and the others are yielded."""
+    results = getattr(pool, verb)(work.fail_on_three, range(6))
+    good, errors = [], 0
+    while True:
+        try:
+            good.append(next(results))
+        except ValueError as error:
+            assert error.args == (3,)
+            errors += 1
+        except StopIteration:
+            break
+    assert sorted(good) == [0, 1, 2, 4, 5] and errors == 1
+    if verb == "imap":
+        assert good == sorted(good)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_error_of_a_task_in_a_chunk(pool, verb):
+    """With larger chunks, the error of an item is raised when its chunk is reached."""
+    results = getattr(pool, verb)(work.fail_on_three, range(12), chunksize=4)
+    with pytest.raises(ValueError, match="^3$"):
+        for _ in range(12):
+            next(results)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_iterable_that_raises_at_once(pool, verb):
+    """An error of the iterable before its first item comes out of the first `next`."""
+    for _ in range(2):
+        results = getattr(pool, verb)(work.square, failing(1, 0), 1)
+        with pytest.raises(StopHere) as caught:
+            next(results)
+        assert caught.value.__cause__ is None
+
+
+def test_iterable_that_raises_midway(pool):
+    """`imap` yields the items before the error of the iterable, then raises it, then stops."""
+    results = pool.imap(work.square, failing(10, 3), 1)
+    assert [next(results) for _ in range(3)] == [0, 1, 4]
+    with pytest.raises(StopHere):
+        next(results)
+    with pytest.raises(StopIteration):
+        next(results)
+
+
+@pytest.mark.parametrize(("chunksize", "whole"), [(2, 6), (4, 4)])
+def test_iterable_that_raises_within_a_chunk(pool, chunksize, whole):
+    """The error of the iterable is raised in place of the chunk that it cut short."""
+    results = pool.imap(work.square, failing(20, 7), chunksize)
+    assert [next(results) for _ in range(whole)] == [i * i for i in range(whole)]
+    with pytest.raises(StopHere):
+        next(results)
+
+
+@pytest.mark.parametrize("chunksize", [1, 2])
+def test_unordered_iterable_that_raises_midway(pool, chunksize):
+    """`imap_unordered` yields only items from before the error, each once, and the error."""
+    results = pool.imap_unordered(work.square, failing(20, 7), chunksize)
+    good = []
+    with pytest.raises(StopHere):
+        for value in results:
+            good.append(value)
+    assert len(set(good)) == len(good) and set(good) <= {i * i for i in range(7)}
+
+
+def test_input_that_is_not_iterable(pool):
+    """Something that cannot be iterated over raises TypeError, at the call or the first item."""
+    with pytest.raises(TypeError):
+        next(pool.imap(work.square, 3))
+
+
+def test_abandoned_iterator(pool):
+    """An iterator that nobody reads to its end does not disturb the pool."""
+    results = pool.imap(work.square, range(1000))
+    assert next(results) == 0
+    del results
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_results_come_while_the_input_waits(pool):
+    """A result is yielded though the iterable has not given its next item yet."""
+    feed = threading.Event()
+
+    def slow_input():
+        yield 1
+        feed.wait(20)
+        yield 2
+
+    results = pool.imap(work.square, slow_input())
+    assert results.next(timeout=20) == 1
+    feed.set()
+    assert list(results) == [4]
+
+
+def test_an_input_that_waits_does_not_block_other_calls(pool):
+    """While the iterable of an `imap` waits, the pool does other work."""
+    feed = threading.Event()
+
+    def slow_input():
+        yield 1
+        feed.wait(20)
+
+    results = pool.imap(work.square, slow_input())
+    assert next(results) == 1
+    try:
+        if type(pool).__module__.startswith("multiprocessing"):
+            pytest.skip("the standard library's task thread waits with the iterable")
+        assert pool.apply_async(work.square, (5,)).get(timeout=20) == 25
+    finally:
+        feed.set()
+    assert list(results) == []
+
+
+def test_the_input_may_use_the_pool(pool):
+    """The iterable may itself be an `imap` of the same pool."""
+    if type(pool).__module__.startswith("multiprocessing"):
+        pytest.skip("the standard library deadlocks here")
+    inner = pool.imap(work.square, range(20))
+    assert list(pool.imap(work.square, inner)) == [i**4 for i in range(20)]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_buffersize_bounds_what_is_drawn_ahead(pool, verb, chunksize):
+    """With ``buffersize=n``, at most n items are drawn ahead of what was yielded."""
+    drawn = itertools.count(1)
+    count = [0]
+
+    def endless():
+        while True:
+            count[0] = next(drawn)
+            yield count[0]
+
+    results = getattr(pool, verb)(work.same, endless(), chunksize, buffersize=8)
+    for taken in range(40):
+        # With chunks the consumer takes a chunk at a time.
+        assert count[0] <= taken + 8 + (chunksize - 1)
+        next(results)
+    eventually(lambda: count[0] > 8, "items drawn ahead")
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
+def test_buffersize_of_one(pool, verb):
+    """``buffersize=1`` still makes progress."""
+    assert sorted(getattr(pool, verb)(work.square, range(20), buffersize=1)) == [
+        i * i for i in range(20)
+    ]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("buffersize", [0, -1, "3"])
+def test_bad_buffersize(pool, buffersize):
+    """A buffersize that is not a positive integer is refused by name."""
+    with pytest.raises((ValueError, TypeError), match="buffersize"):
+        pool.imap(work.square, [1], buffersize=buffersize)
+
+
+@pytest.mark.xpool_only
+def test_buffersize_with_an_iterable_that_raises(pool):
+    """An error of the iterable is at its place with a buffersize too."""
+    results = pool.imap(work.square, failing(10, 5), buffersize=2)
+    assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
+    with pytest.raises(StopHere):
+        next(results)

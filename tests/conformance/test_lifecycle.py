@@ -1,0 +1,436 @@
+"""From the constructor to `join`: states, orderly and less orderly ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+import warnings
+
+import pytest
+from support import work
+from support.kinds import STDLIB
+from support.leaks import descendants
+from support.waiting import eventually, wait_gone
+
+SUBMIT = {
+    "apply": lambda pool: pool.apply(work.square, (1,)),
+    "apply_async": lambda pool: pool.apply_async(work.square, (1,)),
+    "map": lambda pool: pool.map(work.square, [1]),
+    "map_async": lambda pool: pool.map_async(work.square, [1]),
+    "starmap": lambda pool: pool.starmap(work.add, [(1, 2)]),
+    "starmap_async": lambda pool: pool.starmap_async(work.add, [(1, 2)]),
+    "imap": lambda pool: pool.imap(work.square, [1]),
+    "imap_unordered": lambda pool: pool.imap_unordered(work.square, [1]),
+}
+
+
+@pytest.mark.parametrize("end", ["close", "terminate"])
+def test_no_work_after_the_end(kind, make_pool, end):
+    """After `close` or `terminate` every verb raises ValueError."""
+    pool = make_pool(kind, 1)
+    assert pool.apply(work.square, (3,)) == 9
+    getattr(pool, end)()
+    for name, submit in SUBMIT.items():
+        with pytest.raises(ValueError, match="(?i)pool"):
+            submit(pool)
+            pytest.fail(f"{name} was accepted after {end}")
+    pool.join()
+
+
+@pytest.mark.xpool_only
+def test_the_error_after_the_end_is_pool_closed(kind, make_pool):
+    """What is raised after `close` is PoolClosed, an XPoolError and a ValueError."""
+    from xpool import PoolClosed, XPoolError
+
+    pool = make_pool(kind, 1)
+    pool.close()
+    with pytest.raises(PoolClosed) as caught:
+        pool.apply(work.square, (3,))
+    assert isinstance(caught.value, XPoolError) and isinstance(caught.value, ValueError)
+
+
+def test_join_of_a_running_pool(kind, make_pool):
+    """`join` before `close` or `terminate` raises ValueError."""
+    pool = make_pool(kind, 1)
+    with pytest.raises(ValueError, match="running"):
+        pool.join()
+    assert pool.apply(work.square, (2,)) == 4
+
+
+def test_close_then_join_finishes_the_work(kind, make_pool):
+    """`close` and `join` wait until everything that was submitted is done."""
+    pool = make_pool(kind, 2)
+    results = [pool.apply_async(work.square, (i,)) for i in range(500)]
+    mapped = pool.map_async(work.square, range(500), 1)
+    lazily = pool.imap(work.square, range(100))
+    pool.close()
+    pool.join()
+    assert all(r.ready() for r in results) and mapped.ready()
+    assert [r.get() for r in results] == mapped.get() == [i * i for i in range(500)]
+    assert list(lazily) == [i * i for i in range(100)]
+
+
+def test_join_waits_for_a_running_task(kind, make_pool, mailbox, gate):
+    """`join` returns only after the task that runs has ended."""
+    pool = make_pool(kind, 1)
+    result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "done"))
+    mailbox.line()
+    pool.close()
+    joiner = threading.Thread(target=pool.join)
+    joiner.start()
+    joiner.join(0.1)
+    assert joiner.is_alive()
+    gate.open()
+    joiner.join(20)
+    assert not joiner.is_alive() and result.get(0) == "done"
+
+
+def test_ends_may_be_repeated(kind, make_pool):
+    """`close`, `terminate` and `join` may be called again, in any order."""
+    pool = make_pool(kind, 1)
+    pool.close()
+    pool.close()
+    pool.join()
+    pool.join()
+    pool.terminate()
+    pool.terminate()
+    pool.close()
+    pool.join()
+
+
+def test_terminate_with_a_full_queue(process_kind, make_pool, mailbox, gate):
+    """`terminate` does not wait for ten thousand queued tasks nor for the running ones."""
+    pool = make_pool(process_kind, 2)
+    jobs = [(mailbox.path, gate.path)] * 10_000
+    result = pool.starmap_async(work.post_and_gate, jobs, chunksize=1)
+    pids = {int(line) for line in mailbox.lines(2)}
+    pool.terminate()
+    pool.join()
+    assert wait_gone(pids, 5) == []
+    assert not STDLIB or not result.ready()
+
+
+def test_terminate_with_large_queued_tasks(process_kind, make_pool, mailbox, gate):
+    """`terminate` does not wait for a pipe full of large tasks."""
+    pool = make_pool(process_kind, 1)
+    pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    for _ in range(20):
+        pool.apply_async(work.nothing, (bytes(1 << 20),))
+    pool.terminate()
+    pool.join()
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", ["apply_async", "map_async", "imap", "imap_unordered"])
+def test_terminate_answers_what_is_pending(kind, make_pool, mailbox, gate, verb):
+    """A result that `terminate` made impossible raises an xpool error; it does not wait."""
+    from xpool import XPoolError
+
+    pool = make_pool(kind, 1)
+    running = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    arguments = (3,) if verb == "apply_async" else range(10)
+    pending = getattr(pool, verb)(work.square, arguments)
+    # A thread cannot be ended from outside: let it go, so that `terminate` can return.
+    if not kind.processes:
+        threading.Timer(0.2, gate.open).start()
+    pool.terminate()
+    for get in (running.get, pending.get if verb.endswith("async") else pending.__next__):
+        if get == running.get and not kind.processes:
+            continue
+        with pytest.raises(XPoolError):
+            get()
+    pool.join()
+
+
+@pytest.mark.xpool_only
+def test_terminate_from_another_thread(process_kind, make_pool, mailbox):
+    """A caller that waits in `map` gets an error when another thread terminates the pool."""
+    from xpool import XPoolError
+
+    pool = make_pool(process_kind, 2)
+
+    def stop():
+        mailbox.line()
+        pool.terminate()
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    with pytest.raises(XPoolError):
+        pool.map(work.post_and_spin, [mailbox.path] * 4, chunksize=1)
+    stopper.join(20)
+    assert not stopper.is_alive()
+
+
+def test_context_manager_terminates(process_kind, make_pool, mailbox, gate):
+    """Leaving the ``with`` block terminates the pool, running tasks included."""
+    with make_pool(process_kind, 1) as pool:
+        pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+        worker = int(mailbox.line())
+    assert wait_gone([worker], 5) == []
+    with pytest.raises(ValueError, match="(?i)pool"):
+        pool.apply(work.square, (1,))
+    pool.join()
+
+
+def test_context_manager_gives_the_pool(kind, make_pool):
+    """``with pool as p`` binds the pool itself, and an error passes through."""
+    pool = make_pool(kind, 1)
+    with pytest.raises(ZeroDivisionError), pool as inside:
+        assert inside is pool
+        assert inside.map(work.square, [1, 2]) == [1, 4]
+        raise ZeroDivisionError
+    pool.join()
+
+
+@pytest.mark.parametrize("end", ["close", "terminate"])
+def test_enter_after_the_end(kind, make_pool, end):
+    """A pool that has ended cannot be entered."""
+    pool = make_pool(kind, 1)
+    getattr(pool, end)()
+    with pytest.raises(ValueError, match="(?i)pool"), pool:
+        pytest.fail("entered")
+
+
+@pytest.mark.xpool_only
+def test_deleted_without_close(kind):
+    """A pool that is dropped warns, and its workers stop."""
+    before = descendants()
+    pool = kind(2)
+    assert pool.apply(work.square, (3,)) == 9
+    workers = descendants() - before
+    assert len(workers) == (2 if kind.processes else 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del pool
+        gc.collect()
+        eventually(
+            lambda: [w for w in caught if issubclass(w.category, ResourceWarning)],
+            "a ResourceWarning",
+        )
+    assert wait_gone(workers, 5) == []
+
+
+@pytest.mark.xpool_only
+def test_deleted_after_close_does_not_warn(kind, make_pool):
+    """A pool that was closed does its work and says nothing when it is dropped."""
+    pool = kind(1)
+    result = pool.apply_async(work.square, (3,))
+    pool.close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del pool
+        gc.collect()
+    assert result.get(20) == 9
+
+
+@pytest.mark.xpool_only
+def test_result_outlives_the_variable(kind):
+    """A result whose pool was dropped is answered, with a value or an error."""
+    from xpool import XPoolError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        result = kind(1).apply_async(work.square, (3,))
+        gc.collect()
+        try:
+            assert result.get(20) == 9
+        except XPoolError:
+            assert result.ready() and not result.successful()
+        gc.collect()
+
+
+def test_pools_do_not_pickle(pool):
+    """A pool cannot be sent anywhere: NotImplementedError says so."""
+    with pytest.raises(NotImplementedError, match="pool"):
+        pickle.dumps(pool if STDLIB or not hasattr(pool, "_pool") else pool._pool)
+
+
+@pytest.mark.xpool_only
+def test_repr_is_one_telling_line(kind, make_pool):
+    """`repr` is one line that has the class, the state and the number of workers."""
+    pool = make_pool(kind, 2)
+    text = repr(pool)
+    assert "\n" not in text and "Pool" in text and "2" in text and "RUN" in text
+    pool.close()
+    assert "CLOSE" in repr(pool)
+    pool.terminate()
+    assert "TERMINATE" in repr(pool)
+    pool.join()
+
+
+@pytest.mark.xpool_only
+def test_states(kind, make_pool):
+    """`state` goes from RUN over CLOSE to TERMINATE."""
+    from xpool import PoolStates
+
+    pool = make_pool(kind, 1)
+    assert pool.state == PoolStates.RUN
+    pool.close()
+    assert pool.state == PoolStates.CLOSE
+    pool.terminate()
+    assert pool.state == PoolStates.TERMINATE
+    pool.join()
+
+
+@pytest.mark.xpool_only
+def test_size(kind, make_pool):
+    """`size()` is the number of workers."""
+    assert make_pool(kind, 3).size() == 3
+
+
+def test_processes_given_by_name(kind, make_pool):
+    """The number of workers may be given as ``processes=``."""
+    pool = make_pool(kind, processes=1)
+    assert len(set(pool.map(work.place, range(10)))) == 1
+
+
+def test_default_number_of_workers(make_pool):
+    """Without a number there are as many workers as processors to run on."""
+    if STDLIB:
+        pytest.skip("the standard library counts all processors until Python 3.13")
+    from xpool import Pool, ThreadPool
+
+    usable = len(os.sched_getaffinity(0))
+    assert make_pool(Pool).size() in (usable, os.cpu_count())
+    assert make_pool(ThreadPool).size() in (usable, os.cpu_count())
+
+
+def test_workers_are_children_that_leave(process_kind, make_pool):
+    """The workers of a process pool are gone after `join`."""
+    before = descendants()
+    pool = make_pool(process_kind, 3)
+    pool.map(work.square, range(10))
+    workers = descendants() - before
+    assert len(workers) >= 3
+    pool.close()
+    pool.join()
+    assert wait_gone(workers, 5) == []
+
+
+def test_task_references_are_released(kind, make_pool):
+    """Arguments and results are not kept alive after the task."""
+    pool = make_pool(kind, 2)
+    assert len(pool.map(work.same, [work.Counted() for _ in range(10)])) == 10
+    assert isinstance(pool.apply(work.same, (work.Counted(),)), work.Counted)
+    assert len(list(pool.imap(work.same, [work.Counted() for _ in range(10)]))) == 10
+
+    def gone():
+        gc.collect()
+        return work.Counted.alive == 0
+
+    eventually(gone, "all arguments and results released", 5)
+
+
+def test_many_pools(kind, make_pool):
+    """Twenty pools, one after the other, leave nothing behind."""
+    for i in range(20):
+        with kind(1) as pool:
+            assert pool.apply(work.square, (i,)) == i * i
+        pool.join()
+
+
+def test_three_pools_at_once(kind, make_pool):
+    """Pools do not get in each other's way."""
+    pools = [make_pool(kind, 1) for _ in range(3)]
+    results = [
+        pool.map_async(work.add_to, [(i, n) for i in range(50)]) for n, pool in enumerate(pools)
+    ]
+    for n, result in enumerate(results):
+        assert result.get() == [i + n for i in range(50)]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_core_with_every_start_method(make_pool, method, gate, mailbox):
+    """With every start method a pool does its work, raises what tasks raise, and ends."""
+    from multiprocessing import get_context
+
+    if STDLIB:
+        pool = make_pool(get_context(method).Pool, 2)
+    else:
+        from xpool import Pool
+
+        pool = make_pool(Pool, 2, context=method)
+    assert pool.apply(work.pid) != os.getpid()
+    assert pool.map(work.square, range(100)) == [i * i for i in range(100)]
+    assert list(pool.imap(work.square, range(100), 7)) == [i * i for i in range(100)]
+    with pytest.raises(KeyError):
+        pool.apply(work.fail, (1,))
+    pending = pool.starmap_async(work.post_and_gate, [(mailbox.path, gate.path)] * 4, 1)
+    mailbox.lines(2)
+    gate.open(4)
+    pool.close()
+    pool.join()
+    assert pending.get() == [None] * 4
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.xpool_only
+def test_context_argument(make_pool, as_object, by_position):
+    """The context is a start method's name or a context, given by name or as fifth argument."""
+    from xpool import Pool
+
+    context = multiprocessing.get_context("forkserver") if as_object else "forkserver"
+    if by_position:
+        pool = make_pool(Pool, 1, None, (), None, context)
+    else:
+        pool = make_pool(Pool, 1, context=context)
+    assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.xpool_only
+def test_pool_in_a_worker_task(process_kind, make_pool):
+    """With ``is_daemon=False`` a task may build a pool of its own, of processes or threads."""
+    pool = make_pool(process_kind, 1, is_daemon=False)
+    assert pool.apply(work.nested, ("Pool", 5)) == [i * i for i in range(5)]
+    assert pool.apply(work.nested, ("ThreadPool", 5)) == [i * i for i in range(5)]
+    assert pool.apply(work.nested, ("Pool", 3)) == [i * i for i in range(3)]
+
+
+def test_thread_pool_in_a_worker_task(kind, make_pool):
+    """A task may use a thread pool of its own."""
+    pool = make_pool(kind, 1)
+    assert pool.apply(work.nested_threads, (5,)) == [i * i for i in range(5)]
+
+
+@pytest.mark.xpool_only
+def test_nested_pool_dies_with_its_worker(make_pool, mailbox):
+    """The workers of a pool in a task end when the worker that owns them is terminated."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 1, is_daemon=False)
+    pool.apply_async(work.nested_spinners, (mailbox.path,))
+    inner = {int(line) for line in mailbox.lines(2)}
+    pool.terminate()
+    pool.join()
+    assert wait_gone(inner, 10) == []
+
+
+@pytest.mark.xpool_only
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_use_in_a_forked_child(kind, make_pool):
+    """In a forked child the pool raises a clear error at once, and the parent's goes on."""
+    pool = make_pool(kind, 1)
+    assert pool.apply(work.square, (2,)) == 4
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.apply(work.square, (3,))
+            said = "no error"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    assert wait_gone([child], 10) == [], os.kill(child, 9)
+    os.waitpid(child, 0)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    assert "fork" in said and not said.startswith("no error")
+    assert pool.apply(work.square, (4,)) == 16

@@ -1,0 +1,193 @@
+"""`map`, `starmap` and their asynchronous versions: a list in, a list out, in order."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import pytest
+from support import work
+
+
+class StopHere(Exception):
+    """Raised by the iterables of these tests."""
+
+
+def failing(total, at):
+    """Yield numbers, raise at one of them."""
+    for i in range(total):
+        if i == at:
+            raise StopHere
+        yield i
+
+
+class LyingSequence:
+    """Has a length, and raises as soon as it is iterated over."""
+
+    def __len__(self):
+        return 1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopHere
+
+
+@pytest.mark.parametrize("chunksize", [None, 1, 3, 10, 1000])
+def test_map_keeps_order(pool, chunksize):
+    """`map` returns the results in the order of the input, whatever the chunks."""
+    expected = [i * i for i in range(100)]
+    assert pool.map(work.square, range(100), chunksize) == expected
+    assert pool.map(work.square, range(100), chunksize=chunksize) == expected
+
+
+@pytest.mark.parametrize("chunksize", [None, 1, 7, 1000])
+def test_starmap_unpacks(pool, chunksize):
+    """`starmap` calls the function with the elements of each item."""
+    pairs = list(zip(range(50), range(50, 0, -1), strict=True))
+    assert pool.starmap(work.multiply, pairs, chunksize) == [a * b for a, b in pairs]
+
+
+def test_starmap_takes_any_iterable_as_item(pool):
+    """Items of `starmap` may be lists, tuples or other iterables."""
+    assert pool.starmap(work.add, [[1, 2], (3, 4), "ab"]) == [3, 7, "ab"]
+
+
+def test_async_versions(pool):
+    """`map_async` and `starmap_async` return at once with a result to ask."""
+    assert pool.map_async(work.square, range(10)).get() == [i * i for i in range(10)]
+    assert pool.starmap_async(work.add, [(1, 2), (3, 4)]).get() == [3, 7]
+
+
+@pytest.mark.parametrize("chunksize", [None, 1, 5])
+def test_empty_input(pool, chunksize):
+    """Nothing in, nothing out, at once."""
+    assert pool.map(work.square, [], chunksize) == []
+    assert pool.starmap(work.add, [], chunksize) == []
+    assert pool.map_async(work.square, [], chunksize).get(timeout=20) == []
+    assert pool.map(work.square, iter(()), chunksize) == []
+
+
+def test_empty_result_is_ready_and_successful(pool):
+    """The result of an empty map is ready and successful."""
+    result = pool.map_async(work.square, [])
+    result.wait(20)
+    assert result.ready() and result.successful()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (i for i in range(10)),
+        lambda: iter(range(10)),
+        lambda: dict.fromkeys(range(10)),
+        lambda: collections.deque(range(10)),
+        lambda: itertools.islice(itertools.count(), 10),
+        lambda: range(10),
+    ],
+    ids=["generator", "iterator", "dict", "deque", "islice", "range"],
+)
+def test_any_iterable(pool, make):
+    """The input may be any iterable, with a length or without."""
+    assert pool.map(work.square, make()) == [i * i for i in range(10)]
+    assert pool.map_async(work.square, make(), 3).get() == [i * i for i in range(10)]
+
+
+def test_set_input(pool):
+    """A set has no order but all of its elements are done."""
+    assert sorted(pool.map(work.square, {1, 2, 3})) == [1, 4, 9]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", ["map", "map_async", "starmap", "starmap_async"])
+@pytest.mark.parametrize("chunksize", [0, -1])
+def test_chunksize_below_one_is_refused(pool, verb, chunksize):
+    """A chunksize that is not positive is a ValueError that names it (not a list of None)."""
+    with pytest.raises(ValueError, match="(?i)chunksize"):
+        getattr(pool, verb)(work.square, [(1,)], chunksize)
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("chunksize", ["2", 1.5])
+def test_chunksize_of_a_wrong_type_is_refused(pool, chunksize):
+    """A chunksize that is no integer is refused by name."""
+    with pytest.raises((TypeError, ValueError), match="(?i)chunksize"):
+        pool.map(work.square, [1], chunksize)
+
+
+def test_input_that_is_not_iterable(pool):
+    """Something that cannot be iterated over raises TypeError in the caller."""
+    with pytest.raises(TypeError):
+        pool.map(work.square, 3)
+
+
+@pytest.mark.parametrize(("total", "at"), [(1, 0), (10, 3)], ids=["at-once", "midway"])
+def test_iterable_that_raises(pool, total, at):
+    """An error of the iterable comes out of `map`, and again when it happens again."""
+    for _ in range(2):
+        with pytest.raises(StopHere) as caught:
+            pool.map(work.square, failing(total, at), 1)
+        assert caught.value.__cause__ is None
+    with pytest.raises(StopHere):
+        pool.map_async(work.square, failing(total, at), 1).get()
+    assert pool.map(work.square, [2]) == [4]
+
+
+def test_sequence_that_raises(pool):
+    """An error of an iterable with a length comes out of `map` as well."""
+    for _ in range(2):
+        with pytest.raises(StopHere):
+            pool.map(work.square, LyingSequence(), 1)
+
+
+@pytest.mark.parametrize("chunksize", [None, 1, 4])
+def test_error_of_a_task(pool, chunksize):
+    """`map` raises the error of the task that failed."""
+    with pytest.raises(ValueError, match="^3$"):
+        pool.map(work.fail_on_three, range(10), chunksize)
+    assert pool.map(work.square, range(3)) == [0, 1, 4]
+
+
+def test_error_waits_for_all_chunks(pool, gate):
+    """A map fails with its first error, but is not ready before the other chunks are done."""
+    result = pool.starmap_async(work.fail_slowly, [(gate.path, 0), (gate.path, 1)], 1)
+    # The failing chunk is done as soon as the pool has answered something submitted after it.
+    assert pool.apply(work.square, (2,)) == 4
+    assert not result.ready()
+    gate.open()
+    with pytest.raises(ValueError, match="^0$"):
+        result.get()
+    assert result.ready() and not result.successful()
+
+
+def test_large_items(pool):
+    """Items too large for a pipe, many of them, go there and back in order."""
+    items = [bytes([i]) * 300_000 for i in range(32)]
+    assert pool.map(work.same, items, chunksize=1) == items
+
+
+def test_large_errors(pool):
+    """Large exceptions do not block a pool that is closed right afterwards."""
+    with pytest.raises(ValueError, match="xxx"):
+        pool.map(work.raise_large, [1 << 20, 1 << 20])
+
+
+def test_a_hundred_thousand_items(pool):
+    """Long inputs are no problem."""
+    assert sum(pool.map(work.same, range(100_000))) == sum(range(100_000))
+
+
+@pytest.mark.xpool_only
+def test_map_of_a_lambda(pool):
+    """A lambda over many items works as a function does."""
+    k = 3
+    assert pool.map(lambda x: x * k, range(1000)) == [i * 3 for i in range(1000)]
+
+
+def test_two_maps_at_once(pool):
+    """Two maps in flight do not mix their results."""
+    a = pool.map_async(work.square, range(500), 1)
+    b = pool.map_async(work.same, range(500), 1)
+    assert b.get() == list(range(500))
+    assert a.get() == [i * i for i in range(500)]

@@ -1,0 +1,171 @@
+"""The objects that the asynchronous verbs return."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+
+import pytest
+from support import work
+from support.kinds import STDLIB
+
+
+def test_ready_follows_the_task(pool, gate):
+    """`ready` is false while the task runs and true afterwards."""
+    result = pool.apply_async(work.gated, (gate.path, 1))
+    assert not result.ready()
+    gate.open()
+    result.wait()
+    assert result.ready() and result.get() == 1
+
+
+def test_wait_with_timeout(pool, gate):
+    """`wait(timeout)` returns when the time is over, without an error."""
+    result = pool.apply_async(work.gated, (gate.path,))
+    begin = time.monotonic()
+    result.wait(0.1)
+    assert 0.09 <= time.monotonic() - begin < 5 and not result.ready()
+    gate.open()
+    result.wait(20)
+    assert result.ready()
+
+
+@pytest.mark.parametrize("verb", ["apply_async", "map_async", "starmap_async"])
+def test_successful_before_ready(pool, gate, verb):
+    """`successful` raises ValueError while there is no result."""
+    arguments = (gate.path,) if verb == "apply_async" else [(gate.path,)]
+    func = work.gated if verb != "map_async" else _gated_in_tuple
+    result = getattr(pool, verb)(func, arguments)
+    with pytest.raises(ValueError):
+        result.successful()
+    gate.open()
+    result.wait()
+    assert result.successful() is True
+
+
+def _gated_in_tuple(item):
+    work.pass_gate(item[0])
+
+
+def test_successful_after_an_error(pool):
+    """`successful` is false for a task that raised, and `wait` does not raise."""
+    result = pool.apply_async(work.fail, (1,))
+    result.wait()
+    assert result.successful() is False
+    with pytest.raises(KeyError):
+        result.get()
+
+
+@pytest.mark.parametrize("timeout", [0, 0.05])
+def test_get_with_timeout(pool, gate, timeout):
+    """`get(timeout)` raises `multiprocessing.TimeoutError`, and the result comes later."""
+    result = pool.apply_async(work.gated, (gate.path, "late"))
+    with pytest.raises(multiprocessing.TimeoutError):
+        result.get(timeout)
+    with pytest.raises(multiprocessing.TimeoutError):
+        result.get(timeout=timeout)
+    gate.open()
+    assert result.get(timeout=20) == "late"
+    assert result.get(timeout=0) == "late"
+
+
+def test_get_of_a_map_with_timeout(pool, gate):
+    """A map that is not complete raises TimeoutError from `get(timeout)`."""
+    result = pool.starmap_async(work.gated, [(gate.path, i) for i in range(3)], 1)
+    gate.open()
+    with pytest.raises(multiprocessing.TimeoutError):
+        result.get(timeout=0.05)
+    gate.open(2)
+    assert result.get() == [0, 1, 2]
+
+
+def test_get_twice_gives_the_same_object(pool):
+    """`get` returns the same object every time."""
+    for result in (pool.apply_async(work.echo, (1,)), pool.map_async(work.same, [[1], [2]])):
+        assert result.get() is result.get()
+
+
+def test_get_from_many_threads(pool, gate):
+    """All threads that wait for one result get it."""
+    result = pool.apply_async(work.gated, (gate.path, "shared"))
+    got: list[object] = []
+    threads = [threading.Thread(target=lambda: got.append(result.get())) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    gate.open()
+    for thread in threads:
+        thread.join()
+    assert got == ["shared"] * 5
+
+
+def test_get_of_an_error_raises_each_time(pool):
+    """A failed result raises on every `get`."""
+    result = pool.apply_async(work.fail, ("again",))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="again"):
+            result.get()
+
+
+@pytest.mark.skipif(STDLIB, reason="xpool's own classes")
+def test_classes_of_the_results(pool):
+    """The verbs return the public classes."""
+    import xpool
+
+    assert isinstance(pool.apply_async(work.nothing), xpool.AsyncResult)
+    assert isinstance(pool.map_async(work.nothing, [1]), xpool.MapResult)
+    assert isinstance(pool.starmap_async(work.nothing, [(1,)]), xpool.MapResult)
+    ordered, unordered = pool.imap(work.nothing, [1]), pool.imap_unordered(work.nothing, [1])
+    assert isinstance(ordered, xpool.IMapIterator)
+    assert isinstance(unordered, xpool.IMapUnorderedIterator)
+    assert list(ordered) == list(unordered) == [None]
+
+
+@pytest.mark.xpool_only
+def test_timeout_errors_are_one_class():
+    """`xpool.TimeoutError` is `multiprocessing.TimeoutError`."""
+    import xpool
+
+    assert xpool.TimeoutError is multiprocessing.TimeoutError
+
+
+@pytest.mark.xpool_only
+def test_cancel_of_a_waiting_task(pool, mailbox, gate, log):
+    """A task that has not begun can be cancelled: it never runs and `get` says so."""
+    from xpool import TaskCancelled
+
+    busy = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i)) for i in range(2)]
+    mailbox.lines(2)
+    waiting = [pool.apply_async(work.logged, (str(log), i)) for i in range(10)]
+    assert waiting[9].cancel()
+    with pytest.raises(TaskCancelled):
+        waiting[9].get()
+    gate.open(2)
+    assert [r.get() for r in busy] == [0, 1]
+    assert [r.get() for r in waiting[:9]] == list(range(9))
+    assert sorted(log.read_text().split()) == [str(i) for i in range(9)]
+
+
+@pytest.mark.xpool_only
+def test_cancel_of_a_finished_task(pool):
+    """A task that is done cannot be cancelled and keeps its result."""
+    result = pool.apply_async(work.square, (3,))
+    result.wait()
+    assert not result.cancel()
+    assert result.get() == 9
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("how", ["apply", "apply_async"])
+def test_timeout_of_a_task(process_kind, make_pool, mailbox, how):
+    """``timeout=`` ends a task that runs too long; the pool goes on with a new worker."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(TaskTimeout):
+        if how == "apply":
+            pool.apply(work.post_and_spin, (mailbox.path,), timeout=0.5)
+        else:
+            pool.apply_async(work.post_and_spin, (mailbox.path,), timeout=0.5).get()
+    mailbox.line()
+    assert pool.apply(work.square, (3,)) == 9

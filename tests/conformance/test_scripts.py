@@ -1,0 +1,182 @@
+"""Where programs live: scripts, standard input, ``-c``, notebooks."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+BODY = """
+def initialise(value):
+    global setting
+    setting = value
+
+def scaled(x):
+    return x * setting
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+    def __eq__(self, other):
+        return isinstance(other, Point) and self.x == other.x
+    def doubled(self):
+        return Point(self.x * 2)
+
+def doubled(point):
+    assert isinstance(point, Point)
+    return point.doubled()
+
+def main():
+    with xpool.Pool(2, initialise, (10,)) as pool:
+        print(pool.map(scaled, range(4)))
+        print(pool.map(lambda x: x + len(BIAS), range(4)))
+        points = pool.map(doubled, [Point(1), Point(2)])
+        print(all(type(p) is Point for p in points), points == [Point(2), Point(4)])
+        class Local(Point):
+            pass
+        print(type(pool.apply(Local(3).doubled)) is Point)
+        print(type(pool.apply(lambda p: p, (Local(3),))) is Local)
+        try:
+            pool.apply(scaled, ())
+        except TypeError as error:
+            print("scaled" in str(error))
+    pool.join()
+
+BIAS = "ab"
+"""
+EXPECTED = [
+    "[0, 10, 20, 30]",
+    "[2, 3, 4, 5]",
+    "True True",
+    "True",
+    "True",
+    "True",
+]
+PROGRAM = "import xpool\n" + BODY
+GUARD = '\nif __name__ == "__main__":\n    main()\n'
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_guarded_script(tmp_path, method):
+    """Functions, lambdas, classes and globals of a script work with every start method."""
+    text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
+    path = scripts.write(tmp_path / "guarded.py", text + GUARD)
+    assert scripts.run_ok([path]).splitlines() == EXPECTED
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_script_without_the_guard(tmp_path, method):
+    """A script without the guard works, or ends soon with one error that says what to add."""
+    text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
+    path = scripts.write(tmp_path / "unguarded.py", text + "\nmain()\n")
+    done = scripts.run([path], limit=40)
+    if done.returncode == 0:
+        assert done.stdout.splitlines() == EXPECTED and done.stderr == ""
+    else:
+        assert 'if __name__ == "__main__"' in done.stderr.replace("'", '"'), done.stderr
+        assert done.stderr.count("\nTraceback") <= 2, done.stderr
+
+
+def test_script_run_as_a_module(tmp_path):
+    """``python -m`` works as well, with functions of the module that is run."""
+    (tmp_path / "runme.py").write_text(PROGRAM + GUARD)
+    done = scripts.popen(["-m", "runme"], cwd=str(tmp_path))
+    out, err = done.communicate(timeout=30)
+    assert (out.splitlines(), err) == (EXPECTED, "")
+
+
+def test_package_run_as_a_module(tmp_path):
+    """``python -m package`` with relative imports works."""
+    package = tmp_path / "runpackage"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("def triple(x):\n    return 3 * x\n")
+    (package / "__main__.py").write_text(
+        "import xpool\nfrom .helper import triple\n"
+        "def task(x):\n    return triple(x) + 1\n"
+        'if __name__ == "__main__":\n'
+        "    with xpool.Pool(1) as pool:\n"
+        "        print(pool.map(task, [1, 2]), pool.map(triple, [1]))\n"
+        "    pool.join()\n"
+    )
+    done = scripts.popen(["-m", "runpackage"], cwd=str(tmp_path))
+    out, err = done.communicate(timeout=30)
+    assert (out, err) == ("[4, 7] [3]\n", "")
+
+
+def test_standard_input():
+    """``python -`` works: functions that no file holds are sent by value."""
+    assert scripts.run_ok(["-"], PROGRAM + "\nmain()\n").splitlines() == EXPECTED
+
+
+def test_command_line():
+    """``python -c`` works."""
+    assert scripts.run_ok(["-c", PROGRAM + "\nmain()\n"]).splitlines() == EXPECTED
+
+
+def test_interactive():
+    """An interactive session works, statement by statement."""
+    text = "import xpool\n" + BODY.replace("\n\ndef", "\n\n\ndef") + "\nmain()\n"
+    # The console needs an empty line after a block and none within one.
+    lines = []
+    for line in text.splitlines():
+        if line and not line.startswith(" ") and lines and lines[-1].startswith(" "):
+            lines.append("")
+        if line:
+            lines.append(line)
+    code = (
+        "import code, sys\n"
+        "sys.ps1 = sys.ps2 = ''\n"
+        "console = code.InteractiveConsole(vars(sys.modules['__main__']))\n"
+        "source = iter(sys.stdin.read().split('\\n'))\n"
+        "for line in source:\n"
+        "    console.push(line)\n"
+    )
+    done = scripts.run(["-c", code], "\n".join([*lines, ""]))
+    assert done.stdout.splitlines() == EXPECTED, done.stderr
+
+
+@pytest.mark.torch
+def test_torch_in_a_script(tmp_path):
+    """A script that uses torch gets tensors from functions of its own."""
+    pytest.importorskip("torch")
+    text = """
+        import torch
+        import xpool
+
+        def norm(t):
+            return t.norm()
+
+        if __name__ == "__main__":
+            with xpool.Pool(2) as pool:
+                print(pool.map(norm, [torch.ones(4), torch.zeros(4)]))
+                print(pool.apply(lambda t: t + 1, (torch.zeros(2),)))
+            pool.join()
+    """
+    path = scripts.write(tmp_path / "tensors.py", text)
+    assert scripts.run_ok([path]).splitlines() == ["[tensor(2.), tensor(0.)]", "tensor([1., 1.])"]
+
+
+def test_notebook(tmp_path):
+    """A notebook kernel works: functions, lambdas, classes and globals of its cells."""
+    manager = pytest.importorskip("jupyter_client.manager", reason="jupyter_client not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    kernel, client = manager.start_new_kernel(
+        kernel_name="python3", env=scripts.environment(), cwd=str(tmp_path)
+    )
+    try:
+        printed: list[str] = []
+
+        def collect(message):
+            if message["msg_type"] == "stream" and message["content"]["name"] == "stdout":
+                printed.append(message["content"]["text"])
+            if message["msg_type"] == "error":
+                printed.append("\n".join(message["content"]["traceback"]))
+
+        for cell in (PROGRAM, "main()"):
+            client.execute_interactive(cell, timeout=60, output_hook=collect)
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    assert "".join(printed).splitlines() == EXPECTED

@@ -1,0 +1,388 @@
+"""The workers: initializers, lifetimes, who they are, what they draw."""
+
+from __future__ import annotations
+
+import collections
+import multiprocessing
+import os
+
+import pytest
+from support import work
+from support.kinds import STDLIB
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """The workers of thread pools share this module's memory."""
+    yield
+    work.initialised.clear()
+
+
+def occupy(pool, mailbox, gate, workers, modules=()):
+    """Give every worker one task at the same time; return what they drew, by place."""
+    results = [
+        pool.apply_async(work.meet, (mailbox.path, gate.path, modules)) for _ in range(workers)
+    ]
+    mailbox.lines(workers)
+    gate.open(workers)
+    return [r.get() for r in results]
+
+
+# Initializers ------------------------------------------------------------------------------------
+
+
+def test_initializer_runs_before_the_first_task(process_kind, make_pool):
+    """Every worker has run its initializer, once, before it takes a task."""
+    pool = make_pool(process_kind, 2, work.remember, (1, "two"))
+    assert pool.map(work.recall, range(20), 1) == [[(1, "two")]] * 20
+
+
+def test_initializer_in_threads(kind, make_pool):
+    """Thread pools run the initializer once in each thread."""
+    if kind.processes:
+        pytest.skip("for thread pools")
+    pool = make_pool(kind, 3, work.remember, ("x",))
+    pool.close()
+    pool.join()
+    assert work.initialised == [("x",)] * 3
+
+
+def test_initializer_by_name(kind, make_pool):
+    """`initializer` and `initargs` may be given by name, `initargs` as any iterable."""
+    pool = make_pool(kind, processes=1, initializer=work.remember, initargs=["a", "b"])
+    assert pool.apply(work.recall) == [("a", "b")]
+
+
+def test_initializer_without_arguments(kind, make_pool):
+    """`initargs` may be left out."""
+    pool = make_pool(kind, 1, work.remember)
+    assert pool.apply(work.recall) == [()]
+
+
+@pytest.mark.xpool_only
+def test_initializer_may_be_a_closure(kind, make_pool):
+    """A lambda or local function may be the initializer."""
+    token = "closure"
+
+    def initialise(x):
+        work.remember(token, x)
+
+    pool = make_pool(kind, 1, initialise, (1,))
+    assert pool.apply(work.recall) == [("closure", 1)]
+
+
+def test_initializer_runs_again_in_a_replacement(process_kind, make_pool):
+    """A worker that replaces another runs the initializer too."""
+    pool = make_pool(process_kind, 1, work.remember, (7,), 1)
+    assert pool.map(work.recall, range(3), 1) == [[(7,)]] * 3
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_locks_values_and_queues_through_initargs(make_pool, method):
+    """Locks, values and queues of multiprocessing may be handed to the initializer."""
+    context = multiprocessing.get_context(method)
+    lock, value, queue = context.Lock(), context.Value("i", 0), context.SimpleQueue()
+    if STDLIB:
+        pool = make_pool(context.Pool, 2, work.remember, (lock, value, queue))
+    else:
+        from xpool import Pool
+
+        pool = make_pool(Pool, 2, work.remember, (lock, value, queue), context=method)
+    counts = pool.map(work.hold_lock_and_count, range(20), 1)
+    assert sorted(counts) == list(range(1, 21)) and value.value == 20
+    assert sorted(queue.get() for _ in range(20)) == list(range(1, 21))
+    queue.close()
+
+
+def test_locks_of_the_default_context(make_pool):
+    """`multiprocessing.Lock()` and its kin work with a pool of the default context."""
+    lock, value, queue = (
+        multiprocessing.Lock(),
+        multiprocessing.Value("i", 0),
+        multiprocessing.SimpleQueue(),
+    )
+    if STDLIB:
+        pool = make_pool(multiprocessing.Pool, 2, work.remember, (lock, value, queue))
+    else:
+        from xpool import Pool
+
+        pool = make_pool(Pool, 2, work.remember, (lock, value, queue))
+    assert sorted(pool.map(work.hold_lock_and_count, range(10), 1)) == list(range(1, 11))
+    for _ in range(10):
+        queue.get()
+    queue.close()
+
+
+# Lifetimes ---------------------------------------------------------------------------------------
+
+
+def test_workers_stay_without_a_limit(process_kind, make_pool):
+    """Without `maxtasksperchild` a worker lives as long as the pool."""
+    pool = make_pool(process_kind, 1)
+    assert len(set(pool.map(work.pid, range(200), 1))) == 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_maxtasksperchild(process_kind, make_pool, limit):
+    """A worker does exactly `maxtasksperchild` tasks, then another takes its place."""
+    pool = make_pool(process_kind, 1, maxtasksperchild=limit)
+    results = [pool.apply_async(work.pid) for _ in range(4 * limit)]
+    counts = collections.Counter(r.get() for r in results)
+    assert list(counts.values()) == [limit] * 4
+
+
+def test_maxtasksperchild_counts_chunks(process_kind, make_pool):
+    """A chunk of a map is one task for `maxtasksperchild`."""
+    pool = make_pool(process_kind, 1, None, (), 1)
+    counts = collections.Counter(pool.map(work.pid, range(12), chunksize=3))
+    assert list(counts.values()) == [3] * 4
+
+
+def test_maxtasksperchild_with_several_workers(process_kind, make_pool):
+    """With several workers no one does more than `maxtasksperchild` tasks, and all are done."""
+    pool = make_pool(process_kind, 2, maxtasksperchild=5)
+    counts = collections.Counter(pool.map(work.pid, range(43), chunksize=1))
+    assert sum(counts.values()) == 43 and max(counts.values()) <= 5
+
+
+def test_maxtasksperchild_of_threads(kind, make_pool):
+    """Thread pools accept `maxtasksperchild` where their constructor does, and do all tasks."""
+    if kind.processes or STDLIB:
+        pytest.skip("for xpool's thread pools")
+    pool = make_pool(kind, 2, maxtasksperchild=2)
+    assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
+
+
+def test_close_early_with_short_lives(process_kind, make_pool):
+    """Closing a pool of short-lived workers with work pending loses none of it."""
+    pool = make_pool(process_kind, 2, maxtasksperchild=1)
+    results = [pool.apply_async(work.slow_square, (0.02, i)) for i in range(8)]
+    pool.close()
+    pool.join()
+    assert [r.get(0) for r in results] == [i * i for i in range(8)]
+
+
+def test_daemon_flag(process_kind, make_pool):
+    """Workers are daemonic unless told otherwise."""
+    pool = make_pool(process_kind, 1)
+    assert pool.apply(work.is_daemon) is True
+    if not STDLIB:
+        assert make_pool(process_kind, 1, is_daemon=False).apply(work.is_daemon) is False
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_environment_of_the_moment(make_pool, monkeypatch, method):
+    """A worker has the environment that its parent has when the worker starts."""
+    from xpool import Pool
+
+    monkeypatch.setenv("XPOOL_TEST_VALUE", "first")
+    pool = make_pool(Pool, 1, maxtasksperchild=1, context=method)
+    assert pool.apply(work.environment, ("XPOOL_TEST_VALUE",)) == "first"
+    monkeypatch.setenv("XPOOL_TEST_VALUE", "second")
+    monkeypatch.delenv("XPOOL_TEST_ABSENT", raising=False)
+    again = make_pool(Pool, 1, context=method)
+    assert again.apply(work.environment, ("XPOOL_TEST_VALUE",)) == "second"
+    monkeypatch.delenv("XPOOL_TEST_VALUE")
+    assert make_pool(Pool, 1, context=method).apply(work.environment, ("XPOOL_TEST_VALUE",)) is None
+
+
+@pytest.mark.xpool_only
+def test_working_directory_of_the_moment(make_pool, monkeypatch, tmp_path):
+    """A worker starts in the directory in which its parent is when the worker starts."""
+    from xpool import Pool
+
+    make_pool(Pool, 1).apply(work.nothing)
+    monkeypatch.chdir(tmp_path)
+    assert make_pool(Pool, 1).apply(os.getcwd) == str(tmp_path)
+
+
+# Who they are ------------------------------------------------------------------------------------
+
+
+@pytest.mark.xpool_only
+def test_current_worker(kind, make_pool, mailbox, gate):
+    """Inside a task `current_worker()` knows index and context of the worker."""
+    pool = make_pool(kind, 3)
+    results = [pool.apply_async(work.who_at_gate, (mailbox.path, gate.path)) for _ in range(3)]
+    mailbox.lines(3)
+    gate.open(3)
+    seen = sorted(r.get() for r in results)
+    assert [index for index, _, _ in seen] == [0, 1, 2]
+    expected = [f"context {i}" for i in range(3)] if kind.name.startswith("ctx") else [None] * 3
+    assert [context for _, context, _ in seen] == expected
+    assert len({name for _, _, name in seen}) == 1 and all(name for _, _, name in seen)
+
+
+@pytest.mark.xpool_only
+def test_current_worker_outside():
+    """Outside a task `current_worker()` raises RuntimeError."""
+    from xpool import current_worker
+
+    with pytest.raises(RuntimeError, match="current_worker"):
+        current_worker()
+
+
+@pytest.mark.xpool_only
+def test_current_worker_after_a_thread_pool(kind, make_pool):
+    """Having run tasks in threads does not make the caller a worker."""
+    from xpool import current_worker
+
+    pool = make_pool(kind, 1)
+    pool.apply(work.square, (1,))
+    with pytest.raises(RuntimeError):
+        current_worker()
+
+
+@pytest.mark.xpool_only
+def test_index_of_a_replacement(process_kind, make_pool):
+    """A worker that replaces another has its index."""
+    pool = make_pool(process_kind, 1, maxtasksperchild=1)
+    seen = pool.map(work.who, range(3), chunksize=1)
+    assert [index for index, _, _ in seen] == [0, 0, 0]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
+def test_contexts(make_pool, mailbox, gate, name):
+    """`func(ctx, *args)` gets its worker's context first; their number is the pool's size."""
+    import xpool
+
+    pool = make_pool(getattr(xpool, name), worker_contexts=[{"i": 0}, {"i": 1}])
+    assert pool.size() == 2
+    results = [
+        pool.apply_async(work.context_at_gate, (mailbox.path, gate.path, i)) for i in range(2)
+    ]
+    mailbox.lines(2)
+    gate.open(2)
+    seen = [r.get() for r in results]
+    assert sorted(context["i"] for context, _ in seen) == [0, 1]
+    assert [x for _, x in seen] == [0, 1]
+    assert pool.map(work.context_and, range(4)) and pool.starmap(work.context_and, [(1,)])
+    assert [x for _, x in pool.imap(work.context_and, range(4))] == list(range(4))
+    assert pool.apply(work.context_and, (), {"x": 9})[1] == 9
+
+
+@pytest.mark.xpool_only
+def test_a_context_keeps_what_tasks_put_there(make_pool):
+    """A context lives in its worker: what one task stores, the next one finds."""
+    from xpool import CtxPool
+
+    pool = make_pool(CtxPool, worker_contexts=[{}])
+    assert [pool.apply(work.count_in_context) for _ in range(3)] == [1, 2, 3]
+
+
+@pytest.mark.xpool_only
+def test_p2p_names_the_worker(make_pool):
+    """`worker=i` of `P2PPool` runs the task in that worker, always the same process."""
+    from xpool import P2PPool
+
+    pool = make_pool(P2PPool, 3)
+    pids = [{pool.apply(work.pid, worker=i) for _ in range(5)} for i in range(3)]
+    assert all(len(seen) == 1 for seen in pids) and len(set.union(*pids)) == 3
+    results = [pool.apply_async(work.who, worker=i % 3) for i in range(30)]
+    assert [r.get()[0] for r in results] == [i % 3 for i in range(30)]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("worker", [2, -1, 99, "0", 1.0])
+def test_p2p_worker_out_of_range(make_pool, worker):
+    """A worker that does not exist is refused by name, and nothing is lost."""
+    from xpool import P2PPool
+
+    pool = make_pool(P2PPool, 2)
+    with pytest.raises((ValueError, TypeError), match="worker") as caught:
+        pool.apply_async(work.square, (2,), worker=worker)
+    assert isinstance(caught.value, ValueError) or not isinstance(worker, int)
+    assert pool.apply(work.square, (2,), worker=1) == 4
+
+
+@pytest.mark.xpool_only
+def test_p2p_takes_the_least_loaded(make_pool, mailbox, gate):
+    """Without `worker=` the worker with the least work gets the task."""
+    from xpool import P2PPool
+
+    pool = make_pool(P2PPool, 2)
+    busy = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), worker=0)]
+    mailbox.line()
+    indices = []
+    for _ in range(4):
+        indices.append(pool.apply(work.who)[0])
+    assert indices == [1] * 4
+    gate.open()
+    assert busy[0].get() is None
+
+
+@pytest.mark.xpool_only
+def test_only_p2p_takes_a_worker(make_pool):
+    """The other pools refuse `worker=`."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 1)
+    with pytest.raises((TypeError, ValueError), match="worker"):
+        pool.apply(work.square, (2,), worker=0)
+
+
+@pytest.mark.xpool_only
+def test_statistics(kind, make_pool):
+    """`statistics()` is a mapping of names to numbers that counts what was done."""
+    pool = make_pool(kind, 2)
+    before = dict(pool.statistics())
+    pool.map(work.square, range(10), 1)
+    with pytest.raises(KeyError):
+        pool.apply(work.fail)
+    after = dict(pool.statistics())
+    assert before != after and before.keys() == after.keys()
+    assert all(isinstance(name, str) for name in after)
+
+
+# What they draw ----------------------------------------------------------------------------------
+
+
+def _streams(make_pool, mailbox, gate, kind, modules, **options):
+    pool = make_pool(kind, 2, **options)
+    drawn = occupy(pool, mailbox, gate, 2, modules)
+    assert len({pid for pid, _ in drawn}) == 2
+    pool.terminate()
+    pool.join()
+    return sorted(numbers for _, numbers in drawn)
+
+
+def _modules(*names):
+    for name in names:
+        pytest.importorskip(name)
+    return names
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("names", [(), ("numpy",), ("numpy", "torch")], ids=["-", "numpy", "torch"])
+def test_workers_draw_different_numbers(process_kind, make_pool, mailbox, gate, names):
+    """Two workers never draw the same random numbers, from any generator."""
+    one, two = _streams(make_pool, mailbox, gate, process_kind, _modules(*names))
+    for a, b in zip(one, two, strict=True):
+        assert a is None or a != b
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("names", [(), ("numpy",), ("numpy", "torch")], ids=["-", "numpy", "torch"])
+def test_seed_makes_workers_repeat(process_kind, make_pool, mailbox, gate, names):
+    """With the same ``seed=`` the workers of two pools draw the same numbers; else others."""
+    modules = _modules(*names)
+    first = _streams(make_pool, mailbox, gate, process_kind, modules, seed=7)
+    again = _streams(make_pool, mailbox, gate, process_kind, modules, seed=7)
+    other = _streams(make_pool, mailbox, gate, process_kind, modules, seed=8)
+    assert first == again
+    assert all(a != b for a, b in zip(first[0], other[0], strict=True) if a is not None)
+    assert all(a != b for a, b in zip(*first, strict=True) if a is not None)
+
+
+@pytest.mark.xpool_only
+def test_seed_belongs_to_the_slot(make_pool):
+    """With a seed, the worker of a slot draws the same in every pool."""
+    from xpool import P2PPool
+
+    drawn = []
+    for _ in range(2):
+        pool = make_pool(P2PPool, 2, seed=3)
+        drawn.append([pool.apply(work.random_numbers, worker=i)[0] for i in range(2)])
+    assert drawn[0] == drawn[1]

@@ -1,0 +1,271 @@
+"""What every test gets: a time limit with all stacks dumped, a leak check, and pools."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support import work
+from support.kinds import KINDS, PROCESS_KINDS, START_METHODS, STDLIB, Kind
+from support.leaks import Snapshot, mark_this_run
+from support.waiting import Gate, Mailbox
+
+TEST_LIMIT = float(os.environ.get("XPOOL_TEST_TIMEOUT", "60"))
+LEAK_LIMIT = float(os.environ.get("XPOOL_TEST_LEAK_LIMIT", "5"))
+
+_stderr = sys.__stderr__.fileno() if sys.__stderr__ else 2
+
+
+# Markers -----------------------------------------------------------------------------------------
+
+
+def _no_gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _no_peer() -> str | None:
+    missing = [
+        name for name in ("mpire", "loky", "pebble", "ray") if not importlib.util.find_spec(name)
+    ]
+    return f"peer packages not installed: {', '.join(missing)}" if missing else None
+
+
+def _no_module(name: str) -> str | None:
+    return None if importlib.util.find_spec(name) else f"{name} is not installed"
+
+
+MARKERS: dict[str, tuple[str, Callable[[], str | None]]] = {
+    "torch": ("needs torch", lambda: _no_module("torch")),
+    "gpu": ("needs a CUDA device", _no_gpu),
+    "xla": ("needs torch_xla", lambda: _no_module("torch_xla")),
+    "peer": ("compares with other pool libraries", _no_peer),
+    "slow": (
+        "takes long; run with XPOOL_TEST_SLOW=1",
+        lambda: None if os.environ.get("XPOOL_TEST_SLOW") else "slow; set XPOOL_TEST_SLOW=1",
+    ),
+    "xpool_only": (
+        "what the standard library's pools do not have",
+        lambda: "the standard library does not promise this" if STDLIB else None,
+    ),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers and keep the true stderr, which is not captured at this point."""
+    global _stderr
+    for name, (text, _) in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {text}")
+    _stderr = os.dup(2)
+    mark_this_run()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine cannot run."""
+    reasons: dict[str, str | None] = {}
+    for item in items:
+        for mark in item.iter_markers():
+            if mark.name in MARKERS:
+                # Asked only where it matters: looking for a GPU imports torch.
+                if mark.name not in reasons:
+                    reasons[mark.name] = MARKERS[mark.name][1]()
+                if reason := reasons[mark.name]:
+                    item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# Time --------------------------------------------------------------------------------------------
+
+
+class TestTookTooLong(BaseException):
+    """Not an `Exception`: what is tested may catch those and go on waiting."""
+
+    __test__ = False
+
+
+_timed_out = False
+
+
+def _alarm(*_: Any) -> None:
+    global _timed_out
+    _timed_out = True
+    os.write(_stderr, b"\n--- the test took too long; stacks of all threads:\n")
+    faulthandler.dump_traceback(_stderr, all_threads=True)
+    raise TestTookTooLong(f"longer than {TEST_LIMIT:g} s; the stacks are on stderr")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """End a test that hangs: first by an exception, then, if that is of no use, the whole run."""
+    faulthandler.dump_traceback_later(2 * TEST_LIMIT + 30, exit=True, file=_stderr)
+    before = signal.signal(signal.SIGALRM, _alarm)
+    # Again and again: the first one may end in a `finally` that waits for the same thing.
+    signal.setitimer(signal.ITIMER_REAL, TEST_LIMIT, 20)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
+
+
+# Leaks -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test after which processes, threads, descriptors or shared memory are left."""
+    if "pool" in request.fixturenames:
+        request.getfixturevalue("pool")
+    elif "make_pool" in request.fixturenames:
+        request.getfixturevalue("warm")
+    before = Snapshot.take()
+    yield
+    left = before.leaks(LEAK_LIMIT)
+    if STDLIB:
+        # Its pools close their descriptors when they are collected, which is after this.
+        left = [what for what in left if what.startswith(("process", "thread"))]
+    if left:
+        pytest.fail("left over after the test:\n  " + "\n  ".join(left), pytrace=False)
+
+
+# Pools -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def warm() -> None:
+    """Start what lives as long as this process, so that no test is charged with it."""
+    from multiprocessing import forkserver, resource_tracker
+
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+    for kind in KINDS:
+        with kind(1) as pool:
+            assert pool.apply(work.square, (2,)) == 4
+        pool.join()
+
+
+@pytest.fixture(params=KINDS, ids=repr, scope="module")
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Every kind of pool in turn."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=PROCESS_KINDS, ids=repr, scope="module")
+def process_kind(request: pytest.FixtureRequest) -> Kind:
+    """Every kind of pool whose workers are processes."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=START_METHODS, ids=repr, scope="module")
+def method_kind(request: pytest.FixtureRequest) -> Kind:
+    """`Pool` with every start method."""
+    return request.param  # type: ignore[no-any-return]
+
+
+class Shared:
+    """The pool that the tests of one module and kind share; a test that hung spoils it."""
+
+    def __init__(self, kind: Kind, folder: Path) -> None:
+        self.kind = kind
+        self.folder = folder
+        self.pool = self._started()
+
+    def _started(self) -> Any:
+        """Build a pool and wait until both of its workers run, so that no test is charged."""
+        pool = self.kind(2)
+        name = uuid.uuid4().hex
+        box, gate = Mailbox(self.folder / f"{name}.box"), Gate(self.folder / f"{name}.gate")
+        try:
+            results = [
+                pool.apply_async(work.post_and_gate, (box.path, gate.path)) for _ in range(2)
+            ]
+            box.lines(2)
+            gate.open(2)
+            for result in results:
+                result.get(20)
+        finally:
+            gate.close()
+            box.close()
+        return pool
+
+    def current(self) -> Any:
+        global _timed_out
+        if _timed_out:
+            _timed_out = False
+            self.pool.terminate()
+            self.pool = self._started()
+        return self.pool
+
+
+@pytest.fixture(scope="module")
+def _shared(kind: Kind, warm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    before = Snapshot.take()
+    shared = Shared(kind, tmp_path_factory.mktemp("shared"))
+    yield shared
+    shared.pool.close()
+    shared.pool.join()
+    shared.pool = None
+    # The last test's arguments still hold the pool; the standard library's needs to be collected.
+    left = [] if STDLIB else before.leaks(LEAK_LIMIT)
+    if left:
+        pytest.fail(f"left over by the shared {kind!r}:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def pool(_shared: Shared) -> Any:
+    """A pool of two workers, shared by the tests of a module: leave it as it is."""
+    return _shared.current()
+
+
+@pytest.fixture
+def make_pool(nothing_leaks: None) -> Iterator[Callable[..., Any]]:
+    """Build pools that are ended after the test: ``make_pool(kind, 2, ...)``."""
+    made = []
+
+    def make(kind: Callable[..., Any], *args: Any, **kwds: Any) -> Any:
+        made.append(kind(*args, **kwds))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.terminate()
+    for pool in made:
+        pool.join()
+
+
+@pytest.fixture
+def mailbox(tmp_path: Path, nothing_leaks: None) -> Iterator[Mailbox]:
+    """Lines from tasks to the test."""
+    box = Mailbox(tmp_path / "mailbox")
+    yield box
+    box.close()
+
+
+@pytest.fixture
+def gate(tmp_path: Path, nothing_leaks: None) -> Iterator[Gate]:
+    """Holds tasks until the test opens it."""
+    barrier = Gate(tmp_path / "gate")
+    yield barrier
+    barrier.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A file that tasks append to, empty at first."""
+    path = tmp_path / "log"
+    path.touch()
+    return path

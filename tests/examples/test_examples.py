@@ -1,0 +1,98 @@
+"""The examples do their job on real data, and the same with one worker and with eight."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the examples use torch")
+pytest.importorskip("sklearn", reason="the examples use scikit-learn's images")
+pytest.importorskip("PIL", reason="the examples use pillow")
+
+from PIL import Image
+
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """Run the example as a user would, warnings being errors; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", str(ROOT / "examples" / name), *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=55, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def evaluated() -> dict[int, str]:
+    return {workers: run_example("evaluate.py", f"--workers={workers}") for workers in (1, 8)}
+
+
+@pytest.fixture(scope="module")
+def preprocessed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, Path]]:
+    done = {}
+    for workers in (1, 8):
+        out = tmp_path_factory.mktemp("pictures") / f"new/{workers}.png"
+        done[workers] = run_example("preprocess.py", f"--workers={workers}", f"--out={out}"), out
+    return done
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_evaluate(evaluated: dict[int, str], workers: int):
+    """Every image is evaluated once, well, and each worker has a line of its own."""
+    out = evaluated[workers]
+    accuracy = re.search(r"accuracy (0\.\d{4}) on 898 images, [\d,]+ items/s\n", out)
+    assert accuracy
+    assert float(accuracy[1]) > 0.95
+    assert f"one process finds the same accuracy, {accuracy[1]}" in out
+    assert re.findall(r"^worker (\d+):", out, re.M) == [str(i) for i in range(workers)]
+    counts = re.findall(r": cpu, (\d+) batches, (\d+) items, pid \d+$", out, re.M)
+    assert sum(int(batches) for batches, _ in counts) == 57
+    assert sum(int(items) for _, items in counts) == 898
+
+
+def test_evaluate_is_the_same_with_8_workers(evaluated: dict[int, str]):
+    """The number of workers changes the speed and nothing else."""
+    checked = [out.splitlines()[-1] for out in evaluated.values()]
+    assert checked[0].startswith("checked: ")
+    assert checked[0] == checked[1]
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_preprocess(preprocessed: dict[int, tuple[str, Path]], workers: int):
+    """All tiles come back in order, and the picture has input and both outputs."""
+    out, picture = preprocessed[workers]
+    assert re.match(rf"108 tiles, [\d,]+ tiles/s, {workers} workers\n", out)
+    assert "checked: the same as a plain loop" in out
+    with Image.open(picture) as image:
+        assert image.size == (3 * 9 * 72 + 2 * 20, 12 * 72)
+        assert len(image.getcolors(maxcolors=2**24) or []) > 1000
+
+
+def test_preprocess_is_the_same_with_8_workers(preprocessed: dict[int, tuple[str, Path]]):
+    """The number of workers changes neither the tensors nor the picture."""
+    (out1, picture1), (out8, picture8) = preprocessed.values()
+    assert out1.splitlines()[1] == out8.splitlines()[1]
+    assert picture1.read_bytes() == picture8.read_bytes()
+
+
+@pytest.mark.parametrize("workers", ["0", "-1"])
+def test_no_workers(workers: str):
+    """A number of workers that makes no sense ends in the library's own message."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/evaluate.py"), "--workers", workers],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=55, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "at least 1 worker" in done.stderr.splitlines()[-1]

@@ -1,0 +1,109 @@
+"""What the README and the guides show is what happens."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+
+Block = tuple[str, str]  # language, text
+
+
+def fenced_blocks(text: str) -> list[Block]:
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+
+
+BLOCKS = fenced_blocks(README)
+SCRIPTS = [text for language, text in BLOCKS if language == "python"]
+needs_torch = pytest.mark.torch
+
+
+def run_script(folder: Path, text: str) -> str:
+    """Run a block, pasted into a file in an empty folder, and return what it prints."""
+    script = folder / "script.py"
+    script.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script.name],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=55, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@needs_torch
+@pytest.mark.parametrize("number", range(len(SCRIPTS)))
+def test_scripts_run(tmp_path: Path, number: int):
+    """Every Python block runs as a script of its own, and prints something."""
+    pytest.importorskip("torch", reason="the README's scripts use torch")
+    assert run_script(tmp_path, SCRIPTS[number])
+
+
+@needs_torch
+def test_first_script_prints_what_is_shown(tmp_path: Path):
+    """The first script is followed by its output, word for word."""
+    pytest.importorskip("torch", reason="the README's scripts use torch")
+    languages = [language for language, _ in BLOCKS]
+    shown = BLOCKS[languages.index("python") + 1]
+    assert shown[0] == "text"
+    assert run_script(tmp_path, SCRIPTS[0]) == shown[1]
+
+
+def test_first_screen():
+    """Install line, script and output are there within the first 40 lines, as a screen shows."""
+    first = "\n".join(README.splitlines()[:40])
+    assert [language for language, _ in fenced_blocks(first)] == ["sh", "python", "text"]
+
+
+def test_commands_exist():
+    """The two commands, and every other target that is named, are in the Makefile."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", README, re.M))
+    assert {"run", "test"} <= named
+    assert named <= targets
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/migrating.md"])
+def test_links_lead_somewhere(page: str):
+    """Links to files lead to files that exist, links within a page to its headings."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^a-z0-9_ -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.+)$", text, re.M)
+    }
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings, target
+        elif "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    sorted(set(re.findall(r"`(xpool(?:\.\w+)*)\.(\w+)[`(]", GUIDE))),
+)
+def test_names_in_the_guide_exist(module: str, name: str):
+    """Each name that the guide offers can be imported, or is marked as missing there."""
+    lines = [line for line in GUIDE.splitlines() if f"`{module}.{name}" in line]
+    if all("not in this version" in line for line in lines):
+        pytest.skip(f"{module}.{name} is marked as not in this version")
+    assert hasattr(importlib.import_module(module), name)
+
+
+@needs_torch
+def test_imports_in_the_guide_work():
+    """The import lines that the guide puts in place of others work."""
+    pytest.importorskip("torch", reason="the guide is for programs that use torch")
+    for language, text in fenced_blocks(GUIDE):
+        if language == "python":
+            exec(compile(text, "docs/migrating.md", "exec"), {})

@@ -1,0 +1,1 @@
+"""What goes wrong, crossed with where it goes wrong."""

@@ -1,0 +1,179 @@
+"""Workers that cannot start: the pool stops, soon, and says why."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import types
+
+import pytest
+from support import work
+
+from .test_saboteurs import story
+
+pytestmark = pytest.mark.xpool_only
+
+REASONS = {
+    "raise": "sabotage",
+    "sys.exit": r"exit code 3|sys\.exit\(3\)",
+    "os._exit": "exit code 4",
+    "SIGKILL": "SIGKILL",
+    "SIGSEGV": "SIGSEGV",
+}
+
+
+def start_failure(make_pool, kind, *args, **kwds):
+    """Build a pool that cannot start and use it; return the WorkerStartFailed that comes out."""
+    from xpool import PoolClosed, WorkerStartFailed
+
+    try:
+        pool = make_pool(kind, *args, **kwds)
+        pool.apply_async(work.square, (3,)).get(40)
+    except WorkerStartFailed as error:
+        return error
+    except PoolClosed as error:
+        assert isinstance(error.__cause__, WorkerStartFailed), story(error)
+        return error.__cause__
+    return pytest.fail("the task was answered")
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_initializer_that_always_fails(process_kind, make_pool, how, log):
+    """An initializer that never succeeds stops the pool with WorkerStartFailed and the reason."""
+    error = start_failure(make_pool, process_kind, 2, work.end_logged, (how, str(log)))
+    assert re.search(REASONS[how], story(error))
+    if how == "raise":
+        assert isinstance(error.__cause__, RuntimeError) and "sabotage" in str(error.__cause__)
+    assert 0 <= error.worker < 2 and error.attempts >= 1 and error.reason
+    assert 1 <= len(log.read_text().split()) <= 20
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_start_methods(make_pool, method, log):
+    """The same with the other start methods."""
+    from xpool import Pool
+
+    error = start_failure(make_pool, Pool, 1, work.end_logged, ("raise", str(log)), context=method)
+    assert "sabotage" in story(error)
+
+
+def test_everything_pending_is_answered(process_kind, make_pool, log):
+    """All tasks of a pool that cannot start are answered, and it takes no more."""
+    from xpool import WorkerStartFailed, XPoolError
+
+    pool = make_pool(process_kind, 2, work.end_logged, ("raise", str(log)))
+    try:
+        results = [pool.apply_async(work.square, (i,)) for i in range(50)]
+        mapped = pool.map_async(work.square, range(50), 1)
+        lazily = pool.imap(work.square, range(50))
+    except XPoolError:
+        pytest.skip("the pool had already stopped when the tasks were submitted")
+    for result in results:
+        with pytest.raises(WorkerStartFailed):
+            result.get(40)
+    with pytest.raises(XPoolError):
+        mapped.get(40)
+    with pytest.raises(XPoolError):
+        list(lazily)
+    with pytest.raises(XPoolError):
+        pool.apply(work.square, (3,))
+    pool.close()
+    pool.join()
+
+
+def test_initializer_that_fails_in_threads(kind, make_pool):
+    """A thread pool whose initializer raises stops too, with the very exception as cause."""
+    if kind.processes:
+        pytest.skip("for thread pools")
+    error = start_failure(make_pool, kind, 1, work.end, ("raise",))
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("how", ["raise", "os._exit", "SIGKILL"])
+def test_initializer_that_fails_once(process_kind, make_pool, tmp_path, how):
+    """A start that fails once is tried again, and the pool works."""
+    pool = make_pool(process_kind, 1, work.end_once, (how, str(tmp_path / "flag")))
+    assert pool.apply_async(work.square, (3,)).get(30) == 9
+
+
+def test_replacement_that_cannot_start(process_kind, make_pool, tmp_path):
+    """When replacements cannot start, the pool that worked until then stops with the reason."""
+    from xpool import WorkerDied, XPoolError
+
+    flag = tmp_path / "broken"
+    pool = make_pool(process_kind, 1, work.fail_if_exists, (str(flag),))
+    assert pool.apply(work.square, (3,)) == 9
+    flag.touch()
+    with pytest.raises(WorkerDied):
+        pool.apply(work.end, ("SIGKILL",))
+    with pytest.raises(XPoolError) as caught:
+        pool.apply_async(work.square, (3,)).get(40)
+    assert "broken" in story(caught.value)
+
+
+def test_initializer_whose_module_the_child_does_not_have(make_pool):
+    """An import error in the child is the reason."""
+    from xpool import Pool
+
+    module = types.ModuleType("xpool_test_absent")
+    exec("def initialise(): return None", module.__dict__)
+    sys.modules["xpool_test_absent"] = module
+    try:
+        error = start_failure(make_pool, Pool, 1, module.initialise)
+    finally:
+        del sys.modules["xpool_test_absent"]
+    assert "xpool_test_absent" in story(error)
+
+
+def test_task_whose_module_the_child_does_not_have(process_kind, make_pool):
+    """A function that the worker cannot import fails its task only."""
+    module = types.ModuleType("xpool_test_absent")
+    exec("def task(): return None", module.__dict__)
+    sys.modules["xpool_test_absent"] = module
+    try:
+        pool = make_pool(process_kind, 1)
+        with pytest.raises(Exception, match="xpool_test_absent"):
+            pool.apply(module.task)
+    finally:
+        del sys.modules["xpool_test_absent"]
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_initargs_that_do_not_pickle(process_kind, make_pool):
+    """Initargs that cannot be sent are refused, at once or by the first task."""
+    from xpool import XPoolError
+
+    with pytest.raises(XPoolError) as caught:
+        pool = make_pool(process_kind, 1, work.remember, (threading.Lock(),))
+        pool.apply_async(work.square, (3,)).get(40)
+    assert "lock" in story(caught.value)
+
+
+def test_initargs_that_do_not_unpickle(process_kind, make_pool):
+    """Initargs that the child cannot rebuild stop the pool with the reason."""
+    error = start_failure(
+        make_pool, process_kind, 1, work.remember, (work.EndsWhenUnpickled("raise"),)
+    )
+    assert "sabotage" in story(error)
+
+
+def test_terminate_while_starting(process_kind, make_pool, mailbox, gate):
+    """A pool whose initializer takes for ever can be terminated."""
+    pool = make_pool(process_kind, 2, work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    pool.terminate()
+    pool.join()
+
+
+def test_failure_reaches_the_error_callback(process_kind, make_pool):
+    """The error callback is told that the pool could not start."""
+    from xpool import WorkerStartFailed, XPoolError
+
+    bad: list[BaseException] = []
+    try:
+        pool = make_pool(process_kind, 1, work.end, ("raise",))
+        pool.apply_async(work.square, (3,), error_callback=bad.append).wait(40)
+    except XPoolError:
+        pytest.skip("the pool had already stopped when the task was submitted")
+    assert len(bad) == 1 and isinstance(bad[0], WorkerStartFailed)

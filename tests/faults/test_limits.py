@@ -1,0 +1,247 @@
+"""Few descriptors, many pools, the end of the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+
+def script(tmp_path, text, *arguments, **options):
+    """Run a script that must end well and silently; return the lines that it printed."""
+    path = scripts.write(tmp_path / "script.py", text)
+    return scripts.run_ok([path, *arguments], **options).splitlines()
+
+
+def test_many_results_under_few_descriptors(tmp_path):
+    """Five thousand results held at once need no descriptor each."""
+    text = """
+        import os
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            work.lower_limit(128)
+            with xpool.Pool(2) as pool:
+                small = pool.map(work.large, [100] * 5000, chunksize=1)
+                large = pool.map(work.large, [100_000] * 500, chunksize=1)
+                async_ = [pool.apply_async(work.large, (1000,)) for _ in range(5000)]
+                assert [len(x) for x in small] == [100] * 5000
+                assert [len(x) for x in large] == [100_000] * 500
+                assert [len(r.get()) for r in async_] == [1000] * 5000
+                print(len(os.listdir("/proc/self/fd")) < 60)
+            pool.join()
+    """
+    assert script(tmp_path, text) == ["True"]
+
+
+@pytest.mark.torch
+def test_many_tensors_under_few_descriptors(tmp_path):
+    """Five thousand tensors held at once need no descriptor each."""
+    text = """
+        import xpool, torch
+        from support import work
+
+        if __name__ == "__main__":
+            work.lower_limit(128)
+            with xpool.Pool(2) as pool:
+                got = pool.map(torch.zeros, range(1, 5001), chunksize=1)
+                assert [len(t) for t in got] == list(range(1, 5001))
+                print("ok")
+            pool.join()
+    """
+    assert script(tmp_path, text) == ["ok"]
+
+
+def test_descriptors_run_out_in_the_constructor(tmp_path):
+    """Without free descriptors the constructor raises OSError or an xpool error, leaks nothing."""
+    text = """
+        import os
+        import xpool
+        from support import leaks, work
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                pool.apply(work.square, (1,))
+            pool.join()
+            work.lower_limit(len(os.listdir("/proc/self/fd")) + 3)
+            before = leaks.Snapshot.take()
+            try:
+                with xpool.Pool(8) as pool:
+                    pool.map(work.square, range(10))
+                print("no error")
+            except (OSError, xpool.XPoolError) as error:
+                print(type(error).__name__, error)
+                try:
+                    pool.join()
+                except (NameError, ValueError):
+                    pass
+            del pool
+            print(before.leaks(5))
+            work.lower_limit(512)
+            with xpool.Pool(2) as pool:
+                print(pool.map(work.square, range(3)))
+            pool.join()
+    """
+    said, leaks, after = script(tmp_path, text)
+    assert said != "no error"
+    assert leaks == "[]" and after == "[0, 1, 4]"
+
+
+def test_descriptors_run_out_while_workers_are_replaced(tmp_path):
+    """A worker that cannot be replaced for want of descriptors leaves nobody waiting."""
+    text = """
+        import os
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            pool = xpool.Pool(2)
+            pool.map(work.square, range(10))
+            work.lower_limit(len(os.listdir("/proc/self/fd")))
+            for how in ("SIGKILL", "os._exit", "SIGKILL"):
+                try:
+                    pool.apply_async(work.end, (how,)).get(20)
+                except (xpool.XPoolError, OSError) as error:
+                    assert not isinstance(error, xpool.TimeoutError)
+            try:
+                assert pool.apply_async(work.square, (3,)).get(20) == 9
+            except (xpool.XPoolError, OSError) as error:
+                assert not isinstance(error, xpool.TimeoutError)
+            pool.terminate()
+            pool.join()
+            work.lower_limit(512)
+            with xpool.Pool(1) as pool:
+                print(pool.apply(work.square, (3,)))
+            pool.join()
+    """
+    assert script(tmp_path, text) == ["9"]
+
+
+def test_twenty_pools(tmp_path):
+    """Twenty pools opened at once, then closed, leave no process, thread or descriptor."""
+    text = """
+        import xpool
+        from support import leaks, work
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                pool.apply(work.square, (1,))
+            pool.join()
+            before = leaks.Snapshot.take()
+            pools = [xpool.Pool(1) for _ in range(20)]
+            print([pool.apply(work.square, (i,)) for i, pool in enumerate(pools)][-1])
+            for pool in pools:
+                pool.close()
+            for pool in pools:
+                pool.join()
+            print(before.leaks(5))
+    """
+    assert script(tmp_path, text) == ["361", "[]"]
+
+
+@pytest.mark.parametrize("name", ["Pool", "ThreadPool", "P2PPool"])
+def test_interpreter_ends_without_close(tmp_path, name):
+    """A script that forgets `close` ends at once, with exit code 0 and silently."""
+    text = f"""
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            pool = xpool.{name}(2)
+            print(pool.map(work.square, range(3)))
+    """
+    assert script(tmp_path, text, limit=15) == ["[0, 1, 4]"]
+
+
+def test_interpreter_ends_with_work_pending(tmp_path):
+    """A script that ends while workers are busy does not wait for them."""
+    text = """
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            pool = xpool.Pool(2)
+            print(pool.apply(work.square, (3,)))
+            pending = [pool.apply_async(work.sleep_long) for _ in range(10)]
+    """
+    assert script(tmp_path, text, limit=15) == ["9"]
+
+
+def test_pool_held_by_an_object_at_the_end(tmp_path):
+    """A pool that lives in an object until the interpreter ends does not keep it."""
+    text = """
+        import xpool
+        from support import work
+
+        class Holder:
+            def __init__(self):
+                self.pool = xpool.Pool(1)
+                self.me = self
+
+        if __name__ == "__main__":
+            holder = Holder()
+            print(holder.pool.map(float, range(3)))
+    """
+    assert script(tmp_path, text, limit=15) == ["[0.0, 1.0, 2.0]"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_pool_used_at_exit(tmp_path, when):
+    """A function registered with `atexit` may use the pool, or gets a clear error; no hang."""
+    text = """
+        import atexit, sys
+        import xpool
+        from support import work
+
+        def use():
+            try:
+                print(pool.apply(work.square, (3,)))
+            except (xpool.XPoolError, RuntimeError) as error:
+                print(9 if str(error) else error)
+
+        if __name__ == "__main__":
+            if sys.argv[1] == "before":
+                atexit.register(use)
+            pool = xpool.Pool(1)
+            pool.apply(work.square, (2,))
+            if sys.argv[1] == "after":
+                atexit.register(use)
+    """
+    assert script(tmp_path, text, when, limit=15) == ["9"]
+
+
+def test_output_of_workers_is_not_lost(tmp_path):
+    """What a task prints arrives, though output to a pipe is buffered."""
+    text = """
+        import xpool
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                pool.apply(print, ("from the worker",))
+                pool.close()
+                pool.join()
+    """
+    assert script(tmp_path, text) == ["from the worker"]
+
+
+def test_shared_memory_is_left_as_it_was(tmp_path):
+    """A script killed with large results about leaves nothing in /dev/shm."""
+    import os
+
+    text = """
+        import os, signal
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            pool = xpool.Pool(2)
+            held = pool.map(work.large, [3_000_000] * 8)
+            pending = pool.map_async(work.large, [3_000_000] * 100)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    before = set(os.listdir("/dev/shm"))
+    done = scripts.run([scripts.write(tmp_path / "script.py", text)])
+    assert done.returncode == -9
+    assert set(os.listdir("/dev/shm")) - before == set()

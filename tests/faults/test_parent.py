@@ -1,0 +1,217 @@
+"""The parent is interrupted, terminated or killed: nobody stays behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+
+import pytest
+from support import scripts
+from support.waiting import LIMIT, wait_gone
+
+pytestmark = pytest.mark.xpool_only
+
+PARENT = """
+import os, signal, sys, threading
+import xpool
+from support import work
+
+if __name__ == "__main__":
+    # A background shell passes SIGINT down ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    what, method, box = sys.argv[1:]
+    pool = xpool.Pool(2, context=method)
+    gate = box + ".gate"
+    os.mkfifo(gate)
+    hold = os.open(gate, os.O_RDWR)
+    seen = [pool.apply_async(work.post_and_gate, (box, gate)) for _ in range(2)]
+    {body}
+"""
+
+WAIT = """
+    os.write(hold, b"..")
+    [r.get() for r in seen]
+    if what == "busy":
+        pending = [pool.apply_async(work.spin) for _ in range(20)]
+    print("ready", flush=True)
+    threading.Event().wait(60)
+"""
+
+
+def started(process):
+    """Wait for the line by which the script says that it is where the test wants it."""
+    assert select.select([process.stdout], [], [], LIMIT)[0], "the script said nothing"
+    line = process.stdout.readline()
+    assert line == "ready\n", (line, process.stderr.read())
+
+
+def finish(process, limit=LIMIT):
+    """Wait for the script, return its output; kill it when it takes too long."""
+    try:
+        return process.communicate(timeout=limit)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+@pytest.mark.parametrize("what", ["idle", "busy"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_parent_killed(tmp_path, mailbox, method, what, number):
+    """When the parent is killed, its workers, idle or in an endless loop, leave within seconds."""
+    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=WAIT.strip()))
+    process = scripts.popen([path, what, method, mailbox.path])
+    try:
+        workers = [int(line) for line in mailbox.lines(2)]
+        started(process)
+        process.send_signal(number)
+        begin = time.monotonic()
+        left = wait_gone(workers, 3)
+        assert left == [], f"still there after {time.monotonic() - begin:.1f} s"
+        process.wait(LIMIT)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+INTERRUPTED = """
+    os.write(hold, b"..")
+    [r.get() for r in seen]
+    threading.Timer(0.3, lambda: print("ready", flush=True)).start()
+    try:
+        if what == "map":
+            pool.map(work.sleep_long, range(100), chunksize=1)
+        elif what == "spin":
+            pool.starmap(work.spin, [()] * 4, chunksize=1)
+        elif what == "get":
+            pool.apply_async(work.sleep_long, (1,)).get()
+        elif what == "imap":
+            list(pool.imap(work.sleep_long, range(100)))
+        elif what == "join":
+            pool.apply_async(work.sleep_long, (1,))
+            pool.close()
+            pool.join()
+        print("finished", flush=True)
+    except KeyboardInterrupt:
+        print("KeyboardInterrupt", flush=True)
+    pool.terminate()
+    pool.join()
+    print("bye", flush=True)
+"""
+
+
+@pytest.mark.parametrize("what", ["map", "spin", "get", "imap", "join"])
+def test_ctrl_c(tmp_path, mailbox, what):
+    """Ctrl-C reaches the caller as one KeyboardInterrupt; the workers stop without a word."""
+    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=INTERRUPTED.strip()))
+    process = scripts.popen([path, what, "forkserver", mailbox.path])
+    try:
+        workers = [int(line) for line in mailbox.lines(2)]
+        started(process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = finish(process)
+    finally:
+        process.kill()
+        process.communicate()
+    assert err == ""
+    assert out == "KeyboardInterrupt\nbye\n"
+    assert process.returncode == 0
+    assert wait_gone(workers, 3) == []
+
+
+UNCAUGHT = """
+    os.write(hold, b"..")
+    [r.get() for r in seen]
+    threading.Timer(0.3, lambda: print("ready", flush=True)).start()
+    with pool:
+        pool.map(work.sleep_long, range(100), chunksize=1)
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_ctrl_c_not_caught(tmp_path, mailbox, method):
+    """An interrupt that nobody catches ends the script with one traceback, soon."""
+    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=UNCAUGHT.strip()))
+    process = scripts.popen([path, "map", method, mailbox.path])
+    try:
+        workers = [int(line) for line in mailbox.lines(2)]
+        started(process)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = finish(process, 10)
+    finally:
+        process.kill()
+        process.communicate()
+    assert err.count("Traceback") == 1 and err.count("KeyboardInterrupt") == 1, err
+    assert process.returncode in (-signal.SIGINT, 130)
+    assert wait_gone(workers, 3) == []
+
+
+GOES_ON = """
+    os.write(hold, b"..")
+    [r.get() for r in seen]
+    print("ready", flush=True)
+    try:
+        threading.Event().wait(60)
+    except KeyboardInterrupt:
+        pass
+    print(pool.map(work.square, range(5)))
+    pool.close()
+    pool.join()
+"""
+
+
+def test_ctrl_c_that_the_caller_survives(tmp_path, mailbox):
+    """A caller that catches the interrupt may go on: idle workers are still there."""
+    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=GOES_ON.strip()))
+    process = scripts.popen([path, "-", "forkserver", mailbox.path])
+    try:
+        mailbox.lines(2)
+        started(process)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = finish(process)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (out, err) == ("[0, 1, 4, 9, 16]\n", "")
+
+
+SERVER = """
+import os, signal, sys
+import xpool
+from support import leaks, work
+from support.waiting import wait_gone
+
+if __name__ == "__main__":
+    pool = xpool.Pool(2)
+    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
+    servers = leaks.servers()
+    assert servers, "no fork server found"
+    for server in servers:
+        os.kill(server, signal.SIGKILL)
+    assert wait_gone(servers) == []
+    for attempt in range(3):
+        try:
+            assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
+            if attempt == 1:
+                try:
+                    pool.apply_async(work.end, ("SIGKILL",)).get(20)
+                except xpool.XPoolError:
+                    pass
+        except xpool.XPoolError as error:
+            print(type(error).__name__, error)
+            break
+    pool.terminate()
+    pool.join()
+    with xpool.Pool(2) as pool:
+        assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
+    pool.join()
+    print("ok")
+"""
+
+
+def test_fork_server_killed(tmp_path):
+    """When the fork server is killed, the pool goes on or says why not, and a new pool works."""
+    out = scripts.run_ok([scripts.write(tmp_path / "server.py", SERVER)])
+    assert out.splitlines()[-1] == "ok", out

@@ -1,0 +1,312 @@
+"""Workers that end in every way at every stage: one task is lost, and only that one."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import signal
+import traceback
+
+import pytest
+from support import work
+from support.waiting import wait_gone
+
+pytestmark = pytest.mark.xpool_only
+
+EXIT = {"sys.exit": 3, "os._exit": 4, "SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV}
+WAYS = ["raise", *EXIT]
+
+
+def submit_argument(pool, how):
+    return pool.apply_async(work.same, (work.EndsWhenUnpickled(how),))
+
+
+def submit_run(pool, how):
+    return pool.apply_async(work.end, (how,))
+
+
+def submit_result(pool, how):
+    return pool.apply_async(work.make_ends_when_pickled, (how,))
+
+
+def submit_collected(pool, how):
+    return pool.apply_async(work.end_when_collected, (how,))
+
+
+STAGES = {
+    "argument": submit_argument,
+    "run": submit_run,
+    "result": submit_result,
+}
+
+
+def story(error):
+    """The whole chain of an exception, as text."""
+    return "".join(traceback.format_exception(error))
+
+
+def check_death(error, how, workers):
+    """The error tells which worker died and how."""
+    from xpool import WorkerDied
+
+    assert isinstance(error, WorkerDied), story(error)
+    assert error.exitcode == EXIT[how]
+    assert error.signal == (how if how.startswith("SIG") else None)
+    assert 0 <= error.worker < workers
+    assert isinstance(error.pid, int) and error.pid != os.getpid()
+    assert wait_gone([error.pid], 5) == []
+    assert error.task and str(error.pid) in str(error)
+
+
+def check_usable(pool, mailbox, gate, workers):
+    """All slots are filled and work."""
+    results = [
+        pool.apply_async(work.who_at_gate, (mailbox.path, gate.path)) for _ in range(workers)
+    ]
+    mailbox.lines(workers)
+    gate.open(workers)
+    assert sorted(r.get()[0] for r in results) == list(range(workers))
+
+
+def run_matrix(pool, stage, how, log, mailbox, gate, workers):
+    """One saboteur among forty honest tasks."""
+    before = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
+    victim = STAGES[stage](pool, how)
+    after = [pool.apply_async(work.logged, (str(log), i)) for i in range(20, 40)]
+    with pytest.raises(Exception) as caught:
+        victim.get(30)
+    if how == "raise":
+        assert "sabotage" in story(caught.value)
+    else:
+        check_death(caught.value, how, workers)
+    assert [r.get(30) for r in before + after] == list(range(40))
+    assert sorted(map(int, log.read_text().split())) == list(range(40))
+    check_usable(pool, mailbox, gate, workers)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("how", WAYS)
+def test_one_task_is_lost_at_most(process_kind, make_pool, stage, how, log, mailbox, gate):
+    """The saboteur's task fails with the reason; the others are done, each exactly once."""
+    pool = make_pool(process_kind, 2)
+    run_matrix(pool, stage, how, log, mailbox, gate, 2)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_start_methods(make_pool, method, log, mailbox, gate):
+    """The same with the other start methods, for the two ends that matter most."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 2, context=method)
+    run_matrix(pool, "run", "SIGKILL", log, mailbox, gate, 2)
+    log.write_text("")
+    run_matrix(pool, "run", "os._exit", log, mailbox, gate, 2)
+
+
+@pytest.mark.parametrize("how", EXIT)
+@pytest.mark.parametrize("chunksize", [1, 5])
+def test_in_the_middle_of_a_map(process_kind, make_pool, how, chunksize, log):
+    """A map whose worker died fails with WorkerDied after all other chunks are done, once."""
+    pool = make_pool(process_kind, 2)
+    task = functools.partial(work.end_or_return, how, 17, str(log))
+    result = pool.map_async(task, range(40), chunksize)
+    with pytest.raises(Exception) as caught:
+        result.get(30)
+    check_death(caught.value, how, 2)
+    ran = collections.Counter(map(int, log.read_text().split()))
+    lost = set(range(18, 20)) if chunksize == 5 else set()
+    assert set(ran) == set(range(40)) - lost and set(ran.values()) == {1}
+    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
+
+
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+@pytest.mark.parametrize("how", ["os._exit", "SIGKILL"])
+def test_in_the_middle_of_a_lazy_map(process_kind, make_pool, verb, how, log):
+    """A lazy map raises WorkerDied for the item, and yields all others."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    task = functools.partial(work.end_or_return, how, 7, str(log))
+    results = getattr(pool, verb)(task, range(30))
+    good, died = [], []
+    while True:
+        try:
+            good.append(next(results))
+        except WorkerDied as error:
+            died.append(error)
+        except StopIteration:
+            break
+    assert sorted(good) == [i for i in range(30) if i != 7] and len(died) == 1
+    assert verb == "imap_unordered" or good == sorted(good)
+    check_death(died[0], how, 2)
+
+
+def test_several_saboteurs(process_kind, make_pool, log, mailbox, gate):
+    """Ten saboteurs among a hundred tasks cost ten tasks."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    results = [
+        pool.apply_async(work.end_or_return, ("SIGKILL", x if x % 10 == 0 else None, str(log), x))
+        for x in range(100)
+    ]
+    for x, result in enumerate(results):
+        if x % 10 == 0:
+            with pytest.raises(WorkerDied):
+                result.get(30)
+        else:
+            assert result.get(30) == x
+    assert sorted(map(int, log.read_text().split())) == list(range(100))
+    check_usable(pool, mailbox, gate, 2)
+
+
+def test_only_saboteurs(process_kind, make_pool):
+    """Many tasks that all kill their worker do not count as workers that cannot start."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    results = [pool.apply_async(work.end, ("os._exit",)) for _ in range(20)]
+    for result in results:
+        with pytest.raises(WorkerDied):
+            result.get(30)
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_single_worker(process_kind, make_pool, log):
+    """With one worker, the tasks behind the saboteur wait for the replacement and are done."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    victim = pool.apply_async(work.end, ("SIGKILL",))
+    rest = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
+    with pytest.raises(WorkerDied) as caught:
+        victim.get(30)
+    assert caught.value.worker == 0
+    assert [r.get(30) for r in rest] == list(range(20))
+    assert sorted(map(int, log.read_text().split())) == list(range(20))
+    assert pool.apply(work.who)[0] == 0
+
+
+def test_death_with_close_pending(process_kind, make_pool, log):
+    """A worker that dies after `close` does not keep `join` from returning, nor the tasks."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    victim = pool.apply_async(work.end, ("SIGKILL",))
+    rest = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
+    pool.close()
+    pool.join()
+    with pytest.raises(WorkerDied):
+        victim.get(0)
+    assert [r.get(0) for r in rest] == list(range(20))
+
+
+def test_death_reaches_the_error_callback(process_kind, make_pool):
+    """The error callback is told of a death like of any other error."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    bad: list[BaseException] = []
+    result = pool.apply_async(work.end, ("os._exit",), error_callback=bad.append)
+    result.wait(30)
+    assert len(bad) == 1 and isinstance(bad[0], WorkerDied)
+
+
+def test_result_that_raises_when_unpickled_here(process_kind, make_pool, log):
+    """A result that cannot be rebuilt in this process fails its task and no other."""
+    pool = make_pool(process_kind, 2)
+    before = [pool.apply_async(work.logged, (str(log), i)) for i in range(10)]
+    victim = pool.apply_async(work.make_ends_when_unpickled, ("raise",))
+    after = [pool.apply_async(work.logged, (str(log), i)) for i in range(10, 20)]
+    with pytest.raises(Exception, match="sabotage"):
+        victim.get(30)
+    assert [r.get(30) for r in before + after] == list(range(20))
+    with pytest.raises(Exception, match="sabotage"):
+        pool.map(work.make_ends_when_unpickled, ["raise"] * 3, 1)
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_exit_without_a_code(process_kind, make_pool):
+    """`sys.exit()` in a task ends the worker with exit code 0, and the task says so."""
+    import sys
+
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(WorkerDied) as caught:
+        pool.apply(sys.exit)
+    assert caught.value.exitcode == 0
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_sys_exit_in_a_thread_pool(kind, make_pool):
+    """In a thread pool `sys.exit` ends no process; its task is answered with an error."""
+    if kind.processes:
+        pytest.skip("for thread pools")
+    pool = make_pool(kind, 1)
+    with pytest.raises(BaseException) as caught:
+        pool.apply(work.end, ("sys.exit",))
+    from xpool import XPoolError
+
+    assert isinstance(caught.value, (SystemExit, XPoolError))
+    assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.parametrize("how", ["raise", "os._exit", "SIGKILL"])
+def test_garbage_collection(process_kind, make_pool, how, mailbox, gate):
+    """An object that ends the worker when it is collected after the task costs one task at most."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    results = [submit_collected(pool, how)]
+    results += [pool.apply_async(work.square, (i,)) for i in range(50)]
+    lost = 0
+    for result in results:
+        try:
+            result.get(30)
+        except WorkerDied:
+            lost += 1
+    assert lost <= 1
+    check_usable(pool, mailbox, gate, 2)
+
+
+# Retries -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", EXIT)
+def test_retries_of_apply(process_kind, make_pool, tmp_path, how):
+    """With `retries=1`, a task that killed its worker once is run again and succeeds."""
+    pool = make_pool(process_kind, 1)
+    flag = str(tmp_path / "flag")
+    assert pool.apply(work.end_once, (how, flag, "second"), retries=1) == "second"
+
+
+def test_retries_of_maps(process_kind, make_pool, tmp_path):
+    """`retries=` works on all verbs."""
+    pool = make_pool(process_kind, 2)
+    for n, verb in enumerate(("map", "map_async", "starmap", "imap", "imap_unordered")):
+        task = functools.partial(work.end_once, "SIGKILL", str(tmp_path / str(n)))
+        items = [(i,) for i in range(10)] if verb == "starmap" else range(10)
+        results = getattr(pool, verb)(task, items, chunksize=1, retries=1)
+        results = results.get(30) if verb == "map_async" else list(results)
+        assert sorted(results) == list(range(10))
+
+
+def test_retries_come_to_an_end(process_kind, make_pool, log):
+    """A task that always kills its worker is run `retries` + 1 times, then it is WorkerDied."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(WorkerDied):
+        pool.apply(work.end_or_return, ("os._exit", 1, str(log), 1), retries=2)
+    assert log.read_text().split() == ["1"] * 3
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_retries_are_for_deaths_only(process_kind, make_pool, log):
+    """A task that raises is not run again."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(RuntimeError, match="sabotage"):
+        pool.apply(work.end_or_return, ("raise", 1, str(log), 1), retries=3)
+    assert log.read_text().split() == ["1"]

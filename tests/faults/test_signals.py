@@ -1,0 +1,204 @@
+"""Workers that are killed, stopped or asked to leave from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+from support import work
+from support.waiting import wait_gone
+
+from .test_saboteurs import check_usable
+
+pytestmark = pytest.mark.xpool_only
+
+
+def workers_of(pool, mailbox, gate, count):
+    """Return the pids of the pool's workers by having all of them work at once."""
+    results = [
+        pool.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(count)
+    ]
+    pids = [int(line) for line in mailbox.lines(count)]
+    gate.open(count)
+    for result in results:
+        result.get(30)
+    return pids
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_idle_worker_killed(process_kind, make_pool, mailbox, gate, number):
+    """A worker killed while idle costs nothing: no task is lost, its slot is filled again."""
+    pool = make_pool(process_kind, 2)
+    victim = workers_of(pool, mailbox, gate, 2)[0]
+    os.kill(victim, number)
+    assert wait_gone([victim], 10) == []
+    assert pool.map(work.square, range(100), 1) == [i * i for i in range(100)]
+    check_usable(pool, mailbox, gate, 2)
+
+
+def test_idle_worker_killed_as_tasks_come(process_kind, make_pool, mailbox, gate):
+    """A worker killed just as tasks are handed out costs one of them at most."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    for _ in range(5):
+        victim = workers_of(pool, mailbox, gate, 2)[0]
+        os.kill(victim, signal.SIGKILL)
+        results = [pool.apply_async(work.square, (i,)) for i in range(50)]
+        lost = 0
+        for i, result in enumerate(results):
+            try:
+                assert result.get(30) == i * i
+            except WorkerDied:
+                lost += 1
+        assert lost <= 1
+
+
+def test_all_idle_workers_killed(process_kind, make_pool, mailbox, gate):
+    """All workers killed while idle: the pool starts new ones and goes on."""
+    pool = make_pool(process_kind, 2)
+    victims = workers_of(pool, mailbox, gate, 2)
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    assert wait_gone(victims, 10) == []
+    assert pool.map(work.square, range(50)) == [i * i for i in range(50)]
+    assert not set(workers_of(pool, mailbox, gate, 2)) & set(victims)
+
+
+def test_busy_worker_killed(process_kind, make_pool, mailbox):
+    """A worker killed while it spins: its task is WorkerDied with pid and signal."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    result = pool.apply_async(work.post_and_spin, (mailbox.path,))
+    victim = int(mailbox.line())
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(WorkerDied) as caught:
+        result.get(30)
+    assert caught.value.pid == victim and caught.value.signal == "SIGKILL"
+    assert "post_and_spin" in caught.value.task
+    assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.parametrize("size", [100_000_000])
+def test_killed_while_it_writes_a_large_result(process_kind, make_pool, mailbox, gate, size):
+    """A worker killed half-way through a large result costs that task, and the others go on."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    result = pool.apply_async(work.return_large_and_post, (mailbox.path, size))
+    others = [pool.apply_async(work.square, (i,)) for i in range(20)]
+    victim = int(mailbox.line())
+    os.kill(victim, signal.SIGKILL)
+    # It was not fast enough to be killed if the result is there and whole.
+    try:
+        assert result.get(30) == size
+    except WorkerDied as error:
+        assert error.pid == victim
+    assert [r.get(30) for r in others] == [i * i for i in range(20)]
+    check_usable(pool, mailbox, gate, 2)
+
+
+def test_killed_while_it_reads_a_large_task(process_kind, make_pool, mailbox, gate):
+    """A worker killed while a large task is on its way to it costs that task at most."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    (victim,) = workers_of(pool, mailbox, gate, 1)
+    os.kill(victim, signal.SIGSTOP)
+    results = [pool.apply_async(len, (bytes(30_000_000),)) for _ in range(3)]
+    os.kill(victim, signal.SIGKILL)
+    lost = 0
+    for result in results:
+        try:
+            assert result.get(30) == 30_000_000
+        except WorkerDied:
+            lost += 1
+    assert lost <= 1
+    check_usable(pool, mailbox, gate, 1)
+
+
+def test_stopped_worker_does_not_hold_up_the_others(make_pool, mailbox, gate):
+    """While one worker is stopped with a large task before it, the other works on."""
+    from xpool import P2PPool
+
+    pool = make_pool(P2PPool, 2)
+    stopped, running = (pool.apply(work.pid, worker=i) for i in range(2))
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        large = [pool.apply_async(len, (bytes(20_000_000),), worker=0) for _ in range(2)]
+        assert [pool.apply_async(work.pid, worker=1).get(20) for _ in range(20)] == [running] * 20
+        assert not any(r.ready() for r in large)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert [r.get(30) for r in large] == [20_000_000] * 2
+
+
+def test_stopped_worker_is_killed(process_kind, make_pool, mailbox, gate, log):
+    """The tasks given to a stopped worker go elsewhere when it is killed; one may be lost."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    victim = workers_of(pool, mailbox, gate, 2)[0]
+    os.kill(victim, signal.SIGSTOP)
+    results = [pool.apply_async(work.logged, (str(log), i)) for i in range(40)]
+    os.kill(victim, signal.SIGKILL)
+    lost = []
+    for i, result in enumerate(results):
+        try:
+            assert result.get(30) == i
+        except WorkerDied:
+            lost.append(i)
+    assert len(lost) <= 1
+    ran = sorted(map(int, log.read_text().split()))
+    assert ran == [i for i in range(40) if i not in lost]
+
+
+def test_stopped_worker_does_not_hold_up_terminate(process_kind, make_pool, mailbox, gate):
+    """`terminate` ends a stopped worker as well."""
+    pool = make_pool(process_kind, 2)
+    victims = workers_of(pool, mailbox, gate, 2)
+    os.kill(victims[0], signal.SIGSTOP)
+    pool.terminate()
+    pool.join()
+    assert wait_gone(victims, 10) == []
+
+
+def test_worker_that_ignores_sigterm(process_kind, make_pool, mailbox):
+    """`terminate` ends a worker that ignores SIGTERM."""
+    pool = make_pool(process_kind, 1)
+    pool.apply(signal.signal, (signal.SIGTERM, signal.SIG_IGN))
+    pool.apply_async(work.post_and_spin, (mailbox.path,))
+    victim = int(mailbox.line())
+    pool.terminate()
+    pool.join()
+    assert wait_gone([victim], 10) == []
+
+
+def test_kill_after_kill(process_kind, make_pool, mailbox):
+    """Workers killed again and again, busy all the time: every task is answered in the end."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+
+    def killer():
+        while (line := mailbox.line(40)) != "stop":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line), signal.SIGKILL)
+
+    thread = threading.Thread(target=killer)
+    thread.start()
+    try:
+        results = [pool.apply_async(work.post_pid, (mailbox.path,)) for _ in range(60)]
+        for result in results:
+            try:
+                assert isinstance(result.get(30), int)
+            except WorkerDied:
+                continue
+    finally:
+        work.post(mailbox.path, "stop")
+        thread.join(10)
+    assert pool.apply(work.square, (3,)) == 9

@@ -1,0 +1,1 @@
+"""Pools built by overriding the hooks of `BasePool` alone."""

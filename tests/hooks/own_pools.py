@@ -1,0 +1,137 @@
+"""Two pools on `BasePool`, written from the description of its hooks alone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import queue
+import threading
+from typing import Any
+
+from xpool import BasePool
+
+
+class QueueThreadPool(BasePool):
+    """Threads and two `queue.SimpleQueue`."""
+
+    def setup_queues(self) -> None:
+        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.workers: list[threading.Thread] = []
+        self.started = 0
+
+    def pool_inqueue_put(self, task: Any) -> None:
+        self.tasks.put(task)
+
+    def pool_outqueue_get(self, timeout: float | None = None) -> Any:
+        return self.answers.get(timeout=timeout)
+
+    def repopulate_pool(self) -> None:
+        while len(self.workers) < self.size():
+            thread = threading.Thread(
+                target=self.worker,
+                args=(
+                    self.tasks.get,
+                    self.answers.put,
+                    self.initializer,
+                    self.initargs,
+                    self.maxtasksperchild,
+                ),
+                daemon=True,
+            )
+            thread.start()
+            self.started += 1
+            self.workers.append(thread)
+
+    def maintain_pool(self) -> bool:
+        living = [thread for thread in self.workers if thread.is_alive()]
+        ended = len(living) < len(self.workers)
+        self.workers[:] = living
+        return ended
+
+    def terminate_workers(self) -> None:
+        while True:
+            try:
+                self.tasks.get_nowait()
+            except queue.Empty:
+                break
+        for _ in self.workers:
+            self.tasks.put(None)
+
+    def join_workers(self) -> None:
+        for thread in self.workers:
+            thread.join()
+
+
+class QueueProcessPool(BasePool):
+    """Processes and two queues of `multiprocessing`."""
+
+    def setup_queues(self) -> None:
+        self.mp = multiprocessing.get_context("forkserver")
+        self.tasks = self.mp.Queue()
+        self.answers = self.mp.Queue()
+        self.workers: list[Any] = []
+        self.started = 0
+
+    def pool_inqueue_put(self, task: Any) -> None:
+        self.tasks.put(task)
+
+    def pool_outqueue_get(self, timeout: float | None = None) -> Any:
+        return self.answers.get(timeout=timeout)
+
+    def repopulate_pool(self) -> None:
+        while len(self.workers) < self.size():
+            process = self.mp.Process(
+                target=run_worker,
+                args=(
+                    type(self),
+                    self.tasks,
+                    self.answers,
+                    self.initializer,
+                    self.initargs,
+                    self.maxtasksperchild,
+                ),
+                daemon=True,
+            )
+            process.start()
+            self.started += 1
+            self.workers.append(process)
+
+    def maintain_pool(self) -> bool:
+        living = [process for process in self.workers if process.is_alive()]
+        ended = len(living) < len(self.workers)
+        self.workers[:] = living
+        return ended
+
+    def terminate_workers(self) -> None:
+        for process in self.workers:
+            process.terminate()
+
+    def join_workers(self) -> None:
+        for process in self.workers:
+            process.join()
+            process.close()
+        self.workers.clear()
+        for own in (self.tasks, self.answers):
+            own.close()
+            own.cancel_join_thread()
+
+
+def run_worker(
+    kind: type[BasePool],
+    tasks: Any,
+    answers: Any,
+    initializer: Any,
+    initargs: Any,
+    maxtasks: int | None,
+) -> None:
+    """Target of the processes: the default loop, over queues."""
+
+    def put(answer: Any) -> None:
+        # A `Queue` pickles in a thread of its own, where a failure would be lost.
+        pickle.dumps(answer)
+        answers.put(answer)
+
+    kind.worker(tasks.get, put, initializer, initargs, maxtasks)
+    answers.close()
+    answers.join_thread()

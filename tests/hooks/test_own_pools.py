@@ -1,0 +1,254 @@
+"""Pools that override only the hooks are working pools."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+
+import pytest
+from support import work
+from support.kinds import STDLIB
+from support.waiting import eventually
+
+pytestmark = pytest.mark.xpool_only
+if STDLIB:
+    pytest.skip("hooks are xpool's own", allow_module_level=True)
+
+KINDS = ["QueueThreadPool", "QueueProcessPool"]
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def own(request):
+    """The class of a pool built on the hooks."""
+    from . import own_pools
+
+    return getattr(own_pools, request.param)
+
+
+@pytest.fixture
+def shared(own, make_pool):
+    """A pool of two workers."""
+    return make_pool(own, 2)
+
+
+def test_verbs_that_wait(shared):
+    """`apply`, `map` and `starmap` work."""
+    assert shared.apply(work.square, (3,)) == 9
+    assert shared.apply(work.echo, (1,), {"a": 2}) == ((1,), {"a": 2})
+    assert shared.map(work.square, range(100)) == [i * i for i in range(100)]
+    assert shared.map(work.square, range(10), chunksize=3) == [i * i for i in range(10)]
+    assert shared.map(work.square, []) == []
+    assert shared.starmap(work.add, [(1, 2), (3, 4)]) == [3, 7]
+
+
+def test_verbs_that_do_not_wait(shared):
+    """`apply_async`, `map_async` and `starmap_async` work, callbacks included."""
+    got: list[object] = []
+    results = [
+        shared.apply_async(work.square, (3,), callback=got.append),
+        shared.map_async(work.square, range(3), callback=got.append),
+        shared.starmap_async(work.add, [(1, 2)], callback=got.append),
+    ]
+    assert [r.get(20) for r in results] == [9, [0, 1, 4], [3]]
+    assert sorted(map(str, got)) == sorted(["9", "[0, 1, 4]", "[3]"])
+
+
+def test_lazy_verbs(shared):
+    """`imap` and `imap_unordered` work, in chunks too."""
+    assert list(shared.imap(work.square, range(50))) == [i * i for i in range(50)]
+    assert list(shared.imap(work.square, range(50), chunksize=7)) == [i * i for i in range(50)]
+    assert sorted(shared.imap_unordered(work.square, range(50))) == [i * i for i in range(50)]
+    assert list(shared.imap(work.square, range(20), buffersize=3)) == [i * i for i in range(20)]
+
+
+def test_errors(shared):
+    """A task's exception is raised in the caller and goes to the error callback."""
+    with pytest.raises(KeyError, match="x"):
+        shared.apply(work.fail, ("x",))
+    with pytest.raises(ValueError, match="3"):
+        shared.map(work.fail_on_three, range(10), 1)
+    bad: list[BaseException] = []
+    shared.apply_async(work.fail, ("y",), error_callback=bad.append).wait(20)
+    assert isinstance(bad[0], KeyError)
+    assert shared.apply(work.square, (2,)) == 4
+
+
+def test_unpicklable_result(own, make_pool):
+    """A result that a process cannot send back is an error of its task."""
+    if own.__name__ == "QueueThreadPool":
+        pytest.skip("threads send references")
+    pool = make_pool(own, 1)
+    with pytest.raises(multiprocessing.pool.MaybeEncodingError):
+        pool.apply_async(work.unpicklable).get(20)
+    assert pool.apply(work.square, (2,)) == 4
+
+
+def test_initializer(own, make_pool):
+    """The initializer runs in every worker."""
+    pool = make_pool(own, 1, work.remember, ("own",))
+    try:
+        assert pool.apply(work.recall)[-1] == ("own",)
+        assert pool.initializer is work.remember and tuple(pool.initargs) == ("own",)
+    finally:
+        work.initialised.clear()
+
+
+def test_maxtasksperchild(own, make_pool):
+    """Workers that have done their share are replaced through `maintain_pool`."""
+    pool = make_pool(own, 2, maxtasksperchild=3)
+    assert pool.maxtasksperchild == 3
+    assert pool.map(work.square, range(20), chunksize=1) == [i * i for i in range(20)]
+    eventually(lambda: pool.started >= 2 + 20 // 3 - 2, "replacements were started")
+
+
+def test_close_and_join(own, make_pool):
+    """`close` and `join` finish what was submitted."""
+    from xpool import PoolStates
+
+    pool = make_pool(own, 2)
+    assert pool.state == PoolStates.RUN and pool.size() == 2
+    results = [pool.apply_async(work.square, (i,)) for i in range(100)]
+    pool.close()
+    assert pool.state == PoolStates.CLOSE
+    with pytest.raises(ValueError, match="(?i)pool"):
+        pool.apply(work.square, (1,))
+    pool.join()
+    assert [r.get(0) for r in results] == [i * i for i in range(100)]
+
+
+def test_terminate(own, make_pool, mailbox, gate):
+    """`terminate` answers what is pending with an error."""
+    from xpool import PoolStates, XPoolError
+
+    pool = make_pool(own, 1)
+    pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    pending = pool.apply_async(work.square, (3,))
+    threading.Timer(0.2, gate.open).start()
+    pool.terminate()
+    assert pool.state == PoolStates.TERMINATE
+    with pytest.raises(XPoolError):
+        pending.get(20)
+    pool.join()
+
+
+def test_context_manager(own):
+    """The context manager terminates."""
+    with own(1) as pool:
+        assert pool.map(work.square, [1, 2]) == [1, 4]
+    with pytest.raises(ValueError, match="(?i)pool"):
+        pool.map(work.square, [1])
+    pool.join()
+
+
+def test_submissions_from_threads(shared):
+    """Many threads may submit: the put hook is called from each of them."""
+    wrong: list[object] = []
+
+    def caller(n):
+        if shared.map(work.square, range(n), 1) != [i * i for i in range(n)]:
+            wrong.append(n)
+
+    threads = [threading.Thread(target=caller, args=(n,)) for n in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_put_that_raises(own, make_pool, monkeypatch):
+    """A task that the put hook refuses fails with the hook's error; the pool goes on."""
+    pool = make_pool(own, 1)
+    real = type(pool).pool_inqueue_put
+
+    def refuse(self, task):
+        if task is not None and task[2] is not None and "refuse" in repr(task[3:]):
+            raise OSError("the queue is broken")
+        real(self, task)
+
+    monkeypatch.setattr(type(pool), "pool_inqueue_put", refuse)
+    with pytest.raises(Exception, match="the queue is broken"):
+        pool.apply_async(work.same, ("refuse",)).get(20)
+    assert pool.apply(work.same, ("accept",)) == "accept"
+
+
+def test_tasks_have_the_documented_shape(own, make_pool, monkeypatch):
+    """The put hook gets ``(job, chunk, func, args, kwds)``."""
+    pool = make_pool(own, 1)
+    real = type(pool).pool_inqueue_put
+    seen: list[tuple] = []
+
+    def look(self, task):
+        if task is not None:
+            seen.append(task)
+        real(self, task)
+
+    monkeypatch.setattr(type(pool), "pool_inqueue_put", look)
+    assert pool.apply(work.add, (1,), {"b": 2}) == 3
+    ((job, chunk, func, args, kwds),) = seen
+    assert isinstance(job, int) and chunk == 0
+    assert callable(func) and tuple(args) == (1,) and dict(kwds) == {"b": 2}
+    seen.clear()
+    assert pool.map(work.square, range(6), chunksize=2) == [0, 1, 4, 9, 16, 25]
+    assert [task[1] for task in seen] == [0, 1, 2] and len({task[0] for task in seen}) == 1
+
+
+def test_counting_subclass_of_the_built_in_pool(make_pool):
+    """A subclass of `Pool` may override `pool_inqueue_put` to watch the tasks go by."""
+    from xpool import Pool
+
+    class Counting(Pool):
+        def setup_queues(self):
+            self.counted = 0
+            super().setup_queues()
+
+        def pool_inqueue_put(self, task):
+            if task is not None:
+                self.counted += 1
+            return super().pool_inqueue_put(task)
+
+    pool = make_pool(Counting, 2)
+    assert pool.apply(work.square, (3,)) == 9
+    assert pool.counted == 1
+    assert pool.map(work.square, range(10), chunksize=5) == [i * i for i in range(10)]
+    assert pool.counted == 3
+    assert list(pool.imap(work.square, range(10))) == [i * i for i in range(10)]
+    assert pool.counted == 13
+
+
+def test_default_worker_loop():
+    """The static `worker` runs tasks from `get` until None, and puts ``(ok, value)``."""
+    from xpool import BasePool
+
+    tasks = iter(
+        [
+            (1, 0, work.square, (3,), {}),
+            (1, 1, work.fail, ("x",), {}),
+            (2, 0, work.add, (1,), {"b": 1}),
+            None,
+        ]
+    )
+    out: list[tuple] = []
+    BasePool.worker(lambda: next(tasks), out.append, None, (), None)
+    assert out[0] == (1, 0, (True, 9)) and out[2] == (2, 0, (True, 2))
+    assert out[1][:2] == (1, 1) and out[1][2][0] is False and len(out) == 3
+
+
+def test_default_worker_loop_with_a_limit():
+    """With `maxtasks`, the static `worker` returns after that many tasks."""
+    from xpool import BasePool
+
+    tasks = iter([(1, i, work.square, (i,), {}) for i in range(5)])
+    out: list[tuple] = []
+    BasePool.worker(lambda: next(tasks), out.append, None, (), 2)
+    assert [chunk for _, chunk, _ in out] == [0, 1]
+
+
+def test_incomplete_pool():
+    """A `BasePool` without hooks says which one is missing."""
+    from xpool import BasePool
+
+    with pytest.raises((NotImplementedError, TypeError)) as caught:
+        BasePool(1)
+    assert any(name in str(caught.value) for name in ("setup_queues", "repopulate_pool", "hook"))

@@ -1,0 +1,155 @@
+"""Imports point one way, the policy is pure, and a worker starts with little."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
+
+# Lower first; a room may import from lower rows and, where no circle arises, from its own.
+ROWS = [
+    {"errors"},
+    {"memory", "devices", "jobs", "results", "options"},
+    {"queue", "pickle"},
+    {"worker"},
+    {"fleet"},
+    {"engine"},
+    {"pool"},
+    {"adapters"},
+    {"testing"},
+]
+RANK = {room: rank for rank, row in enumerate(ROWS) for room in row}
+
+PURE = {
+    "__future__", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math",
+    "typing",
+}  # fmt: skip
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = ("xpool", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every import below ``node`` that runs, inside functions too: its line and module."""
+    if isinstance(node, ast.If) and is_type_checking(node.test):
+        for child in node.orelse:
+            yield from imports(child)
+        return
+    if isinstance(node, ast.Import):
+        yield from ((node.lineno, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: a relative import hides where it goes"
+        assert node.module is not None
+        if node.module == "xpool":
+            yield from ((node.lineno, f"xpool.{alias.name}") for alias in node.names)
+        else:
+            yield node.lineno, node.module
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child)
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def inner_imports() -> Iterator[tuple[str, str, str]]:
+    """Imports of xpool by xpool: importing module, imported module, where it is written."""
+    for path in FILES:
+        module = module_name(path)
+        if module == "xpool":  # its names are lazy; a test below holds that
+            continue
+        for line, target in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            if target.split(".")[0] == "xpool":
+                yield module, target, f"{path.relative_to(PACKAGE.parent)}:{line}"
+
+
+def run_python(code: str) -> set[str]:
+    """Run code in a fresh interpreter and return the names in its ``sys.modules``."""
+    code += "\nimport sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_every_room_has_a_rank():
+    """A new file or folder of the package is given its place in the order of imports."""
+    rooms = {room_of(module_name(path)) for path in FILES if path.parent != PACKAGE}
+    rooms |= {path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("_")}
+    assert rooms <= set(RANK), f"give a row in this test to {sorted(rooms - set(RANK))}"
+
+
+def test_imports_point_one_way():
+    """No module imports, even lazily, from a room that stands above its own."""
+    wrong = []
+    for module, target, where in inner_imports():
+        if target == "xpool" or room_of(target) not in RANK:
+            wrong.append(f"{where}: import from the module itself, not through {target!r}")
+        elif RANK[room_of(target)] > RANK[room_of(module)]:
+            wrong.append(f"{where}: {room_of(module)} must not import {target}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_rooms_form_no_circle():
+    """Rooms of one row may import one another, but never in a circle."""
+    graph: dict[str, set[str]] = defaultdict(set)
+    for module, target, _ in inner_imports():
+        if target != "xpool" and room_of(target) != room_of(module):
+            graph[room_of(module)].add(room_of(target))
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_jobs_are_pure():
+    """The policy knows no threads, no clock, no pickle and no operating system."""
+    wrong = []
+    for path in sorted((PACKAGE / "jobs").rglob("*.py")):
+        for line, target in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            own = target == "xpool.errors" or target.startswith(("xpool.errors.", "xpool.jobs"))
+            if not own and target.split(".")[0] not in PURE:
+                wrong.append(f"{path.relative_to(PACKAGE.parent)}:{line}: imports {target}")
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_import_xpool_is_light():
+    """``import xpool`` loads neither torch nor dill nor numpy nor the standard pools."""
+    loaded = run_python("import xpool")
+    assert not loaded & {"torch", "dill", "numpy", "multiprocessing.pool"}
+
+
+@pytest.mark.parametrize("name", ["Pool", "CtxPool", "P2PPool", "ThreadPool", "BasePool"])
+def test_pools_load_without_heavy_packages(name: str):
+    """A program that uses no tensors never pays for torch, and imports dill when it needs it."""
+    loaded = run_python(f"from xpool import {name}")
+    assert not loaded & {"torch", "dill", "numpy"}
+
+
+def test_worker_entry_is_light():
+    """A worker binds its device before anything heavy or of the parent's side is imported."""
+    loaded = run_python("import xpool.worker.entry")
+    heavy = {"torch", "dill", "numpy", "xpool.pool", "xpool.engine", "xpool.fleet", "xpool.jobs"}
+    assert not loaded & heavy
+
+
+def test_devices_import_no_framework():
+    """`xpool.devices` describes devices; opening one is the worker's."""
+    assert "torch" not in run_python("import xpool.devices; xpool.devices.devices(n=2)")

@@ -1,0 +1,31 @@
+"""Files and functions stay small enough to read at one sitting."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
+FILE_LINES = 600
+FUNCTION_LINES = 75
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_no_file_is_too_long():
+    """A file of the package over 600 lines wants splitting."""
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    long = [f"{path}: {n} lines" for path, n in lines.items() if n > FILE_LINES]
+    assert not long, "\n" + "\n".join(long)
+
+
+def test_no_function_is_too_long():
+    """A function over 75 lines, docstring and all, wants splitting."""
+    long = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                n = (node.end_lineno or node.lineno) - node.lineno + 1
+                if n > FUNCTION_LINES:
+                    long.append(f"{path}:{node.lineno}: {node.name} has {n} lines")
+    assert not long, "\n" + "\n".join(long)

@@ -1,0 +1,49 @@
+"""A receiving process for the tests of a module, and a way to run a program's ``__main__``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from receiver import HERE, ROOT, Receiver
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as other:
+        yield other
+
+
+@pytest.fixture
+def run_program(tmp_path: Path) -> Callable[..., str]:
+    """Run a program's source as a file, from stdin, by ``-c`` or by ``-m``; return its output."""
+
+    def run(source: str, how: str = "file") -> str:
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+        command, text = [sys.executable, "-W", "error"], None
+        if how == "file":
+            path = tmp_path / "program.py"
+            path.write_text(source)
+            command += [str(path)]
+        elif how == "module":
+            (tmp_path / "program_module.py").write_text(source)
+            environ["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+            command += ["-m", "program_module"]
+        elif how == "stdin":
+            command, text = [*command, "-"], source
+        else:
+            command += ["-c", source]
+        done = subprocess.run(
+            command, input=text, env=environ, capture_output=True, text=True, timeout=50
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

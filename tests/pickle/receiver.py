@@ -1,0 +1,85 @@
+"""Another process that takes pickled calls, as a worker does: for tests of what arrives there."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from xpool.pickle import decode, encode, encode_exception, main
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+_SIZE = struct.Struct("<Q")
+
+
+class Receiver:
+    """A fresh interpreter; a replica, as workers are."""
+
+    def __init__(self) -> None:
+        where = main.main_location() if main.main_is_importable() else None
+        code = f"import sys; sys.path[:0] = {[str(ROOT), str(HERE)]!r}\n"
+        code += f"import receiver; receiver.serve({where!r})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def send(self, message: bytes) -> Any:
+        """Have an encoded ``(function, args)`` called there; return or raise what came of it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(_SIZE.pack(len(message)) + message)
+        self._process.stdin.flush()
+        reply = _read(self._process.stdout)
+        assert reply is not None, "the receiver ended"
+        value = decode(reply[1:])
+        if reply[:1] == b"e":
+            raise value
+        return value
+
+    def call(self, function: Any, *args: Any, recurse: bool = False) -> Any:
+        return self.send(encode((function, args), recurse=recurse))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+    def __enter__(self) -> Receiver:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _read(file: Any) -> bytearray | None:
+    head = file.read(_SIZE.size)
+    if len(head) < _SIZE.size:
+        return None
+    message = bytearray(_SIZE.unpack(head)[0])
+    file.readinto(message)
+    return message
+
+
+def serve(where: tuple[str, str] | None) -> None:
+    """What runs in the other process."""
+    from xpool.worker import main_module
+
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    main_module.install(where)
+    main.mark_replica()
+    while (message := _read(source)) is not None:
+        try:
+            function, args = decode(message)
+            reply = b"v" + encode(function(*args), main_globals=False)
+        except BaseException as exc:
+            reply = b"e" + encode_exception(exc, traceback.format_exc())
+        sink.write(_SIZE.pack(len(reply)) + reply)
+        sink.flush()

@@ -1,0 +1,264 @@
+"""Programs whose ``__main__`` can, and cannot, be run again in the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+BY_VALUE = ["file", "stdin", "command"]
+
+SHARED_GLOBALS = """
+from receiver import Receiver
+from xpool.pickle import main
+assert not main.main_is_importable()
+model = None
+def init(factor):
+    global model
+    model = Model(factor)
+class Model:
+    def __init__(self, factor): self.factor = factor
+    def __call__(self, x): return offset + self.factor * x
+def task(x): return helper(x)
+def helper(x): return model(x)
+offset = 100
+with Receiver() as other:
+    other.call(init, 3)
+    assert other.call(task, 2) == 106
+    assert other.call(lambda x: task(x) + 1, 2) == 107
+    offset = 200                      # the parent's change arrives ...
+    assert other.call(task, 2) == 206
+    assert model is None              # ... and the worker's is not lost, nor comes back
+print("ok")
+"""
+
+NOT_CLOBBERED = """
+from receiver import Receiver
+count = 1
+def bump():
+    global count
+    count += 10
+    return bump
+with Receiver() as other:
+    back = other.call(bump)
+    assert count == 1
+    assert other.call(bump) is not None
+    other.call(back)
+    assert count == 1
+    back()
+    assert count == 11, "a function that came back works on the globals here"
+    assert other.call(lambda: count) == 21 or other.call(lambda: count) == 11
+print("ok")
+"""
+
+DEFINITIONS = """
+import collections, dataclasses, enum, functools, math, typing
+from receiver import Receiver
+T = typing.TypeVar("T")
+class Color(enum.Enum):
+    RED = 1
+    @property
+    def other(self): return Color.RED
+class Point(typing.NamedTuple):
+    x: int
+    y: int = 2
+Pair = collections.namedtuple("Pair", "a b")
+@dataclasses.dataclass
+class Data:
+    n: int = 1
+    items: list = dataclasses.field(default_factory=list)
+    def area(self) -> float: return math.pi * self.n
+class Box(typing.Generic[T]):
+    def __init__(self, value: T): self.value = value
+    def open(self) -> T: return self.value
+class Base:
+    def who(self): return "base"
+class Child(Base):
+    def who(self): return "child of " + super().who()
+    @classmethod
+    def make(cls): return cls()
+    @staticmethod
+    def two(): return 2
+@functools.lru_cache(maxsize=None)
+def cached(n): return n if n < 2 else cached(n - 1) + cached(n - 2)
+def decorate(f):
+    @functools.wraps(f)
+    def wrapper(*args): return f(*args) + 1
+    return wrapper
+@decorate
+def decorated(x): return x * 10
+class Failure(Exception):
+    def __init__(self, a, b):
+        super().__init__(f"{a}/{b}")
+        self.a, self.b = a, b
+def fail(): raise Failure(1, 2)
+def echo(x): return x
+with Receiver() as other:
+    for value in (Color.RED, Point(1), Pair(1, 2), Data(3), Box(4), Child(), Color, Point, Child):
+        back = other.call(echo, value)
+        assert type(back) is type(value), value
+    assert other.call(echo, Color.RED) is Color.RED
+    assert other.call(echo, Data(5)) == Data(5)
+    assert other.call(Data(2).area) > 6
+    assert other.call(Child().who) == "child of base"
+    assert type(other.call(Child.make)) is Child
+    assert other.call(Child.two) == 2
+    assert other.call(cached, 30) == 832040
+    assert other.call(decorated, 3) == 31
+    assert other.call(functools.partial(decorated, 3)) == 31
+    assert other.call(lambda c: c.other.name, Color.RED) == "RED"
+    assert other.call(type, Child()) is Child
+    try:
+        other.call(fail)
+    except Failure as failure:
+        assert (failure.a, failure.b, str(failure)) == (1, 2, "1/2")
+    else:
+        raise AssertionError
+print("ok")
+"""
+
+LEFT_OUT = """
+import threading
+from receiver import Receiver
+lock = threading.Lock()
+file = open(__import__("os").devnull)
+def uses():
+    with lock:
+        return 1
+def does_not(): return 2
+def assigns():
+    global lock
+    lock = 5
+    return lock
+with Receiver() as other:
+    assert other.call(does_not) == 2
+    try:
+        other.call(uses)
+    except NameError as exc:
+        text = str(exc) + str(getattr(exc, "__notes__", "")) + str(exc.__cause__)
+        assert "'lock' of __main__ was not sent" in text, text
+        assert "initializer" in text, text
+    else:
+        raise AssertionError
+    assert other.call(assigns) == 5
+file.close()
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("how", BY_VALUE)
+@pytest.mark.parametrize(
+    "program",
+    [SHARED_GLOBALS, NOT_CLOBBERED, DEFINITIONS, LEFT_OUT],
+    ids=["shared globals", "not clobbered", "definitions", "left out"],
+)
+def test_by_value(run_program: Callable[..., str], program: str, how: str) -> None:
+    """A program that cannot be run again sends its functions, classes and globals by value."""
+    if how == "command":
+        program = program.replace("\n\n", "\n")
+    assert run_program(program, how).strip() == "ok"
+
+
+GUARDED = """
+import functools
+from receiver import Receiver
+from xpool.pickle import main
+class A:
+    def f(self): return FACTOR
+FACTOR = 3
+def times(x): return FACTOR * x
+def echo(x): return x
+@functools.lru_cache
+def cached(x): return times(x)
+if __name__ == "__main__":
+    assert main.main_is_importable()
+    extra = 5
+    def inside(x): return times(x) + extra
+    class Inner:
+        def g(self): return extra
+    from xpool.pickle import encode
+    assert len(encode(times)) < 60, "by name"
+    assert len(encode(A())) < 60, "by name"
+    with Receiver() as other:
+        FACTOR = 1000            # not seen there: the script defines its own
+        assert other.call(lambda x: x * extra, 2) == 10
+    with Receiver() as other:
+        assert other.call(lambda x: times(x) + extra, 2) == 11
+        assert other.call(times, 2) == 6
+        assert other.call(echo, times) is times
+        assert type(other.call(echo, A())) is A
+        assert other.call(A().f) == 3
+        assert other.call(cached, 2) == 6
+        assert other.call(inside, 2) == 11
+        assert other.call(Inner().g) == 5
+        assert type(other.call(echo, Inner())) is Inner
+    print("ok")
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "module"])
+def test_importable(run_program: Callable[..., str], how: str) -> None:
+    """A script with a guard goes by name, but for what only its guarded block defines."""
+    assert run_program(GUARDED, how).strip() == "ok"
+
+
+LOCATIONS = {
+    "file": "assert main.main_location()[0] == 'path'; assert not main.main_is_importable()",
+    "stdin": "assert main.main_location() is None; assert not main.main_is_importable()",
+    "command": "assert main.main_location() is None; assert not main.main_is_importable()",
+    "module": "assert main.main_location() == ('name', 'program_module')\n"
+    "assert main.main_is_importable()",
+}
+
+
+@pytest.mark.parametrize("how", sorted(LOCATIONS))
+def test_location(run_program: Callable[..., str], how: str) -> None:
+    """Where __main__ can be run again from, for every way to start Python."""
+    run_program("from xpool.pickle import main\n" + LOCATIONS[how], how)
+
+
+@pytest.mark.parametrize(
+    ("guard", "importable"),
+    [
+        ("if __name__ == '__main__': pass", True),
+        ('if "__main__" == __name__: pass', True),
+        ("try:\n    if __name__ == '__main__' and True: pass\nfinally: pass", True),
+        ("def f():\n    if __name__ == '__main__': pass", False),
+        ("if __name__ != '__main__': pass", False),
+        ("x = '__main__'", False),
+    ],
+)
+def test_guard(run_program: Callable[..., str], guard: str, importable: bool) -> None:
+    """What counts as a guard."""
+    program = f"from xpool.pickle import main\n{guard}\nprint(main.main_is_importable())"
+    assert run_program(program).strip() == str(importable)
+
+
+def test_imports_nothing_heavy(run_program: Callable[..., str]) -> None:
+    """Importing the package, and sending lambdas, imports neither dill nor torch nor numpy."""
+    program = """
+import sys
+import xpool.pickle as p
+f = p.loads(p.dumps(lambda x: x + 1))
+assert f(1) == 2
+print([name for name in ("dill", "torch", "numpy") if name in sys.modules])
+"""
+    assert run_program(program).strip() == "[]"
+
+
+def test_without_dill(run_program: Callable[..., str]) -> None:
+    """Where dill is missing, what needs it says so, and the rest works."""
+    program = """
+import sys
+sys.modules["dill"] = None
+import xpool.pickle as p
+from xpool.errors import TaskNotPicklable
+assert p.loads(p.dumps([lambda: 1]))[0]() == 1
+try:
+    p.dumps(iter(x for x in ()))
+except TaskNotPicklable as error:
+    assert "dill" in str(error), error
+    assert "generator" in str(error), error
+    print("ok")
+"""
+    assert run_program(program).strip() == "ok"

@@ -1,0 +1,1 @@
+"""What the tests share: pool kinds, functions for workers, leak checks, bounded waiting."""

@@ -1,0 +1,138 @@
+"""The kinds of pool that the suites run over, and what each of them promises.
+
+``XPOOL_TEST_AGAINST=multiprocessing`` runs the suites over the standard library's pools, to
+check the tests themselves: whatever a test claims to be the documented behaviour must hold there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.pool
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+STDLIB = os.environ.get("XPOOL_TEST_AGAINST") == "multiprocessing"
+
+
+class WithoutContext:
+    """Adapts ``func(*args)`` to the pools that call ``func(context, *args)``."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def __call__(self, _context: Any, *args: Any, **kwds: Any) -> Any:
+        return self.func(*args, **kwds)
+
+
+class ContextFree:
+    """A context pool that can be called as a plain one; everything else is passed on."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> ContextFree:
+        self._pool.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> Any:
+        return self._pool.__exit__(*exc)
+
+    def __repr__(self) -> str:
+        return repr(self._pool)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+
+def _free(verb: str) -> Any:
+    def call(self: ContextFree, func: Any, *args: Any, **kwds: Any) -> Any:
+        return getattr(self._pool, verb)(WithoutContext(func), *args, **kwds)
+
+    return call
+
+
+VERBS = (
+    "apply",
+    "apply_async",
+    "map",
+    "map_async",
+    "starmap",
+    "starmap_async",
+    "imap",
+    "imap_unordered",
+)
+for _verb in VERBS:
+    setattr(ContextFree, _verb, _free(_verb))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of pool: how to build it and what a test may expect of it."""
+
+    name: str
+    build: Callable[..., Any]
+    processes: bool
+    """Whether its workers are processes: arguments are copied and must be picklable."""
+
+    def __call__(self, processes: Any = 2, *args: Any, **kwds: Any) -> Any:
+        return self.build(processes, *args, **kwds)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _xpool(name: str, **fixed: Any) -> Callable[..., Any]:
+    def build(*args: Any, **kwds: Any) -> Any:
+        import xpool
+
+        return getattr(xpool, name)(*args, **{**fixed, **kwds})
+
+    return build
+
+
+def _context_pool(name: str) -> Callable[..., Any]:
+    def build(processes: Any, *args: Any, **kwds: Any) -> Any:
+        import xpool
+
+        contexts = kwds.pop("worker_contexts", None)
+        if contexts is None:
+            contexts = [f"context {i}" for i in range(processes)]
+        pool = getattr(xpool, name)(processes, *args, worker_contexts=contexts, **kwds)
+        return ContextFree(pool)
+
+    return build
+
+
+def _std(method: str) -> Callable[..., Any]:
+    def build(*args: Any, **kwds: Any) -> Any:
+        return multiprocessing.get_context(method).Pool(*args, **kwds)
+
+    return build
+
+
+if STDLIB:
+    KINDS = [
+        Kind("std-forkserver", _std("forkserver"), True),
+        Kind("std-thread", multiprocessing.pool.ThreadPool, False),
+    ]
+    METHODS = [Kind("std-spawn", _std("spawn"), True)]
+else:
+    KINDS = [
+        Kind("pool", _xpool("Pool"), True),
+        Kind("p2p", _xpool("P2PPool"), True),
+        Kind("ctx", _context_pool("CtxPool"), True),
+        Kind("thread", _xpool("ThreadPool"), False),
+        Kind("ctxthread", _context_pool("CtxThreadPool"), False),
+    ]
+    METHODS = [
+        Kind("pool-spawn", _xpool("Pool", context="spawn"), True),
+        Kind("pool-fork", _xpool("Pool", context="fork"), True),
+    ]
+
+PROCESS_KINDS = [kind for kind in KINDS if kind.processes]
+"""Kinds whose workers are processes, with the default start method."""
+
+START_METHODS = PROCESS_KINDS[:1] + METHODS
+"""`Pool` with every start method, for the core of a suite (spawn costs a second a pool)."""

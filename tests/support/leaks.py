@@ -1,0 +1,150 @@
+"""What this process has open: children and theirs, threads, descriptors, shared memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.waiting import eventually, wait_gone
+
+MARK = "XPOOL_TEST_RUN"
+"""Environment variable by which orphans of this run are known again."""
+
+KEPT = ("xpool.worker.server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
+"""In the command line of processes that live as long as this one, on purpose, to make starting
+the next pool cheap.  Their children are no exception."""
+
+_SELF = str(os.getpid())
+
+
+def mark_this_run() -> None:
+    """Put the mark into the environment that children will get."""
+    os.environ[MARK] = f"{_SELF}-{uuid.uuid4().hex[:8]}"
+
+
+def _read(pid: str, name: str) -> bytes:
+    try:
+        return Path("/proc", pid, name).read_bytes()
+    except OSError:
+        return b""
+
+
+def _parents() -> dict[str, str]:
+    table = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        # The name, in parentheses, may itself hold spaces and parentheses.
+        fields = _read(pid, "stat").rpartition(b")")[2].split()
+        if fields:
+            table[pid] = fields[1].decode()
+    return table
+
+
+def command(pid: int | str) -> str:
+    """Return the command line of a process; a zombie has none."""
+    return _read(str(pid), "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _kept(pid: str) -> bool:
+    words = command(pid)
+    if not any(name in words for name in KEPT):
+        return False
+    # The children that a fork server forks show its command line; the server itself is ours.
+    return _parents().get(pid) == _SELF
+
+
+def descendants() -> set[int]:
+    """Return the processes below this one and those that were, without the kept servers."""
+    parents = _parents()
+    mark = f"{MARK}={os.environ.get(MARK, '-')}".encode()
+    found = set()
+    for pid in parents:
+        if pid == _SELF:
+            continue
+        line, up = [pid], parents.get(pid)
+        while up is not None and up != _SELF and up != "0":
+            line.append(up)
+            up = parents.get(up)
+        if (up == _SELF or mark in _read(pid, "environ").split(b"\0")) and not _kept(pid):
+            found.add(int(pid))
+    return found
+
+
+def servers() -> list[int]:
+    """Return the kept server processes of this process."""
+    parents = _parents()
+    return [int(p) for p, up in parents.items() if up == _SELF and _kept(p)]
+
+
+def descriptors() -> dict[int, str]:
+    """Return this process's open descriptors and what they lead to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the descriptor of this very listing
+    return found
+
+
+@dataclass
+class Snapshot:
+    """What there was at one moment."""
+
+    processes: set[int]
+    threads: set[threading.Thread]
+    fds: dict[int, str]
+    shm: set[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        """Look now."""
+        return cls(
+            descendants(),
+            set(threading.enumerate()),
+            descriptors(),
+            set(os.listdir("/dev/shm")),
+        )
+
+    def more_fds(self) -> dict[int, str]:
+        """Return descriptors opened since, if there are more than there were."""
+        now = descriptors()
+        if len(now) <= len(self.fds):
+            return {}
+        return {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
+
+    def leaks(self, limit: float) -> list[str]:
+        """Return what is left over, after everything had `limit` seconds to end."""
+        end = time.monotonic() + limit
+        new = [t for t in threading.enumerate() if t not in self.threads]
+        processes = descendants() - self.processes
+        if new or processes or self.more_fds():
+            gc.collect()
+
+        def left() -> float:
+            return max(0.0, end - time.monotonic())
+
+        found = [
+            f"process {pid}: {command(pid) or 'not waited for (zombie)'}"
+            for pid in wait_gone(processes, left())
+        ]
+        # A process that ended may still be waiting to be waited for.
+        if processes and not found:
+            try:
+                eventually(lambda: not descendants() - self.processes, "zombies", left())
+            except AssertionError:
+                found += [f"process {pid}: zombie" for pid in descendants() - self.processes]
+        for thread in new:
+            thread.join(left())
+            if thread.is_alive():
+                found.append(f"thread {thread.name}")
+        try:
+            eventually(lambda: not self.more_fds(), "descriptors", min(left(), 2.0))
+        except AssertionError:
+            found += [f"descriptor {fd}: {to}" for fd, to in sorted(self.more_fds().items())]
+        found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm]
+        return found

@@ -1,0 +1,64 @@
+"""Programs of their own: run a text as a script and look at how it ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return an environment in which scripts find xpool and the tests' helpers."""
+    path = [str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
+
+
+def popen(arguments: Sequence[str], **options: object) -> subprocess.Popen[str]:
+    """Start this interpreter with arguments, output captured, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def write(path: Path, text: str) -> str:
+    """Write a dedented script and return its path."""
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def run(
+    arguments: Sequence[str], text: str | None = None, limit: float = 30
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; `text` goes to standard input (for ``python -``)."""
+    process = popen(arguments)
+    try:
+        out, err = process.communicate(None if text is None else textwrap.dedent(text), limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(
+            f"the script did not end within {limit:g} s\n--- out\n{out}\n--- err\n{err}"
+        ) from None
+    return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+
+def run_ok(arguments: Sequence[str], text: str | None = None, limit: float = 30) -> str:
+    """Run to the end, expect exit code 0 and silence on stderr; return the output."""
+    done = run(arguments, text, limit)
+    assert done.returncode == 0 and not done.stderr, (
+        f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
+    )
+    return done.stdout

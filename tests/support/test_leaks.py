@@ -1,0 +1,114 @@
+"""The checks check: what is left over is seen, and what ends in time is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from support.leaks import Snapshot
+from support.waiting import Gate, Mailbox, eventually, wait_gone
+
+
+def test_nothing_left():
+    """Without a leak there is nothing to report."""
+    assert Snapshot.take().leaks(0.1) == []
+
+
+def test_process_left():
+    """A child that still runs is reported, and no more once it has been waited for."""
+    before = Snapshot.take()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert any(f"process {child.pid}" in leak for leak in before.leaks(0.1))
+    finally:
+        child.communicate()
+    assert before.leaks(5) == []
+
+
+def test_orphan_left():
+    """A grandchild whose parent has ended is reported as well."""
+    before = Snapshot.take()
+    code = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'input()'], stdout=subprocess.DEVNULL)\n"
+        "print(child.pid)\n"
+    )
+    reading, writing = os.pipe()
+    out = subprocess.run([sys.executable, "-c", code], stdin=reading, stdout=subprocess.PIPE)
+    orphan = int(out.stdout)
+    os.close(reading)
+    assert any(f"process {orphan}" in leak for leak in before.leaks(0.1))
+    os.kill(orphan, signal.SIGKILL)
+    os.close(writing)
+    assert wait_gone([orphan]) == []
+
+
+def test_thread_left():
+    """A thread that still runs is reported by its name."""
+    before = Snapshot.take()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, args=(20,), name="left-over")
+    thread.start()
+    assert "thread left-over" in before.leaks(0.1)
+    stop.set()
+    assert before.leaks(5) == []
+
+
+def test_descriptor_left(tmp_path):
+    """A descriptor that is still open is reported with what it leads to."""
+    before = Snapshot.take()
+    with (tmp_path / "open").open("w"):
+        (leak,) = before.leaks(0.1)
+        assert leak.startswith("descriptor") and leak.endswith("open")
+    assert before.leaks(0.1) == []
+
+
+def test_shared_memory_left():
+    """A name in /dev/shm is reported."""
+    before = Snapshot.take()
+    path = Path(f"/dev/shm/xpool-test-{os.getpid()}")
+    path.touch()
+    try:
+        assert before.leaks(0.1) == [str(path)]
+    finally:
+        path.unlink()
+
+
+def test_wait_gone_has_a_limit():
+    """Waiting for a process that stays ends at the limit and names it."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert wait_gone([child.pid], 0.05) == [child.pid]
+    finally:
+        child.communicate()
+    assert wait_gone([child.pid]) == []
+
+
+def test_eventually_has_a_limit():
+    """Waiting for a fact that does not come about fails with what it waited for."""
+    with pytest.raises(AssertionError, match="the moon"):
+        eventually(lambda: False, "the moon", 0.05)
+
+
+def test_mailbox_and_gate(mailbox: Mailbox, gate: Gate):
+    """Lines arrive in order; the gate lets as many through as it was told."""
+    from support import work
+
+    work.post(mailbox.path, "one")
+    work.post(mailbox.path, "two")
+    assert mailbox.lines(2) == ["one", "two"] and mailbox.empty()
+    with pytest.raises(AssertionError, match="nobody posted"):
+        mailbox.line(0.05)
+    thread = threading.Thread(target=work.pass_gate, args=(gate.path,))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    gate.open()
+    thread.join(10)
+    assert not thread.is_alive()

@@ -1,0 +1,518 @@
+"""Functions that the tests run in workers.  Small and importable: no pytest, no torch."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+initialised: list[Any] = []
+"""What `remember` was called with in this process."""
+
+
+def square(x: Any = 0) -> Any:
+    """Return ``x * x``."""
+    return x * x
+
+
+def add(a: Any, b: Any = 0) -> Any:
+    """Return ``a + b``."""
+    return a + b
+
+
+def multiply(a: Any, b: Any) -> Any:
+    """Return ``a * b``."""
+    return a * b
+
+
+def echo(*args: Any, **kwds: Any) -> Any:
+    """Return the arguments."""
+    return args, kwds
+
+
+def same(x: Any) -> Any:
+    """Return the argument."""
+    return x
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
+def pid(*_: Any) -> int:
+    """Return the worker's process id."""
+    return os.getpid()
+
+
+def place(*_: Any) -> tuple[int, int]:
+    """Return process id and thread id of the worker."""
+    return os.getpid(), threading.get_ident()
+
+
+def fail(x: Any = None) -> None:
+    """Raise ``KeyError(x)``."""
+    raise KeyError(x)
+
+
+def fail_if(bad: int, x: int) -> int:
+    """Raise ``ValueError(x)`` for one value, return the others."""
+    if x == bad:
+        raise ValueError(x)
+    return x
+
+
+def fail_on_three(x: int) -> int:
+    """Raise ``ValueError(3)`` for 3, return the others."""
+    return fail_if(3, x)
+
+
+def fail_slowly(gate: str, x: int) -> int:
+    """Raise at once for 0; the others wait at the gate."""
+    if x == 0:
+        raise ValueError(x)
+    pass_gate(gate)
+    return x
+
+
+def unpicklable(*_: Any) -> Any:
+    """Return something that no pickler can send."""
+    return threading.Lock()
+
+
+def large(size: int) -> bytes:
+    """Return `size` bytes."""
+    return bytes(size)
+
+
+def remember(*args: Any) -> None:
+    """Initializer: keep the arguments for `recall`."""
+    initialised.append(args)
+
+
+def recall(*_: Any) -> list[Any]:
+    """Return what the initializer of this worker was given."""
+    return list(initialised)
+
+
+def post(path: str, text: str) -> None:
+    """Write one line into a `Mailbox`."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, f"{text}\n".encode())
+    finally:
+        os.close(fd)
+
+
+def post_pid(path: str, *_: Any) -> int:
+    """Tell the mailbox who runs this, and return the same."""
+    post(path, str(os.getpid()))
+    return os.getpid()
+
+
+def pass_gate(path: str) -> None:
+    """Wait until the `Gate` lets this task through, or nobody holds the gate any more."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                # Empty: no writer, so the test has ended or died.
+                os.read(fd, 1)
+                return
+            except BlockingIOError:
+                select.select([fd], [], [])
+    finally:
+        os.close(fd)
+
+
+def gated(gate: str, x: Any = None) -> Any:
+    """Wait at the gate, then return `x`."""
+    pass_gate(gate)
+    return x
+
+
+def post_and_gate(box: str, gate: str, x: Any = None) -> Any:
+    """Say who runs this, wait at the gate, return `x`."""
+    post(box, str(os.getpid()))
+    pass_gate(gate)
+    return x
+
+
+def log_line(path: str, text: str) -> None:
+    """Append one line to a file, whole even when many processes write."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, f"{text}\n".encode())
+    finally:
+        os.close(fd)
+
+
+def logged(path: str, x: Any) -> Any:
+    """Append `x` to the log, then return it."""
+    log_line(path, str(x))
+    return x
+
+
+def spin() -> None:
+    """Use the processor for ever, never calling anything that looks at signals' pipes."""
+    while True:
+        pass
+
+
+def post_and_spin(box: str) -> None:
+    """Say who runs this, then `spin`."""
+    post(box, str(os.getpid()))
+    spin()
+
+
+def end(how: str) -> None:
+    """End this process, or the call, in the way that is named."""
+    if how == "raise":
+        raise RuntimeError("sabotage")
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "os._exit":
+        os._exit(4)
+    if how in ("SIGKILL", "SIGSEGV", "SIGTERM"):
+        number = getattr(signal, how)
+        if how == "SIGSEGV":
+            # A core dump would cost seconds and litter the working directory.
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        # The signal may be delivered to another thread: do not go on meanwhile.
+        threading.Event().wait(30)
+    raise ValueError(how)
+
+
+def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
+    """Log `x`; end as told when it is the bad one; else return it."""
+    log_line(log, str(x))
+    if x == bad:
+        end(how)
+    return x
+
+
+def end_once(how: str, flag: str, x: Any = None) -> Any:
+    """End as told the first time (the flag file is not there yet); later return `x`."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return x
+    end(how)
+    return None
+
+
+def _rebuild(how: str) -> Any:
+    end(how)
+
+
+class EndsWhenUnpickled:
+    """Pickles well; whoever unpickles it ends as told."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self.how,)
+
+
+class EndsWhenPickled:
+    """Whoever pickles it ends as told."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        end(self.how)
+        raise AssertionError("not reached")
+
+
+class EndsWhenPickledTwice:
+    """The first pickling (the caller's) is well; the next (the worker's) ends as told."""
+
+    def __init__(self, how: str, trips: int = 0) -> None:
+        self.how, self.trips = how, trips
+
+    def __reduce__(self) -> Any:
+        if self.trips:
+            end(self.how)
+        return EndsWhenPickledTwice, (self.how, self.trips + 1)
+
+
+def make_ends_when_pickled(how: str, log: str | None = None, x: Any = None) -> Any:
+    """Return an object that ends this process while the result is pickled."""
+    if log is not None:
+        log_line(log, str(x))
+    return EndsWhenPickled(how)
+
+
+def make_ends_when_unpickled(how: str) -> Any:
+    """Return an object that ends the receiver while the result is unpickled."""
+    return EndsWhenUnpickled(how)
+
+
+class Awkward(Exception):
+    """An exception that pickles but does not unpickle: its arguments do not fit."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"awkward {a} {b}")
+
+
+def raise_awkward(*_: Any) -> None:
+    """Raise an exception that the parent cannot rebuild."""
+    raise Awkward(1, 2)
+
+
+class HasLock(Exception):
+    """An exception that cannot be pickled."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def raise_with_lock(*_: Any) -> None:
+    """Raise an exception that cannot be sent back."""
+    raise HasLock("locked")
+
+
+def raise_large(size: int) -> None:
+    """Raise an exception with a large argument."""
+    raise ValueError("x" * size)
+
+
+def raise_base(*_: Any) -> None:
+    """Raise a BaseException that is no Exception."""
+    raise BaseFault("base")
+
+
+class BaseFault(BaseException):
+    """Not an `Exception`."""
+
+
+def raise_from(*_: Any) -> None:
+    """Raise with a cause of its own."""
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("outer") from error
+
+
+def random_numbers(*_: Any) -> tuple[float, float | None, float | None]:
+    """Draw one number from each generator that is loaded: random, numpy, torch."""
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    return (
+        random.random(),
+        None if numpy is None else float(numpy.random.random()),
+        None if torch is None else float(torch.rand(1).item()),
+    )
+
+
+def numbers_with(modules: tuple[str, ...]) -> tuple[float, float | None, float | None]:
+    """Import the modules, then `random_numbers`."""
+    for name in modules:
+        __import__(name)
+    return random_numbers()
+
+
+def meet(box: str, gate: str, modules: tuple[str, ...]) -> tuple[int, Any]:
+    """Occupy this worker until the gate opens, so that every worker gets one; draw numbers."""
+    post(box, str(os.getpid()))
+    pass_gate(gate)
+    return os.getpid(), numbers_with(modules)
+
+
+def environment(name: str) -> str | None:
+    """Return an environment variable of the worker."""
+    return os.environ.get(name)
+
+
+def lower_limit(soft: int) -> None:
+    """Lower the limit of open descriptors of this process."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def hold_lock_and_count(_: Any = None) -> int:
+    """Add one to the shared value under the shared lock, both from `initargs`."""
+    ((lock, value, queue),) = initialised[-1:]
+    with lock:
+        value.value += 1
+        queue.put(value.value)
+        return int(value.value)
+
+
+def slow_square(seconds: float, x: int) -> int:
+    """Take a while, then return the square."""
+    time.sleep(seconds)
+    return x * x
+
+
+class Point:
+    """A value with equality, to see instances come back as the same class."""
+
+    def __init__(self, x: int, y: int) -> None:
+        self.x, self.y = x, y
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def shifted(self, by: int) -> Point:
+        """Return a point moved by `by`."""
+        return Point(self.x + by, self.y + by)
+
+
+class Counted:
+    """Counts its live instances in this process."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        Counted.alive += 1
+
+    def __setstate__(self, _: Any) -> None:
+        Counted.alive += 1
+
+    def __reduce__(self) -> Any:
+        return Counted, ()
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+
+def add_to(pair: tuple[int, int]) -> int:
+    """Add the two elements of a pair."""
+    return pair[0] + pair[1]
+
+
+def nested(name: str, n: int) -> list[int]:
+    """Map over a pool that this task builds."""
+    import xpool
+
+    with getattr(xpool, name)(2) as pool:
+        squares = pool.map(square, range(n))
+    pool.join()
+    return list(squares)
+
+
+def nested_threads(n: int) -> list[int]:
+    """Map over the standard library's thread pool in a task."""
+    from multiprocessing.pool import ThreadPool
+
+    with ThreadPool(2) as pool:
+        return pool.map(square, range(n))
+
+
+def nested_spinners(box: str) -> None:
+    """Build a pool whose workers never end by themselves."""
+    import xpool
+
+    with xpool.Pool(2) as pool:
+        pool.map(post_and_spin, [box] * 2, chunksize=1)
+
+
+def is_daemon(*_: Any) -> bool:
+    """Say whether this process is daemonic in the sense of multiprocessing."""
+    import multiprocessing
+
+    return multiprocessing.current_process().daemon
+
+
+def who(*_: Any) -> tuple[int, Any, str]:
+    """Return index, context and pool name of the worker."""
+    from xpool import current_worker
+
+    me = current_worker()
+    return me.index, me.context, me.pool
+
+
+def who_at_gate(box: str, gate: str) -> tuple[int, Any, str]:
+    """Occupy this worker until the gate opens; say who it is."""
+    post_and_gate(box, gate)
+    return who()
+
+
+def context_and(context: Any, x: Any = None) -> tuple[Any, Any]:
+    """Return the worker's context and the argument (for context pools)."""
+    return context, x
+
+
+def context_at_gate(context: Any, box: str, gate: str, x: Any) -> tuple[Any, Any]:
+    """Occupy this worker until the gate opens; return its context (for context pools)."""
+    post_and_gate(box, gate)
+    return context, x
+
+
+def count_in_context(context: dict[str, int]) -> int:
+    """Count the calls in the worker's context (for context pools)."""
+    context["calls"] = context.get("calls", 0) + 1
+    return context["calls"]
+
+
+class EndsWhenCollected:
+    """Ends the process that lets go of it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.me = self  # a cycle: only the collector finds it
+
+    def __del__(self) -> None:
+        end(self.how)
+
+
+def end_when_collected(how: str) -> None:
+    """Leave garbage behind that ends the process when it is collected, soon."""
+    import gc
+
+    EndsWhenCollected(how)
+    threading.Timer(0.05, gc.collect).start()
+
+
+class PostsWhenPickled:
+    """Posts to the mailbox as its pickling begins, then sends much data."""
+
+    def __init__(self, box: str, size: int) -> None:
+        self.box, self.size = box, size
+
+    def __reduce__(self) -> Any:
+        post(self.box, str(os.getpid()))
+        return len, (bytes(self.size),)
+
+
+def return_large_and_post(box: str, size: int) -> Any:
+    """Return a large result that says when it begins to be written."""
+    return PostsWhenPickled(box, size)
+
+
+def end_logged(how: str, log: str) -> None:
+    """Initializer: count the try, then end as told."""
+    log_line(log, "try")
+    end(how)
+
+
+def sleep_in_c(box: str, seconds: float) -> None:
+    """Wait in the operating system, deaf to everything but signals."""
+    post(box, str(os.getpid()))
+    time.sleep(seconds)
+
+
+def fail_if_exists(path: str) -> None:
+    """Initializer: raise once the file is there."""
+    if os.path.exists(path):
+        raise RuntimeError(f"{os.path.basename(path)}!")
+
+
+def sleep_long(*_: Any) -> None:
+    """Take longer than any test waits."""
+    time.sleep(120)

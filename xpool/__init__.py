@@ -1,0 +1,75 @@
+"""Worker pools for PyTorch programs: `multiprocessing.Pool`, fast, unbreakable, device-aware.
+
+Names are resolved when they are first used: ``import xpool`` imports neither torch nor dill.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from xpool.errors import (
+        InternalError as InternalError,
+        OptionError as OptionError,
+        PoolClosed as PoolClosed,
+        RemoteTraceback as RemoteTraceback,
+        ResultNotPicklable as ResultNotPicklable,
+        TaskCancelled as TaskCancelled,
+        TaskNotPicklable as TaskNotPicklable,
+        TaskTimeout as TaskTimeout,
+        TimeoutError as TimeoutError,
+        WorkerDied as WorkerDied,
+        WorkerStartFailed as WorkerStartFailed,
+        XPoolError as XPoolError,
+    )
+    from xpool.jobs.states import PoolStates as PoolStates
+    from xpool.pool.base import BasePool as BasePool
+    from xpool.pool.context import CtxPool as CtxPool, CtxThreadPool as CtxThreadPool
+    from xpool.pool.p2p import P2PPool as P2PPool
+    from xpool.pool.process import Pool as Pool
+    from xpool.pool.thread import ThreadPool as ThreadPool
+    from xpool.results import (
+        AsyncResult as AsyncResult,
+        IMapIterator as IMapIterator,
+        IMapUnorderedIterator as IMapUnorderedIterator,
+        MapResult as MapResult,
+    )
+    from xpool.worker.context import current_worker as current_worker
+
+_homes = {
+    "xpool.errors": (
+        "InternalError OptionError PoolClosed RemoteTraceback ResultNotPicklable TaskCancelled "
+        "TaskNotPicklable TaskTimeout TimeoutError WorkerDied WorkerStartFailed XPoolError"
+    ),
+    "xpool.jobs.states": "PoolStates",
+    "xpool.pool.base": "BasePool",
+    "xpool.pool.context": "CtxPool CtxThreadPool",
+    "xpool.pool.p2p": "P2PPool",
+    "xpool.pool.process": "Pool",
+    "xpool.pool.thread": "ThreadPool",
+    "xpool.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
+    "xpool.worker.context": "current_worker",
+}
+_where = {name: module for module, names in _homes.items() for name in names.split()}
+
+__all__ = [*_where, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _where:
+        value = getattr(importlib.import_module(_where[name]), name)
+        globals()[name] = value
+        return value
+    try:
+        return importlib.import_module(f"xpool.{name}")
+    except ModuleNotFoundError as exc:
+        if exc.name != f"xpool.{name}":
+            raise
+    raise AttributeError(f"module 'xpool' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""What moves tasks to workers and answers back."""

@@ -1,0 +1,174 @@
+"""The errors of xpool, and who is at fault.
+
+::
+
+    XPoolError
+    |-- the caller ------------------------------------------------------------
+    |   |-- PoolClosed          also ValueError    the pool takes no more work
+    |   `-- OptionError         also ValueError    an argument that makes no sense
+    |-- the task ----------------------------------------------------------------
+    |   |-- TaskNotPicklable    also PicklingError it cannot be sent to a worker
+    |   |-- ResultNotPicklable  also MaybeEncodingError  it cannot be sent back
+    |   |-- TaskTimeout         also multiprocessing.TimeoutError
+    |   `-- TaskCancelled
+    |-- the worker --------------------------------------------------------------
+    |   |-- WorkerDied          it ended while it ran the task
+    |   `-- WorkerStartFailed   it cannot be started: the pool is stopped
+    `-- xpool ---------------------------------------------------------------------
+        `-- InternalError       a bug of ours, with the story
+
+A task's own exception is none of these: it is raised as it is, with the worker's
+traceback as its ``__cause__`` (a `RemoteTraceback`).
+
+All are picklable and keep their fields.  Each job gets an instance of its own, so that
+no two callers add their frames to the same traceback.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from multiprocessing import TimeoutError
+from multiprocessing.pool import MaybeEncodingError
+from typing import Any
+
+__all__ = [
+    "InternalError",
+    "OptionError",
+    "PoolClosed",
+    "RemoteTraceback",
+    "ResultNotPicklable",
+    "TaskCancelled",
+    "TaskNotPicklable",
+    "TaskTimeout",
+    "TimeoutError",
+    "WorkerDied",
+    "WorkerStartFailed",
+    "XPoolError",
+    "exit_reason",
+]
+
+
+def exit_reason(exitcode: int | None) -> str:
+    """Say an exit code as a person would: ``-9`` is "killed by SIGKILL"."""
+    if exitcode is None:
+        return "exit code unknown"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"killed by signal {-exitcode}"
+
+
+class XPoolError(Exception):
+    """Base of everything that xpool itself raises."""
+
+
+class PoolClosed(XPoolError, ValueError):
+    """The pool takes no more work: it was closed, terminated, or has failed.
+
+    A `ValueError` too, since that is what `multiprocessing.pool` raises.
+    """
+
+
+class OptionError(XPoolError, ValueError):
+    """An argument has a value that makes no sense; the message names it."""
+
+
+class TaskNotPicklable(XPoolError, pickle.PicklingError):
+    """The function or an argument cannot be sent to a worker; ``__cause__`` says why."""
+
+
+class ResultNotPicklable(XPoolError, MaybeEncodingError):
+    """The task ran, but what it returned or raised cannot be sent back.
+
+    ``exc`` and ``value`` are the reprs of the pickling error and of the value, as in
+    `multiprocessing.pool.MaybeEncodingError`.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"The result {self.value} cannot be sent back from the worker: {self.exc}. "
+            "Return data that can be pickled (numbers, strings, lists, arrays, tensors)."
+        )
+
+
+class TaskTimeout(XPoolError, TimeoutError):
+    """The task ran longer than its ``timeout=``; its worker was stopped and replaced."""
+
+
+class TaskCancelled(XPoolError):
+    """The task was cancelled before it had a result."""
+
+
+class WorkerDied(XPoolError):
+    """The worker ended while it ran this task.
+
+    Fields: ``pid`` (int or None), ``exitcode`` (as `multiprocessing.Process.exitcode`:
+    negative for a signal, None when unknown), ``worker`` (index of the slot), ``task``
+    (what it was running, as text).
+    """
+
+    def __init__(self, pid: int | None, exitcode: int | None, worker: int, task: str) -> None:
+        super().__init__(pid, exitcode, worker, task)
+        self.pid, self.exitcode, self.worker, self.task = pid, exitcode, worker, task
+
+    @property
+    def signal(self) -> str | None:
+        """Name of the signal that ended the worker, or None."""
+        if self.exitcode is None or self.exitcode >= 0:
+            return None
+        return exit_reason(self.exitcode).removeprefix("killed by ")
+
+    def __str__(self) -> str:
+        reason = exit_reason(self.exitcode)
+        hint = _HINTS.get(self.exitcode, "The task itself ended the process.")
+        return (
+            f"Worker {self.worker} (pid {self.pid}) died, {reason}, while it ran {self.task}. "
+            f"{hint} Only this task is lost; pass retries=n to have it run again."
+        )
+
+
+_HINTS: dict[int | None, str] = {
+    None: "Look for its last output on stderr.",
+    0: "Something in the task called sys.exit or os._exit.",
+    -signal.SIGKILL: "Often the kernel's out-of-memory killer (look in dmesg), or a kill -9.",
+    -signal.SIGSEGV: "A native extension crashed; python -X faulthandler shows where.",
+    -signal.SIGABRT: "A native library aborted; its reason is on stderr.",
+    -signal.SIGBUS: "Shared memory or a mapped file was cut short under the process.",
+    -signal.SIGTERM: "Someone asked the worker to stop.",
+}
+
+
+class WorkerStartFailed(XPoolError):
+    """A worker could not be started, again and again: the pool has stopped.
+
+    Fields: ``worker`` (index of the slot), ``attempts``, ``reason`` (text).  The
+    exception that the initializer raised, if it was that, is the ``__cause__``.
+    """
+
+    def __init__(self, worker: int, attempts: int, reason: str) -> None:
+        super().__init__(worker, attempts, reason)
+        self.worker, self.attempts, self.reason = worker, attempts, reason
+
+    def __str__(self) -> str:
+        return (
+            f"Worker {self.worker} could not be started in {self.attempts} attempts: {self.reason}. "
+            "The pool has stopped; mend the cause and make a new pool."
+        )
+
+
+class InternalError(XPoolError):
+    """A bug in xpool, or in a hook of a pool built on it.  The message tells the story."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of the worker, as text: ``__cause__`` of a task's own exception."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.text}"""'

@@ -1,0 +1,1 @@
+"""Workers as the parent sees them: how they start, how they are watched, how they end."""

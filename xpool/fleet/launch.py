@@ -1,0 +1,280 @@
+"""How a worker's process is started: through xpool's fork server, or by `multiprocessing`.
+
+A launcher is given one end of a socket pair for the child and returns a handle; everything else a
+worker needs reaches it through that socket.  A handle answers four questions (pid, ended, exit
+code, the descriptor to wait on) and takes two orders (terminate, kill).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol
+
+from xpool.errors import OptionError
+from xpool.worker import entry
+
+__all__ = ["ForkServer", "Handle", "Launcher", "ProcessLauncher"]
+
+
+class Handle(Protocol):
+    """A process that was started."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, as soon as it is known."""
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor that becomes readable when `ended` has news."""
+
+    def ended(self) -> bool:
+        """Say whether it has ended; reads what the sentinel has to tell, never blocks."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """As `multiprocessing.Process.exitcode`, when it has ended; None: not known."""
+
+    def signal(self, signum: int) -> None:
+        """Send it a signal; nothing happens when it has ended."""
+
+    def close(self) -> None:
+        """Let go of the descriptors; it has ended."""
+
+
+class Launcher(Protocol):
+    """A way to start processes."""
+
+    inherits: bool
+    """Whether the child gets objects by inheritance: initializer and initargs may be anything."""
+
+    bare: bool
+    """Whether the child is no `multiprocessing` process yet and must be made one."""
+
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+        """Start a child that calls `xpool.worker.entry.main` with ``boot``; closes it here."""
+
+
+# -- the fork server -------------------------------------------------------------------------
+
+_START = (
+    "import json, sys; path, fd, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "from xpool.worker.server import main; import os; os._exit(main(fd, preload))"
+)
+
+
+class ForkServer:
+    """The parent's end of a fork server.  One for each set of preloaded modules and program."""
+
+    inherits = False
+    bare = True
+
+    _servers: dict[tuple[str, ...], ForkServer] = {}
+    _lock = threading.Lock()  # guards `_servers`; each server's `_sending` its socket
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        self.preload = preload
+        self._sending = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def get(cls, preload: tuple[str, ...]) -> ForkServer:
+        """Return the server that has these modules; it starts with the first worker."""
+        with cls._lock:
+            return cls._servers.setdefault(preload, cls(preload))
+
+    def start(self) -> None:
+        """Start the server, if it is not running, and do not wait for its imports."""
+        with self._sending:
+            self._start()
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            flags = [f"-X{k}" if v is True else f"-X{k}={v}" for k, v in sys._xoptions.items()]
+            flags += [f"-W{w}" for w in sys.warnoptions]
+            order = json.dumps([sys.path, theirs.fileno(), list(self.preload)])
+            self._process = subprocess.Popen(
+                [sys.executable, *flags, "-c", _START, order],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+            self._sock = ours
+
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+        if inherited is not None:
+            raise OptionError("the fork server cannot pass objects on by inheritance")
+        status_r, status_w = os.pipe()
+        try:
+            with boot, self._sending:
+                self._start()
+                try:
+                    self._ask(boot.fileno(), status_w)
+                except (BrokenPipeError, ConnectionResetError):
+                    self._stop()  # it died since we looked; a second time is no accident
+                    self._start()
+                    self._ask(boot.fileno(), status_w)
+        except BaseException:
+            os.close(status_r)
+            raise
+        finally:
+            os.close(status_w)
+        return _Forked(status_r)
+
+    def _ask(self, boot: int, status: int) -> None:
+        assert self._sock is not None
+        socket.send_fds(self._sock, [b"F"], [boot, status])
+
+    def _stop(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+    @classmethod
+    def stop_all(cls) -> None:
+        """End all servers: they end when their socket closes."""
+        with cls._lock:
+            for server in cls._servers.values():
+                with server._sending:
+                    server._stop()
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a forked child: these servers are the parent's; let go of them."""
+        servers, cls._servers, cls._lock = cls._servers, {}, threading.Lock()
+        for server in servers.values():
+            if server._sock is not None:
+                server._sock.close()
+            if server._process is not None:
+                server._process.returncode = 0  # not ours to wait for
+
+
+os.register_at_fork(after_in_child=ForkServer.forget_all)
+
+
+class _Forked:
+    """A child of the fork server, watched through the pipe on which the server reports."""
+
+    def __init__(self, status: int) -> None:
+        self.sentinel = status
+        self.exitcode: int | None = None
+        self._pid: int | None = None
+        self._ended = False
+        os.set_blocking(status, False)
+
+    @property
+    def pid(self) -> int | None:
+        if self._pid is None:
+            self._read()
+        return self._pid
+
+    def _read(self) -> None:
+        while not self._ended:
+            try:
+                data = os.read(self.sentinel, 8)
+            except BlockingIOError:
+                return
+            if not data:
+                self._ended = True  # the server is gone, and with it the status
+            elif self._pid is None:
+                self._pid = int.from_bytes(data, "little", signed=True)
+            else:
+                self.exitcode = int.from_bytes(data, "little", signed=True)
+                self._ended = True
+
+    def ended(self) -> bool:
+        self._read()
+        return self._ended
+
+    def signal(self, signum: int) -> None:
+        pid = self.pid
+        if pid is None or self.ended():
+            return
+        # The pid might be another's by now.  But the server reports a death before it reaps, so
+        # when there is no report yet, what the pidfd was opened for is our worker.
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        try:
+            if not self.ended():
+                signal.pidfd_send_signal(fd, signum)
+        except ProcessLookupError:
+            return
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        os.close(self.sentinel)
+
+
+# -- multiprocessing's own ---------------------------------------------------------------------
+
+
+class ProcessLauncher:
+    """Starts workers as `Process` of a `multiprocessing` context, by documented means only."""
+
+    inherits = True
+    bare = False
+
+    def __init__(self, context: BaseContext) -> None:
+        self._context = context
+
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+        # A Connection is what may be given to any Process; the boot socket travels through it.
+        ours, theirs = self._context.Pipe(duplex=True)
+        with boot, theirs:
+            process: Any = self._context.Process(  # type: ignore[attr-defined]
+                target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
+            )
+            with ours:
+                process.start()
+                with socket.socket(fileno=os.dup(ours.fileno())) as sock:
+                    socket.send_fds(sock, [b"B"], [boot.fileno()])
+        return _Process(process)
+
+
+def _enter_through(connection: Any, inherited: Any) -> None:
+    with socket.socket(fileno=os.dup(connection.fileno())) as sock:
+        connection.close()
+        _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    if fds and (code := entry.main(fds[0], inherited)):
+        sys.exit(code)
+
+
+class _Process:
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.pid: int | None = process.pid
+        self.sentinel: int = process.sentinel
+
+    def ended(self) -> bool:
+        return self.exitcode is not None
+
+    @property
+    def exitcode(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code
+
+    def signal(self, signum: int) -> None:
+        if signum == signal.SIGKILL:
+            self._process.kill()
+        else:
+            self._process.terminate()
+
+    def close(self) -> None:
+        self._process.join()
+        self._process.close()

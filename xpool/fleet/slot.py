@@ -1,0 +1,153 @@
+"""A worker's slot: the channels and the process of the worker that is in it now.
+
+Descriptors that only the parent may hold are listed, and closed in every child that the program
+forks: a copy of the writing end of a lifeline would keep a worker alive after its parent.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from xpool.fleet.launch import Handle, Launcher
+from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
+from xpool.queue.channel import Inlet, Outlet
+from xpool.queue.messages import TO_PARENT, boot_frame
+from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
+
+__all__ = ["Slot"]
+
+_parents_only: set[int] = set()
+
+
+def _mine(fd: int) -> int:
+    _parents_only.add(fd)
+    return fd
+
+
+def _close(fd: int) -> None:
+    _parents_only.discard(fd)
+    os.close(fd)
+
+
+def _after_fork_in_child() -> None:
+    for fd in _parents_only:
+        os.close(fd)
+    _parents_only.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class Slot:
+    """One worker as the parent sees it.  Guarded by the engine's lock."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.state = WorkerStates.ABSENT
+        self.generation = 0  # processes started here so far
+        self.failures = 0  # of them, since the last that became ready, how many did not
+        self.reason: Any = None  # what the last of these said, pickled
+        self.stopping_since: float | None = None
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.handle: Handle | None = None
+        self.known: set[int] = set()  # functions that this process has
+        self.forget: list[int] = []  # and may drop, said with the next message
+        # While a worker is silent: when to look at its outbox, what the last look saw there,
+        # and how many answers were taken out ahead of the message that will announce them.
+        self.look_at: float | None = None
+        self.seen = (0, 0)
+        self.ahead = 0
+        self.revoking = False
+        self.driven = False  # a caller's thread receives from it for the moment
+
+    def happens(self, event: WorkerEvent) -> None:
+        """Go to the state that follows."""
+        self.state = step(WORKER, self.state, event)
+
+    def __repr__(self) -> str:
+        return f"<Slot {self.index} {self.state.name} pid={self.pid}>"
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, None while there is none."""
+        return self.handle.pid if self.handle is not None else None
+
+    def start(
+        self,
+        launcher: Launcher,
+        name: str,
+        daemon: bool,
+        orders: Callable[[int], bytes],
+        inherited: Any,
+    ) -> None:
+        """Start a process; raise `OSError` with nothing left over when that is not possible."""
+        self._fresh()
+        mine: list[int] = []
+        theirs: list[int] = []
+        try:
+            task_r, task_w = os.pipe()
+            theirs.append(task_r), mine.append(_mine(task_w))
+            answer_r, answer_w = os.pipe()
+            theirs.append(answer_w), mine.append(_mine(answer_r))
+            life_r, life_w = os.pipe()
+            theirs.append(life_r), mine.append(_mine(life_w))
+            page = make_file()
+            theirs.append(page)
+            os.set_blocking(task_w, False)
+            os.set_blocking(answer_r, False)
+            box = Outbox(page)
+            box.limit = NO_LIMIT
+            ours, boot = socket.socketpair()
+            with ours:
+                socket.send_fds(ours, [b"W"], [task_r, answer_w, life_r, page])
+                _mine(ours.fileno())
+                try:
+                    self.handle = launcher.launch(boot, name, daemon, inherited)
+                finally:
+                    _parents_only.discard(ours.fileno())
+            _mine(self.handle.sentinel)
+        except BaseException:
+            for fd in mine:
+                _close(fd)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        self.outlet, self.inlet, self.box = Outlet(task_w), Inlet(answer_r, TO_PARENT.size), box
+        self.lifeline: int | None = life_w
+        self.poller = select.poll()
+        self.poller.register(answer_r, select.POLLIN)
+        self.poller.register(self.handle.sentinel, select.POLLIN)
+        self.happens(WorkerEvent.LAUNCH)
+        self.outlet.send(boot_frame(orders(self.generation)))
+        self.generation += 1
+
+    def kill(self) -> None:
+        """End the process at once, whatever it is doing, stopped by SIGSTOP included."""
+        if self.lifeline is not None:
+            _close(self.lifeline)
+            self.lifeline = None
+        if self.handle is not None:
+            self.handle.signal(signal.SIGKILL)
+
+    def gone(self) -> None:
+        """Let go of everything of a process that has ended."""
+        assert self.handle is not None
+        self.happens(WorkerEvent.GONE)
+        if self.lifeline is not None:
+            _close(self.lifeline)
+            self.lifeline = None
+        _close(self.outlet.fd)
+        _close(self.inlet.fd)
+        _parents_only.discard(self.handle.sentinel)
+        self.handle.close()
+        self.box.close()
+        self.handle = None
+        self.stopping_since = None

@@ -1,0 +1,134 @@
+"""The states of a pool and of a worker, as tables: the tables are the program.
+
+Two rules that one could wrongly assume to be otherwise:
+
+* A pool never goes back.  `close` after `terminate` changes nothing, and a pool that has
+  failed (a worker could not be started) is in TERMINATE, with the reason kept beside it.
+* A worker is a *slot*, not a process.  Its process may die and be replaced any number of
+  times; the slot keeps its index, its context and its device.  ABSENT is therefore both the
+  first state and the one between two processes.
+
+An event that a state does not list is a bug: `step` raises and nothing has changed.
+``python -m xpool.jobs.states`` prints the tables as markdown; ``docs/states.md`` is that text.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeVar
+
+from xpool.errors import InternalError
+
+__all__ = ["POOL", "WORKER", "PoolEvent", "PoolStates", "WorkerEvent", "WorkerStates", "step"]
+
+
+class PoolStates(enum.Enum):
+    """What a pool does with new work."""
+
+    RUN = "RUN"
+    CLOSE = "CLOSE"
+    TERMINATE = "TERMINATE"
+
+
+class PoolEvent(enum.Enum):
+    """What can happen to a pool."""
+
+    CLOSE = "close()"
+    TERMINATE = "terminate(), or the pool is dropped"
+    DRAINED = "the last job is answered"
+    FAILED = "a worker cannot be started"
+
+
+class WorkerStates(enum.Enum):
+    """What a worker's slot holds."""
+
+    ABSENT = "ABSENT"
+    STARTING = "STARTING"
+    READY = "READY"
+    RETIRING = "RETIRING"
+
+
+class WorkerEvent(enum.Enum):
+    """What can happen to a worker's slot."""
+
+    LAUNCH = "a process is started"
+    HELLO = "it has bound its device and run the initializer"
+    RETIRE = "it is told to end after what it holds"
+    GONE = "its process has ended"
+
+
+POOL: dict[PoolStates, dict[PoolEvent, PoolStates]] = {
+    PoolStates.RUN: {
+        PoolEvent.CLOSE: PoolStates.CLOSE,
+        PoolEvent.TERMINATE: PoolStates.TERMINATE,
+        PoolEvent.FAILED: PoolStates.TERMINATE,
+    },
+    PoolStates.CLOSE: {
+        PoolEvent.CLOSE: PoolStates.CLOSE,
+        PoolEvent.TERMINATE: PoolStates.TERMINATE,
+        PoolEvent.DRAINED: PoolStates.TERMINATE,
+        PoolEvent.FAILED: PoolStates.TERMINATE,
+    },
+    PoolStates.TERMINATE: {
+        PoolEvent.CLOSE: PoolStates.TERMINATE,
+        PoolEvent.TERMINATE: PoolStates.TERMINATE,
+        PoolEvent.FAILED: PoolStates.TERMINATE,
+    },
+}
+
+WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
+    WorkerStates.ABSENT: {
+        WorkerEvent.LAUNCH: WorkerStates.STARTING,
+    },
+    WorkerStates.STARTING: {
+        WorkerEvent.HELLO: WorkerStates.READY,
+        WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.GONE: WorkerStates.ABSENT,
+    },
+    WorkerStates.READY: {
+        WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.GONE: WorkerStates.ABSENT,
+    },
+    WorkerStates.RETIRING: {
+        WorkerEvent.HELLO: WorkerStates.RETIRING,
+        WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.GONE: WorkerStates.ABSENT,
+    },
+}
+
+S = TypeVar("S", bound=enum.Enum)
+E = TypeVar("E", bound=enum.Enum)
+
+
+def step(table: dict[S, dict[E, S]], state: S, event: E) -> S:
+    """Return the state that follows; raise `InternalError` when the table has none."""
+    try:
+        return table[state][event]
+    except KeyError:
+        raise InternalError(f"{event} cannot happen in state {state}; this is a bug in xpool") from None
+
+
+def _markdown(title: str, table: dict[S, dict[E, S]]) -> str:
+    rows = [f"## {title}", "", "| in state | when | goes to |", "| --- | --- | --- |"]
+    for state, events in table.items():
+        for event, target in events.items():
+            goes = "stays" if target is state else f"`{target.name}`"
+            rows.append(f"| `{state.name}` | {event.value} | {goes} |")
+    return "\n".join(rows)
+
+
+def document() -> str:
+    """Return the text of ``docs/states.md``."""
+    return "\n\n".join(
+        [
+            "# States",
+            "Made from the tables in `xpool/jobs/states.py` by `make docs-states`; a test compares them.",
+            _markdown("A pool", POOL),
+            _markdown("A worker's slot", WORKER),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,24 @@
+"""Pickling for worker pools: fast for plain data, by value for what has no importable name.
+
+    >>> from xpool import pickle
+    >>> square = pickle.loads(pickle.dumps(lambda x: x * x))
+    >>> square(7)
+    49
+
+`dumps` and `loads` are for users.  The pools use `encode` and `decode`, which keep large
+buffers beside the pickle, and `encode_exception`.  Importing this imports neither torch nor
+numpy nor dill; dill is imported when the C pickler has met something that it cannot do.
+"""
+
+from xpool.pickle.exceptions import encode_exception
+from xpool.pickle.pickler import Pickler, decode, dumps, encode, loads, mark_static_module
+
+__all__ = [
+    "Pickler",
+    "decode",
+    "dumps",
+    "encode",
+    "encode_exception",
+    "loads",
+    "mark_static_module",
+]

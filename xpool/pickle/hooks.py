@@ -1,0 +1,144 @@
+"""The table of reducers, and what a pickler offers to them.
+
+`reducer_override` is asked by both picklers (C and dill's) before anything else.  A
+reducer answers as ``__reduce__`` does, or `NotImplemented` for "as usual".
+
+By-value objects are rebuilt in two steps wherever they can be part of a cycle: a shell is
+made and remembered by the pickler, then a setter fills it.  So functions that call each
+other, classes whose methods use ``super()`` and the like need no special case.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
+
+from xpool.pickle.main import MAIN_NAMES, guarded_names, main_is_importable
+
+__all__ = [
+    "FOR_SUBCLASSES",
+    "LAZY",
+    "REDUCERS",
+    "Context",
+    "NeedsDill",
+    "by_name",
+    "goes_by_name",
+    "reducer_override",
+    "register",
+    "static_modules",
+]
+
+
+class Context(Protocol):
+    """State of one run of a pickler, as the reducers see it."""
+
+    recurse: bool  # functions carry their own copies of the globals they use
+    dill: bool  # this is dill's pickler
+    blob: bool  # a class definition is being pickled: by-value classes are written out
+    names: set[str]  # globals of __main__ that the by-value functions and classes use
+    spaces: dict[int, Any]  # globals that belong to no module, by id
+    tensors: Any  # what tensors.py remembers of this run, or None
+
+
+Reducer = Callable[[Any, Any], Any]
+
+
+class NeedsDill(Exception):
+    """Raised inside the C pickler to have the graph pickled again by dill's."""
+
+
+REDUCERS: dict[type, Reducer] = {}
+
+#: Modules whose reducers are registered when an object of theirs is first met.
+LAZY: dict[str, Callable[[], None]] = {}
+
+#: Names of the modules that `mark_static_module` was given.
+static_modules: set[str] = set()
+
+#: Reducers of `type` and `BaseException`, which answer for subclasses too.
+FOR_SUBCLASSES: dict[type, Reducer] = {}
+
+
+def register(*types: type) -> Callable[[Reducer], Reducer]:
+    """Make a function the reducer of these exact types."""
+
+    def add(reducer: Reducer) -> Reducer:
+        for one in types:
+            REDUCERS[one] = reducer
+        return reducer
+
+    return add
+
+
+def reducer_override(pickler: Any, obj: Any) -> Any:
+    """The method that both picklers have."""
+    kind = type(obj)
+    reducer = REDUCERS.get(kind)
+    if reducer is not None:
+        return reducer(pickler, obj)
+    if issubclass(kind, type):
+        return FOR_SUBCLASSES[type](pickler, obj)
+    if issubclass(kind, BaseException):
+        return FOR_SUBCLASSES[BaseException](pickler, obj)
+    if LAZY:
+        load = LAZY.get(kind.__module__)
+        if load is not None:
+            load()
+            if kind in REDUCERS:
+                return REDUCERS[kind](pickler, obj)
+    return NotImplemented
+
+
+def goes_by_name(obj: Any) -> bool:
+    """Whether another process finds this function or class under its own name."""
+    module_name, path = obj.__module__, _path_of(obj)
+    if (
+        module_name in MAIN_NAMES
+        and module_name not in static_modules
+        and (not main_is_importable() or path.partition(".")[0] in guarded_names())
+    ):
+        return False
+    return _found(module_name, path) is obj
+
+
+def by_name(obj: Any) -> Any:
+    """Return what pickles a function or class by name, or None where that cannot be done."""
+    if goes_by_name(obj):
+        return _path_of(obj)
+    module_name = obj.__module__
+    if module_name in static_modules:
+        # Another object of the same name (the module was reloaded) stands for this one,
+        # but a decorated function must not stand for the function inside it.
+        found = _found(module_name, _path_of(obj))
+        if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
+            return _get, (module_name, _path_of(obj))
+    return None
+
+
+def _path_of(obj: Any) -> str:
+    path: str = getattr(obj, "__qualname__", None) or obj.__name__
+    return path
+
+
+def _get(module_name: str, path: str) -> Any:
+    obj: Any = import_module(module_name)
+    for part in path.split("."):
+        obj = getattr(obj, part)
+    return obj
+
+
+def _found(module_name: Any, path: str) -> Any:
+    if not isinstance(module_name, str):
+        return None
+    module: Any = sys.modules.get(module_name)
+    if module is None:
+        try:
+            module = import_module(module_name)
+        except Exception:  # whatever a module does when it is imported: not found
+            return None
+    obj = module
+    for part in path.split("."):
+        obj = getattr(obj, part, None)
+    return obj

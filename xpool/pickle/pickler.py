@@ -1,0 +1,331 @@
+"""Objects to messages and back.
+
+The C pickler does the work, with the reducers of `hooks`.  When it gives up, the whole
+object is pickled again by dill's pickler, so that shared references and cycles survive.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pickle import PickleBuffer, PicklingError
+from types import ModuleType
+from typing import Any
+
+from xpool.errors import XPoolError
+from xpool.pickle import (
+    classes,
+    diagnose,
+    exceptions,
+    frame,
+    functions,
+    hooks,
+    prelude,
+    tensors,
+    typevars,
+)
+from xpool.pickle.main import main_is_importable
+from xpool.pickle.policy import Placement, Policy, check_copy_tensor, placement
+
+__all__ = ["Pickler", "decode", "dumps", "encode", "loads", "mark_static_module"]
+
+_FAMILIES = (classes, exceptions, functions, tensors, typevars)  # importing them registers
+
+_ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
+_FRAMED = Policy()
+_PLAIN = Policy(out_of_band=False)
+_MAIN = b"__main__"
+
+_dumps: Callable[[Any, int], bytes] = pickle.dumps
+_loads: Callable[[Any], Any] = pickle.loads
+
+
+class _Sink:
+    """The file of a pickler: ``write`` is a list's append."""
+
+    __slots__ = ("write",)
+
+
+class _FastPickler(pickle.Pickler):
+    """The C pickler, made to be used again and again."""
+
+    recurse = False
+    dill = False
+    blob = False
+
+    def __init__(self, policy: Policy) -> None:
+        self.chunks: list[bytes] = []
+        self.buffers: list[PickleBuffer] = []
+        self.names: set[str] = set()
+        self.spaces: dict[int, Any] = {}
+        self.tensors: Any = None
+        sink = _Sink()
+        sink.write = self.chunks.append  # type: ignore[attr-defined]
+        callback = partial(_place, self.buffers, policy) if policy.out_of_band else None
+        super().__init__(sink, 5, buffer_callback=callback)  # type: ignore[arg-type]
+
+    reducer_override = hooks.reducer_override
+
+
+def _place(buffers: list[PickleBuffer], policy: Policy, buffer: PickleBuffer) -> bool:
+    """Called by a pickler for each buffer: true keeps it in the pickle."""
+    if placement(buffer.raw().nbytes, policy) is Placement.INLINE:
+        return True
+    buffers.append(buffer)
+    return False
+
+
+class _Result:
+    """One pickled object: what a message is made of."""
+
+    __slots__ = ("buffers", "chunks", "names")
+
+    def __init__(self, chunks: list[bytes], buffers: list[PickleBuffer], names: set[str]) -> None:
+        self.chunks, self.buffers, self.names = chunks, buffers, names
+
+
+# Picklers at rest.  Making one costs more than pickling a small tuple.  list.pop and append
+# are atomic, so no lock: a pickler belongs to whoever popped it, and an object whose
+# __reduce__ pickles something itself simply gets another one.
+_at_rest: list[_FastPickler] = []
+_LARGE = 1 << 16  # a pickler's memory of a larger message is not worth keeping
+
+
+def encode(
+    obj: Any, *, recurse: bool = False, copy_tensor: bool = True, main_globals: bool = True
+) -> bytes:
+    """Pickle an object for another process: a plain pickle, or a table of `frame`.
+
+    Args:
+        recurse: as in dill: a by-value function takes along copies of the globals it uses.
+        copy_tensor: must be true in this version.
+        main_globals: false for a message to the parent, which does not take globals of
+            ``__main__`` from its workers: they are then not even looked for.
+
+    Raises:
+        TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
+        OptionError: ``copy_tensor`` is false.
+    """
+    if type(obj) in _ATOMS:
+        return _dumps(obj, 5)
+    if not copy_tensor:
+        check_copy_tensor(copy_tensor)
+    if recurse:
+        result = _pickle(obj, _FRAMED, recurse)
+    else:
+        try:
+            pickler = _at_rest.pop()
+        except IndexError:
+            pickler = _FastPickler(_FRAMED)
+        try:
+            pickler.dump(obj)
+        except Exception as error:
+            result = _pickle(obj, _FRAMED, False, error)
+        else:
+            data = _at_once(pickler)
+            if data is not None:
+                return data
+            result = _finish(pickler, obj, _FRAMED, False)
+    return _message(result, _FRAMED, main_globals)
+
+
+def _at_once(pickler: _FastPickler) -> bytes | None:
+    """The message of a pickler that is done, if nothing is left to see to."""
+    spans = pickler.tensors
+    if pickler.names or (spans is not None and spans.again):
+        return None
+    chunks, buffers = pickler.chunks, pickler.buffers
+    data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if not main_is_importable() and _MAIN in data:
+        return None
+    small = len(data) < _LARGE
+    if buffers:
+        data = frame.pack(chunks, buffers)
+        buffers.clear()
+    if small:
+        if spans is not None:
+            pickler.tensors = None
+        if pickler.spaces:
+            pickler.spaces.clear()
+        chunks.clear()
+        pickler.clear_memo()
+        _at_rest.append(pickler)
+    return data
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """Load what `encode` or `dumps` made.
+
+    Arrays and tensors are writable.  Those that travelled beside the pickle use the memory
+    of ``data`` in place when it is writable, and keep it alive; of `bytes`, a copy is made.
+    """
+    if not data:
+        raise EOFError("an empty message")
+    if data[0] == frame.PLAIN:
+        return _loads(data)
+    view = memoryview(data)
+    if view.readonly:
+        view = memoryview(bytearray(view))
+    pickled, buffers = frame.unpack(view.cast("B"))
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
+    """Pickle an object; `loads`, and `pickle.loads` too, gives it back.
+
+    Lambdas, local functions and classes go by value.  Arguments and errors as of `encode`.
+    """
+    check_copy_tensor(copy_tensor)
+    return _message(_pickle(obj, _PLAIN, recurse), _PLAIN, True)
+
+
+def loads(data: bytes | bytearray | memoryview) -> Any:
+    """Load what `dumps` or `encode` made."""
+    return decode(data)
+
+
+class Pickler:
+    """Writes pickles of objects to a file, each on its own.
+
+    Args:
+        file: has ``write(bytes)``.
+        recurse: as in dill: a by-value function takes along copies of the globals it uses.
+        copy_tensor: must be true in this version (`OptionError`).
+    """
+
+    def __init__(self, file: Any, recurse: bool = False, copy_tensor: bool = True) -> None:
+        check_copy_tensor(copy_tensor)
+        self._file, self._recurse = file, recurse
+
+    def dump(self, obj: Any) -> None:
+        """Write one object; `pickle.load` reads it."""
+        self._file.write(dumps(obj, self._recurse))
+
+    def __repr__(self) -> str:
+        return f"Pickler({self._file!r}, recurse={self._recurse})"
+
+
+def mark_static_module(module: ModuleType) -> None:
+    """Say that a module is the same in every process: what it defines goes by name.
+
+    Its functions and classes are pickled by reference even where they would go by value,
+    and so is the module itself.
+    """
+    if not isinstance(module, ModuleType):
+        raise TypeError(f"mark_static_module takes a module, not {module!r}")
+    hooks.static_modules.add(module.__name__)
+
+
+# -- the two picklers -----------------------------------------------------------------------
+
+
+def _pickle(
+    obj: Any,
+    policy: Policy,
+    recurse: bool,
+    error: Exception | None = None,
+    *,
+    blob: bool = False,
+) -> _Result:
+    """Pickle with the C pickler (unless that gave ``error`` already), else with dill's."""
+    if error is None:
+        fast = _FastPickler(policy)
+        fast.recurse, fast.blob = recurse, blob
+        try:
+            fast.dump(obj)
+        except Exception as first:
+            error = first
+        else:
+            return _finish(fast, obj, policy, blob)
+    if isinstance(error, XPoolError):
+        raise error
+    if not isinstance(error, (PicklingError, TypeError, AttributeError, hooks.NeedsDill)):
+        raise diagnose.refusal(obj, error) from error
+    return _by_dill(obj, policy, recurse, error, blob)
+
+
+def _finish(fast: _FastPickler, obj: Any, policy: Policy, blob: bool) -> _Result:
+    spans = fast.tensors
+    if spans is not None and spans.again:
+        again = _FastPickler(policy)
+        again.recurse, again.blob, again.tensors = fast.recurse, blob, spans.merged()
+        again.dump(obj)
+        fast = again
+    if not main_is_importable() and any(_MAIN in chunk for chunk in fast.chunks) and not blob:
+        # Something went by its name in __main__, which the receiver does not have.
+        error = PicklingError("an object is pickled by its name in __main__")
+        return _by_dill(obj, policy, fast.recurse, error, blob)
+    return _Result(fast.chunks, fast.buffers, fast.names)
+
+
+def _by_dill(obj: Any, policy: Policy, recurse: bool, error: Exception, blob: bool) -> _Result:
+    spans = None
+    while True:
+        try:
+            slow, result = _run_dill(obj, policy, recurse, blob, spans)
+        except XPoolError:
+            raise
+        except ImportError as missing:
+            if missing.name != "dill":
+                raise diagnose.refusal(obj, missing) from missing
+            raise diagnose.refusal(obj, error, no_dill=True) from error
+        except Exception as second:
+            # The first error is about the culprit unless dill could do what it names.
+            cause = error if type(error) is TypeError else second
+            raise diagnose.refusal(obj, cause) from cause
+        if slow.tensors is None or spans is not None or not slow.tensors.again:
+            return result
+        spans = slow.tensors.merged()
+
+
+def _run_dill(
+    obj: Any, policy: Policy, recurse: bool, blob: bool, spans: Any
+) -> tuple[Any, _Result]:
+    from xpool.pickle import fallback
+
+    file, buffers = io.BytesIO(), list[PickleBuffer]()
+    callback = partial(_place, buffers, policy) if policy.out_of_band else None
+    slow = fallback.make_pickler(file, recurse, callback)
+    slow.blob, slow.tensors = blob, spans
+    slow.dump(obj)
+    return slow, _Result([file.getvalue()], buffers, slow.names)
+
+
+def fails(obj: Any) -> bool:
+    """Whether neither pickler can do it, for `diagnose`."""
+    try:
+        _FastPickler(_PLAIN).dump(obj)
+    except Exception:
+        try:
+            _run_dill(obj, _PLAIN, False, False, None)
+        except Exception:
+            return True
+    return False
+
+
+def _message(result: _Result, policy: Policy, main_globals: bool) -> bytes:
+    chunks, buffers = result.chunks, result.buffers
+    if result.names and main_globals:
+        entries = prelude.collect(result.names)
+        if entries:
+            body = b"".join(chunks)
+            outer = list[PickleBuffer]()
+            wrapped = prelude.Prelude(entries, body, buffers)
+            callback = outer.append if buffers else None
+            chunks = [pickle.dumps(wrapped, 5, buffer_callback=callback)]
+            buffers = outer
+    return frame.pack(chunks, buffers) if buffers else b"".join(chunks)
+
+
+def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:
+    """Pickle a class's definition; also the names of the globals that it uses."""
+    result = _pickle(cls, _PLAIN, recurse, blob=True)
+    return b"".join(result.chunks), result.names
+
+
+def write_global(value: Any) -> tuple[bytes, set[str]]:
+    """Pickle a global in one piece; also the names of the globals that it uses."""
+    result = _pickle(value, _PLAIN, False)
+    return b"".join(result.chunks), result.names

@@ -1,0 +1,82 @@
+"""Which classes travel by value, under which token, in this process.
+
+A class gets a token when it is first pickled by value.  Whoever receives a definition looks
+the token up first, so a class that went out comes back as itself, and a class that arrived
+twice is one class.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Known", "adopt", "known", "lock", "lookup", "token_of"]
+
+
+@dataclass
+class Known:
+    """What this process knows about one by-value class (or type variable)."""
+
+    token: str
+    ref: weakref.ref[Any]
+    own: bool  # defined here: definitions that arrive never change it
+    version: int = 0  # of the definition; the owner counts it up when the class changes
+    mark: Any = None  # the owner's cheap test for "the class has changed since"
+    blobs: dict[bool, bytes] = field(default_factory=dict)  # definition, by `recurse`
+    names: frozenset[str] = frozenset()  # globals of __main__ that its methods use
+
+
+# Guards the three below, and is held while a definition is written or loaded, so that no
+# thread sees a class half filled.  Re-entrant: definitions contain definitions.
+lock = threading.RLock()
+_by_id: dict[int, Known] = {}
+_by_token: dict[str, Known] = {}
+
+
+def known(obj: Any) -> Known | None:
+    """What is known about a class, or None if it never travelled by value."""
+    # Keyed by id, not by the class: a metaclass may define equality as it likes.
+    found = _by_id.get(id(obj))
+    return found if found is not None and found.ref() is obj else None
+
+
+def lookup(token: str) -> Known | None:
+    """What is known under a token whose class is still alive."""
+    found = _by_token.get(token)
+    return found if found is not None and found.ref() is not None else None
+
+
+def token_of(obj: Any) -> str:
+    """The token of a class, given to it now if it has none."""
+    with lock:
+        found = known(obj)
+        return found.token if found else adopt(obj, uuid.uuid4().hex, own=True).token
+
+
+def adopt(obj: Any, token: str, *, own: bool) -> Known:
+    """Register a class under a token; the caller holds the lock."""
+    key = id(obj)
+
+    def forget(ref: weakref.ref[Any]) -> None:
+        # Whole entries are compared: the id may belong to another class by now.
+        if _by_id.get(key) is entry:
+            del _by_id[key]
+        if _by_token.get(token) is entry:
+            del _by_token[token]
+
+    entry = Known(token, weakref.ref(obj, forget), own)
+    _by_id[key] = _by_token[token] = entry
+    return entry
+
+
+def _after_fork() -> None:
+    global lock
+    lock = threading.RLock()  # another thread of the parent may have held the old one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

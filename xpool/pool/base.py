@@ -1,0 +1,726 @@
+"""`BasePool`: what all pools have in common.
+
+The verbs, the table of unanswered jobs, the one thread that delivers results, and the hooks
+through which tasks go out and results come in.  A subclass that overrides only the hooks is a
+working pool; the built-in pools are such subclasses, with shortcuts where nobody has overridden
+the hook that the shortcut passes by.
+
+A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)``.  A result is
+``(job, chunk, (ok, value))``: what it returned, or the exception that it raised.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from xpool.errors import InternalError, OptionError, PoolClosed, XPoolError
+from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
+from xpool.options import (
+    check_callable,
+    check_chunksize,
+    check_count,
+    default_chunksize,
+    label,
+    resolve_processes,
+)
+from xpool.pool.callbacks import Callbacks
+from xpool.pool.feeder import Feeder, Window
+from xpool.pool.hooks import Carried, Hooks, each, star, star_each
+from xpool.results import AsyncResult, IMapIterator, IMapUnorderedIterator, Job, MapResult, tasks_in
+
+__all__ = ["BasePool"]
+
+TURN = 0.1
+"""Seconds for which the engine's thread waits in `pool_outqueue_get` of a pool of people's own."""
+
+_numbers = itertools.count(1)
+_pools: weakref.WeakSet[BasePool] = weakref.WeakSet()
+
+
+class Crew(Protocol):
+    """The workers of a pool, without the pool: what its thread may hold while it waits."""
+
+    failure: BaseException | None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until something has happened."""
+
+    def wake(self) -> None:
+        """Make `wait` return."""
+
+    def terminate(self) -> None:
+        """Stop the workers now."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all workers have ended."""
+
+    def close(self) -> None:
+        """Let go of everything; all workers have ended."""
+
+
+class BasePool(Hooks):
+    """The base of all pools: the verbs of `multiprocessing.pool.Pool`, on overridable hooks.
+
+    Args:
+        processes: number of workers; None: as many as this process may use cores.
+        initializer: called in each worker before its first task, with ``initargs``.
+        maxtasksperchild: tasks (a chunk counts as one) after which a worker is replaced.
+
+    Raises:
+        TypeError, OptionError (a `ValueError`): an argument makes no sense.
+    """
+
+    _crew: Crew | None = None
+    # Threads cannot be stopped: a pool of threads does not wait for them in `terminate`.
+    _terminate_waits = True
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        self._state = PoolStates.TERMINATE  # should a check below raise: nothing runs
+        self._size = resolve_processes(processes)
+        if initializer is not None:
+            check_callable("initializer", initializer)
+        if maxtasksperchild is not None and (
+            not isinstance(maxtasksperchild, int) or maxtasksperchild < 1
+        ):
+            raise OptionError(
+                f"maxtasksperchild must be a positive int or None, not {maxtasksperchild!r}"
+            )
+        self.initializer = initializer
+        self.initargs = tuple(initargs)
+        self.maxtasksperchild = maxtasksperchild
+        self.name = name or f"xpool-{next(_numbers)}"
+        # Guards `_state` and entry into `_jobs`, so that no job enters after the last sweep.
+        self._lock = threading.Lock()
+        # Held while results are delivered: by the engine's thread or a caller that drives it.
+        self._delivering = threading.Lock()
+        self._jobs: dict[int, Job] = {}
+        self._job_numbers = itertools.count(1)
+        self._feeders: set[Feeder] = set()
+        self._callbacks = Callbacks(self.name)
+        self._failure: BaseException | None = None
+        self._drained = False
+        self._finished = threading.Event()
+        self._counts = {"submitted": 0, "succeeded": 0, "failed": 0}
+        self._maintained = time.monotonic()
+        self.setup_queues()
+        try:
+            self.repopulate_pool()
+        except BaseException:
+            self.terminate_workers()
+            if self._crew is not None:
+                while not self._crew.ended:
+                    self._crew.wait()
+                self._crew.close()
+            raise
+        self._state = PoolStates.RUN
+        self._thread = threading.Thread(
+            target=_main,
+            args=(weakref.ref(self), self._crew),
+            name=f"{self.name}-engine",
+            daemon=True,
+        )
+        _pools.add(self)
+        self._thread.start()
+
+    # -- looking at it -----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> PoolStates:
+        """RUN, CLOSE or TERMINATE."""
+        return self._state
+
+    def size(self) -> int:
+        """Return the number of workers that the pool keeps."""
+        return self._size
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts: of tasks (submitted, succeeded, failed) and of unanswered jobs."""
+        return {"state": self._state.name, "workers": self._size, **self._counts,
+                "jobs": len(self._jobs)}  # fmt: skip
+
+    def __repr__(self) -> str:
+        s = self.statistics()
+        return (
+            f"<{type(self).__name__} {self.name} {s['state']}, {s['workers']} workers, "
+            f"{s['jobs']} jobs unanswered, {s['succeeded']} tasks succeeded, {s['failed']} failed>"
+        )
+
+    # -- the verbs ---------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        *,
+        retries: int = 0,
+    ) -> Any:
+        """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
+
+        ``retries``: how often it may run again when its worker dies (also below).
+        """
+        return self.apply_async(func, args, kwds, retries=retries).get()
+
+    def apply_async(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        retries: int = 0,
+    ) -> AsyncResult:
+        """Have ``func(*args, **kwds)`` called in a worker; return its result to come.
+
+        ``callback(value)`` or ``error_callback(exception)`` is called when it is there, before
+        `get` returns, in a thread of the pool in which it may block and submit more.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+        """
+        return self._call(func, args, kwds, callback, error_callback, retries)
+
+    def map(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        *,
+        retries: int = 0,
+    ) -> list[Any]:
+        """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
+
+        A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
+        The error of a task is raised when all have been answered.
+        """
+        return self._map(func, iterable, chunksize, False, None, None, retries).get()  # type: ignore[no-any-return]
+
+    def map_async(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[list[Any]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        retries: int = 0,
+    ) -> MapResult:
+        """As `map`, but return the result to come; callbacks as in `apply_async`."""
+        return self._map(func, iterable, chunksize, False, callback, error_callback, retries)
+
+    def starmap(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        retries: int = 0,
+    ) -> list[Any]:
+        """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
+        return self._map(func, iterable, chunksize, True, None, None, retries).get()  # type: ignore[no-any-return]
+
+    def starmap_async(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[Any]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        retries: int = 0,
+    ) -> MapResult:
+        """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
+        return self._map(func, iterable, chunksize, True, callback, error_callback, retries)
+
+    def imap(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        retries: int = 0,
+    ) -> IMapIterator:
+        """Return an iterator over the results, in order, while the input is still drawn.
+
+        ``buffersize``: at most so many items are drawn ahead of the consumer; None: as many as
+        the workers have use for, and results wait without limit.
+        """
+        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, retries)
+
+    def imap_unordered(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        retries: int = 0,
+    ) -> IMapUnorderedIterator:
+        """As `imap`, with results as they come."""
+        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, retries)  # type: ignore[return-value]
+
+    # -- from verb to job --------------------------------------------------------------------------
+
+    def _call(
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any],
+        kwds: Mapping[str, Any] | None,
+        callback: Callable[[Any], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+        retries: int,
+        bound: int | None = None,
+    ) -> AsyncResult:
+        self._check_running()
+        self._check_call(func, callback, error_callback, retries)
+        job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
+        self._enter(job, 1)
+        try:
+            self._submit_call(job, func, tuple(args), dict(kwds or ()), retries, bound)
+        except Exception as exc:
+            self._deliver(job.number, 0, False, exc)
+        return job
+
+    def _map(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Any],
+        chunksize: int | None,
+        starred: bool,
+        callback: Callable[[list[Any]], object] | None,
+        error_callback: Callable[[BaseException], object] | None,
+        retries: int,
+    ) -> MapResult:
+        self._check_running()
+        self._check_call(func, callback, error_callback, retries)
+        items: Sequence[Any]
+        # Slices of a range stay ranges, and cost nothing to send.
+        items = iterable if isinstance(iterable, (list, tuple, range)) else list(iterable)
+        if chunksize is None:
+            chunksize = default_chunksize(len(items), self._size)
+        size = check_chunksize(chunksize)
+        tasks = -(-len(items) // size)
+        number = next(self._job_numbers)
+        job = MapResult(
+            number, label(func), self, tasks, size > 1, callback, error_callback
+        )
+        self._enter(job, tasks)
+        if not items:
+            job.settled = True
+            self._complete(job)
+            return job
+        if size == 1:
+            chunks: Iterable[Any] = items
+        else:
+            chunks = (items[i : i + size] for i in range(0, len(items), size))
+        try:
+            self._submit_each(job, func, starred, size > 1, chunks, retries)
+        except Exception as exc:
+            self._fail_jobs([job], exc)
+        return job
+
+    def _imap(
+        self,
+        kind: type[IMapIterator],
+        func: Callable[..., Any],
+        iterable: Iterable[Any],
+        chunksize: int,
+        buffersize: int | None,
+        retries: int,
+    ) -> IMapIterator:
+        self._check_running()
+        self._check_call(func, None, None, retries)
+        size = check_chunksize(chunksize)
+        if buffersize is not None:
+            size = min(size, check_count("buffersize", buffersize))
+        if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+            raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
+        job = kind(next(self._job_numbers), label(func), self, size > 1)
+        window = Window(buffersize)
+        if buffersize is not None:
+            job.taken, job.chunksize = window.handed_out, size
+        self._enter(job, 0)
+        ref = weakref.ref(self)
+
+        def fail(index: int, exc: BaseException) -> None:
+            pool = ref()
+            if pool is not None:
+                pool._deliver(job.number, index, False, exc)
+
+        def end(length: int) -> None:
+            pool = ref()
+            if pool is not None:
+                pool._end(job, length, feeder)
+
+        try:
+            put = self._open_stream(job, func, size > 1, window, retries)
+        except Exception as exc:
+            error = exc
+
+            def put(index: int, task: Any) -> int:
+                raise error
+
+            iterable = (None,)
+        feeder = Feeder(iterable, size, window, put, fail, end, self.name)
+        self._feeders.add(feeder)
+        feeder.thread.start()
+        return job
+
+    def _check_running(self) -> None:
+        if self._state is PoolStates.RUN:
+            return
+        if self._failure is not None:
+            raise PoolClosed(f"The pool has failed: {self._failure}") from self._failure
+        raise PoolClosed(
+            f"Pool not running: {self.name} was {self._state.name.lower()}d and takes no more work; "
+            "make a new pool"
+        )
+
+    def _check_call(self, func: Any, callback: Any, error_callback: Any, retries: Any) -> None:
+        if not callable(func):
+            check_callable("func", func)
+        if callback is not None:
+            check_callable("callback", callback)
+        if error_callback is not None:
+            check_callable("error_callback", error_callback)
+        if retries:
+            check_count("retries", retries, least=0)
+
+    def _enter(self, job: Job, tasks: int) -> None:
+        with self._lock:
+            self._check_running()
+            self._jobs[job.number] = job
+            self._counts["submitted"] += tasks
+
+    # -- from job to tasks: by the hooks; the process pools have shortcuts --------------------------
+
+    def _submit_call(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwds: dict[str, Any],
+        retries: int,
+        bound: int | None,
+    ) -> None:
+        self.pool_inqueue_put((job.number, 0, func, args, kwds))
+
+    def _submit_each(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        chunks: Iterable[Any],
+        retries: int,
+    ) -> None:
+        for i, chunk in enumerate(chunks):
+            try:
+                self.pool_inqueue_put(_task(job.number, i, func, starred, chunked, chunk))
+            except Exception as exc:
+                self._deliver(job.number, i, False, exc)
+
+    def _open_stream(
+        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, retries: int
+    ) -> Callable[[int, Any], int]:
+        """Return what the feeder calls with each task; it must not hold the pool."""
+        ref = weakref.ref(self)
+        number = job.number
+
+        def put(index: int, task: Any) -> int:
+            pool = ref()
+            if pool is None or pool._state is PoolStates.TERMINATE:
+                window.stop()
+            else:
+                pool.pool_inqueue_put(_task(number, index, func, False, chunked, task))
+            return 0
+
+        return put
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def _pump(self, timeout: float = 0.0) -> None:
+        """Deliver what has arrived, waiting at most ``timeout`` seconds for the first."""
+        try:
+            while True:
+                number, index, (ok, value) = self.pool_outqueue_get(timeout)
+                self._deliver(number, index, ok, value)
+                timeout = 0.0
+        except queue.Empty:
+            return
+
+    def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
+        with self._delivering:
+            job = self._jobs.get(number)
+            if job is None:
+                return
+            if isinstance(value, Carried):
+                value = value.exc
+            if ok:
+                self._counts["succeeded"] += tasks_in(value)
+            else:
+                self._counts["failed"] += 1
+            if job.deliver(index, ok, value):
+                self._complete(job)
+
+    def _end(self, job: IMapIterator, length: int, feeder: Feeder) -> None:
+        """The input of a stream has ended."""
+        self._feeders.discard(feeder)
+        with self._delivering:
+            self._counts["submitted"] += length
+            if job.end(length) and job.number in self._jobs:
+                self._complete(job)
+
+    def _complete(self, job: Job) -> None:
+        if job.has_callback:
+            assert isinstance(job, AsyncResult)
+            self._callbacks.add(job)
+        else:
+            self._forget(job)
+            job.release()
+
+    def _forget(self, job: Job) -> None:
+        """Strike a job off; the engine's thread looks whether it was the last."""
+        self._jobs.pop(job.number, None)
+        if self._state is not PoolStates.RUN:
+            self._wake()
+
+    def _fail_jobs(self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True) -> None:
+        """Answer all these jobs with an error, each with an instance of its own."""
+        for job in jobs:
+            with self._delivering:
+                if job.settled:
+                    continue
+                job.fail(_own(exc))
+                self._counts["failed"] += 1
+                if call_back:
+                    self._complete(job)
+                else:
+                    self._forget(job)
+                    job.release()
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take no more work; the workers end when all that was submitted is answered."""
+        with self._lock:
+            self._state = step(POOL, self._state, PoolEvent.CLOSE)
+        self._wake()
+
+    def terminate(self) -> None:
+        """Stop the workers now.  What is not answered yet fails with `PoolClosed`."""
+        with self._lock:
+            self._state = step(POOL, self._state, PoolEvent.TERMINATE)
+            jobs = list(self._jobs.values())
+        error = PoolClosed(f"{self.name} was terminated before this was answered")
+        self._fail_jobs(jobs, error, call_back=False)
+        self._stop_feeders()
+        if not self._finished.is_set():
+            self.terminate_workers()
+            self._wake()
+            if self._terminate_waits and threading.current_thread() is not self._thread:
+                self._finished.wait()
+
+    def join(self) -> None:
+        """Wait until the workers have ended; `close` or `terminate` must have been called.
+
+        Raises:
+            ValueError: the pool still runs.
+            RuntimeError: called from a callback of the pool, which would wait for itself.
+        """
+        if self._state is PoolStates.RUN:
+            raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
+        if self._callbacks.runs_here():
+            raise RuntimeError("join() in a callback of the same pool would wait for itself")
+        self._thread.join()
+        self._callbacks.join()
+
+    def __enter__(self) -> Any:
+        self._check_running()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.terminate()
+
+    def __del__(self) -> None:
+        # Called by the garbage collector, at any point of any thread: it may not take a lock.
+        if self._state is PoolStates.TERMINATE:
+            return
+        warnings.warn(f"{self!r} was dropped while it ran", ResourceWarning, source=self, stacklevel=2)
+        if self._crew is not None:
+            self._crew.wake()
+        else:
+            self.terminate_workers()
+
+    def _stop_feeders(self) -> None:
+        for feeder in list(self._feeders):
+            feeder.window.stop()
+
+    def _wake(self) -> None:
+        if self._crew is not None:
+            self._crew.wake()
+
+    def _break(self, exc: BaseException) -> None:
+        """The pool cannot go on: everything unanswered fails with the reason."""
+        with self._lock:
+            self._state = step(POOL, self._state, PoolEvent.FAILED)
+            self._failure = exc
+            jobs = list(self._jobs.values())
+        self._fail_jobs(jobs, exc)
+        self._stop_feeders()
+        self.terminate_workers()
+
+    # -- the engine's thread -----------------------------------------------------------------------
+
+    def _turn(self) -> bool:
+        """Deliver and maintain; False when the pool is at its end."""
+        crew = self._crew
+        self._pump(0.0 if crew is not None else TURN)
+        if crew is not None:
+            if crew.failure is not None and self._failure is None:
+                self._pump()
+                self._break(crew.failure)
+        elif time.monotonic() - self._maintained >= TURN:
+            self._maintained = time.monotonic()
+            if self._state is not PoolStates.TERMINATE and self.maintain_pool():
+                self.repopulate_pool()
+        if self._state is PoolStates.CLOSE and not self._jobs:
+            with self._lock:
+                if self._state is PoolStates.CLOSE:
+                    self._state = step(POOL, self._state, PoolEvent.DRAINED)
+                    self._drained = True
+        return self._state is not PoolStates.TERMINATE
+
+    def _finish(self) -> None:
+        try:
+            if self._drained:
+                self._release_workers()
+            self.join_workers()
+        finally:
+            self._callbacks.stop()
+            if self._crew is not None:
+                self._crew.close()
+            self._finished.set()
+
+    def _release_workers(self) -> None:
+        """Ask every worker to end: there is no more work."""
+        for _ in range(self._size):
+            self.pool_inqueue_put(None)
+
+    def _after_fork_in_child(self) -> None:
+        """This process is a copy: the workers are the parent's, and so are the answers."""
+        self._state = PoolStates.TERMINATE
+        self._failure = PoolClosed(
+            f"{self.name} belongs to process {os.getppid()} that this one was forked from; "
+            "make a pool of your own here"
+        )
+        self._finished.set()
+        self._delivering = threading.Lock()
+        self._lock = threading.Lock()
+        self._crew = None
+        jobs = list(self._jobs.values())
+        self._jobs.clear()
+        for job in jobs:
+            job.fail(_own(self._failure))
+            job.release()
+
+
+def _task(
+    number: int, index: int, func: Callable[..., Any], starred: bool, chunked: bool, chunk: Any
+) -> tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return the tuple for one task of a map."""
+    if chunked:
+        return number, index, star_each if starred else each, (func, chunk), {}
+    if starred:
+        return number, index, star, (func, chunk), {}
+    return number, index, func, (chunk,), {}
+
+
+def _own(exc: BaseException) -> BaseException:
+    """Return an instance of its own for one of several callers."""
+    if isinstance(exc, XPoolError):
+        copy = type(exc)(*exc.args)
+        copy.__cause__ = exc.__cause__
+        return copy
+    return exc
+
+
+def _main(ref: weakref.ref[BasePool], crew: Crew | None) -> None:
+    """The engine's thread.  Between two turns it holds no pool, so that one can be dropped."""
+    go_on = True
+    while go_on:
+        trouble: BaseException | None = None
+        try:
+            if crew is not None:
+                crew.wait()
+        except BaseException as exc:
+            trouble = exc
+        pool = ref()
+        if pool is None:
+            _disband(crew)
+            return
+        try:
+            if trouble is not None:
+                raise trouble
+            go_on = pool._turn()
+        except BaseException as exc:
+            story = InternalError(
+                f"{type(exc).__name__} in the engine of {pool.name}: {exc}. If the pool has hooks of "
+                "your own, look at the cause first; else this is a bug in xpool"
+            )
+            story.__cause__ = exc
+            pool._break(story)
+            go_on = False
+        if not go_on:
+            pool._finish()
+        del pool
+
+
+def _disband(crew: Crew | None) -> None:
+    """End the workers of a pool that nobody holds any more."""
+    if crew is not None:
+        crew.terminate()
+        while not crew.ended:
+            crew.wait()
+        crew.close()
+
+
+def _after_fork_in_child() -> None:
+    for pool in list(_pools):
+        pool._after_fork_in_child()
+    _pools.clear()
+
+
+def terminate_all() -> None:
+    """End all pools that are still there: the interpreter shuts down."""
+    for pool in list(_pools):
+        if pool._state is not PoolStates.TERMINATE or not pool._finished.is_set():
+            pool.terminate()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

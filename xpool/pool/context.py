@@ -1,0 +1,93 @@
+"""`CtxPool` and `CtxThreadPool`: every worker owns a context, and tasks get it first."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from xpool.options import resolve_processes
+from xpool.pool.hooks import Hooks, Result, Task, each, star, star_each
+from xpool.pool.process import Pool
+from xpool.pool.thread import ThreadPool
+from xpool.worker.context import current_worker
+
+__all__ = ["CtxPool", "CtxThreadPool"]
+
+
+class CtxPool(Pool):
+    """A `Pool` in which every worker owns a context: tasks are ``func(ctx, *args, **kwds)``.
+
+    Args:
+        worker_contexts: one for each worker; their number is the number of workers, and
+            ``processes`` may be left out.  Worker ``i`` gets the i-th, and so does every process
+            that replaces it.  A context with an ``env`` (a mapping) has these variables set in
+            its worker before anything else is imported, as those of `xpool.devices` do.
+
+    The other arguments are those of `Pool`.  The initializer gets ``initargs`` alone; it finds
+    the context in ``current_worker().context``.
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        context: Any = None,
+        *,
+        worker_contexts: Sequence[Any],
+        **options: Any,
+    ) -> None:
+        self._contexts = list(worker_contexts)
+        n = resolve_processes(processes, self._contexts)
+        super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
+
+    def _worker_contexts(self) -> list[Any] | None:
+        return self._contexts
+
+
+class CtxThreadPool(ThreadPool):
+    """A `ThreadPool` in which every worker owns a context: ``func(ctx, *args, **kwds)``."""
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        *,
+        worker_contexts: Sequence[Any],
+        name: str | None = None,
+    ) -> None:
+        self._contexts = list(worker_contexts)
+        n = resolve_processes(processes, self._contexts)
+        super().__init__(n, initializer, initargs, maxtasksperchild, name=name)
+
+    def _worker_contexts(self) -> list[Any] | None:
+        return self._contexts
+
+    @staticmethod
+    def worker(
+        get: Callable[[], Task | None],
+        put: Callable[[Result], object],
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasks: int | None = None,
+    ) -> None:
+        """As `BasePool.worker`, with the context of this thread in front of the arguments."""
+        context = current_worker().context
+
+        def get_bound() -> Task | None:
+            task = get()
+            if task is None:
+                return None
+            job, chunk, func, args, kwds = task
+            if func in (each, star, star_each):
+                # A chunk: its function is the first argument, and that is what gets the context.
+                args = (functools.partial(args[0], context), *args[1:])
+            else:
+                args = (context, *args)
+            return job, chunk, func, args, kwds
+
+        Hooks.worker(get_bound, put, initializer, initargs, maxtasks)

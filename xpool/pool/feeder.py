@@ -1,0 +1,163 @@
+"""Drawing the input of `imap` in a thread of its own, no further ahead than there is room.
+
+In a thread of its own since an iterable may block, even until a result of the same pool is
+there; and pickled there, item by item, so that an item that cannot be pickled fails alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from xpool.results import Waiters
+
+__all__ = ["Feeder", "Window"]
+
+AHEAD_ITEMS = 2048
+"""Tasks that may wait for a worker, drawn and pickled."""
+
+AHEAD_BYTES = 16 * 1024 * 1024
+"""Bytes of payload that may wait for a worker, unless it is a single one."""
+
+
+class Window:
+    """How far ahead the feeder may be: of the workers, and with a buffersize of the consumer.
+
+    ``drawn`` and ``bytes_in`` are the feeder's, ``taken_*`` the engine's (under its lock),
+    ``consumed`` the consumer's; each only grows.
+    """
+
+    def __init__(self, buffersize: int | None) -> None:
+        self._buffersize = buffersize
+        self._waiters = Waiters()
+        self._waiting = False
+        self.stopped = False
+        self.drawn = 0
+        self.put = 0
+        self.bytes_in = 0
+        self.taken_items = 0
+        self.taken_bytes = 0
+        self.consumed = 0
+
+    def _open(self) -> bool:
+        if self.stopped:
+            return True
+        if self._buffersize is not None and self.drawn - self.consumed >= self._buffersize:
+            return False
+        ahead = self.put - self.taken_items
+        return ahead < AHEAD_ITEMS and (
+            ahead == 0 or self.bytes_in - self.taken_bytes < AHEAD_BYTES
+        )
+
+    def reserve(self) -> bool:
+        """Wait until another item may be drawn; False when no more is wanted."""
+        if not self._open():
+            self._waiting = True
+            try:
+                self._waiters.wait(self._open, None)
+            finally:
+                self._waiting = False
+        return not self.stopped
+
+    def added(self, size: int) -> None:
+        """Note that a task of ``size`` bytes waits now."""
+        self.put += 1
+        self.bytes_in += size
+
+    def taken(self, items: list[Any]) -> None:
+        """Note that these tasks went to a worker."""
+        self.taken_items += len(items)
+        self.taken_bytes += sum(map(len, items))
+        if self._waiting and 2 * (self.put - self.taken_items) <= AHEAD_ITEMS:
+            self._waiters.wake()
+
+    def handed_out(self, n: int) -> None:
+        """Note that the consumer has taken ``n`` results."""
+        self.consumed += n
+        if self._waiting:
+            self._waiters.wake()
+
+    def stop(self) -> None:
+        """Draw no more."""
+        self.stopped = True
+        self._waiters.wake()
+
+
+class Feeder:
+    """The thread that draws one iterable.
+
+    ``put(index, task)`` hands on a task: an item, or a list of ``chunksize`` items when that is
+    more than 1; it returns the size in bytes, and raises when the task cannot be sent.
+    ``fail(index, exc)`` answers the task in its stead; ``end(length)`` says how many there were.
+    None of them may hold the pool, so that a pool can be dropped while its feeder waits.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        chunksize: int,
+        window: Window,
+        put: Callable[[int, Any], int],
+        fail: Callable[[int, BaseException], None],
+        end: Callable[[int], None],
+        name: str,
+    ) -> None:
+        self._iterable = iterable
+        self._chunksize = chunksize
+        self.window = window
+        self._put = put
+        self._fail = fail
+        self._end = end
+        self.thread = threading.Thread(target=self._run, name=f"{name}-feeder", daemon=True)
+
+    def _run(self) -> None:
+        index = 0
+        try:
+            iterator = iter(self._iterable)
+            for task in self._tasks(iterator):
+                try:
+                    size = self._put(index, task)
+                except Exception as exc:
+                    self._fail(index, exc)
+                    size = 0
+                self.window.added(size)
+                if not size:
+                    self.window.taken([b""])
+                index += 1
+                del task
+        except BaseException as exc:
+            # The input raised: the consumer gets that at this place, after what came before.
+            self._fail(index, exc)
+            index += 1
+        self._end(index)
+
+    def _tasks(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        window, size = self.window, self._chunksize
+        if size == 1:
+            while window.reserve():
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+                window.drawn += 1
+                yield item
+                del item
+            return
+        chunk: list[Any] = []
+        while window.reserve():
+            try:
+                item = next(iterator)
+            except StopIteration:
+                break
+            except BaseException:
+                if chunk:
+                    yield chunk
+                raise
+            window.drawn += 1
+            chunk.append(item)
+            if len(chunk) == size:
+                yield chunk
+                chunk = []
+        if chunk and not window.stopped:
+            yield chunk

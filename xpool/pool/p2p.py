@@ -1,0 +1,82 @@
+"""`P2PPool`: a task is bound to one worker when it is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from xpool.errors import OptionError
+from xpool.jobs.scheduler import Span
+from xpool.options import check_count
+from xpool.pickle import encode
+from xpool.pool.feeder import Window
+from xpool.pool.process import _MODES, Pool
+from xpool.results import AsyncResult, Job
+
+__all__ = ["P2PPool"]
+
+
+class P2PPool(Pool):
+    """A pool that binds each task to a worker as it is submitted, over that worker's own channel.
+
+    To the worker with the least to do, or the one that the caller names: ``worker=i`` of `apply`
+    and `apply_async`, 0 to ``size() - 1``.  When that worker dies, what is bound to it waits for
+    its replacement.
+    """
+
+    def apply(  # type: ignore[override]
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        *,
+        worker: int | None = None,
+        retries: int = 0,
+    ) -> Any:
+        """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
+        return self.apply_async(func, args, kwds, worker=worker, retries=retries).get()
+
+    def apply_async(  # type: ignore[override]
+        self,
+        func: Callable[..., Any],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        worker: int | None = None,
+        retries: int = 0,
+    ) -> AsyncResult:
+        """As `BasePool.apply_async`, on the worker with index ``worker`` if it is given.
+
+        Raises:
+            OptionError (a `ValueError`): there is no such worker.
+        """
+        if worker is not None and check_count("worker", worker, least=0) >= self._size:
+            raise OptionError(
+                f"worker must be from 0 to {self._size - 1} in this pool, not {worker}"
+            )
+        bound = -1 if worker is None else worker
+        return self._call(func, args, kwds, callback, error_callback, retries, bound)
+
+    def _submit_span(self, span: Span) -> None:
+        # The engine binds each item on its own, so they go to it one by one.
+        for i, item in enumerate(span.items, span.first):
+            self._engine.submit(Span(span.job, span.func, i, (item,), span.retries, -1))
+
+    def _open_stream(
+        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, retries: int
+    ) -> Callable[[int, Any], int]:
+        if not self._direct:
+            return super()._open_stream(job, func, chunked, window, retries)
+        engine, recurse = self._engine, self._recurse
+        number = job.func = engine.learn(_MODES[False, chunked], self._encode(func))
+
+        def put(index: int, task: Any) -> int:
+            payload = encode(task, recurse=recurse)
+            span = Span(job.number, number, index, (payload,), retries, -1)
+            span.feeder = window
+            engine.submit(span)
+            return len(payload)
+
+        return put

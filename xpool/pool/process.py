@@ -1,0 +1,399 @@
+"""`Pool`: worker processes; any idle worker takes the next task."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from xpool.engine.loop import Engine
+from xpool.errors import OptionError, TaskNotPicklable
+from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
+from xpool.jobs.scheduler import Span
+from xpool.options import check_share_method, default_processes
+from xpool.pickle import encode
+from xpool.pickle.main import main_is_importable, main_location
+from xpool.pool.base import BasePool, terminate_all
+from xpool.pool.feeder import Window
+from xpool.pool.hooks import Result, Task
+from xpool.queue.messages import Mode
+from xpool.results import AsyncResult, Job
+
+__all__ = ["Pool"]
+
+PRELOAD = ("numpy", "torch")
+"""Modules that the fork server imports when the program has: slow to import, safe to fork."""
+
+
+class Pool(BasePool):
+    """A pool of worker processes, with the verbs of `multiprocessing.pool.Pool`.
+
+    Args:
+        processes, initializer, initargs, maxtasksperchild: as in `BasePool`.
+        context: how workers start.  None: on Linux, xpool's own fork server, elsewhere "spawn".
+            "forkserver" (the same server), "spawn", "fork", or a context of `multiprocessing`.
+        is_recursive: pickle the globals of functions that must go by value as dill's ``recurse``.
+        is_daemon: False lets workers have children, pools of their own among them.
+        is_copy_tensor: send tensors by value.  (Sharing them is not in this version.)
+        share_method: "cpu", "cuda", "xla" or None; for ``is_copy_tensor=False``.
+        seed: each worker's `random`, numpy and torch generators get seeds of their own, derived
+            from this number when it is given, else from the system's entropy.
+        name: of the pool, its threads and its workers; made up by default.
+
+    Raises:
+        TypeError, OptionError (a `ValueError`): an argument makes no sense.
+        OSError: the system refuses descriptors or processes.
+    """
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[Any] = (),
+        maxtasksperchild: int | None = None,
+        context: BaseContext | str | None = None,
+        *,
+        is_recursive: bool = False,
+        is_daemon: bool = True,
+        is_copy_tensor: bool = True,
+        share_method: str | None = None,
+        seed: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        check_share_method(share_method)
+        if not is_copy_tensor:
+            raise OptionError(
+                "is_copy_tensor=False: sharing tensors is not in this version; leave it out"
+            )
+        if seed is not None and not isinstance(seed, int):
+            raise TypeError(f"seed must be an int or None, not {seed!r}")
+        if is_daemon and multiprocessing.current_process().daemon:
+            raise OptionError(
+                "a pool in a worker of a pool: daemonic processes are not allowed to have "
+                "children; give is_daemon=False to the outer pool"
+            )
+        self._context = context
+        self._recurse = is_recursive
+        self._daemon = is_daemon
+        self._seed = os.urandom(16) if seed is None else str(seed).encode()
+        cls = type(self)
+        # Shortcuts are for those who have not put their own hook in the way.
+        self._direct = cls.pool_inqueue_put is Pool.pool_inqueue_put
+        super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def setup_queues(self) -> None:
+        """Make the engine: it has a private channel to each worker."""
+        _register_at_exit()
+        launcher = _launcher(self._context)
+        blob, inherited = None, None
+        try:
+            blob = self._encode((self.initializer, self.initargs))
+        except TaskNotPicklable as exc:
+            if not launcher.inherits:
+                if not _only_by_inheritance(exc) or self._context is not None:
+                    raise
+                # Locks and queues of multiprocessing: its own default context can pass them on.
+                launcher = _launcher(multiprocessing.get_context())
+            inherited = self.initializer, self.initargs
+        self._engine = Engine(
+            self._size,
+            launcher,
+            _Orders(self, launcher, blob),
+            name=self.name,
+            daemon=self._daemon,
+            inherited=inherited,
+            lifetime=self.maxtasksperchild,
+            describe=functools.partial(_describe, self._jobs),
+        )
+        self._crew = self._engine
+
+    def pool_inqueue_put(self, task: Task | None) -> None:
+        """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
+        if task is None:
+            self._engine.retire_all()
+            return
+        job, chunk, func, args, kwds = task
+        self._engine.submit(Span(job, 0, chunk, [self._encode((func, args, kwds))]))
+
+    def pool_outqueue_get(self, timeout: float) -> Result:
+        """Return the next result; the value is still pickled, a `Parcel`."""
+        results = self._engine.results
+        try:
+            return results.popleft()
+        except IndexError:
+            pass
+        if timeout > 0:
+            self._engine.wait(timeout)
+            if results:
+                return results.popleft()
+        raise queue.Empty
+
+    def repopulate_pool(self) -> None:
+        """Start the workers that are missing."""
+        self._engine.start_missing()
+
+    def maintain_pool(self) -> bool:
+        """Nothing is left to do: the engine replaces a worker the moment it sees its death."""
+        return False
+
+    def terminate_workers(self) -> None:
+        """Ask the workers to stop, and kill those that have not a moment later."""
+        self._engine.terminate()
+
+    def join_workers(self) -> None:
+        """Wait until all processes have ended and been put away."""
+        while not self._engine.ended:
+            self._engine.wait()
+
+    # -- shortcuts ---------------------------------------------------------------------------------
+
+    def _worker_contexts(self) -> list[Any] | None:
+        """What each worker owns, by index; None: nothing."""
+        return None
+
+    def _encode(self, obj: Any) -> bytes:
+        return encode(obj, recurse=self._recurse)
+
+    def _submit_call(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwds: dict[str, Any],
+        retries: int,
+        bound: int | None,
+    ) -> None:
+        if not self._direct:
+            super()._submit_call(job, func, args, kwds, retries, bound)
+            return
+        payload = self._encode((func, args, kwds))
+        w = self._engine.submit(Span(job.number, 0, 0, (payload,), retries, bound))
+        if w is not None:
+            job._drive = functools.partial(self._drive, w)
+            if job.settled:
+                job._drive = None  # it holds the pool, and `release` may have been before us
+
+    def _drive(self, w: int, job: AsyncResult, timeout: float | None) -> None:
+        """Receive from the worker that has the job, in the thread that waits for it."""
+        until = None if timeout is None else time.monotonic() + timeout
+        self._engine.drive(w, job.answered, self._pump, until)
+
+    def _submit_each(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        chunks: Iterable[Any],
+        retries: int,
+    ) -> None:
+        if not self._direct:
+            super()._submit_each(job, func, starred, chunked, chunks, retries)
+            return
+        job.func = self._engine.learn(_MODES[starred, chunked], self._encode(func))
+        spans = [Span(job.number, job.func, 0, (), retries)]
+        failed = []
+        for i, chunk in enumerate(chunks):
+            try:
+                spans[-1].items.append(self._encode(chunk))
+            except Exception as exc:
+                # It fails alone; what comes after it is a span of its own.
+                failed.append((i, exc))
+                spans.append(Span(job.number, job.func, i + 1, (), retries))
+        for span in spans:
+            if span.items:
+                self._submit_span(span)
+        for i, exc in failed:
+            self._deliver(job.number, i, False, exc)
+
+    def _submit_span(self, span: Span) -> None:
+        self._engine.submit(span)
+
+    def _open_stream(
+        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, retries: int
+    ) -> Callable[[int, Any], int]:
+        if not self._direct:
+            return super()._open_stream(job, func, chunked, window, retries)
+        engine = self._engine
+        job.func = engine.learn(_MODES[False, chunked], self._encode(func))
+        return _Stream(engine, job, window, retries, self._recurse).put
+
+    def _forget(self, job: Job) -> None:
+        if job.func:
+            self._engine.forget(job.func)
+        super()._forget(job)
+
+    def _release_workers(self) -> None:
+        self.pool_inqueue_put(None)
+
+    # -- looking at it -------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts; ``waiting`` and ``running`` in tasks, ``deaths`` of workers, ``pids``."""
+        engine = self._engine
+        with engine.lock:
+            return {
+                **super().statistics(),
+                "ready": sum(hand.accepting for hand in engine.sched.hands),
+                "waiting": engine.sched.waiting(),
+                "running": sum(hand.size for hand in engine.sched.hands),
+                "deaths": engine.died,
+                "pids": [slot.pid for slot in engine.slots],
+            }
+
+    def __repr__(self) -> str:
+        s = self.statistics()
+        return (
+            f"<{type(self).__name__} {self.name} {s['state']}, {s['ready']} of {s['workers']} "
+            f"workers ready, {s['waiting']} tasks waiting, {s['running']} running, "
+            f"{s['succeeded']} succeeded, {s['failed']} failed>"
+        )
+
+
+_MODES = {
+    (False, False): Mode.EACH,
+    (False, True): Mode.CHUNK,
+    (True, False): Mode.STAR,
+    (True, True): Mode.STARCHUNK,
+}
+
+
+class _Stream:
+    """Puts the tasks of an `imap` where the workers take them."""
+
+    def __init__(
+        self, engine: Engine, job: Job, window: Window, retries: int, recurse: bool
+    ) -> None:
+        self._engine = engine
+        self._span = Span(job.number, job.func, 0, (), retries)
+        self._span.feeder = window
+        self._next = 0
+        self._window = window
+        self._recurse = recurse
+
+    def put(self, index: int, task: Any) -> int:
+        payload = encode(task, recurse=self._recurse)
+        span = self._span
+        if index != self._next:
+            # An item between could not be sent: a span has no gaps.
+            old, self._span = span, Span(span.job, span.func, index, (), span.retries)
+            span = self._span
+            span.feeder = old.feeder
+        self._next = index + 1
+        span.items.append(payload)
+        # The engine looks at the items after it has marked a worker idle or the span as not
+        # queued, and we look at the marks after appending: one of us sees the other.
+        if not span.queued or self._engine.sched.idle:
+            self._engine.feed(span)
+        return len(payload)
+
+
+class _Orders:
+    """Makes the first message to each worker: what it is to be."""
+
+    def __init__(self, pool: Pool, launcher: Launcher, initializer: bytes | None) -> None:
+        contexts = pool._worker_contexts()
+        self._contexts = None if contexts is None else [pool._encode(c) for c in contexts]
+        self._bind = [dict(getattr(c, "env", None) or {}) for c in contexts or ()]
+        self._initializer = initializer
+        self._bare = launcher.bare
+        self._pool = pool.name
+        self._daemon = pool._daemon
+        self._recurse = pool._recurse
+        self._seed = pool._seed
+        self._threads = max(1, default_processes() // pool._size)
+
+    def __call__(self, index: int, generation: int) -> bytes:
+        process = multiprocessing.current_process()
+        orders = {
+            "index": index,
+            "pool": self._pool,
+            "name": f"{self._pool}-worker-{index}",
+            "environ": dict(os.environ),
+            "bind": self._bind[index] if self._bind else {},
+            "cwd": os.getcwd(),
+            "path": list(sys.path),
+            "argv": list(sys.argv),
+            "bare": self._bare,
+            "main": main_location() if main_is_importable() else None,
+            "daemon": self._daemon,
+            "authkey": bytes(process.authkey),
+            "recurse": self._recurse,
+            "seed": self._seed + f"/{index}/{generation}".encode(),
+            "threads": self._threads,
+            "initializer": self._initializer,
+            "context": None if self._contexts is None else self._contexts[index],
+        }
+        return pickle.dumps(orders)
+
+
+def _describe(jobs: dict[int, Job], number: int, index: int) -> str:
+    job = jobs.get(number)
+    return f"task {index}" if job is None else job.describe(index)
+
+
+def _launcher(context: BaseContext | str | None) -> Launcher:
+    """Return what starts the workers of a pool with this ``context=``."""
+    linux = sys.platform == "linux"
+    if context is None or context == "forkserver":
+        if linux:
+            preload = [name for name in PRELOAD if name in sys.modules]
+            return ForkServer.get(("xpool.worker.loop", "dill", *preload))
+        return ProcessLauncher(multiprocessing.get_context("spawn"))
+    if isinstance(context, str):
+        methods = multiprocessing.get_all_start_methods()
+        if context not in methods:
+            raise OptionError(f"context must be one of {methods}, not {context!r}")
+        context = multiprocessing.get_context(context)
+    if not hasattr(context, "Process"):
+        raise TypeError(
+            f"context must be the name of a start method or a multiprocessing context, "
+            f"not {context!r}"
+        )
+    if context.get_start_method() == "fork":
+        _refuse_fork_of_runtime()
+    return ProcessLauncher(context)
+
+
+def _refuse_fork_of_runtime() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise OptionError(
+            "context='fork': this process has initialised CUDA, which does not survive a fork; "
+            "leave context out, or use 'spawn'"
+        )
+
+
+def _only_by_inheritance(exc: BaseException) -> bool:
+    """Whether something could not be pickled because multiprocessing passes it on at start only."""
+    cause: BaseException | None = exc
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and "inheritance" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+_registered = threading.Event()
+
+
+def _register_at_exit() -> None:
+    if not _registered.is_set():
+        _registered.set()
+        atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    terminate_all()
+    ForkServer.stop_all()

@@ -1,0 +1,1 @@
+"""How messages cross the border between two processes."""

@@ -1,0 +1,90 @@
+"""The wire: what a frame looks like, in both directions.
+
+Both ends are the same build of the same code on the same machine, so the format has no version;
+the handshake compares `WIRE` all the same, since a worker's import path may find another xpool.
+
+To a worker::
+
+    kind u8, count u32, size u64 | body of `size` bytes
+    TASKS   count items: func u64, count sizes u64, then the payloads
+    FUNC    func u64, mode u8, payload of the function
+    FORGET  count function numbers u64
+    STOP    nothing
+    BOOT    first of all: what `xpool.worker.entry` needs, a pickled dict of builtins
+
+From a worker::
+
+    kind u8, errors u8, count u32, size u64, mark u64, nanos u64 | `size` bytes
+    ANSWER  `count` answers lie in the outbox, which now ends at `mark`; after them one more in the
+            body when size > 0 (an entry without its size).  `errors`: bit 0, some in the outbox
+            are errors; bit 1, the body is one.  `nanos`: time spent on all of these.
+    SKIPPED `count` items were not begun, as told
+    READY   body: pickled facts about the worker
+    FAILED  body: the exception that kept it from starting
+
+An entry in the outbox, and in the body of several answers: size u32 (top bit: it is an error),
+payload.  Answers come in the order in which the worker was given the items: no names are needed.
+"""
+
+from __future__ import annotations
+
+import struct
+
+__all__ = [
+    "ANSWER", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC", "FUNC_HEAD",
+    "OUTBOX_ERROR", "READY", "SKIPPED", "STOP", "TASKS", "TO_PARENT", "TO_WORKER", "U64", "WIRE",
+    "Mode", "boot_frame", "forget_frame", "func_frame", "stop_frame", "tasks_frame",
+]  # fmt: skip
+
+WIRE = 1
+
+TO_WORKER = struct.Struct("<BxxxIQ")
+TO_PARENT = struct.Struct("<BBxxIQQQ")
+FUNC_HEAD = struct.Struct("<QB")
+U64 = struct.Struct("<Q")
+ENTRY = struct.Struct("<I")
+ERROR_BIT = 0x8000_0000
+
+TASKS, FUNC, FORGET, STOP, BOOT = 1, 2, 3, 4, 5
+ANSWER, SKIPPED, READY, FAILED = 11, 12, 13, 14
+OUTBOX_ERROR, BODY_ERROR = 1, 2
+
+
+class Mode:
+    """How a function is applied to a payload; a call carries its own function."""
+
+    CALL = 0  # payload (func, args, kwds)
+    EACH = 1  # payload x: func(x)
+    STAR = 2  # payload args: func(*args)
+    CHUNK = 3  # payload [x, ...]: [func(x), ...]
+    STARCHUNK = 4  # payload [args, ...]: [func(*args), ...]
+
+
+def tasks_frame(func: int, items: list[bytes]) -> list[bytes]:
+    """Return the parts of a TASKS frame."""
+    n = len(items)
+    sizes = struct.pack(f"<Q{n}Q", func, *map(len, items))
+    size = len(sizes) + sum(map(len, items))
+    return [TO_WORKER.pack(TASKS, n, size) + sizes, *items]
+
+
+def func_frame(func: int, mode: int, payload: bytes) -> list[bytes]:
+    """Return the parts of a FUNC frame."""
+    head = FUNC_HEAD.pack(func, mode)
+    return [TO_WORKER.pack(FUNC, 1, len(head) + len(payload)) + head, payload]
+
+
+def forget_frame(funcs: list[int]) -> list[bytes]:
+    """Return the parts of a FORGET frame."""
+    n = len(funcs)
+    return [TO_WORKER.pack(FORGET, n, 8 * n) + struct.pack(f"<{n}Q", *funcs)]
+
+
+def boot_frame(body: bytes) -> list[bytes]:
+    """Return the parts of a BOOT frame."""
+    return [TO_WORKER.pack(BOOT, 1, len(body)), body]
+
+
+def stop_frame() -> list[bytes]:
+    """Return the parts of a STOP frame."""
+    return [TO_WORKER.pack(STOP, 0, 0)]

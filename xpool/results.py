@@ -1,0 +1,473 @@
+"""What a caller holds while workers work: results and iterators.
+
+Values arrive as `Parcel`: still pickled.  They are opened in the thread that asks for them, so
+that unpickling, which may run any code of the user's, never happens in the engine's thread.
+
+Waiting is done on a lock of the waiter's own: it puts the lock in a list and looks again; whoever
+completes the result sets it ready first and opens the locks then.  So one of the two sees the
+other, and neither needs a lock that an interrupt (Ctrl-C) could leave locked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xpool.errors import TimeoutError
+
+__all__ = [
+    "AsyncResult",
+    "IMapIterator",
+    "IMapUnorderedIterator",
+    "Job",
+    "MapResult",
+    "Parcel",
+    "Waiters",
+    "local",
+    "tasks_in",
+]
+
+# `local.blocking`, where a thread has it, is called before this thread waits for a result: a
+# thread that runs callbacks uses it to let others go on (see xpool.pool.callbacks).
+local = threading.local()
+
+
+class Parcel:
+    """Answers of one or more consecutive tasks, still pickled."""
+
+    __slots__ = ()
+
+    count: int
+    """How many tasks it answers."""
+
+    @abstractmethod
+    def open(self) -> list[Any]:
+        """Unpickle; return one value for each task.  May raise whatever unpickling raises."""
+
+
+def tasks_in(value: Any) -> int:
+    """Return how many tasks this value answers."""
+    return value.count if isinstance(value, Parcel) else 1
+
+
+class Waiters:
+    """The threads that wait for one thing.  See the module's text for why it is safe."""
+
+    __slots__ = ("_locks",)
+
+    def __init__(self) -> None:
+        self._locks: list[Any] = []
+
+    def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until `there()`, at most ``timeout`` seconds; return whether it is."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not there():
+            left = -1.0
+            if deadline is not None:
+                left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                if left <= 0:
+                    return False
+            lock = threading.Lock()
+            lock.acquire()
+            self._locks.append(lock)
+            try:
+                if not there():
+                    lock.acquire(timeout=left)
+            finally:
+                self._locks.remove(lock)
+        return True
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        for lock in list(self._locks):
+            try:
+                lock.release()
+            except RuntimeError:
+                continue  # woken already, and not yet gone from the list
+
+
+def _about_to_block() -> None:
+    blocking = getattr(local, "blocking", None)
+    if blocking is not None:
+        blocking()
+
+
+class Job:
+    """Something that was submitted and is answered task by task.
+
+    ``deliver`` and ``fail`` are called by one thread at a time, the engine's or one that drives
+    it for a moment; ``settled`` turns true there, once.
+    """
+
+    # Set by the pool: what `wait` calls first, to receive the answer in the caller's own thread.
+    _drive: Callable[[Any, float | None], None] | None = None
+
+    func = 0
+    """Number of the function that the workers keep for this job; 0: none."""
+
+    def __init__(self, number: int, label: str, pool: Any) -> None:
+        self.number = number
+        self.label = label
+        # Keeps the pool alive while its answer is awaited; let go when it has come.
+        self._pool = pool
+        self.settled = False
+        self._waiters = Waiters()
+
+    def describe(self, index: int) -> str:
+        """Say which task ``index`` is, for people."""
+        return f"task {index} of {self.label}"
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        """Take the answer of task ``index`` (or of several from there on); True when all are in."""
+        raise NotImplementedError
+
+    def fail(self, exc: BaseException) -> None:
+        """Answer everything that is not answered with ``exc``: the pool has ended."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let the callers have it."""
+        raise NotImplementedError
+
+    def answered(self) -> bool:
+        """Whether all tasks are answered; callers may not have woken yet."""
+        return self.settled
+
+    @property
+    def has_callback(self) -> bool:
+        """Whether something must be called before the callers wake."""
+        return False
+
+
+class AsyncResult(Job):
+    """The result of `apply_async`, as `multiprocessing.pool.AsyncResult`."""
+
+    def __init__(
+        self,
+        number: int,
+        label: str,
+        pool: Any,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+    ) -> None:
+        super().__init__(number, label, pool)
+        self._callback = callback
+        self._error_callback = error_callback
+        self._ready = False
+        self._success = True
+        self._value: Any = None
+        self._opening = threading.RLock()
+        self._opened = False
+        # Identity of the thread that runs the callback: for it the result is ready already.
+        self._calling: int | None = None
+
+    def __repr__(self) -> str:
+        state = "ready" if self._ready else "waiting"
+        return f"<{type(self).__name__} {self.label}, {state}>"
+
+    # -- the caller's side -------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Return whether the call has completed."""
+        return self._ready or self._calling == threading.get_ident()
+
+    def successful(self) -> bool:
+        """Return whether the call completed without an exception.
+
+        Raises:
+            ValueError: it has not completed.
+        """
+        if not self.ready():
+            raise ValueError(f"{self!r} has no result yet; call wait() or get() first")
+        self._open()
+        return self._success
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the result, at most ``timeout`` seconds (None: as long as it takes)."""
+        if self.ready():
+            return
+        if self._drive is not None:
+            began = time.monotonic()
+            self._drive(self, timeout)
+            if self._ready:
+                return
+            if timeout is not None:
+                timeout -= time.monotonic() - began
+        _about_to_block()
+        self._waiters.wait(self.ready, timeout)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Return the result when it arrives, or raise what the call raised.
+
+        Raises:
+            multiprocessing.TimeoutError: it has not arrived after ``timeout`` seconds.
+        """
+        self.wait(timeout)
+        if not self.ready():
+            raise TimeoutError(f"{self.label} has no result after {timeout} s")
+        self._open()
+        if self._success:
+            return self._value
+        raise self._value
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        with self._opening:
+            if self._opened:
+                return
+            try:
+                self._value = self._unpack(self._value)
+                if not self._success and not isinstance(self._value, BaseException):
+                    raise TypeError(f"a task failed with {self._value!r}, not an exception")
+            except Exception as exc:
+                self._success, self._value = False, exc
+            self._opened = True
+
+    def _unpack(self, value: Any) -> Any:
+        return value.open()[0] if isinstance(value, Parcel) else value
+
+    # -- the engine's side -------------------------------------------------------------------
+
+    def describe(self, index: int) -> str:
+        return self.label
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self.settled:
+            return False
+        self._success, self._value = ok, value
+        self.settled = True
+        return True
+
+    def fail(self, exc: BaseException) -> None:
+        if not self.settled:
+            self._success, self._value, self._opened = False, exc, True
+            self.settled = True
+
+    def release(self) -> None:
+        self._ready = True
+        self._pool = self._drive = None
+        self._callback = self._error_callback = None
+        self._waiters.wake()
+
+    @property
+    def has_callback(self) -> bool:
+        return self._callback is not None or self._error_callback is not None
+
+    def complete(self) -> None:
+        """Finish after the callback: strike it off the pool's list and wake the callers."""
+        pool = self._pool
+        if pool is not None:
+            pool._forget(self)
+        self.release()
+
+    def call_back(self) -> None:
+        """Run the callback that fits; it may raise.  Called before `release`, by one thread."""
+        self._calling = threading.get_ident()
+        try:
+            self._open()
+            call = self._callback if self._success else self._error_callback
+            if call is not None:
+                call(self._value)
+        finally:
+            self._calling = None
+
+
+class MapResult(AsyncResult):
+    """The result of `map_async` and `starmap_async`, as `multiprocessing.pool.MapResult`.
+
+    It is ready when every task has been answered; when some failed, `get` raises the error that
+    arrived first.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        label: str,
+        pool: Any,
+        tasks: int,
+        chunked: bool,
+        callback: Callable[[Any], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+    ) -> None:
+        super().__init__(number, label, pool, callback, error_callback)
+        self._left = tasks
+        self._chunked = chunked
+        self._pieces: dict[int, Any] = {}
+
+    def describe(self, index: int) -> str:
+        return f"{'chunk' if self._chunked else 'item'} {index} of {self.label}"
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self.settled:
+            return False
+        if not ok:
+            if self._success:
+                self._success, self._value = False, value
+            self._pieces.clear()
+        elif self._success:
+            self._pieces[index] = value
+        self._left -= tasks_in(value)
+        self.settled = self._left == 0
+        return self.settled
+
+    def _unpack(self, value: Any) -> Any:
+        if not self._success:
+            return super()._unpack(value)
+        out: list[Any] = []
+        for index in sorted(self._pieces):
+            piece = self._pieces.pop(index)
+            values = piece.open() if isinstance(piece, Parcel) else [piece]
+            if self._chunked:
+                for chunk in values:
+                    out.extend(chunk)
+            else:
+                out.extend(values)
+        return out
+
+
+class IMapIterator(Job, Iterator[Any]):
+    """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
+
+    def __init__(self, number: int, label: str, pool: Any, chunked: bool) -> None:
+        super().__init__(number, label, pool)
+        self._chunked = chunked
+        self._buffer: deque[Any] = deque()  # values to hand out next
+        self._arrived: dict[int, tuple[bool, Any]] = {}
+        self._next = 0  # index of the first task not yet moved to the buffer
+        self._length: int | None = None  # in tasks, when the input has ended
+        self._answered = 0
+        self._failure: BaseException | None = None
+        self._taking = threading.RLock()
+        # Called with the number of items handed out, where a buffersize is to be kept.
+        self.taken: Callable[[int], object] | None = None
+        self.chunksize = 1
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.label}>"
+
+    def __iter__(self) -> IMapIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.next()
+
+    def next(self, timeout: float | None = None) -> Any:
+        """Return the next result, waiting at most ``timeout`` seconds for it.
+
+        Raises:
+            StopIteration: there are no more.
+            multiprocessing.TimeoutError: it has not arrived in time.
+            Exception: what the task raised, or the input at this place.
+        """
+        deadline: float | None = None
+        while True:
+            try:
+                value = self._buffer.popleft()
+            except IndexError:
+                pass
+            else:
+                if self.taken is not None:
+                    self.taken(1)
+                return value
+            if self._move():
+                continue
+            if timeout is not None and deadline is None:
+                deadline = time.monotonic() + timeout
+            _about_to_block()
+            left = None if deadline is None else deadline - time.monotonic()
+            if not self._waiters.wait(self._movable, left):
+                raise TimeoutError(f"no next result of {self.label} after {timeout} s")
+
+    def _movable(self) -> bool:
+        return bool(
+            self._buffer
+            or self._next in self._arrived
+            or self._failure is not None
+            or self._next == self._length
+        )
+
+    def _move(self) -> bool:
+        """Bring the next piece that has arrived into the buffer; False when there is none yet."""
+        with self._taking:
+            if self._buffer:
+                return True
+            piece = self._take_piece()
+            if piece is None:
+                if self._next == self._length:
+                    raise StopIteration
+                if self._failure is not None:
+                    raise self._failure
+                return False
+            ok, value = piece
+            self._next += tasks_in(value)
+            values = value.open() if isinstance(value, Parcel) else [value]
+            if not ok:
+                if self.taken is not None:
+                    self.taken(self.chunksize)
+                raise values[0]
+            if self._chunked:
+                for chunk in values:
+                    self._buffer.extend(chunk)
+            else:
+                self._buffer.extend(values)
+            return True
+
+    def _take_piece(self) -> tuple[bool, Any] | None:
+        return self._arrived.pop(self._next, None)
+
+    # -- the engine's side -------------------------------------------------------------------
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self.settled:
+            return False
+        self._answered += tasks_in(value)
+        self._put(index, ok, value)
+        self._waiters.wake()
+        self.settled = self._answered == self._length
+        return self.settled
+
+    def _put(self, index: int, ok: bool, value: Any) -> None:
+        self._arrived[index] = ok, value
+
+    def end(self, length: int) -> bool:
+        """Note that the input had ``length`` tasks; True when all are answered already."""
+        self._length = length
+        self.settled = self._answered == length
+        self._waiters.wake()
+        return self.settled
+
+    def fail(self, exc: BaseException) -> None:
+        if not self.settled:
+            self._failure = exc
+            self.settled = True
+
+    def release(self) -> None:
+        self._pool = None
+        self._waiters.wake()
+
+
+class IMapUnorderedIterator(IMapIterator):
+    """The results of `imap_unordered`: as they come."""
+
+    def __init__(self, number: int, label: str, pool: Any, chunked: bool) -> None:
+        super().__init__(number, label, pool, chunked)
+        self._pieces: deque[tuple[bool, Any]] = deque()
+
+    def _movable(self) -> bool:
+        return bool(
+            self._buffer
+            or self._pieces
+            or self._failure is not None
+            or self._next == self._length
+        )
+
+    def _take_piece(self) -> tuple[bool, Any] | None:
+        return self._pieces.popleft() if self._pieces else None
+
+    def _put(self, index: int, ok: bool, value: Any) -> None:
+        self._pieces.append((ok, value))

@@ -1,0 +1,114 @@
+"""The first code of a worker: bind the device, and only then import the rest.
+
+Some packages start a device runtime when they are imported, and runtimes read their environment
+once.  So this module imports nothing but the standard library's small change: it receives its
+descriptors and its instructions, sets the environment, and then goes on to `xpool.worker.loop`.
+A test holds what may be imported here.
+
+How a worker comes by its descriptors, whatever started it: one end of a socket pair, over which
+the parent has sent four of them.
+
+====================  ======================================================================
+tasks, read end       frames from the parent; ends when the parent is gone
+answers, write end    frames to the parent
+lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
+outbox                the page of `xpool.queue.outbox`
+====================  ======================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from types import FrameType
+from typing import Any
+
+__all__ = ["main"]
+
+_HEAD = struct.Struct("<BxxxIQ")  # as in xpool.queue.messages, which is not to be imported yet
+
+
+def main(boot: int, inherited: tuple[Any, tuple[Any, ...]] | None = None) -> int:
+    """Be a worker until told to stop; return the exit code.
+
+    ``boot`` is the descriptor of the socket; ``inherited`` is (initializer, initargs) where
+    these could not be sent and came the way the process was started.
+    """
+    with socket.socket(fileno=boot) as sock:
+        _, fds, _, _ = socket.recv_fds(sock, 1, 4)
+    if len(fds) < 4:
+        return 0  # the parent was gone before it began
+    tasks, answers, lifeline, outbox = fds
+    die_with_parent(lifeline)
+    signal.signal(signal.SIGINT, _ignore)
+    head = _read(tasks, _HEAD.size)
+    orders: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
+    _bind(orders)
+
+    from xpool.worker.loop import run
+
+    return run(orders, tasks, answers, outbox, inherited)
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Ctrl-C goes to the whole process group; what becomes of the workers the parent decides.
+
+    A function, not SIG_IGN: programs that a task starts would inherit that.
+    """
+
+
+def _read(fd: int, n: int) -> bytes:
+    data = b""
+    while len(data) < n:
+        part = os.read(fd, n - len(data))
+        if not part:
+            raise SystemExit(0)  # the parent is gone
+        data += part
+    return data
+
+
+def die_with_parent(fd: int) -> None:
+    """Have this process killed when the other end of the pipe closes, whatever it is doing.
+
+    Linux sends a signal of our choice when a pipe's other end closes: no thread is needed that
+    might not get the interpreter, and a stopped process dies too.  Elsewhere a thread waits.
+    """
+    if sys.platform == "linux":
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+        try:
+            gone = os.read(fd, 1) == b""  # it may have closed before the signal was set up
+        except BlockingIOError:
+            gone = False
+        if gone:
+            os._exit(0)
+    else:
+        import threading
+
+        def wait() -> None:
+            os.read(fd, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=wait, name="xpool-lifeline", daemon=True).start()
+
+
+def _bind(orders: dict[str, Any]) -> None:
+    """Make this process what the parent is now: environment, folder, path; then the device's."""
+    environ = orders["environ"]
+    for name in set(os.environ) - set(environ):
+        del os.environ[name]
+    os.environ.update(environ)
+    os.environ.update(orders["bind"])
+    try:
+        os.chdir(orders["cwd"])
+    except OSError as exc:
+        print(f"xpool: worker cannot enter {orders['cwd']}: {exc}", file=sys.stderr)
+    sys.path[:] = orders["path"]
+    sys.argv[:] = orders["argv"]

@@ -1,0 +1,343 @@
+"""What a worker does: take tasks, run them, answer each.
+
+Nothing here is shared with another process but the pipes and the outbox, each with one writer; so
+a worker that is killed between any two instructions leaves nothing locked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from xpool.errors import ResultNotPicklable
+from xpool.pickle import decode, encode
+from xpool.pickle.exceptions import encode_exception
+from xpool.pickle.main import mark_replica
+from xpool.queue.channel import Source, write_all
+from xpool.queue.messages import (
+    ANSWER,
+    BODY_ERROR,
+    FAILED,
+    FORGET,
+    FUNC,
+    FUNC_HEAD,
+    OUTBOX_ERROR,
+    READY,
+    SKIPPED,
+    STOP,
+    TASKS,
+    TO_PARENT,
+    TO_WORKER,
+    U64,
+    WIRE,
+    Mode,
+)
+from xpool.queue.outbox import Outbox
+from xpool.worker import main_module
+from xpool.worker.context import WorkerInfo, enter
+
+__all__ = ["run"]
+
+SILENCE = 0.001
+"""Seconds that a finished answer may lie in the outbox while the worker goes on."""
+
+SMALL = 16 * 1024
+"""Bytes; a larger answer goes through the pipe at once."""
+
+
+def run(
+    orders: dict[str, Any],
+    tasks: int,
+    answers: int,
+    outbox: int,
+    inherited: tuple[Any, tuple[Any, ...]] | None,
+) -> int:
+    """Serve until told to stop; return the exit code."""
+    out = _Answers(answers, Outbox(outbox))
+    os.close(outbox)
+    try:
+        worker = _Worker(orders, Source(tasks), out, inherited)
+    except SystemExit as exc:
+        reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
+        out.frame(FAILED, encode_exception(reason, traceback.format_exc()))
+        return 1
+    except BaseException as exc:
+        out.frame(FAILED, encode_exception(exc, traceback.format_exc()))
+        return 1
+    out.frame(READY, encode({"wire": WIRE, "pid": os.getpid()}))
+    code = 0
+    try:
+        worker.serve()
+    except (EOFError, BrokenPipeError):
+        pass  # the parent is gone: nobody is left to tell
+    except SystemExit as exc:
+        out.ring()
+        code = _exit_code(exc)
+    _flush()
+    return code
+
+
+def _exit_code(exc: SystemExit) -> int:
+    if exc.code is None:
+        return 0
+    if isinstance(exc.code, int):
+        return exc.code & 0xFF
+    print(exc.code, file=sys.stderr)
+    return 1
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            continue  # closed or replaced by the task: there is nothing to save
+
+
+class _Answers:
+    """The way back: into the outbox while more work is in hand, through the pipe at the end."""
+
+    def __init__(self, fd: int, box: Outbox) -> None:
+        self.box = box
+        self._fd = fd
+        self._count = 0  # answers in the outbox that the parent was not told of
+        self._errors = 0
+        self._since = time.perf_counter()  # when the first of these was begun
+        self._rung = self._since
+
+    def frame(self, kind: int, body: bytes, count: int = 0) -> None:
+        head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
+        write_all(self._fd, [head + body])
+
+    def begin(self) -> None:
+        """Note the time before the first of some tasks: the worker has waited for it."""
+        if not self._count:
+            self._since = time.perf_counter()
+
+    def answer(self, payload: bytes, error: bool, last: bool) -> None:
+        """Answer the task in hand; ``last``: the next one has not come yet."""
+        if not last and len(payload) <= SMALL and self.box.append(payload, error):
+            self._count += 1
+            if error:
+                self._errors = OUTBOX_ERROR
+            if time.perf_counter() - self._rung > SILENCE:
+                self.ring()
+        else:
+            self.ring(payload, error)
+
+    def ring(self, payload: bytes = b"", error: bool = False) -> None:
+        """Tell the parent of all answers in the outbox, and of one more."""
+        if not self._count and not payload:
+            return
+        now = time.perf_counter()
+        nanos = int((now - self._since) * 1e9)
+        errors = self._errors | BODY_ERROR if error else self._errors
+        head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
+        self._count = self._errors = 0
+        self._since = self._rung = now
+        write_all(self._fd, [head + payload] if len(payload) < SMALL else [head, payload])
+
+    def skip(self, n: int) -> None:
+        self.ring()
+        self.frame(SKIPPED, b"", n)
+
+
+class _Worker:
+    def __init__(
+        self,
+        orders: dict[str, Any],
+        source: Source,
+        out: _Answers,
+        inherited: tuple[Any, tuple[Any, ...]] | None,
+    ) -> None:
+        self._source = source
+        self._out = out
+        self._seq = 0
+        self._funcs: dict[int, tuple[Callable[..., Any], int]] = {}
+        self._seeds = _Seeds(orders["seed"])
+        self._recurse: bool = orders["recurse"]
+        _become(orders)
+        mark_replica()
+        self._prefix: tuple[Any, ...] = ()
+        context = None
+        if orders["context"] is not None:
+            context = decode(orders["context"])
+            self._prefix = (context,)
+        enter(WorkerInfo(orders["index"], orders["pool"], context))
+        _use_threads(orders["threads"])
+        if hasattr(context, "env") and hasattr(context, "enter"):
+            context.enter()
+        self._seeds.sow()
+        if inherited is None:
+            inherited = decode(orders["initializer"])
+        initializer, initargs = inherited
+        self._seeds.sow()
+        if initializer is not None:
+            initializer(*initargs)
+
+    def serve(self) -> None:
+        read = self._source.read
+        while True:
+            kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
+            if kind == TASKS:
+                self._tasks(count, read(size))
+            elif kind == FUNC:
+                self._learn(read(size))
+            elif kind == FORGET:
+                for (number,) in U64.iter_unpack(read(size)):
+                    self._funcs.pop(number, None)
+            elif kind == STOP:
+                return
+
+    def _learn(self, body: bytes | bytearray) -> None:
+        """Keep a function for the tasks that will name it; one that cannot be had fails them."""
+        number, mode = FUNC_HEAD.unpack_from(body)
+        try:
+            func = decode(body[FUNC_HEAD.size :])
+        except Exception as exc:
+            func = _Unavailable(exc)
+        self._seeds.sow()
+        if self._prefix:
+            func = _Prefixed(func, self._prefix)
+        self._funcs[number] = func, mode
+
+    def _tasks(self, count: int, body: bytes | bytearray) -> None:
+        sizes = struct.unpack_from(f"<{count + 1}Q", body)
+        at = 8 * (count + 1)
+        func, mode = self._funcs[sizes[0]] if sizes[0] else (None, Mode.CALL)
+        out, enter_item = self._out, self._out.box.enter
+        out.begin()
+        for k in range(1, count + 1):
+            seq = self._seq
+            if not enter_item(seq):
+                self._seq += count + 1 - k
+                out.skip(count + 1 - k)
+                return
+            self._seq = seq + 1
+            stop = at + sizes[k]
+            payload, error = self._run(func, mode, body[at:stop] if count > 1 else body[at:])
+            at = stop
+            out.answer(payload, error, k == count)
+
+    def _run(self, func: Any, mode: int, payload: bytes | bytearray) -> tuple[bytes, bool]:
+        try:
+            task = decode(payload)
+            if mode == Mode.EACH:
+                value = func(task)
+            elif mode == Mode.CALL:
+                func, args, kwds = task
+                value = func(*self._prefix, *args, **kwds)
+            elif mode == Mode.CHUNK:
+                value = list(map(func, task))
+            elif mode == Mode.STAR:
+                value = func(*task)
+            else:
+                value = [func(*args) for args in task]
+        except SystemExit:
+            raise
+        except BaseException as exc:
+            return encode_exception(exc, _worker_traceback(exc)), True
+        del task
+        try:
+            return encode(value, recurse=self._recurse), False
+        except SystemExit:
+            raise
+        except BaseException as exc:
+            cause = exc.__cause__ or exc
+            failure = ResultNotPicklable(cause, _short_repr(value))
+            return encode_exception(failure, _worker_traceback(exc)), True
+
+
+def _worker_traceback(exc: BaseException) -> str:
+    """Return the traceback as text, without the frames of this file at its top."""
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(type(exc), exc, tb))
+
+
+def _short_repr(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as exc:
+        text = f"<{type(value).__name__}, whose repr raised {exc!r}>"
+    return text if len(text) <= 500 else text[:500] + "..."
+
+
+class _Prefixed:
+    """A function that gets the worker's context in front of its arguments."""
+
+    __slots__ = ("_func", "_prefix")
+
+    def __init__(self, func: Callable[..., Any], prefix: tuple[Any, ...]) -> None:
+        self._func, self._prefix = func, prefix
+
+    def __call__(self, *args: Any) -> Any:
+        return self._func(*self._prefix, *args)
+
+
+class _Unavailable:
+    """Stands for a function that could not be unpickled here: its tasks fail with the reason."""
+
+    __slots__ = ("_exc",)
+
+    def __init__(self, exc: Exception) -> None:
+        self._exc = exc
+
+    def __call__(self, *args: Any) -> Any:
+        raise self._exc
+
+
+def _become(orders: dict[str, Any]) -> None:
+    """Be the process that `multiprocessing` would have made: name, key, ``__main__``."""
+    if orders["bare"]:
+        # Made by the fork server: not yet a process as multiprocessing knows it.
+        import multiprocessing
+
+        process = multiprocessing.current_process()
+        process.name = orders["name"]
+        process.authkey = orders["authkey"]
+        process.daemon = orders["daemon"]
+        main_module.install(orders["main"])
+
+
+def _use_threads(n: int) -> None:
+    """Take this worker's share of the cores; a number that the user set wins."""
+    torch = sys.modules.get("torch")
+    if torch is not None and n and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(n)
+    if n:
+        os.environ.setdefault("OMP_NUM_THREADS", str(n))
+
+
+class _Seeds:
+    """Gives each random generator its seed, when the module that has it is there.
+
+    A preloaded server would hand each worker the same state; and with `seed=` given, all is
+    derived from it, also for modules that a task imports only later.
+    """
+
+    def __init__(self, seed: bytes) -> None:
+        self._seed = seed
+        self._todo = ["random", "numpy.random", "torch"]
+
+    def sow(self) -> None:
+        for name in self._todo[:]:
+            module = sys.modules.get(name)
+            if module is None:
+                continue
+            self._todo.remove(name)
+            number = int.from_bytes(hashlib.sha256(self._seed + name.encode()).digest()[:8], "big")
+            if name == "random":
+                random.seed(number)
+            elif name == "numpy.random":
+                module.seed(number & 0xFFFF_FFFF)
+            else:
+                module.manual_seed(number & 0x7FFF_FFFF_FFFF_FFFF)

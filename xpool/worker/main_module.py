@@ -1,0 +1,71 @@
+"""The worker's own ``__main__``: the caller's script, run when something of it is needed.
+
+A function of the caller's ``__main__`` that travels by reference must be found in the worker's.
+`multiprocessing` runs the whole script again in every child, needed or not.  Here it is run when
+the first name of it is looked up, under the name ``__mp_main__`` as there, so that the part behind
+``if __name__ == "__main__"`` is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+import types
+from typing import Any
+
+__all__ = ["install", "is_running"]
+
+
+class _Main(types.ModuleType):
+    """A ``__main__`` that fills itself at the first name it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        where = self.__dict__.pop("_xpool_where", None)
+        if where is None or (name.startswith("__") and name.endswith("__")):
+            if where is not None:
+                self.__dict__["_xpool_where"] = where
+            raise AttributeError(f"module '__main__' of the worker has no attribute {name!r}")
+        self.__dict__["_xpool_running"] = True
+        try:
+            _run(where, self.__dict__)
+        except BaseException:
+            self.__dict__["_xpool_where"] = where  # the next task gets the same, true reason
+            raise
+        finally:
+            self.__dict__["_xpool_running"] = False
+        return getattr(self, name)
+
+
+def _run(where: tuple[str, str], namespace: dict[str, Any]) -> None:
+    kind, place = where
+    if kind == "path":
+        with io.open_code(place) as file:
+            code: Any = compile(file.read(), place, "exec")
+        namespace["__file__"] = place
+    else:
+        spec = importlib.util.find_spec(place)
+        loader: Any = spec.loader if spec is not None else None
+        code = loader.get_code(place) if loader is not None else None
+        if spec is None or code is None:
+            raise ImportError(f"the program's main module {place!r} is not found in the worker")
+        namespace.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent)
+    namespace["__name__"] = "__mp_main__"
+    exec(code, namespace)
+
+
+def install(where: tuple[str, str] | None) -> None:
+    """Put a fresh ``__main__`` in place.
+
+    ``where`` is ("path", file) or ("name", module) to run for its names, or None: then it stays
+    empty, and what the caller defines in its own arrives by value.
+    """
+    module = _Main("__main__")
+    if where is not None:
+        module.__dict__["_xpool_where"] = where
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+
+
+def is_running() -> bool:
+    """Say whether this worker is just now running the caller's script for its names."""
+    return bool(sys.modules["__main__"].__dict__.get("_xpool_running", False))

@@ -1,0 +1,122 @@
+"""The fork server: a process that has imported what workers need, and forks when asked.
+
+A worker forked from it starts in milliseconds and shares the pages of torch, while the program
+itself, with its threads and devices, is never forked.  `multiprocessing` has such a server too;
+this one has no socket with a name (only its parent can ask), may be had once for each set of
+preloaded modules, and tells of a death at once, with its exit status.
+
+Run as ``python -m xpool.worker.server FD MODULE...``; FD is one end of a SOCK_SEQPACKET pair.  A
+request is one byte with two descriptors: the worker's boot socket, and a pipe on which the server
+writes the worker's pid and later its wait status, each as 8 bytes.  When the parent closes its end
+the server ends; its workers have lifelines of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+
+from xpool.worker import entry
+
+__all__ = ["main"]
+
+
+def main(fd: int, preload: list[str]) -> int:
+    """Serve until the parent closes its end; a child that is forked returns its own exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in preload:
+        try:
+            importlib.import_module(name)
+        except Exception as exc:
+            # The worker that needs it will raise the same, where it can be attributed.
+            print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
+    gc.collect()
+    gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
+    wake_r, wake_w = os.pipe()
+    os.set_blocking(wake_r, False)
+    os.set_blocking(wake_w, False)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, _note)
+    statuses: dict[int, int] = {}
+    with socket.socket(fileno=fd) as sock, selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        selector.register(wake_r, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not sock:
+                    _drain(wake_r)
+                    _reap(statuses)
+                    continue
+                request, fds, _, _ = socket.recv_fds(sock, 1, 2)
+                if not request:
+                    return 0
+                boot, status = fds
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    selector.close()
+                    for other in (sock.detach(), wake_r, wake_w, status, *statuses.values()):
+                        os.close(other)
+                    return _child(boot)
+                os.close(boot)
+                statuses[pid] = status
+                _tell(status, pid)
+
+
+def _note(signum: int, frame: object) -> None:
+    """Let the wake-up descriptor do its work; the default would not write to it."""
+
+
+def _child(boot: int) -> int:
+    code = 1
+    try:
+        code = entry.main(boot)
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        # Not back through the server's frames, nor its interpreter's end: torch's takes long.
+        os._exit(code)
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 512):
+            continue
+    except BlockingIOError:
+        return
+
+
+def _reap(statuses: dict[int, int]) -> None:
+    while True:
+        try:
+            # Tell first and reap then: as long as the parent has not been told, the pid is ours.
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if info is None:
+            return
+        fd = statuses.pop(info.si_pid, None)
+        if fd is not None:
+            exited = info.si_code == os.CLD_EXITED
+            _tell(fd, info.si_status if exited else -info.si_status)
+            os.close(fd)
+        os.waitpid(info.si_pid, 0)
+
+
+def _tell(fd: int, number: int) -> None:
+    try:
+        os.write(fd, number.to_bytes(8, "little", signed=True))
+    except BrokenPipeError:
+        return  # the parent has lost interest in this worker
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
