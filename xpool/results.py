@@ -103,8 +103,6 @@ class Job:
     it for a moment; ``settled`` turns true there, once.
     """
 
-    # Set by the pool: what `wait` calls first, to receive the answer in the caller's own thread.
-    _drive: Callable[[Any, float | None], None] | None = None
 
     func = 0
     """Number of the function that the workers keep for this job; 0: none."""
@@ -190,13 +188,6 @@ class AsyncResult(Job):
         """Wait for the result, at most ``timeout`` seconds (None: as long as it takes)."""
         if self.ready():
             return
-        if self._drive is not None:
-            began = time.monotonic()
-            self._drive(self, timeout)
-            if self._ready:
-                return
-            if timeout is not None:
-                timeout -= time.monotonic() - began
         _about_to_block()
         self._waiters.wait(self.ready, timeout)
 
@@ -250,7 +241,7 @@ class AsyncResult(Job):
 
     def release(self) -> None:
         self._ready = True
-        self._pool = self._drive = None
+        self._pool = None
         self._callback = self._error_callback = None
         self._waiters.wake()
 

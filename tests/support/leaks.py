@@ -146,5 +146,16 @@ class Snapshot:
             eventually(lambda: not self.more_fds(), "descriptors", min(left(), 2.0))
         except AssertionError:
             found += [f"descriptor {fd}: {to}" for fd, to in sorted(self.more_fds().items())]
-        found += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm]
-        return found
+        return found + sorted(self._more_shm())
+
+    def _more_shm(self) -> set[str]:
+        """Return names in /dev/shm that are new and that no stranger has mapped."""
+        new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm}
+        if new:
+            ours = descendants() | {os.getpid()}
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                if int(pid) not in ours:
+                    maps = _read(pid, "maps").decode(errors="replace")
+                    new -= {name for name in new if name in maps}
+        # A stranger's that was put away meanwhile.
+        return {name for name in new if os.path.exists(name)}

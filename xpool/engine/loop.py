@@ -34,7 +34,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from xpool.errors import InternalError, WorkerDied, WorkerStartFailed
+from xpool.engine.interrupt import uninterrupted
+from xpool.errors import InternalError, WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
 from xpool.fleet.slot import Slot
 from xpool.jobs.scheduler import Grant, Scheduler, Span
@@ -131,24 +132,29 @@ class Engine:
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
         self._next_look: float | None = None
+        self._driven: dict[int, Slot] = {}  # by job: whose answer a caller receives himself
         self._ending = False  # no process is started any more
         self._closed = False
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
-    def submit(self, span: Span) -> int | None:
-        """Queue a span and give it to whoever is idle; return a worker that got some of it.
+    @uninterrupted
+    def submit(self, span: Span) -> None:
+        """Queue a span and give it to whoever is idle.
 
         A span that is bound to worker -1 is bound to the one with the least to do.
         """
         with self.lock:
-            if self._ending:
-                return None
+            self._put(span)
+
+    def _put(self, span: Span, driven: bool = False) -> None:
+        if not self._ending:
             if span.bound is not None and span.bound < 0:
                 span.bound = self.sched.least_loaded()
             self.sched.put(span)
-            return self._give_idle(span.job)
+            self._give_idle(span.job if driven else 0)
 
+    @uninterrupted
     def feed(self, span: Span) -> None:
         """See to it that a span to which items were appended is queued, and idle workers get it."""
         with self.lock:
@@ -157,6 +163,7 @@ class Engine:
                     self.sched.put(span)
                 self._give_idle()
 
+    @uninterrupted
     def learn(self, mode: int, payload: bytes) -> int:
         """Keep a function for the workers; return the number that spans call it by."""
         with self.lock:
@@ -164,6 +171,7 @@ class Engine:
             self._funcs[self._numbers] = mode, payload
             return self._numbers
 
+    @uninterrupted
     def forget(self, func: int) -> None:
         """Let workers drop a function: its job is done."""
         with self.lock:
@@ -173,48 +181,77 @@ class Engine:
                     slot.known.discard(func)
                     slot.forget.append(func)
 
+    @uninterrupted
     def wake(self) -> None:
         """Make the engine's thread look at the clock and the pool's state again."""
+        with self.lock:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        if not self._closed:
+            self.drop()
+
+    def drop(self) -> None:
+        """As `wake`, without a lock: for the garbage collector, while the pool has not ended."""
         try:
             os.write(self._wake_w, b"!")
         except BlockingIOError:
             return  # it has not yet seen the last ones
 
-    def drive(self, w: int, done: Callable[[], bool], pump: Callable[[], None], until: float | None) -> None:
-        """Receive from worker ``w`` in the calling thread until `done()`, ``until``, or a death.
+    # -- a caller that waits for one answer receives it himself ------------------------------------
+    #
+    # That saves the turn of the engine's thread: two context switches of the three that an answer
+    # costs beyond the pipe itself.  A driven slot's pipe is muted for the engine's thread, and
+    # stays so while the worker is idle, since nothing is expected from it; what must be seen at
+    # any time, its death, comes by the sentinel.
 
-        A thread that waits for one answer saves the engine's thread a turn: two context switches
-        of the three that an answer costs beyond the pipe itself.
+    def call(self, span: Span, done: Callable[[], bool], pump: Callable[[], None]) -> None:
+        """Submit a span of one task, and receive its answer in this thread if it is sent at once.
+
+        Returns when `done()`, or when the answer will come by the engine's thread.
         """
-        slot, hand = self.slots[w], self.sched.hands[w]
-        with self.lock:
-            if slot.driven or slot.state is not WorkerStates.READY or self._ending:
-                return
-            poller, fd, generation = slot.poller, slot.inlet.fd, slot.generation
-            if fd not in self._handlers:
-                return
-            slot.driven = True
-            self._epoll.modify(fd, 0)
         try:
-            while not done() and hand.size:  # an empty hand: the engine's thread has our answer
-                left = None if until is None else max(0.0, until - time.monotonic())
-                events = poller.poll(None if left is None else left * 1000)
-                if not events and left == 0.0:
+            slot = self._put_driven(span)
+            while slot is not None and not done():
+                if not self._receive_driven(slot, span.job, slot.poller.poll()):
                     return
-                with self.lock:
-                    # Its sentinel, or another process in the slot: a death is for the engine.
-                    if slot.generation != generation or any(which != fd for which, _ in events):
-                        return
-                    self._receive(slot)
                 pump()
         finally:
-            with self.lock:
-                slot.driven = False
-                if slot.generation == generation and fd in self._handlers:
-                    self._epoll.modify(fd, select.EPOLLIN)
+            self._let_go(span.job)
+
+    @uninterrupted
+    def _put_driven(self, span: Span) -> Slot | None:
+        with self.lock:
+            self._put(span, driven=True)
+            return self._driven.get(span.job)
+
+    @uninterrupted
+    def _receive_driven(self, slot: Slot, job: int, events: list[tuple[int, int]]) -> bool:
+        with self.lock:
+            # Its sentinel, or no longer ours: a death is for the engine's thread.
+            if slot.driven != job or any(fd != slot.inlet.fd for fd, _ in events):
+                return False
+            self._receive(slot)
+            return True
+
+    @uninterrupted
+    def _let_go(self, job: int) -> None:
+        with self.lock:
+            slot = self._driven.pop(job, None)
+            if slot is not None and slot.driven == job:
+                slot.driven = 0
+                if self.sched.hands[slot.index].size or slot.state is not WorkerStates.READY:
+                    # What else it holds is for the engine's thread again.
+                    self._mute(slot, False)
+
+    def _mute(self, slot: Slot, muted: bool) -> None:
+        if slot.muted != muted and slot.handle is not None and slot.inlet.fd in self._handlers:
+            slot.muted = muted
+            self._epoll.modify(slot.inlet.fd, 0 if muted else select.EPOLLIN)
 
     # -- starting and stopping -------------------------------------------------------------------
 
+    @uninterrupted
     def start_missing(self) -> bool:
         """Start a process in every empty slot; True when there was one."""
         with self.lock:
@@ -255,6 +292,7 @@ class Engine:
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
+    @uninterrupted
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""
         with self.lock:
@@ -262,13 +300,14 @@ class Engine:
             for slot in self.slots:
                 if slot.state in (WorkerStates.READY, WorkerStates.STARTING):
                     self._retire(slot)
-        self.wake()
+            self._rouse()
 
     def _retire(self, slot: Slot) -> None:
         slot.happens(WorkerEvent.RETIRE)
         self.sched.retire(slot.index)
         self._send(slot, stop_frame())
 
+    @uninterrupted
     def terminate(self) -> None:
         """Stop all workers now: asked first, and killed a moment later if they do not."""
         with self.lock:
@@ -283,13 +322,14 @@ class Engine:
                     slot.stopping_since = now
                     slot.handle.signal(15)
             self._look_by(now + STOP_GRACE)
-        self.wake()
+            self._rouse()
 
     @property
     def ended(self) -> bool:
         """Whether no process is left and none will come."""
         return self._ending and all(s.handle is None for s in self.slots)
 
+    @uninterrupted
     def close(self) -> None:
         """Let go of the engine's own descriptors; all workers have ended."""
         with self.lock:
@@ -400,16 +440,19 @@ class Engine:
                 # It has nothing, others have something in hand: are they sitting on it?
                 self._look_by(time.monotonic() + GRACE, also=self._deep)
 
-    def _give_idle(self, job: int = 0) -> int | None:
-        """Send what waits to the idle; return a worker that got some of ``job``."""
-        who = None
+    def _give_idle(self, driven: int = 0) -> None:
+        """Send what waits to the idle; who gets the job ``driven`` will be driven."""
         for w, grant in self.sched.next_grants():
-            self._give(self.slots[w], grant)
-            if grant.job == job:
-                who = w
-        return who
+            slot = self.slots[w]
+            if grant.job == driven:
+                self._mute(slot, True)
+                slot.driven = driven
+                self._driven[driven] = slot
+            self._give(slot, grant)
 
     def _give(self, slot: Slot, grant: Grant) -> None:
+        if slot.muted and not slot.driven:
+            self._mute(slot, False)
         if slot.forget:
             self._send(slot, forget_frame(slot.forget))
             slot.forget = []
@@ -511,8 +554,6 @@ class Engine:
         if isinstance(cause, BaseException):
             reason = f"{type(cause).__name__}: {cause}"
         else:
-            from xpool.errors import exit_reason
-
             reason = (
                 f"its process ended with {exit_reason(exitcode)} before it was ready; look at its "
                 'output on stderr. A script must keep its own work behind if __name__ == "__main__":'
@@ -531,7 +572,7 @@ class Engine:
                 slot.look_at = when
         if self._next_look is None or when < self._next_look:
             self._next_look = when
-            self.wake()
+            self.drop()
 
     def _look_around(self) -> None:
         now = time.monotonic()

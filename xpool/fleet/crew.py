@@ -100,6 +100,8 @@ class ThreadCrew:
         """Make `wait` return."""
         self._signal.release()
 
+    drop = wake
+
     def release(self) -> None:
         """Let each thread end when the queue is empty."""
         self._ending = True

@@ -65,7 +65,8 @@ class Slot:
         self.seen = (0, 0)
         self.ahead = 0
         self.revoking = False
-        self.driven = False  # a caller's thread receives from it for the moment
+        self.driven = 0  # the job whose caller receives from it himself; 0: none
+        self.muted = False  # its pipe does not wake the engine's thread
 
     def happens(self, event: WorkerEvent) -> None:
         """Go to the state that follows."""
@@ -93,11 +94,14 @@ class Slot:
         theirs: list[int] = []
         try:
             task_r, task_w = os.pipe()
-            theirs.append(task_r), mine.append(_mine(task_w))
+            theirs.append(task_r)
+            mine.append(_mine(task_w))
             answer_r, answer_w = os.pipe()
-            theirs.append(answer_w), mine.append(_mine(answer_r))
+            theirs.append(answer_w)
+            mine.append(_mine(answer_r))
             life_r, life_w = os.pipe()
-            theirs.append(life_r), mine.append(_mine(life_w))
+            theirs.append(life_r)
+            mine.append(_mine(life_w))
             page = make_file()
             theirs.append(page)
             os.set_blocking(task_w, False)

@@ -24,6 +24,8 @@ _PARTS = 100  # parts tried at each level
 
 def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> TaskNotPicklable:
     """The error to raise when nothing can pickle an object because of ``error``."""
+    from xpool.pickle.pickler import fails
+
     path, culprit = "", obj
     if not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
         _busy.looking = True
@@ -31,6 +33,8 @@ def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> TaskNot
             path, culprit = _descend(obj)
         finally:
             _busy.looking = False
+        if culprit is not obj:
+            error = fails(culprit) or error
     kind = type(culprit).__qualname__
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     what = f"{article} {kind} object ({_repr(culprit)})"
@@ -42,7 +46,9 @@ def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> TaskNot
         hint = "The object is nested too deeply; send it in flatter form."
     else:
         hint = _HINTS.get(kind, _HINT)
-    return TaskNotPicklable(f"{text} {hint}")
+    refused = TaskNotPicklable(f"{text} {hint}")
+    refused.__cause__ = error
+    return refused
 
 
 _HINT = (

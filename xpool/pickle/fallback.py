@@ -6,6 +6,7 @@ used nor changed.  The same reducers as in the C pickler come first.
 
 from __future__ import annotations
 
+import copyreg
 import io
 from functools import lru_cache
 from importlib import import_module
@@ -42,7 +43,6 @@ def _pickler_class() -> Any:
 
     class DillPickler(dill.Pickler):  # type: ignore[misc, name-defined]
         recurse = False
-        dill = True
         blob = False
         tensors: Any = None
 
@@ -66,7 +66,10 @@ def _pickler_class() -> Any:
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
             if kind.__module__.partition(".")[0] == "numpy":
                 # dill has ways of its own for these, which know nothing of buffers.
-                return obj.__reduce_ex__(5) if not isinstance(obj, type) else NotImplemented
+                if isinstance(obj, type):
+                    return reducer_override(self, obj)
+                reduce = copyreg.dispatch_table.get(kind)
+                return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
             return reducer_override(self, obj)
 
         def save_global(self, obj: Any, name: str | None = None) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xpool.pickle import main
-from xpool.pickle.hooks import LAZY, Context, NeedsDill, by_name, register, static_modules
+from xpool.pickle.hooks import LAZY, Context, by_name, register, static_modules
 
 __all__ = ["global_names"]
 
@@ -47,8 +47,11 @@ def global_names(code: CodeType) -> frozenset[str]:
 # -- functions ----------------------------------------------------------------------------
 
 
+_NO_MODULE = ModuleType("no module")
+
+
 class _Space:
-    """Globals that belong to no module: one dict in the receiver for each here."""
+    """Globals that belong to no module, or with `recurse`: one dict there for each here."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -69,20 +72,16 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
     name = by_name(function)
     if name is not None:
         return name
-    if pickler.recurse:
-        if pickler.dill:
-            return NotImplemented
-        raise NeedsDill(f"{function!r} is to be pickled with recurse=True")
     names = global_names(function.__code__)
     values = function.__globals__
-    module = values.get("__name__")
+    module: Any = values.get("__name__")
     state: dict[str, Any] = {}
     space: Any
-    if values is main.namespace():
+    if not pickler.recurse and values is main.namespace():
         # True: the receiver has to run the script first.
         space = main.main_is_importable() and any(name in values for name in names)
         pickler.names |= names
-    elif isinstance(module, str) and getattr(sys.modules.get(module), "__dict__", 0) is values:
+    elif not pickler.recurse and vars(sys.modules.get(module, _NO_MODULE)) is values:
         space = module
     else:
         space = pickler.spaces.get(id(values))

@@ -22,7 +22,6 @@ __all__ = [
     "LAZY",
     "REDUCERS",
     "Context",
-    "NeedsDill",
     "by_name",
     "goes_by_name",
     "reducer_override",
@@ -34,8 +33,7 @@ __all__ = [
 class Context(Protocol):
     """State of one run of a pickler, as the reducers see it."""
 
-    recurse: bool  # functions carry their own copies of the globals they use
-    dill: bool  # this is dill's pickler
+    recurse: bool  # functions take along copies of the globals that they use
     blob: bool  # a class definition is being pickled: by-value classes are written out
     names: set[str]  # globals of __main__ that the by-value functions and classes use
     spaces: dict[int, Any]  # globals that belong to no module, by id
@@ -43,10 +41,6 @@ class Context(Protocol):
 
 
 Reducer = Callable[[Any, Any], Any]
-
-
-class NeedsDill(Exception):
-    """Raised inside the C pickler to have the graph pickled again by dill's."""
 
 
 REDUCERS: dict[type, Reducer] = {}

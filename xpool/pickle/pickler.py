@@ -52,7 +52,6 @@ class _FastPickler(pickle.Pickler):
     """The C pickler, made to be used again and again."""
 
     recurse = False
-    dill = False
     blob = False
 
     def __init__(self, policy: Policy) -> None:
@@ -241,8 +240,8 @@ def _pickle(
             return _finish(fast, obj, policy, blob)
     if isinstance(error, XPoolError):
         raise error
-    if not isinstance(error, (PicklingError, TypeError, AttributeError, hooks.NeedsDill)):
-        raise diagnose.refusal(obj, error) from error
+    if not isinstance(error, (PicklingError, TypeError, AttributeError)):
+        raise diagnose.refusal(obj, error)
     return _by_dill(obj, policy, recurse, error, blob)
 
 
@@ -269,12 +268,11 @@ def _by_dill(obj: Any, policy: Policy, recurse: bool, error: Exception, blob: bo
             raise
         except ImportError as missing:
             if missing.name != "dill":
-                raise diagnose.refusal(obj, missing) from missing
-            raise diagnose.refusal(obj, error, no_dill=True) from error
+                raise diagnose.refusal(obj, missing)
+            raise diagnose.refusal(obj, error, no_dill=True)
         except Exception as second:
             # The first error is about the culprit unless dill could do what it names.
-            cause = error if type(error) is TypeError else second
-            raise diagnose.refusal(obj, cause) from cause
+            raise diagnose.refusal(obj, error if type(error) is TypeError else second)
         if slow.tensors is None or spans is not None or not slow.tensors.again:
             return result
         spans = slow.tensors.merged()
@@ -293,16 +291,16 @@ def _run_dill(
     return slow, _Result([file.getvalue()], buffers, slow.names)
 
 
-def fails(obj: Any) -> bool:
-    """Whether neither pickler can do it, for `diagnose`."""
+def fails(obj: Any) -> BaseException | None:
+    """Return the error when neither pickler can do an object: for `diagnose`."""
     try:
         _FastPickler(_PLAIN).dump(obj)
-    except Exception:
+    except Exception as error:
         try:
             _run_dill(obj, _PLAIN, False, False, None)
-        except Exception:
-            return True
-    return False
+        except Exception as second:
+            return error if type(error) is TypeError else second
+    return None
 
 
 def _message(result: _Result, policy: Policy, main_globals: bool) -> bytes:

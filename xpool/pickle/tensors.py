@@ -165,7 +165,7 @@ def _shared(pickler: Context, torch: Any, tensor: Any, plain: Any, flags: int) -
         return _alone(torch, plain, flags)
     whole = torch.empty(0, dtype=torch.uint8).set_(storage, base, (end - base,), (1,))
     buffer = PickleBuffer(_array(whole))
-    return buffer, _name(plain), tuple(plain.shape), strides, start - base, flags
+    return buffer, _name(plain), tuple(plain.shape), plain.stride(), start - base, flags
 
 
 def _no_repeats(tensor: Any) -> bool:
@@ -184,7 +184,8 @@ def _alone(torch: Any, plain: Any, flags: int) -> Any:
     plain = plain.contiguous()
     name, shape = _name(plain), tuple(plain.shape)
     if name not in _OF_NUMPY:
-        plain = plain.view(-1).view(torch.uint8)
+        # Not view(-1): that keeps the odd stride that an axis of length 1 may have.
+        plain = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     return PickleBuffer(_array(plain)), name, shape, None, 0, flags
 
 
@@ -211,7 +212,7 @@ def _tensor(buffer: Any, dtype: str, shape: Any, strides: Any, offset: int, flag
     kind = getattr(torch, dtype)
     if buffer is None:
         made = torch.empty(shape, dtype=kind)
-    elif strides is None and not offset:
+    elif strides is None:
         size = 1
         for length in shape:
             size *= length
@@ -233,7 +234,7 @@ def _view(base: Any, offset: int, dtype: str, shape: Any, strides: Any, flags: i
 def _place(torch: Any, storage: Any, offset: int, kind: Any, shape: Any, strides: Any) -> Any:
     empty = torch.empty(0, dtype=kind)
     if strides is None:
-        return empty.set_(storage, offset // kind.itemsize, shape)
+        strides = torch.empty(shape, device="meta").stride()
     return empty.set_(storage, offset // kind.itemsize, shape, strides)
 
 

@@ -20,8 +20,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from xpool.engine import interrupt
+from xpool.engine.interrupt import uninterrupted
 from xpool.errors import InternalError, OptionError, PoolClosed, XPoolError
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.options import (
@@ -46,6 +48,14 @@ _numbers = itertools.count(1)
 _pools: weakref.WeakSet[BasePool] = weakref.WeakSet()
 
 
+class Terms(NamedTuple):
+    """How a job is to be run, beyond what it is."""
+
+    retries: int = 0
+    worker: int | None = None  # `P2PPool`: bound to this one; -1: to the least loaded
+    waits: bool = False  # the submitting thread waits for it at once
+
+
 class Crew(Protocol):
     """The workers of a pool, without the pool: what its thread may hold while it waits."""
 
@@ -57,6 +67,9 @@ class Crew(Protocol):
     def wake(self) -> None:
         """Make `wait` return."""
 
+    def drop(self) -> None:
+        """As `wake`, for the garbage collector: takes no lock."""
+
     def terminate(self) -> None:
         """Stop the workers now."""
 
@@ -64,6 +77,7 @@ class Crew(Protocol):
     def ended(self) -> bool:
         """Whether all workers have ended."""
 
+    @uninterrupted
     def close(self) -> None:
         """Let go of everything; all workers have ended."""
 
@@ -94,6 +108,7 @@ class BasePool(Hooks):
         name: str | None = None,
     ) -> None:
         self._state = PoolStates.TERMINATE  # should a check below raise: nothing runs
+        interrupt.install()
         self._size = resolve_processes(processes)
         if initializer is not None:
             check_callable("initializer", initializer)
@@ -177,7 +192,7 @@ class BasePool(Hooks):
 
         ``retries``: how often it may run again when its worker dies (also below).
         """
-        return self.apply_async(func, args, kwds, retries=retries).get()
+        return self._call(func, args, kwds, None, None, Terms(retries, waits=True)).get()
 
     def apply_async(
         self,
@@ -197,7 +212,7 @@ class BasePool(Hooks):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        return self._call(func, args, kwds, callback, error_callback, retries)
+        return self._call(func, args, kwds, callback, error_callback, Terms(retries))
 
     def map(
         self,
@@ -212,7 +227,7 @@ class BasePool(Hooks):
         A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
         The error of a task is raised when all have been answered.
         """
-        return self._map(func, iterable, chunksize, False, None, None, retries).get()  # type: ignore[no-any-return]
+        return self._map(func, iterable, chunksize, False, None, None, Terms(retries)).get()  # type: ignore[no-any-return]
 
     def map_async(
         self,
@@ -225,7 +240,7 @@ class BasePool(Hooks):
         retries: int = 0,
     ) -> MapResult:
         """As `map`, but return the result to come; callbacks as in `apply_async`."""
-        return self._map(func, iterable, chunksize, False, callback, error_callback, retries)
+        return self._map(func, iterable, chunksize, False, callback, error_callback, Terms(retries))
 
     def starmap(
         self,
@@ -236,7 +251,7 @@ class BasePool(Hooks):
         retries: int = 0,
     ) -> list[Any]:
         """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
-        return self._map(func, iterable, chunksize, True, None, None, retries).get()  # type: ignore[no-any-return]
+        return self._map(func, iterable, chunksize, True, None, None, Terms(retries)).get()  # type: ignore[no-any-return]
 
     def starmap_async(
         self,
@@ -249,7 +264,7 @@ class BasePool(Hooks):
         retries: int = 0,
     ) -> MapResult:
         """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
-        return self._map(func, iterable, chunksize, True, callback, error_callback, retries)
+        return self._map(func, iterable, chunksize, True, callback, error_callback, Terms(retries))
 
     def imap(
         self,
@@ -265,7 +280,7 @@ class BasePool(Hooks):
         ``buffersize``: at most so many items are drawn ahead of the consumer; None: as many as
         the workers have use for, and results wait without limit.
         """
-        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, retries)
+        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, Terms(retries))
 
     def imap_unordered(
         self,
@@ -277,7 +292,7 @@ class BasePool(Hooks):
         retries: int = 0,
     ) -> IMapUnorderedIterator:
         """As `imap`, with results as they come."""
-        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, retries)  # type: ignore[return-value]
+        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, Terms(retries))  # type: ignore[return-value]
 
     # -- from verb to job --------------------------------------------------------------------------
 
@@ -288,15 +303,14 @@ class BasePool(Hooks):
         kwds: Mapping[str, Any] | None,
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
-        retries: int,
-        bound: int | None = None,
+        terms: Terms,
     ) -> AsyncResult:
         self._check_running()
-        self._check_call(func, callback, error_callback, retries)
+        self._check_call(func, callback, error_callback, terms)
         job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
         self._enter(job, 1)
         try:
-            self._submit_call(job, func, tuple(args), dict(kwds or ()), retries, bound)
+            self._submit_call(job, func, tuple(args), dict(kwds or ()), terms)
         except Exception as exc:
             self._deliver(job.number, 0, False, exc)
         return job
@@ -309,10 +323,10 @@ class BasePool(Hooks):
         starred: bool,
         callback: Callable[[list[Any]], object] | None,
         error_callback: Callable[[BaseException], object] | None,
-        retries: int,
+        terms: Terms,
     ) -> MapResult:
         self._check_running()
-        self._check_call(func, callback, error_callback, retries)
+        self._check_call(func, callback, error_callback, terms)
         items: Sequence[Any]
         # Slices of a range stay ranges, and cost nothing to send.
         items = iterable if isinstance(iterable, (list, tuple, range)) else list(iterable)
@@ -334,7 +348,7 @@ class BasePool(Hooks):
         else:
             chunks = (items[i : i + size] for i in range(0, len(items), size))
         try:
-            self._submit_each(job, func, starred, size > 1, chunks, retries)
+            self._submit_each(job, func, starred, size > 1, chunks, terms)
         except Exception as exc:
             self._fail_jobs([job], exc)
         return job
@@ -346,10 +360,10 @@ class BasePool(Hooks):
         iterable: Iterable[Any],
         chunksize: int,
         buffersize: int | None,
-        retries: int,
+        terms: Terms,
     ) -> IMapIterator:
         self._check_running()
-        self._check_call(func, None, None, retries)
+        self._check_call(func, None, None, terms)
         size = check_chunksize(chunksize)
         if buffersize is not None:
             size = min(size, check_count("buffersize", buffersize))
@@ -373,14 +387,9 @@ class BasePool(Hooks):
                 pool._end(job, length, feeder)
 
         try:
-            put = self._open_stream(job, func, size > 1, window, retries)
+            put = self._open_stream(job, func, size > 1, window, terms)
         except Exception as exc:
-            error = exc
-
-            def put(index: int, task: Any) -> int:
-                raise error
-
-            iterable = (None,)
+            put, iterable = _raiser(exc), (None,)
         feeder = Feeder(iterable, size, window, put, fail, end, self.name)
         self._feeders.add(feeder)
         feeder.thread.start()
@@ -396,16 +405,17 @@ class BasePool(Hooks):
             "make a new pool"
         )
 
-    def _check_call(self, func: Any, callback: Any, error_callback: Any, retries: Any) -> None:
+    def _check_call(self, func: Any, callback: Any, error_callback: Any, terms: Terms) -> None:
         if not callable(func):
             check_callable("func", func)
         if callback is not None:
             check_callable("callback", callback)
         if error_callback is not None:
             check_callable("error_callback", error_callback)
-        if retries:
-            check_count("retries", retries, least=0)
+        if terms.retries:
+            check_count("retries", terms.retries, least=0)
 
+    @uninterrupted
     def _enter(self, job: Job, tasks: int) -> None:
         with self._lock:
             self._check_running()
@@ -420,8 +430,7 @@ class BasePool(Hooks):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwds: dict[str, Any],
-        retries: int,
-        bound: int | None,
+        terms: Terms,
     ) -> None:
         self.pool_inqueue_put((job.number, 0, func, args, kwds))
 
@@ -432,7 +441,7 @@ class BasePool(Hooks):
         starred: bool,
         chunked: bool,
         chunks: Iterable[Any],
-        retries: int,
+        terms: Terms,
     ) -> None:
         for i, chunk in enumerate(chunks):
             try:
@@ -441,7 +450,7 @@ class BasePool(Hooks):
                 self._deliver(job.number, i, False, exc)
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, retries: int
+        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
     ) -> Callable[[int, Any], int]:
         """Return what the feeder calls with each task; it must not hold the pool."""
         ref = weakref.ref(self)
@@ -459,6 +468,7 @@ class BasePool(Hooks):
 
     # -- answers -----------------------------------------------------------------------------------
 
+    @uninterrupted
     def _pump(self, timeout: float = 0.0) -> None:
         """Deliver what has arrived, waiting at most ``timeout`` seconds for the first."""
         try:
@@ -469,6 +479,7 @@ class BasePool(Hooks):
         except queue.Empty:
             return
 
+    @uninterrupted
     def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
         with self._delivering:
             job = self._jobs.get(number)
@@ -483,6 +494,7 @@ class BasePool(Hooks):
             if job.deliver(index, ok, value):
                 self._complete(job)
 
+    @uninterrupted
     def _end(self, job: IMapIterator, length: int, feeder: Feeder) -> None:
         """The input of a stream has ended."""
         self._feeders.discard(feeder)
@@ -491,6 +503,7 @@ class BasePool(Hooks):
             if job.end(length) and job.number in self._jobs:
                 self._complete(job)
 
+    @uninterrupted
     def _complete(self, job: Job) -> None:
         if job.has_callback:
             assert isinstance(job, AsyncResult)
@@ -499,6 +512,7 @@ class BasePool(Hooks):
             self._forget(job)
             job.release()
 
+    @uninterrupted
     def _forget(self, job: Job) -> None:
         """Strike a job off; the engine's thread looks whether it was the last."""
         self._jobs.pop(job.number, None)
@@ -573,7 +587,7 @@ class BasePool(Hooks):
             return
         warnings.warn(f"{self!r} was dropped while it ran", ResourceWarning, source=self, stacklevel=2)
         if self._crew is not None:
-            self._crew.wake()
+            self._crew.drop()
         else:
             self.terminate_workers()
 
@@ -659,6 +673,15 @@ def _task(
     if starred:
         return number, index, star, (func, chunk), {}
     return number, index, func, (chunk,), {}
+
+
+def _raiser(exc: Exception) -> Callable[[int, Any], int]:
+    """Return what fails a stream whose function cannot be sent: at its first result."""
+
+    def put(index: int, task: Any) -> int:
+        raise exc
+
+    return put
 
 
 def _own(exc: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ from xpool.errors import OptionError
 from xpool.jobs.scheduler import Span
 from xpool.options import check_count
 from xpool.pickle import encode
+from xpool.pool.base import Terms
 from xpool.pool.feeder import Window
 from xpool.pool.process import _MODES, Pool
 from xpool.results import AsyncResult, Job
@@ -24,7 +25,7 @@ class P2PPool(Pool):
     its replacement.
     """
 
-    def apply(  # type: ignore[override]
+    def apply(
         self,
         func: Callable[..., Any],
         args: Iterable[Any] = (),
@@ -34,9 +35,10 @@ class P2PPool(Pool):
         retries: int = 0,
     ) -> Any:
         """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
-        return self.apply_async(func, args, kwds, worker=worker, retries=retries).get()
+        terms = self._terms(retries, worker, waits=True)
+        return self._call(func, args, kwds, None, None, terms).get()
 
-    def apply_async(  # type: ignore[override]
+    def apply_async(
         self,
         func: Callable[..., Any],
         args: Iterable[Any] = (),
@@ -52,12 +54,18 @@ class P2PPool(Pool):
         Raises:
             OptionError (a `ValueError`): there is no such worker.
         """
-        if worker is not None and check_count("worker", worker, least=0) >= self._size:
+        return self._call(
+            func, args, kwds, callback, error_callback, self._terms(retries, worker)
+        )
+
+    def _terms(self, retries: int, worker: int | None, waits: bool = False) -> Terms:
+        if worker is None:
+            return Terms(retries, -1, waits)
+        if check_count("worker", worker, least=0) >= self._size:
             raise OptionError(
                 f"worker must be from 0 to {self._size - 1} in this pool, not {worker}"
             )
-        bound = -1 if worker is None else worker
-        return self._call(func, args, kwds, callback, error_callback, retries, bound)
+        return Terms(retries, worker, waits)
 
     def _submit_span(self, span: Span) -> None:
         # The engine binds each item on its own, so they go to it one by one.
@@ -65,16 +73,16 @@ class P2PPool(Pool):
             self._engine.submit(Span(span.job, span.func, i, (item,), span.retries, -1))
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, retries: int
+        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
     ) -> Callable[[int, Any], int]:
         if not self._direct:
-            return super()._open_stream(job, func, chunked, window, retries)
+            return super()._open_stream(job, func, chunked, window, terms)
         engine, recurse = self._engine, self._recurse
         number = job.func = engine.learn(_MODES[False, chunked], self._encode(func))
 
         def put(index: int, task: Any) -> int:
             payload = encode(task, recurse=recurse)
-            span = Span(job.number, number, index, (payload,), retries, -1)
+            span = Span(job.number, number, index, (payload,), terms.retries, -1)
             span.feeder = window
             engine.submit(span)
             return len(payload)

@@ -10,7 +10,6 @@ import pickle
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -22,11 +21,11 @@ from xpool.jobs.scheduler import Span
 from xpool.options import check_share_method, default_processes
 from xpool.pickle import encode
 from xpool.pickle.main import main_is_importable, main_location
-from xpool.pool.base import BasePool, terminate_all
+from xpool.pool.base import BasePool, Terms, terminate_all
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
 from xpool.queue.messages import Mode
-from xpool.results import AsyncResult, Job
+from xpool.results import Job
 
 __all__ = ["Pool"]
 
@@ -171,23 +170,17 @@ class Pool(BasePool):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwds: dict[str, Any],
-        retries: int,
-        bound: int | None,
+        terms: Terms,
     ) -> None:
         if not self._direct:
-            super()._submit_call(job, func, args, kwds, retries, bound)
+            super()._submit_call(job, func, args, kwds, terms)
             return
         payload = self._encode((func, args, kwds))
-        w = self._engine.submit(Span(job.number, 0, 0, (payload,), retries, bound))
-        if w is not None:
-            job._drive = functools.partial(self._drive, w)
-            if job.settled:
-                job._drive = None  # it holds the pool, and `release` may have been before us
-
-    def _drive(self, w: int, job: AsyncResult, timeout: float | None) -> None:
-        """Receive from the worker that has the job, in the thread that waits for it."""
-        until = None if timeout is None else time.monotonic() + timeout
-        self._engine.drive(w, job.answered, self._pump, until)
+        span = Span(job.number, 0, 0, (payload,), terms.retries, terms.worker)
+        if terms.waits:
+            self._engine.call(span, job.answered, self._pump)
+        else:
+            self._engine.submit(span)
 
     def _submit_each(
         self,
@@ -196,13 +189,13 @@ class Pool(BasePool):
         starred: bool,
         chunked: bool,
         chunks: Iterable[Any],
-        retries: int,
+        terms: Terms,
     ) -> None:
         if not self._direct:
-            super()._submit_each(job, func, starred, chunked, chunks, retries)
+            super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
         job.func = self._engine.learn(_MODES[starred, chunked], self._encode(func))
-        spans = [Span(job.number, job.func, 0, (), retries)]
+        spans = [Span(job.number, job.func, 0, (), terms.retries)]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
@@ -210,7 +203,7 @@ class Pool(BasePool):
             except Exception as exc:
                 # It fails alone; what comes after it is a span of its own.
                 failed.append((i, exc))
-                spans.append(Span(job.number, job.func, i + 1, (), retries))
+                spans.append(Span(job.number, job.func, i + 1, (), terms.retries))
         for span in spans:
             if span.items:
                 self._submit_span(span)
@@ -221,13 +214,13 @@ class Pool(BasePool):
         self._engine.submit(span)
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, retries: int
+        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
     ) -> Callable[[int, Any], int]:
         if not self._direct:
-            return super()._open_stream(job, func, chunked, window, retries)
+            return super()._open_stream(job, func, chunked, window, terms)
         engine = self._engine
         job.func = engine.learn(_MODES[False, chunked], self._encode(func))
-        return _Stream(engine, job, window, retries, self._recurse).put
+        return _Stream(engine, job, window, terms.retries, self._recurse).put
 
     def _forget(self, job: Job) -> None:
         if job.func:

@@ -1,0 +1,260 @@
+"""Messages: plain data, buffers, the framed layout, threads and re-entry."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xpool.errors import OptionError
+from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, frame, loads
+from xpool.pickle.policy import INLINE_BELOW, Placement, Policy, placement
+
+ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.binary(),
+    st.complex_numbers(allow_nan=False),
+)
+HASHABLE = st.one_of(ATOMS, st.tuples(ATOMS, ATOMS), st.frozensets(ATOMS, max_size=3))
+NESTED = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(HASHABLE, inner, max_size=4),
+        st.sets(HASHABLE, max_size=4),
+        st.binary(min_size=0, max_size=50).map(bytearray),
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(NESTED)
+def test_nested_data(obj: Any) -> None:
+    """Whatever is nested comes back equal and of the same types."""
+    for back in (decode(encode(obj)), loads(dumps(obj)), pickle.loads(dumps(obj))):
+        assert back == obj
+        assert type(back) is type(obj)
+    assert repr(decode(encode(obj))) == repr(pickle.loads(pickle.dumps(obj)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(NESTED)
+def test_nested_data_with_functions(obj: Any) -> None:
+    """The same in the company of a lambda, within it and beside it."""
+    shared = [obj]
+    function, beside = decode(encode((lambda: shared, shared)))
+    assert function() == shared
+    assert function() is beside
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3 * INLINE_BELOW), max_size=6), st.sampled_from([bytes, bytearray]))
+def test_buffers(sizes: list[int], kind: Any) -> None:
+    """Buffers of every size arrive, beside the pickle from the limit on, aligned."""
+    blocks = [bytearray([i % 251]) * size for i, size in enumerate(sizes)]
+    message = encode([pickle.PickleBuffer(block) for block in blocks])
+    framed = any(size >= INLINE_BELOW for size in sizes)
+    assert message[0] == (frame.FRAMED if framed else frame.PLAIN)
+    back = decode(kind(message))
+    assert [bytes(block) for block in back] == [bytes(block) for block in blocks]
+    assert not any(memoryview(block).readonly for block in back)
+
+
+def test_buffers_in_place() -> None:
+    """From a bytearray, buffers are used where they lie; from bytes, they are copied."""
+    message = encode(pickle.PickleBuffer(bytearray(b"a" * INLINE_BELOW)))
+    held = bytearray(message)
+    for source in (held, memoryview(held)):
+        view = decode(source)
+        view[0] = ord("z")
+        assert held.find(b"za") >= 0
+        view[0] = ord("a")
+    view = decode(message)
+    view[0] = ord("z")
+    assert message.find(b"z" + b"a" * 50) < 0
+
+
+def test_alignment() -> None:
+    """Each buffer begins at a multiple of ALIGN."""
+    blocks = [bytearray([65 + i]) * (INLINE_BELOW + i) for i in range(3)]
+    message = encode([pickle.PickleBuffer(block) for block in blocks])
+    for block in blocks:
+        assert message.index(bytes(block)) % frame.ALIGN == 0
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20, 40, 70_000])
+def test_cut_short(cut: int) -> None:
+    """A message that was cut is refused."""
+    message = encode([pickle.PickleBuffer(bytearray(2 * INLINE_BELOW))])
+    with pytest.raises(ValueError, match="cut short|not a message"):
+        decode(message[:cut])
+
+
+def test_not_a_message() -> None:
+    """Anything else is refused."""
+    with pytest.raises(EOFError):
+        decode(b"")
+    with pytest.raises(ValueError, match="not a message"):
+        decode(b"\x02" + bytes(50))
+    with pytest.raises(ValueError, match="cut short"):
+        decode(struct.pack("<B3xI", frame.FRAMED, 1000) + bytes(50))
+
+
+def test_placement() -> None:
+    """The policy is a function of the size."""
+    assert placement(INLINE_BELOW - 1, Policy()) is Placement.INLINE
+    assert placement(INLINE_BELOW, Policy()) is Placement.OUT_OF_BAND
+    assert placement(INLINE_BELOW, Policy(out_of_band=False)) is Placement.INLINE
+
+
+def test_copy_tensor_false() -> None:
+    """Sharing is refused by name, everywhere."""
+    for call in (
+        lambda: encode([1], copy_tensor=False),
+        lambda: dumps(1, copy_tensor=False),
+        lambda: Pickler(io.BytesIO(), copy_tensor=False),
+    ):
+        with pytest.raises(OptionError, match="copy_tensor"):
+            call()
+
+
+def test_pickler() -> None:
+    """Each dump stands on its own and pickle.load reads it."""
+    file = io.BytesIO()
+    pickler = Pickler(file, recurse=True)
+    pickler.dump({"a": 1})
+    pickler.dump(lambda: 2)
+    file.seek(0)
+    assert pickle.load(file) == {"a": 1}
+    assert pickle.load(file)() == 2
+    assert "recurse=True" in repr(pickler)
+
+
+class Reentrant:
+    """Pickles something itself while it is pickled."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+
+    def __reduce__(self) -> Any:
+        inner = encode(Reentrant(self.depth - 1)) if self.depth else encode((lambda: 7, [1, 2]))
+        return loads, (inner,)
+
+
+def test_reentrant() -> None:
+    """An object's __reduce__ may pickle."""
+    function, rest = decode(encode(Reentrant(20)))
+    assert (function(), rest) == (7, [1, 2])
+
+
+def test_pickler_is_clean_after_an_error() -> None:
+    """What failed leaves nothing behind in the messages after it."""
+    for _ in range(3):
+        with pytest.raises(pickle.PicklingError):
+            encode([1, 2, (x for x in ())])
+        assert encode([1, 2]) == pickle.dumps([1, 2], 5)
+    big = [object() for _ in range(100_000)]
+    assert len(decode(encode(big))) == 100_000
+    assert encode([1, 2]) == pickle.dumps([1, 2], 5)
+
+
+def test_many_threads() -> None:
+    """Many threads pickle functions, classes and data at once."""
+
+    class Local:
+        def __init__(self, n: int) -> None:
+            self.n = n
+
+    failures: list[BaseException] = []
+
+    def work(n: int) -> None:
+        try:
+            for i in range(50):
+                buffer = pickle.PickleBuffer(bytearray(n * 1000))
+                one, function, block = decode(encode((Local(n + i), lambda i=i: n * i, buffer)))
+                assert type(one) is Local
+                assert one.n == n + i
+                assert function() == n * i
+                assert len(block) == n * 1000
+                assert decode(encode([n] * i)) == [n] * i
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(20 * n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_class_in_many_threads_at_once() -> None:
+    """Threads that load the same unknown class at the same time get one class, complete."""
+    from xpool.pickle import registry
+
+    def make() -> Any:
+        class Local:
+            a = b = c = d = 1
+
+            def f(self) -> int:
+                return self.a + self.d
+
+        return Local
+
+    cls = make()
+    message = encode(cls())
+    with registry.lock:
+        registry._by_id.clear()
+        registry._by_token.clear()
+    results: list[Any] = []
+    gate = threading.Barrier(8)
+
+    def load() -> None:
+        gate.wait()
+        one = decode(message)
+        results.append((type(one), one.f()))
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({kind for kind, _ in results}) == 1
+    assert [value for _, value in results] == [2] * 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_after_fork() -> None:
+    """A forked child pickles and loads, and knows the classes of the parent."""
+
+    class Local:
+        pass
+
+    message = encode(Local())
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            good = type(decode(message)) is Local and decode(encode(lambda: 3))() == 3
+            status = 0 if good else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_encode_exception_is_a_message() -> None:
+    """What encode_exception makes, decode opens."""
+    assert isinstance(decode(encode_exception(ValueError(1), "text")), ValueError)

@@ -1,0 +1,279 @@
+"""Tensors and arrays, copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from receiver import Receiver
+
+from xpool.errors import TaskNotPicklable
+from xpool.pickle import decode, dumps, encode, frame, loads
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+NAMES = ["float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool", "uint8"]
+NAMES += ["int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"]
+NAMES += ["float8_e4m3fn", "float8_e5m2"]
+DTYPES = [name for name in NAMES if hasattr(torch, name)]
+
+
+def trip(obj: Any) -> Any:
+    return decode(bytearray(encode(obj)))
+
+
+def same(one: Any, two: Any) -> bool:
+    if (one.dtype, one.shape, one.requires_grad) != (two.dtype, two.shape, two.requires_grad):
+        return False
+    if type(one) is not type(two):
+        return False
+    return as_bytes(one) == as_bytes(two)
+
+
+def as_bytes(tensor: Any) -> bytes:
+    flat = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).flatten()
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 40_000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(dtype: str, size: int) -> None:
+    """Every dtype, inline and beside the pickle."""
+    raw = torch.randint(0, 2, (size * getattr(torch, dtype).itemsize,), dtype=torch.uint8)
+    one = raw.view(getattr(torch, dtype)) if size else torch.empty(0, dtype=getattr(torch, dtype))
+    message = encode(one)
+    assert (message[0] == frame.FRAMED) == (raw.numel() >= 64 * 1024)
+    for back in (decode(message), trip(one), loads(dumps(one))):
+        assert same(back, one)
+        back.zero_()
+    assert (one.view(torch.uint8) == raw).all() if size else True
+
+
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "scalar": lambda: torch.tensor(3.5),
+    "empty with a shape": lambda: torch.empty(2, 0, 3),
+    "parameter": lambda: torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+    "frozen parameter": lambda: torch.nn.Parameter(torch.arange(6), requires_grad=False),
+    "leaf with grad": lambda: torch.ones(3, requires_grad=True),
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "channels last": lambda: (
+        torch.arange(48.0).view(1, 3, 4, 4).to(memory_format=torch.channels_last)
+    ),
+    "strided": lambda: torch.arange(20.0)[::3],
+    "expanded": lambda: torch.arange(3.0).expand(4, 3),
+    "slice of rows": lambda: torch.arange(1000.0).view(100, 10)[5:7],
+    "conjugate": lambda: torch.tensor([1 + 2j]).conj(),
+    "negative view": lambda: torch.tensor([1 + 2j]).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name: str) -> None:
+    """Values and kind are kept; strides where no element is missing between."""
+    one = LAYOUTS[name]()
+    back = trip(one)
+    assert same(back.resolve_conj().resolve_neg(), one.resolve_conj().resolve_neg())
+    if name in ("transposed", "channels last"):
+        assert back.stride() == one.stride()
+    assert len(encode(one)) < 800
+
+
+def test_layouts_elsewhere(receiver: Receiver) -> None:
+    """The same in another process and back."""
+    for name, make in LAYOUTS.items():
+        one = make()
+        back = receiver.call(lambda x: x, one)
+        assert same(back.resolve_conj().resolve_neg(), one.resolve_conj().resolve_neg()), name
+
+
+def test_copy_is_independent() -> None:
+    """The receiver's tensor is its own, and writable."""
+    for size in (10, 100_000):
+        one = torch.zeros(size)
+        back = decode(encode(one))
+        back += 1
+        assert not one.any()
+
+
+def test_in_place() -> None:
+    """From a bytearray, a large tensor uses the memory of the message."""
+    message = bytearray(encode(torch.zeros(100_000)))
+    back = decode(message)
+    back.fill_(1)
+    assert bytes(message).count(b"\x00\x00\x80\x3f") >= 100_000
+    assert back.data_ptr() % 16 == 0
+
+
+def overlaps(one: Any, two: Any) -> bool:
+    return bool(one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr())
+
+
+def test_views_of_one_storage() -> None:
+    """Views that overlap arrive as views of one storage, whichever comes first."""
+    for size in (10, 30_000):
+        x = torch.arange(float(4 * size)).view(4, size)
+        for group in ([x, x[1]], [x[1], x], [x[:2], x[1:3]], [x[:, ::2], x], [x.t(), x[2]]):
+            back = trip(group)
+            assert all(same(a, b) for a, b in zip(back, group, strict=True))
+            assert overlaps(*back)
+            back[0].fill_(-1)
+            common = torch.zeros_like(x)
+            assert (back[1] == -1).any(), common.shape
+    first, second = trip([x, x])
+    assert first is second
+
+
+def test_only_what_is_needed_is_sent() -> None:
+    """Views that do not overlap are sent alone; the union of those that do, once."""
+    x = torch.zeros(1000, 100)
+    assert len(encode(x[3])) < 1000
+    assert len(encode([x[3], x[900]])) < 2000
+    assert len(encode([x[3:6], x[5:7]])) < 3000
+    assert len(encode([x[:, 0]])) < 5000
+
+
+def test_views_of_other_dtypes() -> None:
+    """A view of another dtype still shares."""
+    x = torch.arange(8, dtype=torch.int32)
+    y = x.view(torch.uint8)
+    a, b = trip([x, y])
+    assert same(b, y)
+    a.zero_()
+    assert not b.any()
+
+
+def test_views_beside_a_lambda() -> None:
+    """The same through a closure and through dill's pickler."""
+    x = torch.arange(10.0)
+    y = x[3:5]
+    f, _, a, b = trip((lambda: y, {1: 2}.keys(), y, x))
+    assert f() is a
+    assert overlaps(a, b)
+    assert same(b, x)
+
+
+def test_modules() -> None:
+    """A model keeps tied weights tied."""
+    layer = torch.nn.Linear(3, 3)
+    model = torch.nn.Sequential(layer, torch.nn.ReLU(), layer)
+    back = trip(model)
+    assert back[0].weight is back[2].weight
+    x = torch.ones(1, 3)
+    assert (back(x) == model(x)).all()
+
+
+def test_local_module_class(receiver: Receiver) -> None:
+    """A model of a local class works in another process."""
+
+    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 2)
+
+        def forward(self, x: Any) -> Any:
+            return torch.nn.functional.relu(self.layer(x))
+
+    net, x = Net(), torch.ones(1, 2)
+    assert torch.equal(receiver.call(lambda net, x: net(x).detach(), net, x), net(x).detach())
+    assert type(receiver.call(lambda x: x, net)) is Net
+
+
+def test_functions_of_torch_and_numpy() -> None:
+    """They go by name."""
+    for function in (torch.relu, torch.nn.functional.relu, torch.Tensor.sum, np.add, np.mean):
+        assert decode(encode(function)) is function or function is torch.relu
+    assert decode(encode(torch.relu))(torch.tensor(-1.0)) == 0
+    function, _ = decode(encode((np.add, {1: 2}.keys())))
+    assert function is np.add
+
+
+def test_with_history() -> None:
+    """A tensor with a graph behind it is refused, with what to do."""
+    x = torch.ones(2, requires_grad=True) * 2
+    with pytest.raises(TaskNotPicklable, match=r"\.detach\(\)"):
+        encode([x])
+    with pytest.raises(TaskNotPicklable, match=r"\.detach\(\)"):
+        encode(lambda: x)
+
+
+def test_attributes_are_kept() -> None:
+    """What was set on a tensor travels with it."""
+    x = torch.ones(2)
+    x.tag = "mine"
+    assert trip(x).tag == "mine"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_other_kinds() -> None:
+    """Sparse, quantized, meta and subclass tensors take torch's own way."""
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(trip(sparse).to_dense(), torch.eye(3))
+    csr = torch.eye(3).to_sparse_csr()
+    assert torch.equal(trip(csr).to_dense(), torch.eye(3))
+    meta = trip(torch.empty(3, device="meta"))
+    assert meta.is_meta
+    assert meta.shape == (3,)
+
+    class Sub(torch.Tensor):  # type: ignore[misc, name-defined]
+        pass
+
+    sub = torch.ones(3).as_subclass(Sub)
+    assert type(trip(sub)) is Sub
+    storage = torch.arange(3).untyped_storage()
+    assert trip(storage).tolist() == storage.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_views_of_any_shape(data: Any) -> None:
+    """Any set of views of a tensor arrives equal, and shares what it shared."""
+    x = torch.arange(60.0).view(3, 4, 5)
+
+    def view() -> Any:
+        one = x
+        for axis in range(3):
+            low = data.draw(st.integers(0, one.shape[axis] - 1))
+            high = data.draw(st.integers(low + 1, one.shape[axis]))
+            step = data.draw(st.integers(1, 3))
+            one = one[(slice(None),) * axis + (slice(low, high, step),)]
+        return one.permute(data.draw(st.permutations(range(3))))
+
+    views = [view() for _ in range(data.draw(st.integers(1, 4)))]
+    back = trip(views)
+    assert all(same(a, b) for a, b in zip(back, views, strict=True))
+    x = x.clone()
+    for i, one in enumerate(back):
+        for j, two in enumerate(back):
+            elements = set(views[i].flatten().tolist()) & set(views[j].flatten().tolist())
+            if i != j and elements:
+                saved = one.clone()
+                one.fill_(-5)
+                assert (two == -5).sum() == len(elements)
+                one.copy_(saved)
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000])
+def test_arrays(size: int) -> None:
+    """Arrays arrive writable, of every kind of dtype, inline or beside."""
+    for dtype in ("f4", "i8", "c16", "?", "M8[s]", [("a", "i4"), ("b", "f8")]):
+        one = np.zeros(size, dtype=dtype)
+        for back in (trip(one), decode(encode(one)), loads(dumps(one))):
+            assert back.dtype == one.dtype
+            assert (back == one).all()
+            assert back.flags.writeable
+    assert (trip(np.arange(12).reshape(3, 4)[:, ::2]) == np.arange(12).reshape(3, 4)[:, ::2]).all()
+    assert trip(np.asfortranarray(np.ones((3, 4)))).flags.f_contiguous
+    assert trip(np.array([1, "a", None], dtype=object)).tolist() == [1, "a", None]
+
+
+def test_arrays_beside_a_lambda() -> None:
+    """The same when dill's pickler has to help."""
+    big = np.arange(100_000)
+    _, back, dtype = trip(({1: 2}.keys(), big, big.dtype))
+    assert (back == big).all()
+    assert dtype == big.dtype
+    assert encode(({1: 2}.keys(), big))[0] == frame.FRAMED

@@ -1,0 +1,56 @@
+"""Ctrl-C and the engine's books: `KeyboardInterrupt` waits until they are in order.
+
+Python raises `KeyboardInterrupt` in the main thread between any two instructions.  If that thread
+is just writing a task to a worker, what was written and what is noted as written would differ, and
+a later `get` could wait for ever.  Locks do not help.  So, as trio does, xpool puts a handler of
+its own in the place of Python's default one (of no other): when the interrupt comes inside a
+function marked `uninterrupted`, it is raised a moment later.  These functions never wait and never
+run a user's code, so the moment is short.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import TypeVar
+
+__all__ = ["install", "uninterrupted"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_marked: set[CodeType] = set()
+
+
+def uninterrupted(func: F) -> F:
+    """Mark a function that `KeyboardInterrupt` must not cut short; costs nothing per call."""
+    _marked.add(func.__code__)  # type: ignore[attr-defined]
+    return func
+
+
+def install() -> None:
+    """Replace Python's default SIGINT handler, if that is what is in place.
+
+    Only the main thread can do that; a pool made in another is served by those made before.
+    """
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _handler)
+
+
+def _handler(signum: int, frame: FrameType | None) -> None:
+    at = frame
+    while at is not None:
+        if at.f_code in _marked:
+            _thread.start_new_thread(_again, ())
+            return
+        at = at.f_back
+    signal.default_int_handler(signum, frame)
+
+
+def _again() -> None:
+    time.sleep(0.001)  # not to wait for anything: to let the main thread run on
+    _thread.interrupt_main()
