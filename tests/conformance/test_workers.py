@@ -8,7 +8,7 @@ import os
 
 import pytest
 from support import work
-from support.kinds import STDLIB
+from support.kinds import PROCESS_KINDS, STDLIB
 
 
 @pytest.fixture(autouse=True)
@@ -339,6 +339,21 @@ def test_statistics(kind, make_pool):
 # What they draw ----------------------------------------------------------------------------------
 
 
+@pytest.fixture(
+    params=[(), ("numpy",), ("numpy", "torch")], ids=["plain", "numpy", "torch"], scope="module"
+)
+def modules(request, warm):
+    """Modules that have random generators, imported here too, as in a program that uses them."""
+    for name in request.param:
+        pytest.importorskip(name)
+    if request.param and not STDLIB:
+        # The fork server that has them preloaded starts now, not in a test.
+        with PROCESS_KINDS[0](1) as pool:
+            pool.apply(work.nothing)
+        pool.join()
+    return request.param
+
+
 def _streams(make_pool, mailbox, gate, kind, modules, **options):
     pool = make_pool(kind, 2, **options)
     drawn = occupy(pool, mailbox, gate, 2, modules)
@@ -348,26 +363,17 @@ def _streams(make_pool, mailbox, gate, kind, modules, **options):
     return sorted(numbers for _, numbers in drawn)
 
 
-def _modules(*names):
-    for name in names:
-        pytest.importorskip(name)
-    return names
-
-
 @pytest.mark.xpool_only
-@pytest.mark.parametrize("names", [(), ("numpy",), ("numpy", "torch")], ids=["-", "numpy", "torch"])
-def test_workers_draw_different_numbers(process_kind, make_pool, mailbox, gate, names):
+def test_workers_draw_different_numbers(modules, process_kind, make_pool, mailbox, gate):
     """Two workers never draw the same random numbers, from any generator."""
-    one, two = _streams(make_pool, mailbox, gate, process_kind, _modules(*names))
+    one, two = _streams(make_pool, mailbox, gate, process_kind, modules)
     for a, b in zip(one, two, strict=True):
         assert a is None or a != b
 
 
 @pytest.mark.xpool_only
-@pytest.mark.parametrize("names", [(), ("numpy",), ("numpy", "torch")], ids=["-", "numpy", "torch"])
-def test_seed_makes_workers_repeat(process_kind, make_pool, mailbox, gate, names):
+def test_seed_makes_workers_repeat(modules, process_kind, make_pool, mailbox, gate):
     """With the same ``seed=`` the workers of two pools draw the same numbers; else others."""
-    modules = _modules(*names)
     first = _streams(make_pool, mailbox, gate, process_kind, modules, seed=7)
     again = _streams(make_pool, mailbox, gate, process_kind, modules, seed=7)
     other = _streams(make_pool, mailbox, gate, process_kind, modules, seed=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -33,24 +34,26 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def evaluated() -> dict[int, str]:
-    return {workers: run_example("evaluate.py", f"--workers={workers}") for workers in (1, 8)}
+@functools.cache
+def evaluated(workers: int) -> str:
+    return run_example("evaluate.py", f"--workers={workers}")
+
+
+@functools.cache
+def preprocessed(workers: int, folder: Path) -> tuple[str, Path]:
+    out = folder / "new" / f"{workers}.png"
+    return run_example("preprocess.py", f"--workers={workers}", f"--out={out}"), out
 
 
 @pytest.fixture(scope="module")
-def preprocessed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[str, Path]]:
-    done = {}
-    for workers in (1, 8):
-        out = tmp_path_factory.mktemp("pictures") / f"new/{workers}.png"
-        done[workers] = run_example("preprocess.py", f"--workers={workers}", f"--out={out}"), out
-    return done
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pictures")
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-def test_evaluate(evaluated: dict[int, str], workers: int):
+def test_evaluate(workers: int):
     """Every image is evaluated once in each pass, well, and each worker has a line of its own."""
-    out = evaluated[workers]
+    out = evaluated(workers)
     assert len(re.findall(r"pass.*: 898 images in [\d.]+ s, [\d,]+ items/s\n", out)) == 2
     accuracy = re.search(r"^accuracy (0\.\d{4})$", out, re.M)
     assert accuracy
@@ -62,17 +65,17 @@ def test_evaluate(evaluated: dict[int, str], workers: int):
     assert sum(int(items) for _, items in counts) == 898
 
 
-def test_evaluate_is_the_same_with_8_workers(evaluated: dict[int, str]):
+def test_evaluate_is_the_same_with_8_workers():
     """The number of workers changes the speed and nothing else."""
-    ends = [out.splitlines()[-2:] for out in evaluated.values()]
+    ends = [evaluated(workers).splitlines()[-2:] for workers in (1, 8)]
     assert ends[0][0].startswith("accuracy ")
     assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-def test_preprocess(preprocessed: dict[int, tuple[str, Path]], workers: int):
+def test_preprocess(folder: Path, workers: int):
     """All tiles come back in order, and the picture has input and both outputs."""
-    out, picture = preprocessed[workers]
+    out, picture = preprocessed(workers, folder)
     assert len(re.findall(r"pass.*: 108 tiles in [\d.]+ s, [\d,]+ tiles/s\n", out)) == 2
     assert "checked: a plain loop finds the same" in out
     with Image.open(picture) as image:
@@ -80,9 +83,9 @@ def test_preprocess(preprocessed: dict[int, tuple[str, Path]], workers: int):
         assert len(image.getcolors(maxcolors=2**24) or []) > 1000
 
 
-def test_preprocess_is_the_same_with_8_workers(preprocessed: dict[int, tuple[str, Path]]):
+def test_preprocess_is_the_same_with_8_workers(folder: Path):
     """The number of workers changes neither the tensors nor the picture."""
-    (out1, picture1), (out8, picture8) = preprocessed.values()
+    (out1, picture1), (out8, picture8) = (preprocessed(n, folder) for n in (1, 8))
     assert out1.splitlines()[2] == out8.splitlines()[2]
     assert picture1.read_bytes() == picture8.read_bytes()
 

@@ -115,6 +115,8 @@ class QueueProcessPool(BasePool):
         for own in (self.tasks, self.answers):
             own.close()
             own.cancel_join_thread()
+        # Their semaphores and pipes go with the last reference.
+        del self.tasks, self.answers, own
 
 
 def run_worker(

@@ -124,8 +124,10 @@ def test_terminate(own, make_pool, mailbox, gate):
     pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
     mailbox.line()
     pending = pool.apply_async(work.square, (3,))
-    threading.Timer(0.2, gate.open).start()
+    opener = threading.Timer(0.2, gate.open)
+    opener.start()
     pool.terminate()
+    opener.join()
     assert pool.state == PoolStates.TERMINATE
     with pytest.raises(XPoolError):
         pending.get(20)

@@ -21,6 +21,7 @@ class WithoutContext:
 
     def __init__(self, func: Any) -> None:
         self.func = func
+        self.__qualname__ = getattr(func, "__qualname__", type(func).__name__)
 
     def __call__(self, _context: Any, *args: Any, **kwds: Any) -> Any:
         return self.func(*args, **kwds)
@@ -42,7 +43,12 @@ class ContextFree:
     def __repr__(self) -> str:
         return repr(self._pool)
 
+    def __reduce__(self) -> Any:
+        return self._pool.__reduce__()
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_pool":
+            raise AttributeError(name)  # a copy that was never initialised
         return getattr(self._pool, name)
 
 

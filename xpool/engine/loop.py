@@ -113,6 +113,7 @@ class Engine:
         # What happened, for the pool to deliver: appended under the lock, popped without.
         self.results: deque[Result] = deque()
         self.failure: BaseException | None = None
+        self.dropped = False
         self.died = 0
         self._launcher = launcher
         self._orders = orders
@@ -189,10 +190,14 @@ class Engine:
 
     def _rouse(self) -> None:
         if not self._closed:
-            self.drop()
+            self._write_wake()
 
     def drop(self) -> None:
-        """As `wake`, without a lock: for the garbage collector, while the pool has not ended."""
+        """Note that the pool is gone.  For the garbage collector: without a lock."""
+        self.dropped = True
+        self._write_wake()  # the pool had not ended, so this is open
+
+    def _write_wake(self) -> None:
         try:
             os.write(self._wake_w, b"!")
         except BlockingIOError:
@@ -572,7 +577,7 @@ class Engine:
                 slot.look_at = when
         if self._next_look is None or when < self._next_look:
             self._next_look = when
-            self.drop()
+            self._rouse()
 
     def _look_around(self) -> None:
         now = time.monotonic()

@@ -32,6 +32,7 @@ class ThreadCrew:
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.results: deque[Any] = deque()
         self.failure: BaseException | None = None
+        self.dropped = False
         self._size = size
         self._work = work
         self._initializer = initializer
@@ -100,7 +101,10 @@ class ThreadCrew:
         """Make `wait` return."""
         self._signal.release()
 
-    drop = wake
+    def drop(self) -> None:
+        """Note that the pool is gone.  For the garbage collector: takes no lock of ours."""
+        self.dropped = True
+        self._signal.release()
 
     def release(self) -> None:
         """Let each thread end when the queue is empty."""

@@ -153,7 +153,6 @@ def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:
         _built_in(cls, "__init__").__init__(exc, *args)
     except TypeError:  # what the class keeps in args is not what the built-in class takes
         BaseException.__init__(exc, *args)
-    exc.args = args
     return exc
 
 

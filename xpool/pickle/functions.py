@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import marshal
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xpool.pickle import main
-from xpool.pickle.hooks import LAZY, Context, by_name, register, static_modules
+from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, Context, by_name, register, static_modules
 
 __all__ = ["global_names"]
 
@@ -61,8 +62,6 @@ class _Space:
 
 
 def _make_space(name: Any) -> dict[str, Any]:
-    import builtins
-
     return {"__name__": name, "__builtins__": builtins}
 
 
@@ -128,6 +127,8 @@ def _annotations(function: Any) -> dict[str, Any]:
 def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> FunctionType:
     if isinstance(space, bool):
         values = main.filled_namespace() if space else main.namespace()
+        # C code that imports something looks for it here, and a worker's may be bare.
+        values.setdefault("__builtins__", builtins)
     elif isinstance(space, str):
         values = import_module(space).__dict__
     else:
@@ -194,12 +195,27 @@ def _private_names(owner: Any, name: str) -> Iterator[str]:
 
 @register(property)
 def _reduce_property(pickler: Context, obj: property) -> Any:
-    return property, (obj.fget, obj.fset, obj.fdel, obj.__doc__)
+    kind = type(obj)
+    if kind.__module__ == "enum":  # its __new__ and attributes differ between versions
+        return NotImplemented
+    parts = (obj.fget, obj.fset, obj.fdel, obj.__doc__)
+    state = getattr(obj, "__dict__", None)  # of a subclass
+    if kind is property or not state:
+        return kind, parts
+    return kind, parts, state, None, None, _update
 
 
 @register(classmethod, staticmethod)
 def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
     return type(obj), (obj.__func__,)
+
+
+def _update(obj: Any, state: dict[str, Any]) -> None:
+    obj.__dict__.update(state)
+
+
+FOR_SUBCLASSES[property] = _reduce_property
+FOR_SUBCLASSES[classmethod] = FOR_SUBCLASSES[staticmethod] = _reduce_wrapper
 
 
 def _lru(maxsize: int | None, typed: bool, function: Callable[..., Any]) -> Any:
@@ -241,6 +257,9 @@ def _reduce_module(pickler: Context, module: ModuleType) -> Any:
     if sys.modules.get(name) is module or name in static_modules:
         return import_module, (name,)
     return NotImplemented
+
+
+FOR_SUBCLASSES[ModuleType] = _reduce_module
 
 
 # -- objects that are compared by identity ---------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Protocol
 
 from xpool.pickle.main import MAIN_NAMES, guarded_names, main_is_importable
@@ -51,7 +52,7 @@ LAZY: dict[str, Callable[[], None]] = {}
 #: Names of the modules that `mark_static_module` was given.
 static_modules: set[str] = set()
 
-#: Reducers of `type` and `BaseException`, which answer for subclasses too.
+#: Reducers that answer for subclasses too: of type, BaseException and `_WRAPPERS`.
 FOR_SUBCLASSES: dict[type, Reducer] = {}
 
 
@@ -66,6 +67,9 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
     return add
 
 
+_WRAPPERS = (property, classmethod, staticmethod, ModuleType)
+
+
 def reducer_override(pickler: Any, obj: Any) -> Any:
     """The method that both picklers have."""
     kind = type(obj)
@@ -76,6 +80,8 @@ def reducer_override(pickler: Any, obj: Any) -> Any:
         return FOR_SUBCLASSES[type](pickler, obj)
     if issubclass(kind, BaseException):
         return FOR_SUBCLASSES[BaseException](pickler, obj)
+    if issubclass(kind, _WRAPPERS):
+        return FOR_SUBCLASSES[next(one for one in _WRAPPERS if issubclass(kind, one))](pickler, obj)
     if LAZY:
         load = LAZY.get(kind.__module__)
         if load is not None:

@@ -15,13 +15,15 @@ A *replica* is a process (a worker) whose ``__main__`` follows that of another.
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ast  # imported at run time only when there is a file to look at
 
 __all__ = [
     "MAIN_NAMES",
@@ -150,6 +152,8 @@ def _examine(module: ModuleType | None) -> None:
 
 def _guard_of(path: str) -> frozenset[str] | None:
     """Names that only the guarded blocks of a file define; None when it has no guard."""
+    import ast
+
     try:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
@@ -170,6 +174,8 @@ def _guard_of(path: str) -> frozenset[str] | None:
 
 def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]:
     """Statements that run when the module runs, guarded blocks apart."""
+    import ast
+
     for node in body:
         if isinstance(node, ast.If) and _is_guard(node.test):
             guards.append(node)
@@ -186,6 +192,8 @@ def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]
 
 
 def _is_guard(test: ast.expr) -> bool:
+    import ast
+
     for node in ast.walk(test):
         if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq):
             continue
@@ -198,6 +206,8 @@ def _is_guard(test: ast.expr) -> bool:
 
 
 def _bound_by(node: ast.stmt) -> Iterator[str]:
+    import ast
+
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield node.name
     elif isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -238,7 +238,7 @@ def _pickle(
             error = first
         else:
             return _finish(fast, obj, policy, blob)
-    if isinstance(error, XPoolError):
+    if isinstance(error, (XPoolError, MemoryError)):
         raise error
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error)
@@ -264,7 +264,7 @@ def _by_dill(obj: Any, policy: Policy, recurse: bool, error: Exception, blob: bo
     while True:
         try:
             slow, result = _run_dill(obj, policy, recurse, blob, spans)
-        except XPoolError:
+        except (XPoolError, MemoryError):
             raise
         except ImportError as missing:
             if missing.name != "dill":

@@ -19,11 +19,9 @@ A global that cannot be pickled is left out; the receiver keeps the reason, and 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import threading
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pickle import PickleBuffer
@@ -59,7 +57,7 @@ class _Sent:
 class _Outgoing:
     """Guarded by `_lock`."""
 
-    sender: str = field(default_factory=lambda: uuid.uuid4().hex)
+    sender: str = field(default_factory=lambda: os.urandom(16).hex())
     sent: dict[str, _Sent] = field(default_factory=dict)
 
 
@@ -117,6 +115,8 @@ def _follow_up(found: dict[str, Entry], values: dict[str, Any]) -> None:
 
 
 def _entry(name: str, value: Any) -> tuple[Entry, Iterable[str]]:
+    import hashlib
+
     from xpool.pickle.pickler import write_global
 
     sent = _outgoing.sent.get(name)

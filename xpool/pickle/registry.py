@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-import uuid
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 __all__ = ["Known", "adopt", "known", "lock", "lookup", "token_of"]
@@ -22,7 +23,7 @@ class Known:
     """What this process knows about one by-value class (or type variable)."""
 
     token: str
-    ref: weakref.ref[Any]
+    ref: Callable[[], Any]  # weak
     own: bool  # defined here: definitions that arrive never change it
     version: int = 0  # of the definition; the owner counts it up when the class changes
     mark: Any = None  # the owner's cheap test for "the class has changed since"
@@ -54,23 +55,32 @@ def token_of(obj: Any) -> str:
     """The token of a class, given to it now if it has none."""
     with lock:
         found = known(obj)
-        return found.token if found else adopt(obj, uuid.uuid4().hex, own=True).token
+        return found.token if found else adopt(obj, os.urandom(16).hex(), own=True).token
 
 
 def adopt(obj: Any, token: str, *, own: bool) -> Known:
     """Register a class under a token; the caller holds the lock."""
     key = id(obj)
 
-    def forget(ref: weakref.ref[Any]) -> None:
+    def forget(_: weakref.ref[Any]) -> None:
         # Whole entries are compared: the id may belong to another class by now.
         if _by_id.get(key) is entry:
             del _by_id[key]
         if _by_token.get(token) is entry:
             del _by_token[token]
 
-    entry = Known(token, weakref.ref(obj, forget), own)
+    ref: Callable[[], Any]
+    try:
+        ref = weakref.ref(obj, forget)
+    except TypeError:  # type aliases: few, and part of a definition, so they may stay
+        ref = partial(_itself, obj)
+    entry = Known(token, ref, own)
     _by_id[key] = _by_token[token] = entry
     return entry
+
+
+def _itself(obj: Any) -> Any:
+    return obj
 
 
 def _after_fork() -> None:

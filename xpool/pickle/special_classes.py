@@ -80,12 +80,13 @@ def enum_shell(cls: Any, token: str) -> Shell | None:
     """Made by the enumeration's metaclass, with members whose own code does not run again."""
     if not isinstance(cls, enum.EnumMeta):
         return None
-    data_type = cls._member_type_
-    members = [(key, one.value, _raw(one, data_type)) for key, one in cls.__members__.items()]
+    members_of: dict[str, Any] = dict(cls.__members__)
+    data_type = vars(cls)["_member_type_"]
+    members = [(key, one.value, _raw(one, data_type)) for key, one in members_of.items()]
     boundary = getattr(cls, "_boundary_", None) if issubclass(cls, enum.Flag) else None
     names = (cls.__name__, cls.__qualname__, cls.__module__)
     args = (token, type(cls), names, cls.__bases__, data_type, members, boundary)
-    return _make_enum, args, _OF_ENUM | frozenset(cls.__members__)
+    return _make_enum, args, _OF_ENUM | frozenset(members_of)
 
 
 def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:

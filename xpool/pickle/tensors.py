@@ -61,13 +61,16 @@ class Spans:
 def register() -> None:
     """Put torch's types into the table of reducers."""
     torch = sys.modules["torch"]
-    for name in ("torch", "torch.nn.parameter"):
+    for name in _MODULES:
         LAZY.pop(name, None)
     REDUCERS[torch.Tensor] = _reduce
     REDUCERS[torch.nn.Parameter] = _reduce
+    REDUCERS[torch.UntypedStorage] = _reduce_storage
 
 
-LAZY["torch"] = LAZY["torch.nn.parameter"] = register
+_MODULES = ("torch", "torch.nn.parameter", "torch.storage")
+for _module in _MODULES:
+    LAZY[_module] = register
 
 
 def _reduce(pickler: Context, tensor: Any) -> Any:
@@ -104,6 +107,17 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
 
 
 _GRAD, _PARAMETER = 1, 2
+
+
+def _reduce_storage(pickler: Context, storage: Any) -> Any:
+    """As a tensor of bytes, since torch's own pickle of a storage does not load."""
+    torch = sys.modules["torch"]
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return _storage_of, (flat,)
+
+
+def _storage_of(tensor: Any) -> Any:
+    return tensor.untyped_storage()
 
 
 def _with_attributes(tensor: Any, make: Any, args: Any) -> Any:

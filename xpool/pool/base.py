@@ -11,6 +11,7 @@ A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)`
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import queue
@@ -30,6 +31,7 @@ from xpool.options import (
     check_callable,
     check_chunksize,
     check_count,
+    check_iterable,
     default_chunksize,
     label,
     resolve_processes,
@@ -67,8 +69,11 @@ class Crew(Protocol):
     def wake(self) -> None:
         """Make `wait` return."""
 
+    dropped: bool
+    """Whether the pool is gone, and the workers must be."""
+
     def drop(self) -> None:
-        """As `wake`, for the garbage collector: takes no lock."""
+        """Set `dropped` and make `wake` return; for the garbage collector: takes no lock."""
 
     def terminate(self) -> None:
         """Stop the workers now."""
@@ -94,6 +99,8 @@ class BasePool(Hooks):
         TypeError, OptionError (a `ValueError`): an argument makes no sense.
     """
 
+    # Until the constructor is through, nothing runs.
+    _state = PoolStates.TERMINATE
     _crew: Crew | None = None
     # Threads cannot be stopped: a pool of threads does not wait for them in `terminate`.
     _terminate_waits = True
@@ -107,7 +114,6 @@ class BasePool(Hooks):
         *,
         name: str | None = None,
     ) -> None:
-        self._state = PoolStates.TERMINATE  # should a check below raise: nothing runs
         interrupt.install()
         self._size = resolve_processes(processes)
         if initializer is not None:
@@ -119,7 +125,7 @@ class BasePool(Hooks):
                 f"maxtasksperchild must be a positive int or None, not {maxtasksperchild!r}"
             )
         self.initializer = initializer
-        self.initargs = tuple(initargs)
+        self.initargs = check_iterable("initargs", initargs)
         self.maxtasksperchild = maxtasksperchild
         self.name = name or f"xpool-{next(_numbers)}"
         # Guards `_state` and entry into `_jobs`, so that no job enters after the last sweep.
@@ -148,7 +154,7 @@ class BasePool(Hooks):
         self._state = PoolStates.RUN
         self._thread = threading.Thread(
             target=_main,
-            args=(weakref.ref(self), self._crew),
+            args=(weakref.ref(self), self._crew, self._callbacks),
             name=f"{self.name}-engine",
             daemon=True,
         )
@@ -307,10 +313,13 @@ class BasePool(Hooks):
     ) -> AsyncResult:
         self._check_running()
         self._check_call(func, callback, error_callback, terms)
+        if type(args) is not tuple:
+            args = check_iterable("args", args)
+        kwds = dict(kwds) if kwds else {}
         job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
         self._enter(job, 1)
         try:
-            self._submit_call(job, func, tuple(args), dict(kwds or ()), terms)
+            self._submit_call(job, func, args, kwds, terms)
         except Exception as exc:
             self._deliver(job.number, 0, False, exc)
         return job
@@ -569,6 +578,12 @@ class BasePool(Hooks):
         self._thread.join()
         self._callbacks.join()
 
+    def __reduce__(self) -> Any:
+        raise NotImplementedError(
+            "pool objects cannot be passed between processes or pickled; "
+            "a task that needs workers makes a pool of its own (is_daemon=False)"
+        )
+
     def __enter__(self) -> Any:
         self._check_running()
         return self
@@ -581,11 +596,21 @@ class BasePool(Hooks):
     ) -> None:
         self.terminate()
 
-    def __del__(self) -> None:
+    def __del__(
+        self, TERMINATE: PoolStates = PoolStates.TERMINATE, warn: Any = warnings.warn
+    ) -> None:
         # Called by the garbage collector, at any point of any thread: it may not take a lock.
-        if self._state is PoolStates.TERMINATE:
+        # And at the interpreter's end, when this module's names are gone already.
+        if self._state is TERMINATE:
             return
-        warnings.warn(f"{self!r} was dropped while it ran", ResourceWarning, source=self, stacklevel=2)
+        if not self._finished.is_set() and (self._state is PoolStates.RUN or self._jobs):
+            warn(
+                f"the pool {self.name} was dropped while it ran; close or terminate it, or use it "
+                "as a context manager",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
         if self._crew is not None:
             self._crew.drop()
         else:
@@ -693,7 +718,7 @@ def _own(exc: BaseException) -> BaseException:
     return exc
 
 
-def _main(ref: weakref.ref[BasePool], crew: Crew | None) -> None:
+def _main(ref: weakref.ref[BasePool], crew: Crew | None, callbacks: Callbacks) -> None:
     """The engine's thread.  Between two turns it holds no pool, so that one can be dropped."""
     go_on = True
     while go_on:
@@ -704,8 +729,12 @@ def _main(ref: weakref.ref[BasePool], crew: Crew | None) -> None:
         except BaseException as exc:
             trouble = exc
         pool = ref()
-        if pool is None:
+        # A pool that another thread is just finalizing can still be had here, and would come to
+        # life again; hence the flag.
+        if pool is None or (crew is not None and crew.dropped):
+            del pool
             _disband(crew)
+            callbacks.stop()
             return
         try:
             if trouble is not None:
@@ -739,11 +768,17 @@ def _after_fork_in_child() -> None:
     _pools.clear()
 
 
-def terminate_all() -> None:
-    """End all pools that are still there: the interpreter shuts down."""
+at_exit: list[Callable[[], None]] = []
+"""What is to be done at the interpreter's end when all pools have ended."""
+
+
+@atexit.register
+def _at_exit() -> None:
     for pool in list(_pools):
-        if pool._state is not PoolStates.TERMINATE or not pool._finished.is_set():
+        if not pool._finished.is_set():
             pool.terminate()
+    for last in at_exit:
+        last()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

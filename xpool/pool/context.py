@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from xpool.options import resolve_processes
+from xpool.options import check_iterable, resolve_processes
 from xpool.pool.hooks import Hooks, Result, Task, each, star, star_each
 from xpool.pool.process import Pool
 from xpool.pool.thread import ThreadPool
@@ -39,7 +39,7 @@ class CtxPool(Pool):
         worker_contexts: Sequence[Any],
         **options: Any,
     ) -> None:
-        self._contexts = list(worker_contexts)
+        self._contexts = list(check_iterable("worker_contexts", worker_contexts))
         n = resolve_processes(processes, self._contexts)
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
 
@@ -60,7 +60,7 @@ class CtxThreadPool(ThreadPool):
         worker_contexts: Sequence[Any],
         name: str | None = None,
     ) -> None:
-        self._contexts = list(worker_contexts)
+        self._contexts = list(check_iterable("worker_contexts", worker_contexts))
         n = resolve_processes(processes, self._contexts)
         super().__init__(n, initializer, initargs, maxtasksperchild, name=name)
 

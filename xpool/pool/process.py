@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import multiprocessing
 import os
 import pickle
 import queue
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -21,7 +19,7 @@ from xpool.jobs.scheduler import Span
 from xpool.options import check_share_method, default_processes
 from xpool.pickle import encode
 from xpool.pickle.main import main_is_importable, main_location
-from xpool.pool.base import BasePool, Terms, terminate_all
+from xpool.pool.base import BasePool, Terms, at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
 from xpool.queue.messages import Mode
@@ -83,7 +81,8 @@ class Pool(BasePool):
         self._context = context
         self._recurse = is_recursive
         self._daemon = is_daemon
-        self._seed = os.urandom(16) if seed is None else str(seed).encode()
+        self._seeded = seed is not None
+        self._seed = str(seed).encode() if self._seeded else os.urandom(16)
         cls = type(self)
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = cls.pool_inqueue_put is Pool.pool_inqueue_put
@@ -93,11 +92,12 @@ class Pool(BasePool):
 
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
-        _register_at_exit()
         launcher = _launcher(self._context)
         blob, inherited = None, None
         try:
-            blob = self._encode((self.initializer, self.initargs))
+            blob = self._encode_option(
+                "initializer or initargs", (self.initializer, self.initargs)
+            )
         except TaskNotPicklable as exc:
             if not launcher.inherits:
                 if not _only_by_inheritance(exc) or self._context is not None:
@@ -163,6 +163,12 @@ class Pool(BasePool):
 
     def _encode(self, obj: Any) -> bytes:
         return encode(obj, recurse=self._recurse)
+
+    def _encode_option(self, name: str, obj: Any) -> bytes:
+        try:
+            return self._encode(obj)
+        except TaskNotPicklable as exc:
+            raise TaskNotPicklable(f"{name}: {exc}") from exc
 
     def _submit_call(
         self,
@@ -297,7 +303,11 @@ class _Orders:
 
     def __init__(self, pool: Pool, launcher: Launcher, initializer: bytes | None) -> None:
         contexts = pool._worker_contexts()
-        self._contexts = None if contexts is None else [pool._encode(c) for c in contexts]
+        self._contexts: list[bytes] | None = None
+        if contexts is not None:
+            self._contexts = [
+                pool._encode_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
+            ]
         self._bind = [dict(getattr(c, "env", None) or {}) for c in contexts or ()]
         self._initializer = initializer
         self._bare = launcher.bare
@@ -305,6 +315,7 @@ class _Orders:
         self._daemon = pool._daemon
         self._recurse = pool._recurse
         self._seed = pool._seed
+        self._seeded = pool._seeded
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int) -> bytes:
@@ -324,6 +335,7 @@ class _Orders:
             "authkey": bytes(process.authkey),
             "recurse": self._recurse,
             "seed": self._seed + f"/{index}/{generation}".encode(),
+            "seeded": [name for name in PRELOAD if name in sys.modules] if self._seeded else [],
             "threads": self._threads,
             "initializer": self._initializer,
             "context": None if self._contexts is None else self._contexts[index],
@@ -356,7 +368,19 @@ def _launcher(context: BaseContext | str | None) -> Launcher:
         )
     if context.get_start_method() == "fork":
         _refuse_fork_of_runtime()
+    elif unguarded_script() is not None:
+        raise OptionError(
+            f"context={context.get_start_method()!r} runs {unguarded_script()} again in every "
+            'worker; put the code that makes the pool behind if __name__ == "__main__": '
+            "or leave context out"
+        )
     return ProcessLauncher(context)
+
+
+def unguarded_script() -> str | None:
+    """Return the path of the program's script if running it again would run all of it."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path if path and os.path.exists(path) and not main_is_importable() else None
 
 
 def _refuse_fork_of_runtime() -> None:
@@ -378,15 +402,4 @@ def _only_by_inheritance(exc: BaseException) -> bool:
     return False
 
 
-_registered = threading.Event()
-
-
-def _register_at_exit() -> None:
-    if not _registered.is_set():
-        _registered.set()
-        atexit.register(_at_exit)
-
-
-def _at_exit() -> None:
-    terminate_all()
-    ForkServer.stop_all()
+at_exit.append(ForkServer.stop_all)

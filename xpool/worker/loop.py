@@ -7,6 +7,7 @@ a worker that is killed between any two instructions leaves nothing locked.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import random
 import struct
@@ -162,9 +163,10 @@ class _Worker:
         self._seq = 0
         self._funcs: dict[int, tuple[Callable[..., Any], int]] = {}
         self._seeds = _Seeds(orders["seed"])
+        self._modules = 0  # how many there were when the generators were looked for
         self._recurse: bool = orders["recurse"]
         _become(orders)
-        mark_replica()
+        mark_replica(orders["main"] is not None)
         self._prefix: tuple[Any, ...] = ()
         context = None
         if orders["context"] is not None:
@@ -174,6 +176,9 @@ class _Worker:
         _use_threads(orders["threads"])
         if hasattr(context, "env") and hasattr(context, "enter"):
             context.enter()
+        # What the program has imported, a task will import; then it should find it seeded.
+        for module in orders["seeded"]:
+            importlib.import_module(module)
         self._seeds.sow()
         if inherited is None:
             inherited = decode(orders["initializer"])
@@ -229,6 +234,9 @@ class _Worker:
     def _run(self, func: Any, mode: int, payload: bytes | bytearray) -> tuple[bytes, bool]:
         try:
             task = decode(payload)
+            if len(sys.modules) != self._modules:
+                self._modules = len(sys.modules)
+                self._seeds.sow()
             if mode == Mode.EACH:
                 value = func(task)
             elif mode == Mode.CALL:

@@ -1,0 +1,511 @@
+"""Classes that have no importable name keep their identity: here and in another process."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import datetime
+import enum
+import functools
+import gc
+import pickle
+import threading
+import typing
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from receiver import Receiver
+
+from xpool.pickle import decode, dumps, encode, registry
+
+
+def again(obj: Any) -> Any:
+    """There and back within this process."""
+    plain = pickle.loads(dumps(obj))
+    assert type(plain) is type(obj)
+    return decode(encode(obj))
+
+
+@pytest.fixture
+def forgotten() -> Iterator[Callable[[Any], Any]]:
+    """Load as a process does that has never seen the classes."""
+    saved = registry._by_id.copy(), registry._by_token.copy()
+
+    def load(obj: Any) -> Any:
+        data = encode(obj)
+        registry._by_id.clear()
+        registry._by_token.clear()
+        return decode(data)
+
+    yield load
+    for table, old in zip((registry._by_id, registry._by_token), saved, strict=True):
+        table.clear()
+        table.update(old)
+
+
+def echo(x: Any) -> Any:
+    return x
+
+
+def apply(f: Any, *args: Any) -> Any:
+    return f(*args)
+
+
+class Importable:
+    def __init_subclass__(cls, *, tag: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.tag = tag
+
+    tag: str
+
+
+def plain() -> Any:
+    class Plain:
+        kind = "plain"
+
+        def __init__(self) -> None:
+            self.x = 1
+
+        def me(self) -> Any:
+            return __class__  # type: ignore[name-defined]
+
+    return Plain()
+
+
+def derived() -> Any:
+    class Base:
+        def who(self) -> str:
+            return "base"
+
+    class Derived(Base):
+        def who(self) -> str:
+            return "derived from " + super().who()
+
+        def others(self) -> Any:
+            return Base, Derived
+
+    return Derived()
+
+
+def slotted() -> Any:
+    class Slotted:
+        __slots__ = ("__hidden", "x")
+
+        def __init__(self) -> None:
+            self.x, self.__hidden = 1, 2
+
+        def hidden(self) -> int:
+            return self.__hidden
+
+    return Slotted()
+
+
+def data() -> Any:
+    @dataclasses.dataclass(order=True)
+    class Data:
+        n: int = 1
+        items: list[int] = dataclasses.field(default_factory=list, compare=False)
+        kind: typing.ClassVar[int] = 7
+
+    return Data(3, [4])
+
+
+def slotted_data() -> Any:
+    @dataclasses.dataclass(slots=True, frozen=True)
+    class Slotted:
+        n: int = 1
+
+    return Slotted(3)
+
+
+def named_tuple() -> Any:
+    class Named(typing.NamedTuple):
+        a: int
+        b: str = "x"
+
+        def both(self) -> str:
+            return f"{self.a}{self.b}"
+
+    return Named(1)
+
+
+def old_named_tuple() -> Any:
+    return collections.namedtuple("Old", "a b", defaults=[5])(1)
+
+
+def below_a_named_tuple() -> Any:
+    class Below(collections.namedtuple("Below", "a b")):
+        def total(self) -> int:
+            return self.a + self.b
+
+    return Below(1, 2)
+
+
+def color() -> Any:
+    class Color(enum.Enum):
+        RED = 1
+        GREEN = 2
+        CRIMSON = 1  # noqa: PIE796
+
+        @property
+        def next(self) -> Any:
+            return Color.GREEN if self is Color.RED else Color.RED
+
+        @classmethod
+        def _missing_(cls, value: Any) -> Any:
+            return cls.RED
+
+    return Color.RED
+
+
+def rich_enum() -> Any:
+    class Planet(enum.Enum):
+        EARTH = (5.976e24, 6.37814e6)
+
+        def __init__(self, mass: float, radius: float) -> None:
+            self.mass, self.radius = mass, radius
+
+    return Planet.EARTH
+
+
+def enum_with_new() -> Any:
+    class Labelled(str, enum.Enum):
+        def __new__(cls, value: str, label: str) -> Any:
+            member = str.__new__(cls, value)
+            member._value_ = value
+            member.label = label
+            return member
+
+        A = ("a", "the first")
+        B = ("b", "the second")
+
+    return Labelled.B
+
+
+def flag() -> Any:
+    class Permission(enum.Flag):
+        READ = enum.auto()
+        WRITE = enum.auto()
+        BOTH = READ | WRITE
+
+    return Permission.READ
+
+
+def int_enum() -> Any:
+    class Number(enum.IntEnum):
+        ONE = 1
+        TWO = 2
+
+    return Number.TWO
+
+
+def abstract() -> Any:
+    class Shape(abc.ABC):
+        @abc.abstractmethod
+        def area(self) -> int: ...
+
+        @property
+        @abc.abstractmethod
+        def name(self) -> str: ...
+
+    class Square(Shape):
+        def area(self) -> int:
+            return 4
+
+        @property
+        def name(self) -> str:
+            return "square"
+
+    Shape.register(int)
+    return Square()
+
+
+def generic() -> Any:
+    T = typing.TypeVar("T")
+
+    class Box(typing.Generic[T]):
+        def __init__(self, value: T) -> None:
+            self.value = value
+
+        def get(self) -> T:
+            return self.value
+
+    class IntBox(Box[int]):
+        pass
+
+    return IntBox(3)
+
+
+def protocol() -> Any:
+    @typing.runtime_checkable
+    class HasX(typing.Protocol):
+        x: int
+
+    class It:
+        x = 1
+        proto = HasX
+
+    return It()
+
+
+def with_metaclass() -> Any:
+    class Meta(type):
+        made: typing.ClassVar[list[str]] = []
+
+        def __new__(mcs, name: str, bases: Any, body: Any, *, tag: str) -> Any:
+            return super().__new__(mcs, name, bases, {**body, "tag": tag})
+
+        def __init__(cls, name: str, bases: Any, body: Any, *, tag: str) -> None:
+            super().__init__(name, bases, body)
+            Meta.made.append(name)
+
+        def __setattr__(cls, name: str, value: Any) -> None:
+            raise TypeError("is read only")
+
+        def __eq__(cls, other: object) -> bool:
+            return cls is other
+
+        __hash__ = type.__hash__
+
+        def hello(cls) -> str:
+            return "hello " + cls.tag
+
+    class WithMeta(metaclass=Meta, tag="x"):
+        pass
+
+    return WithMeta()
+
+
+def with_hook() -> Any:
+    class Base:
+        subclasses: typing.ClassVar[list[Any]] = []
+
+        def __init_subclass__(cls, *, tag: str) -> None:
+            cls.tag = tag
+            Base.subclasses.append(cls)
+
+    class Sub(Base, tag="local"):
+        pass
+
+    return Sub()
+
+
+def below_an_importable_hook() -> Any:
+    class Sub(Importable, tag="ours"):
+        pass
+
+    return Sub()
+
+
+def with_descriptors() -> Any:
+    class Name:
+        def __set_name__(self, owner: Any, name: str) -> None:
+            self.name = name
+
+        def __get__(self, obj: Any, owner: Any = None) -> str:
+            return "value of " + self.name
+
+    class Holder:
+        field = Name()
+        lock = threading.Lock()
+
+        @functools.cached_property
+        def slow(self) -> int:
+            return 42
+
+        @staticmethod
+        def two() -> int:
+            return 2
+
+        @property
+        def three(self) -> int:
+            return 3
+
+        class Inner:
+            pass
+
+        @functools.cache  # noqa: B019
+        def cached(self, x: int) -> int:
+            return x + 1
+
+    return Holder()
+
+
+def below_builtins() -> Any:
+    class Numbers(dict):  # type: ignore[type-arg]
+        def __missing__(self, key: Any) -> str:
+            return f"no {key}"
+
+    return Numbers(a=1)
+
+
+def mutual() -> Any:
+    class A:
+        def b(self) -> Any:
+            return B()
+
+    class B:
+        def a(self) -> Any:
+            return A()
+
+    return A()
+
+
+def typed_dict() -> Any:
+    class Movie(typing.TypedDict, total=False):
+        name: str
+
+    class Holder:
+        kind = Movie
+
+    return Holder()
+
+
+def date_enum() -> Any:
+    class Day(datetime.date, enum.Enum):
+        FIRST = 2020, 1, 1
+
+    return Day.FIRST
+
+
+def newtype() -> Any:
+    UserId = typing.NewType("UserId", int)
+
+    class Holder:
+        kind = UserId
+
+        def get(self, x: UserId) -> UserId:
+            return x
+
+    return Holder()
+
+
+CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
+    plain: lambda x: x.x == 1 and x.kind == "plain" and x.me() is type(x),
+    derived: lambda x: x.who() == "derived from base" and x.others()[1] is type(x),
+    slotted: lambda x: x.hidden() == 2 and not hasattr(x, "__dict__"),
+    data: lambda x: dataclasses.asdict(x) == {"n": 3, "items": [4]} and type(x)() < x,
+    slotted_data: lambda x: dataclasses.replace(x, n=4).n == 4,
+    named_tuple: lambda x: x.both() == "1x" and x._replace(a=2)._asdict() == {"a": 2, "b": "x"},
+    old_named_tuple: lambda x: x.b == 5 and type(x)(1, 2) == (1, 2) and repr(x) == "Old(a=1, b=5)",
+    below_a_named_tuple: lambda x: x.total() == 3,
+    color: lambda x: (
+        x is type(x)(1)
+        and x.next.name == "GREEN"
+        and len(type(x)) == 2
+        and type(x).CRIMSON is x
+        and type(x)(99) is x
+    ),
+    rich_enum: lambda x: x.mass == 5.976e24 and x.value == (5.976e24, 6.37814e6),
+    enum_with_new: lambda x: x.label == "the second" and x == "b" and type(x)("a").name == "A",
+    flag: lambda x: (x | type(x).WRITE) is type(x).BOTH and x in type(x).BOTH,
+    int_enum: lambda x: x + 1 == 3 and type(x)(2) is x,
+    abstract: lambda x: (
+        x.area() == 4 and x.name == "square" and issubclass(int, type(x).__mro__[1])
+    ),
+    generic: lambda x: x.get() == 3 and type(x).__orig_bases__[0].__args__ == (int,),
+    protocol: lambda x: isinstance(x, x.proto),
+    with_metaclass: lambda x: type(x).hello() == "hello x" and type(type(x)).made == ["WithMeta"],
+    with_hook: lambda x: x.tag == "local" and x.subclasses == [type(x)],
+    below_an_importable_hook: lambda x: x.tag == "ours" and isinstance(x, Importable),
+    with_descriptors: lambda x: (
+        x.field == "value of field"
+        and (x.slow, x.two(), x.three, x.cached(1)) == (42, 2, 3, 2)
+        and not x.lock.locked()
+    ),
+    below_builtins: lambda x: x["b"] == "no b" and x["a"] == 1,
+    mutual: lambda x: type(x.b().a()) is type(x),
+    typed_dict: lambda x: x.kind(name="a") == {"name": "a"},
+    date_enum: lambda x: x.year == 2020 and type(x)(x.value) is x,
+    newtype: lambda x: x.get(x.kind(3)) == 3,
+}
+
+
+@pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
+def test_class_keeps_identity(make: Callable[[], Any]) -> None:
+    """An instance of a local class comes back as an instance of that class."""
+    one = make()
+    assert CHECKS[make](one), "the test itself"
+    back = again(one)
+    assert type(back) is type(one)
+    assert CHECKS[make](back)
+    assert again(type(one)) is type(one)
+
+
+@pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
+def test_class_rebuilt(make: Callable[[], Any], forgotten: Callable[[Any], Any]) -> None:
+    """A process that does not know the class builds an equal one, once."""
+    one = make()
+    first, second = forgotten((one, type(one)))
+    assert type(first) is not type(one)
+    assert second is type(first)
+    assert CHECKS[make](first)
+    assert type(first).__qualname__ == type(one).__qualname__
+    assert type(first).__doc__ == type(one).__doc__
+
+
+def test_classes_elsewhere(receiver: Receiver) -> None:
+    """In another process the class works, and what it sends back is of the class here."""
+    for make, check in CHECKS.items():
+        one = make()
+        assert receiver.call(apply, check, one), make.__name__
+        back = receiver.call(echo, one)
+        assert type(back) is type(one), make.__name__
+        assert check(back), make.__name__
+
+
+def test_received_class_is_sent_on_as_it_came(
+    receiver: Receiver, forgotten: Callable[[Any], Any]
+) -> None:
+    """The definition is not pickled anew by who received it."""
+    one = plain()
+    message = encode(one)
+    assert encode(forgotten(one)) == message
+
+
+def test_class_that_changed(receiver: Receiver) -> None:
+    """An attribute that was set, added or deleted since reaches the other process."""
+
+    class Config:
+        level = 1
+        old = True
+
+        def get(self) -> Any:
+            return self.level
+
+    assert receiver.call(Config().get) == 1
+    Config.level = 2
+    assert receiver.call(Config().get) == 2
+    assert receiver.call(lambda: Config().get()) == 2
+    Config.get = lambda self: self.level * 10  # type: ignore[method-assign]
+    assert receiver.call(Config().get) == 20
+    Config.level = 3
+    assert type(receiver.call(echo, Config())) is Config
+    assert Config.level == 3
+
+
+def test_classes_are_not_kept_alive() -> None:
+    """Pickling a class does not keep it for ever."""
+    one = plain()
+    ref = weakref.ref(type(one))
+    encode(one)
+    count = len(registry._by_token)
+    del one
+    gc.collect()
+    assert ref() is None
+    assert len(registry._by_token) < count
+
+
+def test_annotations_with_type_variables() -> None:
+    """A local type variable is one variable for all that names it."""
+    T = typing.TypeVar("T", bound=int)
+
+    def f(x: Any) -> Any:
+        return x
+
+    f.__annotations__ = {"x": T, "return": list[T]}  # type: ignore[valid-type]
+    g = again(f)
+    assert g.__annotations__["x"] is T
