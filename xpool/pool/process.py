@@ -81,8 +81,7 @@ class Pool(BasePool):
         self._context = context
         self._recurse = is_recursive
         self._daemon = is_daemon
-        self._seeded = seed is not None
-        self._seed = str(seed).encode() if self._seeded else os.urandom(16)
+        self._seed = os.urandom(16) if seed is None else str(seed).encode()
         cls = type(self)
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = cls.pool_inqueue_put is Pool.pool_inqueue_put
@@ -100,10 +99,10 @@ class Pool(BasePool):
             )
         except TaskNotPicklable as exc:
             if not launcher.inherits:
-                if not _only_by_inheritance(exc) or self._context is not None:
+                if not _only_by_inheritance(exc):
                     raise
-                # Locks and queues of multiprocessing: its own default context can pass them on.
-                launcher = _launcher(multiprocessing.get_context())
+                # Locks and queues of multiprocessing: its own contexts can pass them on.
+                launcher = _launcher(multiprocessing.get_context(self._context))
             inherited = self.initializer, self.initargs
         self._engine = Engine(
             self._size,
@@ -315,7 +314,6 @@ class _Orders:
         self._daemon = pool._daemon
         self._recurse = pool._recurse
         self._seed = pool._seed
-        self._seeded = pool._seeded
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int) -> bytes:
@@ -335,7 +333,6 @@ class _Orders:
             "authkey": bytes(process.authkey),
             "recurse": self._recurse,
             "seed": self._seed + f"/{index}/{generation}".encode(),
-            "seeded": [name for name in PRELOAD if name in sys.modules] if self._seeded else [],
             "threads": self._threads,
             "initializer": self._initializer,
             "context": None if self._contexts is None else self._contexts[index],

@@ -6,10 +6,7 @@ a worker that is killed between any two instructions leaves nothing locked.
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import os
-import random
 import struct
 import sys
 import time
@@ -43,6 +40,7 @@ from xpool.queue.messages import (
 from xpool.queue.outbox import Outbox
 from xpool.worker import main_module
 from xpool.worker.context import WorkerInfo, enter
+from xpool.worker.seeds import Seeds
 
 __all__ = ["run"]
 
@@ -162,10 +160,9 @@ class _Worker:
         self._out = out
         self._seq = 0
         self._funcs: dict[int, tuple[Callable[..., Any], int]] = {}
-        self._seeds = _Seeds(orders["seed"])
-        self._modules = 0  # how many there were when the generators were looked for
         self._recurse: bool = orders["recurse"]
         _become(orders)
+        Seeds(orders["seed"])
         mark_replica(orders["main"] is not None)
         self._prefix: tuple[Any, ...] = ()
         context = None
@@ -176,14 +173,9 @@ class _Worker:
         _use_threads(orders["threads"])
         if hasattr(context, "env") and hasattr(context, "enter"):
             context.enter()
-        # What the program has imported, a task will import; then it should find it seeded.
-        for module in orders["seeded"]:
-            importlib.import_module(module)
-        self._seeds.sow()
         if inherited is None:
             inherited = decode(orders["initializer"])
         initializer, initargs = inherited
-        self._seeds.sow()
         if initializer is not None:
             initializer(*initargs)
 
@@ -208,7 +200,6 @@ class _Worker:
             func = decode(body[FUNC_HEAD.size :])
         except Exception as exc:
             func = _Unavailable(exc)
-        self._seeds.sow()
         if self._prefix:
             func = _Prefixed(func, self._prefix)
         self._funcs[number] = func, mode
@@ -234,9 +225,6 @@ class _Worker:
     def _run(self, func: Any, mode: int, payload: bytes | bytearray) -> tuple[bytes, bool]:
         try:
             task = decode(payload)
-            if len(sys.modules) != self._modules:
-                self._modules = len(sys.modules)
-                self._seeds.sow()
             if mode == Mode.EACH:
                 value = func(task)
             elif mode == Mode.CALL:
@@ -254,7 +242,7 @@ class _Worker:
             return encode_exception(exc, _worker_traceback(exc)), True
         del task
         try:
-            return encode(value, recurse=self._recurse), False
+            return encode(value, recurse=self._recurse, main_globals=False), False
         except SystemExit:
             raise
         except BaseException as exc:
@@ -323,29 +311,3 @@ def _use_threads(n: int) -> None:
         torch.set_num_threads(n)
     if n:
         os.environ.setdefault("OMP_NUM_THREADS", str(n))
-
-
-class _Seeds:
-    """Gives each random generator its seed, when the module that has it is there.
-
-    A preloaded server would hand each worker the same state; and with `seed=` given, all is
-    derived from it, also for modules that a task imports only later.
-    """
-
-    def __init__(self, seed: bytes) -> None:
-        self._seed = seed
-        self._todo = ["random", "numpy.random", "torch"]
-
-    def sow(self) -> None:
-        for name in self._todo[:]:
-            module = sys.modules.get(name)
-            if module is None:
-                continue
-            self._todo.remove(name)
-            number = int.from_bytes(hashlib.sha256(self._seed + name.encode()).digest()[:8], "big")
-            if name == "random":
-                random.seed(number)
-            elif name == "numpy.random":
-                module.seed(number & 0xFFFF_FFFF)
-            else:
-                module.manual_seed(number & 0x7FFF_FFFF_FFFF_FFFF)

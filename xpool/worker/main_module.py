@@ -8,6 +8,7 @@ the first name of it is looked up, under the name ``__mp_main__`` as there, so t
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import io
 import sys
@@ -61,6 +62,7 @@ def install(where: tuple[str, str] | None) -> None:
     empty, and what the caller defines in its own arrives by value.
     """
     module = _Main("__main__")
+    module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code looks for it
     if where is not None:
         module.__dict__["_xpool_where"] = where
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
