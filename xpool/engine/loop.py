@@ -234,7 +234,7 @@ class Engine:
     def _receive_driven(self, slot: Slot, job: int, events: list[tuple[int, int]]) -> bool:
         with self.lock:
             # Its sentinel, or no longer ours: a death is for the engine's thread.
-            if slot.driven != job or any(fd != slot.inlet.fd for fd, _ in events):
+            if slot.driven != job or len(events) != 1 or events[0][0] != slot.inlet.fd:
                 return False
             self._receive(slot)
             return True

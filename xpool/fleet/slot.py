@@ -6,10 +6,12 @@ forks: a copy of the writing end of a lifeline would keep a worker alive after i
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +34,15 @@ def _mine(fd: int) -> int:
 def _close(fd: int) -> None:
     _parents_only.discard(fd)
     os.close(fd)
+
+
+def _widen(fd: int) -> None:
+    """Let the pipe hold a megabyte, if the system allows: fewer turns for a large message."""
+    if sys.platform == "linux":
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 1 << 20)
+        except (OSError, AttributeError):
+            return  # over the user's share of pipe memory: the usual 64 KiB do as well
 
 
 def _after_fork_in_child() -> None:
@@ -104,6 +115,8 @@ class Slot:
             mine.append(_mine(life_w))
             page = make_file()
             theirs.append(page)
+            for fd in (task_w, answer_r):
+                _widen(fd)
             os.set_blocking(task_w, False)
             os.set_blocking(answer_r, False)
             box = Outbox(page)

@@ -121,8 +121,9 @@ class Scheduler:
         self.own: list[deque[Span]] = [deque() for _ in range(workers)]
         # Ready workers with empty hands, oldest first.  Feeders read its truth without the lock.
         self.idle: dict[int, None] = {}
-        # Items that wait in `own`, for each worker.
+        # Items that wait in `own`, for each worker; and spans that stand in any queue.
         self._bound = [0] * workers
+        self._queued = 0
         self.cost = float("inf")
         """Seconds a task takes, by the last answers; what a handful is measured with."""
 
@@ -138,6 +139,7 @@ class Scheduler:
 
     def _queue(self, span: Span) -> deque[Span]:
         span.queued = True
+        self._queued += 1
         if span.bound is None:
             return self.shared
         self._bound[span.bound] += len(span.items)
@@ -160,19 +162,20 @@ class Scheduler:
     def next_grants(self) -> list[tuple[int, Grant]]:
         """Give what waits to the idle workers, one grant each; the caller sends them."""
         grants = []
-        for w in list(self.idle):
+        # The last to become idle first: what it needs is still in the processor's caches.
+        for w in reversed(list(self.idle)):
+            if not self._queued:
+                break
             grant = self._cut(w)
             if grant is not None:
                 grants.append((w, grant))
-            elif not self.shared and not any(self.own):
-                break
         return grants
 
     def refill(self, w: int) -> list[Grant]:
         """Bring a worker's hand up to a handful; called when it has answered."""
         hand = self.hands[w]
         grants: list[Grant] = []
-        while hand.accepting and len(hand.held) < 2:
+        while self._queued and hand.accepting and len(hand.held) < 2:
             if hand.held and not self._worth_holding():
                 break
             grant = self._cut(w)
@@ -221,9 +224,11 @@ class Scheduler:
         """Take an empty span off its queue; False when it was.  A feeder may append meanwhile."""
         queue.popleft()
         span.queued = False
+        self._queued -= 1
         # The feeder appends first and looks at `queued` then; so one of us sees the other.
         if span.items:
             span.queued = True
+            self._queued += 1
             queue.appendleft(span)
             return True
         return False
@@ -367,6 +372,7 @@ class Scheduler:
         for queue in self.own:
             queue.clear()
         self._bound = [0] * len(self.own)
+        self._queued = 0
         for w, hand in enumerate(self.hands):
             self.retire(w)
             hand.held.clear()

@@ -40,6 +40,7 @@ WIRE = 1
 
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<BBxxIQQQ")
+_ONE_TASK = struct.Struct("<BxxxIQQQ")
 FUNC_HEAD = struct.Struct("<QB")
 U64 = struct.Struct("<Q")
 ENTRY = struct.Struct("<I")
@@ -63,6 +64,9 @@ class Mode:
 def tasks_frame(func: int, items: list[bytes]) -> list[bytes]:
     """Return the parts of a TASKS frame."""
     n = len(items)
+    if n == 1:
+        size = len(items[0])
+        return [_ONE_TASK.pack(TASKS, 1, 16 + size, func, size), items[0]]
     sizes = struct.pack(f"<Q{n}Q", func, *map(len, items))
     size = len(sizes) + sum(map(len, items))
     return [TO_WORKER.pack(TASKS, n, size) + sizes, *items]
