@@ -13,28 +13,57 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from xpool.errors import (
         InternalError as InternalError,
+    )
+    from xpool.errors import (
         OptionError as OptionError,
+    )
+    from xpool.errors import (
         PoolClosed as PoolClosed,
+    )
+    from xpool.errors import (
         RemoteTraceback as RemoteTraceback,
+    )
+    from xpool.errors import (
         ResultNotPicklable as ResultNotPicklable,
+    )
+    from xpool.errors import (
         TaskCancelled as TaskCancelled,
+    )
+    from xpool.errors import (
         TaskNotPicklable as TaskNotPicklable,
+    )
+    from xpool.errors import (
         TaskTimeout as TaskTimeout,
+    )
+    from xpool.errors import (
         TimeoutError as TimeoutError,
+    )
+    from xpool.errors import (
         WorkerDied as WorkerDied,
+    )
+    from xpool.errors import (
         WorkerStartFailed as WorkerStartFailed,
+    )
+    from xpool.errors import (
         XPoolError as XPoolError,
     )
     from xpool.jobs.states import PoolStates as PoolStates
     from xpool.pool.base import BasePool as BasePool
-    from xpool.pool.context import CtxPool as CtxPool, CtxThreadPool as CtxThreadPool
+    from xpool.pool.context import CtxPool as CtxPool
+    from xpool.pool.context import CtxThreadPool as CtxThreadPool
     from xpool.pool.p2p import P2PPool as P2PPool
     from xpool.pool.process import Pool as Pool
     from xpool.pool.thread import ThreadPool as ThreadPool
     from xpool.results import (
         AsyncResult as AsyncResult,
+    )
+    from xpool.results import (
         IMapIterator as IMapIterator,
+    )
+    from xpool.results import (
         IMapUnorderedIterator as IMapUnorderedIterator,
+    )
+    from xpool.results import (
         MapResult as MapResult,
     )
     from xpool.worker.context import current_worker as current_worker

@@ -29,8 +29,7 @@ from __future__ import annotations
 import pickle
 import signal
 from multiprocessing import TimeoutError
-from multiprocessing.pool import MaybeEncodingError
-from typing import Any
+from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 
 __all__ = [
     "InternalError",
@@ -80,7 +79,7 @@ class TaskNotPicklable(XPoolError, pickle.PicklingError):
     """The function or an argument cannot be sent to a worker; ``__cause__`` says why."""
 
 
-class ResultNotPicklable(XPoolError, MaybeEncodingError):
+class ResultNotPicklable(XPoolError, MaybeEncodingError):  # type: ignore[misc]
     """The task ran, but what it returned or raised cannot be sent back.
 
     ``exc`` and ``value`` are the reprs of the pickling error and of the value, as in
@@ -154,8 +153,8 @@ class WorkerStartFailed(XPoolError):
 
     def __str__(self) -> str:
         return (
-            f"Worker {self.worker} could not be started in {self.attempts} attempts: {self.reason}. "
-            "The pool has stopped; mend the cause and make a new pool."
+            f"Worker {self.worker} could not be started in {self.attempts} attempts: "
+            f"{self.reason}. The pool has stopped; mend the cause and make a new pool."
         )
 
 

@@ -103,7 +103,6 @@ class Job:
     it for a moment; ``settled`` turns true there, once.
     """
 
-
     func = 0
     """Number of the function that the workers keep for this job; 0: none."""
 
@@ -451,10 +450,7 @@ class IMapUnorderedIterator(IMapIterator):
 
     def _movable(self) -> bool:
         return bool(
-            self._buffer
-            or self._pieces
-            or self._failure is not None
-            or self._next == self._length
+            self._buffer or self._pieces or self._failure is not None or self._next == self._length
         )
 
     def _take_piece(self) -> tuple[bool, Any] | None:

@@ -140,7 +140,6 @@ def test_interactive():
 @pytest.mark.torch
 def test_torch_in_a_script(tmp_path):
     """A script that uses torch gets tensors from functions of its own."""
-    pytest.importorskip("torch")
     text = """
         import torch
         import xpool

@@ -141,6 +141,28 @@ def test_twenty_pools(tmp_path):
     assert script(tmp_path, text) == ["361", "[]"]
 
 
+@pytest.mark.torch
+def test_one_fork_server(tmp_path):
+    """However many pools there were, and whatever was imported between, one server stays."""
+    text = """
+        import importlib
+        import xpool
+        from support import leaks, work
+        from support.waiting import eventually
+
+        if __name__ == "__main__":
+            for name in ("json", "numpy", "torch"):
+                importlib.import_module(name)
+                for _ in range(2):
+                    with xpool.Pool(1) as pool:
+                        pool.apply(work.square, (1,))
+                    pool.join()
+            eventually(lambda: len(leaks.servers()) <= 1, "all but one server gone", 5)
+            print("ok")
+    """
+    assert script(tmp_path, text) == ["ok"]
+
+
 @pytest.mark.parametrize("name", ["Pool", "ThreadPool", "P2PPool"])
 def test_interpreter_ends_without_close(tmp_path, name):
     """A script that forgets `close` ends at once, with exit code 0 and silently."""

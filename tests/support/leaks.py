@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 import uuid
@@ -22,9 +23,18 @@ the next pool cheap.  Their children are no exception."""
 _SELF = str(os.getpid())
 
 
+_strangers: set[str] = set()
+"""Processes that are none of ours, so that looking again costs little."""
+
+
+def _processes() -> set[str]:
+    return set(filter(str.isdigit, os.listdir("/proc")))
+
+
 def mark_this_run() -> None:
     """Put the mark into the environment that children will get."""
     os.environ[MARK] = f"{_SELF}-{uuid.uuid4().hex[:8]}"
+    _strangers.update(_processes())
 
 
 def _read(pid: str, name: str) -> bytes:
@@ -34,14 +44,10 @@ def _read(pid: str, name: str) -> bytes:
         return b""
 
 
-def _parents() -> dict[str, str]:
-    table = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        # The name, in parentheses, may itself hold spaces and parentheses.
-        fields = _read(pid, "stat").rpartition(b")")[2].split()
-        if fields:
-            table[pid] = fields[1].decode()
-    return table
+def _parent(pid: str) -> str:
+    # The name, in parentheses, may itself hold spaces and parentheses.
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return fields[1].decode() if fields else "0"
 
 
 def command(pid: int | str) -> str:
@@ -49,35 +55,39 @@ def command(pid: int | str) -> str:
     return _read(str(pid), "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
 
-def _kept(pid: str) -> bool:
-    words = command(pid)
-    if not any(name in words for name in KEPT):
-        return False
+def _ours() -> dict[str, str]:
+    """Return the processes below this one, and those that once were, with their parents."""
+    there = _processes()
+    _strangers.intersection_update(there)
+    parents = {pid: _parent(pid) for pid in there - _strangers - {_SELF}}
+    mark = f"{MARK}={os.environ.get(MARK, '-')}".encode()
+    ours = {}
+    for pid, parent in parents.items():
+        up = parent
+        while up in parents:
+            up = parents[up]
+        environment = b"" if up == _SELF else _read(pid, "environ")
+        if up == _SELF or mark in environment.split(b"\0"):
+            ours[pid] = parent
+        elif environment:
+            _strangers.add(pid)
+    return ours
+
+
+def _kept(pid: str, parent: str) -> bool:
     # The children that a fork server forks show its command line; the server itself is ours.
-    return _parents().get(pid) == _SELF
+    words = command(pid) if parent == _SELF else ""
+    return any(name in words for name in KEPT)
 
 
 def descendants() -> set[int]:
     """Return the processes below this one and those that were, without the kept servers."""
-    parents = _parents()
-    mark = f"{MARK}={os.environ.get(MARK, '-')}".encode()
-    found = set()
-    for pid in parents:
-        if pid == _SELF:
-            continue
-        line, up = [pid], parents.get(pid)
-        while up is not None and up != _SELF and up != "0":
-            line.append(up)
-            up = parents.get(up)
-        if (up == _SELF or mark in _read(pid, "environ").split(b"\0")) and not _kept(pid):
-            found.add(int(pid))
-    return found
+    return {int(pid) for pid, parent in _ours().items() if not _kept(pid, parent)}
 
 
 def servers() -> list[int]:
     """Return the kept server processes of this process."""
-    parents = _parents()
-    return [int(p) for p, up in parents.items() if up == _SELF and _kept(p)]
+    return [int(pid) for pid, parent in _ours().items() if _kept(pid, parent)]
 
 
 def descriptors() -> dict[int, str]:
@@ -96,6 +106,7 @@ class Snapshot:
     """What there was at one moment."""
 
     processes: set[int]
+    servers: list[int]
     threads: set[threading.Thread]
     fds: dict[int, str]
     shm: set[str]
@@ -105,6 +116,7 @@ class Snapshot:
         """Look now."""
         return cls(
             descendants(),
+            servers(),
             set(threading.enumerate()),
             descriptors(),
             set(os.listdir("/dev/shm")),
@@ -113,14 +125,25 @@ class Snapshot:
     def more_fds(self) -> dict[int, str]:
         """Return descriptors opened since, if there are more than there were."""
         now = descriptors()
-        if len(now) <= len(self.fds):
-            return {}
-        return {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
+        new = {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
+        # A server is started anew when the program has come to use more modules.
+        for _ in set(servers()) - set(self.servers) if new else ():
+            socket = next((fd for fd, to in new.items() if to.startswith("socket:")), None)
+            if socket is not None:
+                del new[socket], now[socket]
+        return new if len(now) > len(self.fds) else {}
 
-    def leaks(self, limit: float) -> list[str]:
-        """Return what is left over, after everything had `limit` seconds to end."""
+    def leaks(self, limit: float, ignore: str = "(?!)") -> list[str]:
+        """Return what is left over, after everything had `limit` seconds to end.
+
+        Threads whose names match `ignore` may stay.
+        """
         end = time.monotonic() + limit
-        new = [t for t in threading.enumerate() if t not in self.threads]
+        new = [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self.threads and not re.fullmatch(ignore, thread.name)
+        ]
         processes = descendants() - self.processes
         if new or processes or self.more_fds():
             gc.collect()

@@ -27,7 +27,7 @@ _marked: set[CodeType] = set()
 
 def uninterrupted(func: F) -> F:
     """Mark a function that `KeyboardInterrupt` must not cut short; costs nothing per call."""
-    _marked.add(func.__code__)  # type: ignore[attr-defined]
+    _marked.add(func.__code__)
     return func
 
 
@@ -36,9 +36,11 @@ def install() -> None:
 
     Only the main thread can do that; a pool made in another is served by those made before.
     """
-    if threading.current_thread() is threading.main_thread():
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, _handler)
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
+        signal.signal(signal.SIGINT, _handler)
 
 
 def _handler(signum: int, frame: FrameType | None) -> None:

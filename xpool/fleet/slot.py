@@ -12,13 +12,12 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from xpool.fleet.launch import Handle, Launcher
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
 from xpool.queue.channel import Inlet, Outlet
-from xpool.queue.messages import TO_PARENT, boot_frame
+from xpool.queue.messages import TO_PARENT
 from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
 
 __all__ = ["Slot"]
@@ -96,7 +95,6 @@ class Slot:
         launcher: Launcher,
         name: str,
         daemon: bool,
-        orders: Callable[[int], bytes],
         inherited: Any,
     ) -> None:
         """Start a process; raise `OSError` with nothing left over when that is not possible."""
@@ -143,7 +141,6 @@ class Slot:
         self.poller.register(answer_r, select.POLLIN)
         self.poller.register(self.handle.sentinel, select.POLLIN)
         self.happens(WorkerEvent.LAUNCH)
-        self.outlet.send(boot_frame(orders(self.generation)))
         self.generation += 1
 
     def kill(self) -> None:

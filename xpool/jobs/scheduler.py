@@ -71,7 +71,9 @@ class Span:
 class Grant:
     """A piece of a span in one worker's hand.  ``seq`` numbers its first item for that worker."""
 
-    __slots__ = ("bound", "done", "feeder", "first", "func", "items", "job", "retries", "seq", "taken")
+    __slots__ = (
+        "bound", "done", "feeder", "first", "func", "items", "job", "retries", "seq", "taken",
+    )  # fmt: skip
 
     def __init__(self, span: Span, items: list[Item], seq: int) -> None:
         self.job = span.job

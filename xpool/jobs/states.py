@@ -105,7 +105,8 @@ def step(table: dict[S, dict[E, S]], state: S, event: E) -> S:
     try:
         return table[state][event]
     except KeyError:
-        raise InternalError(f"{event} cannot happen in state {state}; this is a bug in xpool") from None
+        story = f"{event} cannot happen in state {state}; this is a bug in xpool"
+        raise InternalError(story) from None
 
 
 def _markdown(title: str, table: dict[S, dict[E, S]]) -> str:
@@ -122,7 +123,7 @@ def document() -> str:
     return "\n\n".join(
         [
             "# States",
-            "Made from the tables in `xpool/jobs/states.py` by `make docs-states`; a test compares them.",
+            "Made from the tables in `xpool/jobs/states.py` by `make docs-states`.",
             _markdown("A pool", POOL),
             _markdown("A worker's slot", WORKER),
             "",

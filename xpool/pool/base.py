@@ -19,9 +19,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from xpool.engine import interrupt
 from xpool.engine.interrupt import uninterrupted
@@ -29,17 +29,14 @@ from xpool.errors import InternalError, OptionError, PoolClosed, XPoolError
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.options import (
     check_callable,
-    check_chunksize,
-    check_count,
     check_iterable,
-    default_chunksize,
-    label,
     resolve_processes,
 )
 from xpool.pool.callbacks import Callbacks
-from xpool.pool.feeder import Feeder, Window
-from xpool.pool.hooks import Carried, Hooks, each, star, star_each
-from xpool.results import AsyncResult, IMapIterator, IMapUnorderedIterator, Job, MapResult, tasks_in
+from xpool.pool.feeder import Feeder
+from xpool.pool.hooks import Carried
+from xpool.pool.verbs import Verbs
+from xpool.results import AsyncResult, IMapIterator, Job, tasks_in
 
 __all__ = ["BasePool"]
 
@@ -48,14 +45,6 @@ TURN = 0.1
 
 _numbers = itertools.count(1)
 _pools: weakref.WeakSet[BasePool] = weakref.WeakSet()
-
-
-class Terms(NamedTuple):
-    """How a job is to be run, beyond what it is."""
-
-    retries: int = 0
-    worker: int | None = None  # `P2PPool`: bound to this one; -1: to the least loaded
-    waits: bool = False  # the submitting thread waits for it at once
 
 
 class Crew(Protocol):
@@ -87,7 +76,7 @@ class Crew(Protocol):
         """Let go of everything; all workers have ended."""
 
 
-class BasePool(Hooks):
+class BasePool(Verbs):
     """The base of all pools: the verbs of `multiprocessing.pool.Pool`, on overridable hooks.
 
     Args:
@@ -184,225 +173,7 @@ class BasePool(Hooks):
             f"{s['jobs']} jobs unanswered, {s['succeeded']} tasks succeeded, {s['failed']} failed>"
         )
 
-    # -- the verbs ---------------------------------------------------------------------------------
-
-    def apply(
-        self,
-        func: Callable[..., Any],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
-        *,
-        retries: int = 0,
-    ) -> Any:
-        """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
-
-        ``retries``: how often it may run again when its worker dies (also below).
-        """
-        return self._call(func, args, kwds, None, None, Terms(retries, waits=True)).get()
-
-    def apply_async(
-        self,
-        func: Callable[..., Any],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
-        callback: Callable[[Any], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        retries: int = 0,
-    ) -> AsyncResult:
-        """Have ``func(*args, **kwds)`` called in a worker; return its result to come.
-
-        ``callback(value)`` or ``error_callback(exception)`` is called when it is there, before
-        `get` returns, in a thread of the pool in which it may block and submit more.
-
-        Raises:
-            PoolClosed: the pool takes no more work.
-        """
-        return self._call(func, args, kwds, callback, error_callback, Terms(retries))
-
-    def map(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int | None = None,
-        *,
-        retries: int = 0,
-    ) -> list[Any]:
-        """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
-
-        A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
-        The error of a task is raised when all have been answered.
-        """
-        return self._map(func, iterable, chunksize, False, None, None, Terms(retries)).get()  # type: ignore[no-any-return]
-
-    def map_async(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int | None = None,
-        callback: Callable[[list[Any]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        retries: int = 0,
-    ) -> MapResult:
-        """As `map`, but return the result to come; callbacks as in `apply_async`."""
-        return self._map(func, iterable, chunksize, False, callback, error_callback, Terms(retries))
-
-    def starmap(
-        self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
-        chunksize: int | None = None,
-        *,
-        retries: int = 0,
-    ) -> list[Any]:
-        """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
-        return self._map(func, iterable, chunksize, True, None, None, Terms(retries)).get()  # type: ignore[no-any-return]
-
-    def starmap_async(
-        self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
-        chunksize: int | None = None,
-        callback: Callable[[list[Any]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        retries: int = 0,
-    ) -> MapResult:
-        """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
-        return self._map(func, iterable, chunksize, True, callback, error_callback, Terms(retries))
-
-    def imap(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int = 1,
-        *,
-        buffersize: int | None = None,
-        retries: int = 0,
-    ) -> IMapIterator:
-        """Return an iterator over the results, in order, while the input is still drawn.
-
-        ``buffersize``: at most so many items are drawn ahead of the consumer; None: as many as
-        the workers have use for, and results wait without limit.
-        """
-        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, Terms(retries))
-
-    def imap_unordered(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int = 1,
-        *,
-        buffersize: int | None = None,
-        retries: int = 0,
-    ) -> IMapUnorderedIterator:
-        """As `imap`, with results as they come."""
-        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, Terms(retries))  # type: ignore[return-value]
-
-    # -- from verb to job --------------------------------------------------------------------------
-
-    def _call(
-        self,
-        func: Callable[..., Any],
-        args: Iterable[Any],
-        kwds: Mapping[str, Any] | None,
-        callback: Callable[[Any], object] | None,
-        error_callback: Callable[[BaseException], object] | None,
-        terms: Terms,
-    ) -> AsyncResult:
-        self._check_running()
-        self._check_call(func, callback, error_callback, terms)
-        if type(args) is not tuple:
-            args = check_iterable("args", args)
-        kwds = dict(kwds) if kwds else {}
-        job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
-        self._enter(job, 1)
-        try:
-            self._submit_call(job, func, args, kwds, terms)
-        except Exception as exc:
-            self._deliver(job.number, 0, False, exc)
-        return job
-
-    def _map(
-        self,
-        func: Callable[..., Any],
-        iterable: Iterable[Any],
-        chunksize: int | None,
-        starred: bool,
-        callback: Callable[[list[Any]], object] | None,
-        error_callback: Callable[[BaseException], object] | None,
-        terms: Terms,
-    ) -> MapResult:
-        self._check_running()
-        self._check_call(func, callback, error_callback, terms)
-        items: Sequence[Any]
-        # Slices of a range stay ranges, and cost nothing to send.
-        items = iterable if isinstance(iterable, (list, tuple, range)) else list(iterable)
-        if chunksize is None:
-            chunksize = default_chunksize(len(items), self._size)
-        size = check_chunksize(chunksize)
-        tasks = -(-len(items) // size)
-        number = next(self._job_numbers)
-        job = MapResult(
-            number, label(func), self, tasks, size > 1, callback, error_callback
-        )
-        self._enter(job, tasks)
-        if not items:
-            job.settled = True
-            self._complete(job)
-            return job
-        if size == 1:
-            chunks: Iterable[Any] = items
-        else:
-            chunks = (items[i : i + size] for i in range(0, len(items), size))
-        try:
-            self._submit_each(job, func, starred, size > 1, chunks, terms)
-        except Exception as exc:
-            self._fail_jobs([job], exc)
-        return job
-
-    def _imap(
-        self,
-        kind: type[IMapIterator],
-        func: Callable[..., Any],
-        iterable: Iterable[Any],
-        chunksize: int,
-        buffersize: int | None,
-        terms: Terms,
-    ) -> IMapIterator:
-        self._check_running()
-        self._check_call(func, None, None, terms)
-        size = check_chunksize(chunksize)
-        if buffersize is not None:
-            size = min(size, check_count("buffersize", buffersize))
-        if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-            raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
-        job = kind(next(self._job_numbers), label(func), self, size > 1)
-        window = Window(buffersize)
-        if buffersize is not None:
-            job.taken, job.chunksize = window.handed_out, size
-        self._enter(job, 0)
-        ref = weakref.ref(self)
-
-        def fail(index: int, exc: BaseException) -> None:
-            pool = ref()
-            if pool is not None:
-                pool._deliver(job.number, index, False, exc)
-
-        def end(length: int) -> None:
-            pool = ref()
-            if pool is not None:
-                pool._end(job, length, feeder)
-
-        try:
-            put = self._open_stream(job, func, size > 1, window, terms)
-        except Exception as exc:
-            put, iterable = _raiser(exc), (None,)
-        feeder = Feeder(iterable, size, window, put, fail, end, self.name)
-        self._feeders.add(feeder)
-        feeder.thread.start()
-        return job
+    # -- jobs --------------------------------------------------------------------------------------
 
     def _check_running(self) -> None:
         if self._state is PoolStates.RUN:
@@ -410,19 +181,9 @@ class BasePool(Hooks):
         if self._failure is not None:
             raise PoolClosed(f"The pool has failed: {self._failure}") from self._failure
         raise PoolClosed(
-            f"Pool not running: {self.name} was {self._state.name.lower()}d and takes no more work; "
-            "make a new pool"
+            f"Pool not running: {self.name} was {self._state.name.lower()}d and takes no more "
+            "work; make a new pool"
         )
-
-    def _check_call(self, func: Any, callback: Any, error_callback: Any, terms: Terms) -> None:
-        if not callable(func):
-            check_callable("func", func)
-        if callback is not None:
-            check_callable("callback", callback)
-        if error_callback is not None:
-            check_callable("error_callback", error_callback)
-        if terms.retries:
-            check_count("retries", terms.retries, least=0)
 
     @uninterrupted
     def _enter(self, job: Job, tasks: int) -> None:
@@ -430,50 +191,6 @@ class BasePool(Hooks):
             self._check_running()
             self._jobs[job.number] = job
             self._counts["submitted"] += tasks
-
-    # -- from job to tasks: by the hooks; the process pools have shortcuts --------------------------
-
-    def _submit_call(
-        self,
-        job: Job,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwds: dict[str, Any],
-        terms: Terms,
-    ) -> None:
-        self.pool_inqueue_put((job.number, 0, func, args, kwds))
-
-    def _submit_each(
-        self,
-        job: Job,
-        func: Callable[..., Any],
-        starred: bool,
-        chunked: bool,
-        chunks: Iterable[Any],
-        terms: Terms,
-    ) -> None:
-        for i, chunk in enumerate(chunks):
-            try:
-                self.pool_inqueue_put(_task(job.number, i, func, starred, chunked, chunk))
-            except Exception as exc:
-                self._deliver(job.number, i, False, exc)
-
-    def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
-    ) -> Callable[[int, Any], int]:
-        """Return what the feeder calls with each task; it must not hold the pool."""
-        ref = weakref.ref(self)
-        number = job.number
-
-        def put(index: int, task: Any) -> int:
-            pool = ref()
-            if pool is None or pool._state is PoolStates.TERMINATE:
-                window.stop()
-            else:
-                pool.pool_inqueue_put(_task(number, index, func, False, chunked, task))
-            return 0
-
-        return put
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -689,26 +406,6 @@ class BasePool(Hooks):
             job.release()
 
 
-def _task(
-    number: int, index: int, func: Callable[..., Any], starred: bool, chunked: bool, chunk: Any
-) -> tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the tuple for one task of a map."""
-    if chunked:
-        return number, index, star_each if starred else each, (func, chunk), {}
-    if starred:
-        return number, index, star, (func, chunk), {}
-    return number, index, func, (chunk,), {}
-
-
-def _raiser(exc: Exception) -> Callable[[int, Any], int]:
-    """Return what fails a stream whose function cannot be sent: at its first result."""
-
-    def put(index: int, task: Any) -> int:
-        raise exc
-
-    return put
-
-
 def _own(exc: BaseException) -> BaseException:
     """Return an instance of its own for one of several callers."""
     if isinstance(exc, XPoolError):
@@ -742,8 +439,8 @@ def _main(ref: weakref.ref[BasePool], crew: Crew | None, callbacks: Callbacks) -
             go_on = pool._turn()
         except BaseException as exc:
             story = InternalError(
-                f"{type(exc).__name__} in the engine of {pool.name}: {exc}. If the pool has hooks of "
-                "your own, look at the cause first; else this is a bug in xpool"
+                f"{type(exc).__name__} in the engine of {pool.name}: {exc}. If the pool has hooks "
+                "of your own, look at the cause first; else this is a bug in xpool"
             )
             story.__cause__ = exc
             pool._break(story)

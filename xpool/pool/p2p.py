@@ -9,9 +9,9 @@ from xpool.errors import OptionError
 from xpool.jobs.scheduler import Span
 from xpool.options import check_count
 from xpool.pickle import encode
-from xpool.pool.base import Terms
 from xpool.pool.feeder import Window
 from xpool.pool.process import _MODES, Pool
+from xpool.pool.verbs import Terms
 from xpool.results import AsyncResult, Job
 
 __all__ = ["P2PPool"]
@@ -54,9 +54,7 @@ class P2PPool(Pool):
         Raises:
             OptionError (a `ValueError`): there is no such worker.
         """
-        return self._call(
-            func, args, kwds, callback, error_callback, self._terms(retries, worker)
-        )
+        return self._call(func, args, kwds, callback, error_callback, self._terms(retries, worker))
 
     def _terms(self, retries: int, worker: int | None, waits: bool = False) -> Terms:
         if worker is None:

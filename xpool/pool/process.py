@@ -19,9 +19,10 @@ from xpool.jobs.scheduler import Span
 from xpool.options import check_share_method, default_processes
 from xpool.pickle import encode
 from xpool.pickle.main import main_is_importable, main_location
-from xpool.pool.base import BasePool, Terms, at_exit
+from xpool.pool.base import BasePool, at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
+from xpool.pool.verbs import Terms
 from xpool.queue.messages import Mode
 from xpool.results import Job
 
@@ -94,15 +95,14 @@ class Pool(BasePool):
         launcher = _launcher(self._context)
         blob, inherited = None, None
         try:
-            blob = self._encode_option(
-                "initializer or initargs", (self.initializer, self.initargs)
-            )
+            blob = self._encode_option("initializer or initargs", (self.initializer, self.initargs))
         except TaskNotPicklable as exc:
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):
                     raise
                 # Locks and queues of multiprocessing: its own contexts can pass them on.
-                launcher = _launcher(multiprocessing.get_context(self._context))
+                method = self._context if isinstance(self._context, str) else None
+                launcher = _launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
         self._engine = Engine(
             self._size,
@@ -205,9 +205,9 @@ class Pool(BasePool):
         for i, chunk in enumerate(chunks):
             try:
                 spans[-1].items.append(self._encode(chunk))
-            except Exception as exc:
+            except Exception as error:
                 # It fails alone; what comes after it is a span of its own.
-                failed.append((i, exc))
+                failed.append((i, error))
                 spans.append(Span(job.number, job.func, i + 1, (), terms.retries))
         for span in spans:
             if span.items:
@@ -235,7 +235,7 @@ class Pool(BasePool):
     def _release_workers(self) -> None:
         self.pool_inqueue_put(None)
 
-    # -- looking at it -------------------------------------------------------------------------------
+    # -- looking at it -----------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
         """Return counts; ``waiting`` and ``running`` in tasks, ``deaths`` of workers, ``pids``."""

@@ -116,7 +116,7 @@ class Outbox:
         return self.words[_HEAD]
 
     def take(self, mark: int) -> bytes:
-        """Take out everything up to ``mark`` bytes, ever; whole entries, as `entries` reads them."""
+        """Take out all up to ``mark`` bytes, ever: whole entries, for `entries` to split."""
         head = self.words[_HEAD]
         if mark - head > CAPACITY or mark < head:
             raise ValueError(f"outbox mark {mark} does not fit head {head}")

@@ -171,8 +171,10 @@ class _Worker:
             self._prefix = (context,)
         enter(WorkerInfo(orders["index"], orders["pool"], context))
         _use_threads(orders["threads"])
-        if hasattr(context, "env") and hasattr(context, "enter"):
-            context.enter()
+        if hasattr(context, "env"):
+            bound: Any = context
+            if hasattr(bound, "enter"):
+                bound.enter()
         if inherited is None:
             inherited = decode(orders["initializer"])
         initializer, initargs = inherited

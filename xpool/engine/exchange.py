@@ -1,0 +1,285 @@
+"""Between the scheduler and the workers: tasks out, answers in.
+
+All of it is called with the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from xpool.engine.watch import Watch
+from xpool.errors import InternalError
+from xpool.fleet.slot import Slot
+from xpool.jobs.scheduler import Grant, Scheduler
+from xpool.jobs.states import WorkerEvent, WorkerStates
+from xpool.pickle import decode
+from xpool.queue.messages import (
+    ANSWER,
+    BODY_ERROR,
+    FAILED,
+    OUTBOX_ERROR,
+    READY,
+    SKIPPED,
+    TO_PARENT,
+    WIRE,
+    forget_frame,
+    func_frame,
+    stop_frame,
+    tasks_frame,
+)
+from xpool.queue.outbox import NO_LIMIT, entries
+from xpool.results import Parcel
+
+__all__ = ["Encoded", "Exchange"]
+
+LOOK = 0.010
+"""Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
+
+GRACE = 0.002
+"""Seconds until a word written to a shared page is certainly seen: microseconds, in truth."""
+
+
+class Encoded(Parcel):
+    """Answers as they came: one payload, or ``count`` entries of an outbox."""
+
+    __slots__ = ("_data", "_run", "count")
+
+    def __init__(self, data: bytes | bytearray, count: int, run: bool) -> None:
+        self._data = data
+        self._run = run
+        self.count = count
+
+    def open(self) -> list[Any]:
+        if not self._run:
+            return [decode(self._data)]
+        return [decode(payload) for _, payload in entries(bytes(self._data))]
+
+
+class Exchange:
+    """The part of the engine that moves things; `Engine` adds processes and waiting."""
+
+    def __init__(self, workers: int, lifetime: int | None) -> None:
+        self.lock = threading.Lock()
+        self.slots = [Slot(i) for i in range(workers)]
+        self.sched = Scheduler(workers)
+        # What happened, for the pool to deliver: appended under the lock, popped without.
+        self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
+        self._watch = Watch()
+        self._lifetime = lifetime
+        self._funcs: dict[int, tuple[int, bytes]] = {}
+        # Workers with two or more items in hand: the ones to look at when they are silent.
+        self._deep: dict[int, None] = {}
+        self._driven: dict[int, Slot] = {}  # by job: whose answer a caller receives himself
+
+    # -- answers in --------------------------------------------------------------------------------
+
+    def _receive_from(self, slot: Slot) -> Callable[[int], None]:
+        def handler(fd: int) -> None:
+            # The event may be from before a caller took over: the answer is his to take.
+            if not slot.driven:
+                self._receive(slot)
+
+        return handler
+
+    def _receive(self, slot: Slot) -> None:
+        """Take what has come from a worker, and hand it its next tasks in the same step."""
+        for head, body in slot.inlet.frames():
+            kind, errors, count, _, mark, nanos = TO_PARENT.unpack(head)
+            if kind == ANSWER:
+                self._answers(slot, errors, count, body, mark, nanos)
+            elif kind == READY:
+                self._ready(slot, body)
+            elif kind == SKIPPED:
+                self.sched.skipped(slot.index, count)
+                self._after_answers(slot)
+                self._give_idle()
+            elif kind == FAILED:
+                slot.reason = body
+            else:
+                raise InternalError(f"worker {slot.index} sent a message of unknown kind {kind}")
+        if slot.inlet.ended:
+            self._watch.remove(slot.inlet.fd)
+
+    def _ready(self, slot: Slot, body: bytes | bytearray) -> None:
+        facts = decode(body)
+        if facts["wire"] != WIRE:
+            slot.reason = RuntimeError(
+                "the worker imports another version of xpool; look at PYTHONPATH"
+            )
+            slot.kill()
+            return
+        retiring = slot.state is WorkerStates.RETIRING
+        slot.happens(WorkerEvent.HELLO)
+        slot.failures, slot.reason = 0, None
+        if not retiring:
+            self.sched.ready(slot.index, self._lifetime)
+            self._give_idle()
+
+    def _answers(
+        self, slot: Slot, errors: int, count: int, body: bytes | bytearray, mark: int, nanos: int
+    ) -> None:
+        boxed = count - slot.ahead
+        slot.ahead = 0
+        seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
+        if boxed:
+            self._take(slot, mark, bool(errors & OUTBOX_ERROR), boxed, seconds)
+        if body:
+            grant, first = self.sched.answered(slot.index, 1, seconds)
+            ok = not errors & BODY_ERROR
+            self.results.append((grant.job, first, (ok, Encoded(body, 1, False))))
+        self._after_answers(slot)
+
+    def _take(self, slot: Slot, mark: int, errors: bool, n: int, seconds: float) -> None:
+        """Move answers out of an outbox; those without error travel on in one piece."""
+        data = slot.box.take(mark)
+        if not errors:
+            grant, first = self.sched.answered(slot.index, n, seconds * n)
+            self.results.append((grant.job, first, (True, Encoded(data, n, True))))
+            return
+        for error, payload in entries(data):
+            grant, first = self.sched.answered(slot.index, 1, seconds)
+            self.results.append((grant.job, first, (not error, Encoded(payload, 1, False))))
+
+    def _after_answers(self, slot: Slot) -> None:
+        w = slot.index
+        hand = self.sched.hands[w]
+        if hand.size < 2:
+            self._deep.pop(w, None)
+        if hand.size == 0 and hand.paused:
+            slot.box.limit = NO_LIMIT
+            slot.revoking = False
+            self.sched.resume(w)
+        if slot.state is not WorkerStates.READY:
+            return
+        grants = self.sched.refill(w)
+        for grant in grants:
+            self._give(slot, grant)
+        if hand.size == 0:
+            if hand.left == 0:
+                self._retire(slot)
+            elif self._deep:
+                # It has nothing, others have something in hand: are they sitting on it?
+                self._look_at_all(self._deep, time.monotonic() + GRACE)
+
+    def _retire(self, slot: Slot) -> None:
+        """Let a worker end when it has answered what it holds."""
+        slot.happens(WorkerEvent.RETIRE)
+        self.sched.retire(slot.index)
+        self._send(slot, stop_frame())
+
+    def _drain(self, slot: Slot) -> None:
+        """Receive all that is in a worker's pipe."""
+        self._receive(slot)
+        while not (slot.inlet.ended or slot.inlet.dry):
+            self._receive(slot)
+
+    def _take_late(self, slot: Slot, mark: int) -> int:
+        """Move answers out of an outbox that no message has told of; return how many."""
+        found = entries(slot.box.take(mark))
+        for error, payload in found:
+            grant, first = self.sched.answered(slot.index, 1)
+            self.results.append((grant.job, first, (not error, Encoded(payload, 1, False))))
+        return len(found)
+
+    # -- tasks out ---------------------------------------------------------------------------------
+
+    def _give_idle(self, driven: int = 0) -> None:
+        """Send what waits to the idle; who gets the job ``driven`` will be driven."""
+        for w, grant in self.sched.next_grants():
+            slot = self.slots[w]
+            if grant.job == driven:
+                self._mute(slot, True)
+                slot.driven = driven
+                self._driven[driven] = slot
+            self._give(slot, grant)
+
+    def _give(self, slot: Slot, grant: Grant) -> None:
+        if slot.muted and not slot.driven:
+            self._mute(slot, False)
+        if slot.forget:
+            self._send(slot, forget_frame(slot.forget))
+            slot.forget = []
+        func = grant.func
+        if func and func not in slot.known:
+            slot.known.add(func)
+            mode, payload = self._funcs[func]
+            self._send(slot, func_frame(func, mode, payload))
+        self._send(slot, tasks_frame(func, grant.items))
+        if self.sched.hands[slot.index].size > 1:
+            self._deep[slot.index] = None
+            if slot.look_at is None:
+                slot.look_at = time.monotonic() + LOOK
+                self._watch.alarm(slot.look_at)
+        if grant.feeder is not None:
+            grant.feeder.taken(grant.items)
+
+    def _send(self, slot: Slot, parts: list[bytes]) -> None:
+        outlet = slot.outlet
+        outlet.send(parts)
+        if outlet.backlog and outlet.fd not in self._watch:
+
+            def flush(fd: int) -> None:
+                outlet.flush()
+                if not outlet.backlog:
+                    self._watch.remove(fd)
+
+            self._watch.add(outlet.fd, flush, writable=True)
+
+    def _mute(self, slot: Slot, muted: bool) -> None:
+        if slot.muted != muted and slot.handle is not None and slot.inlet.fd in self._watch:
+            slot.muted = muted
+            self._watch.mute(slot.inlet.fd, muted)
+
+    # -- silent workers ----------------------------------------------------------------------------
+
+    def _look_at_all(self, which: dict[int, None], when: float) -> None:
+        for w in which:
+            slot = self.slots[w]
+            if slot.look_at is None or slot.look_at > when:
+                slot.look_at = when
+        self._watch.alarm(when)
+
+    def _look_around(self, now: float) -> None:
+        """Look at the workers whose time has come."""
+        for slot in self.slots:
+            if slot.look_at is not None and now >= slot.look_at:
+                slot.look_at = None
+                if slot.driven:
+                    slot.look_at = now + LOOK  # who drives it receives all there is
+                elif slot.state is WorkerStates.READY and slot.index in self._deep:
+                    slot.look_at = self._look(slot, now)
+            if slot.look_at is not None:
+                self._watch.alarm(slot.look_at)
+
+    def _look(self, slot: Slot, now: float) -> float | None:
+        """Look at a worker with tasks in hand; return when to look again, None: it need not be.
+
+        What the last look saw in the outbox is certainly all there by now: it is taken.  A worker
+        that sits on tasks while another has none is told to begin no more of them, and at the
+        next look, when it certainly has seen that, they are given to others.
+        """
+        w, box = slot.index, slot.box
+        began, tail = box.began, box.tail
+        seen, slot.seen = slot.seen, (began, tail)
+        # Messages first: an answer in the pipe may come before those in the outbox.
+        self._drain(slot)
+        if seen[1] > box.head and not slot.inlet.partial:
+            slot.ahead += self._take_late(slot, seen[1])
+            self._after_answers(slot)
+        if slot.revoking:
+            slot.revoking = False
+            self.sched.take_back(w, max(box.limit, began))
+            self._give_idle()
+        elif self.sched.idle and not self.sched.hands[w].paused and self.sched.surplus(w, began):
+            box.limit = began
+            slot.revoking = True
+            self.sched.pause(w)
+            return now + GRACE
+        if w not in self._deep:
+            return None
+        unsaid = tail > box.head
+        return now + LOOK if unsaid or seen != (began, tail) else None
