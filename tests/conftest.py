@@ -18,7 +18,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from support import work
-from support.kinds import KINDS, PROCESS_KINDS, START_METHODS, STDLIB, Kind
+from support.kinds import KINDS, PROCESS_KINDS, START_METHODS, STDLIB, THREAD_KINDS, Kind
 from support.leaks import Snapshot, mark_this_run
 from support.waiting import Gate, Mailbox
 
@@ -185,6 +185,12 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 @pytest.fixture(params=PROCESS_KINDS, ids=repr, scope="module")
 def process_kind(request: pytest.FixtureRequest) -> Kind:
     """Every kind of pool whose workers are processes."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=THREAD_KINDS, ids=repr, scope="module")
+def thread_kind(request: pytest.FixtureRequest) -> Kind:
+    """Every kind of pool whose workers are threads."""
     return request.param  # type: ignore[no-any-return]
 
 

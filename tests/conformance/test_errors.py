@@ -55,16 +55,14 @@ def test_a_cause_of_its_own_is_not_lost(process_kind, make_pool):
     assert "KeyError: 'inner'" in text and "ValueError: outer" in text
 
 
-def test_thread_pools_raise_the_very_exception(kind, make_pool):
+def test_thread_pools_raise_the_very_exception(thread_kind, make_pool):
     """A thread pool raises the exception object of the task, with its own cause."""
-    if kind.processes:
-        pytest.skip("for thread pools")
     error = ValueError("mine")
 
     def raise_it():
         raise error
 
-    pool = make_pool(kind, 1)
+    pool = make_pool(thread_kind, 1)
     with pytest.raises(ValueError, match="mine") as caught:
         pool.apply(raise_it)
     assert caught.value is error and caught.value.__cause__ is None
@@ -204,11 +202,9 @@ def test_a_function_that_cannot_be_sent(process_kind, make_pool):
     assert pool.apply(work.square, (2,)) == 4
 
 
-def test_thread_pools_do_not_pickle(kind, make_pool):
+def test_thread_pools_do_not_pickle(thread_kind, make_pool):
     """In a thread pool nothing needs to be sent: locks and lambdas are fine."""
-    if kind.processes:
-        pytest.skip("for thread pools")
-    pool = make_pool(kind, 1)
+    pool = make_pool(thread_kind, 1)
     lock = threading.Lock()
     assert pool.apply(work.same, (lock,)) is lock
     assert pool.apply(lambda: lock) is lock

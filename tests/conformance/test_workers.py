@@ -37,11 +37,9 @@ def test_initializer_runs_before_the_first_task(process_kind, make_pool):
     assert pool.map(work.recall, range(20), 1) == [[(1, "two")]] * 20
 
 
-def test_initializer_in_threads(kind, make_pool):
+def test_initializer_in_threads(thread_kind, make_pool):
     """Thread pools run the initializer once in each thread."""
-    if kind.processes:
-        pytest.skip("for thread pools")
-    pool = make_pool(kind, 3, work.remember, ("x",))
+    pool = make_pool(thread_kind, 3, work.remember, ("x",))
     pool.close()
     pool.join()
     assert work.initialised == [("x",)] * 3
@@ -145,11 +143,11 @@ def test_maxtasksperchild_with_several_workers(process_kind, make_pool):
     assert sum(counts.values()) == 43 and max(counts.values()) <= 5
 
 
-def test_maxtasksperchild_of_threads(kind, make_pool):
+def test_maxtasksperchild_of_threads(thread_kind, make_pool):
     """Thread pools accept `maxtasksperchild` where their constructor does, and do all tasks."""
-    if kind.processes or STDLIB:
-        pytest.skip("for xpool's thread pools")
-    pool = make_pool(kind, 2, maxtasksperchild=2)
+    if STDLIB:
+        pytest.skip("the standard library's constructor does not take it")
+    pool = make_pool(thread_kind, 2, maxtasksperchild=2)
     assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
 
 

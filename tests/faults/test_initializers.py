@@ -82,11 +82,9 @@ def test_everything_pending_is_answered(process_kind, make_pool, log):
     pool.join()
 
 
-def test_initializer_that_fails_in_threads(kind, make_pool):
+def test_initializer_that_fails_in_threads(thread_kind, make_pool):
     """A thread pool whose initializer raises stops too, with the very exception as cause."""
-    if kind.processes:
-        pytest.skip("for thread pools")
-    error = start_failure(make_pool, kind, 1, work.end, ("raise",))
+    error = start_failure(make_pool, thread_kind, 1, work.end, ("raise",))
     assert isinstance(error.__cause__, RuntimeError)
 
 

@@ -240,11 +240,9 @@ def test_exit_without_a_code(process_kind, make_pool):
     assert pool.apply(work.square, (3,)) == 9
 
 
-def test_sys_exit_in_a_thread_pool(kind, make_pool):
+def test_sys_exit_in_a_thread_pool(thread_kind, make_pool):
     """In a thread pool `sys.exit` ends no process; its task is answered with an error."""
-    if kind.processes:
-        pytest.skip("for thread pools")
-    pool = make_pool(kind, 1)
+    pool = make_pool(thread_kind, 1)
     with pytest.raises(BaseException) as caught:
         pool.apply(work.end, ("sys.exit",))
     from xpool import XPoolError

@@ -140,5 +140,7 @@ else:
 PROCESS_KINDS = [kind for kind in KINDS if kind.processes]
 """Kinds whose workers are processes, with the default start method."""
 
+THREAD_KINDS = [kind for kind in KINDS if not kind.processes]
+
 START_METHODS = PROCESS_KINDS[:1] + METHODS
 """`Pool` with every start method, for the core of a suite (spawn costs a second a pool)."""

@@ -145,7 +145,7 @@ class Snapshot:
             if thread not in self.threads and not re.fullmatch(ignore, thread.name)
         ]
         processes = descendants() - self.processes
-        if new or processes or self.more_fds():
+        if new or processes or self.more_fds() or self._more_shm():
             gc.collect()
 
         def left() -> float:

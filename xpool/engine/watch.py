@@ -6,8 +6,39 @@ import os
 import select
 import time
 from collections.abc import Callable
+from typing import Any
 
 __all__ = ["Watch"]
+
+
+_IN, _OUT = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
+_epoll: Any = getattr(select, "epoll", None)
+
+
+class _Poll:
+    """What is used of epoll, for systems that have only poll: there a change must wake the poller,
+    which sees it at the next turn."""
+
+    def __init__(self, nudge: Callable[[], None]) -> None:
+        self._poll = select.poll()
+        self._nudge = nudge
+
+    def register(self, fd: int, events: int) -> None:
+        self._poll.register(fd, events)
+        self._nudge()
+
+    def modify(self, fd: int, events: int) -> None:
+        self._poll.modify(fd, events)
+        self._nudge()
+
+    def unregister(self, fd: int) -> None:
+        self._poll.unregister(fd)
+
+    def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+        return self._poll.poll(None if timeout is None else timeout * 1000)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Watch:
@@ -15,11 +46,11 @@ class Watch:
     `poll` and `nudge`; a change takes effect on a `poll` that is under way."""
 
     def __init__(self) -> None:
-        self._epoll = select.epoll()
+        self._epoll: Any = _Poll(self.nudge) if _epoll is None else _epoll()
         self._wake_r, self._wake_w = os.pipe()
         for fd in (self._wake_r, self._wake_w):
             os.set_blocking(fd, False)
-        self._epoll.register(self._wake_r, select.EPOLLIN)
+        self._epoll.register(self._wake_r, _IN)
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._alarm: float | None = None
         self._closed = False
@@ -30,7 +61,7 @@ class Watch:
     def add(self, fd: int, handler: Callable[[int], None], *, writable: bool = False) -> None:
         """Have ``handler(fd)`` called when the descriptor is ready."""
         self._handlers[fd] = handler
-        self._epoll.register(fd, select.EPOLLOUT if writable else select.EPOLLIN)
+        self._epoll.register(fd, _OUT if writable else _IN)
 
     def remove(self, fd: int) -> None:
         """Forget a descriptor, if it is known."""
@@ -39,7 +70,7 @@ class Watch:
 
     def mute(self, fd: int, muted: bool) -> None:
         """Let nothing but a hang-up of this descriptor be seen, or all again."""
-        self._epoll.modify(fd, 0 if muted else select.EPOLLIN)
+        self._epoll.modify(fd, 0 if muted else _IN)
 
     def alarm(self, when: float) -> bool:
         """Have `poll` return at ``when`` at the latest; False when it would anyway."""

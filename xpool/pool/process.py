@@ -28,7 +28,7 @@ from xpool.results import Job
 
 __all__ = ["Pool"]
 
-PRELOAD = ("numpy", "torch")
+PRELOAD = ("numpy", "numpy.random", "torch")
 """Modules that the fork server imports when the program has: slow to import, safe to fork."""
 
 
