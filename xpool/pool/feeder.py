@@ -14,8 +14,8 @@ from xpool.results import Waiters
 
 __all__ = ["Feeder", "Window"]
 
-AHEAD_ITEMS = 2048
-"""Tasks that may wait for a worker, drawn and pickled."""
+AHEAD_ITEMS = 1024
+"""Tasks for each worker that may wait, drawn and pickled: two of the largest grants."""
 
 AHEAD_BYTES = 16 * 1024 * 1024
 """Bytes of payload that may wait for a worker, unless it is a single one."""
@@ -28,8 +28,9 @@ class Window:
     ``consumed`` the consumer's; each only grows.
     """
 
-    def __init__(self, buffersize: int | None) -> None:
+    def __init__(self, buffersize: int | None, workers: int) -> None:
         self._buffersize = buffersize
+        self._ahead = AHEAD_ITEMS * workers
         self._waiters = Waiters()
         self._waiting = False
         self.stopped = False
@@ -46,7 +47,7 @@ class Window:
         if self._buffersize is not None and self.drawn - self.consumed >= self._buffersize:
             return False
         ahead = self.put - self.taken_items
-        return ahead < AHEAD_ITEMS and (
+        return ahead < self._ahead and (
             ahead == 0 or self.bytes_in - self.taken_bytes < AHEAD_BYTES
         )
 
@@ -69,7 +70,7 @@ class Window:
         """Note that these tasks went to a worker."""
         self.taken_items += len(items)
         self.taken_bytes += sum(map(len, items))
-        if self._waiting and 2 * (self.put - self.taken_items) <= AHEAD_ITEMS:
+        if self._waiting and 2 * (self.put - self.taken_items) <= self._ahead:
             self._waiters.wake()
 
     def handed_out(self, n: int) -> None:

@@ -236,7 +236,7 @@ class Verbs(Hooks):
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
         job = kind(next(self._job_numbers), label(func), self, size > 1)
-        window = Window(buffersize)
+        window = Window(buffersize, self._size)
         if buffersize is not None:
             job.taken, job.chunksize = window.handed_out, size
         self._enter(job, 0)
