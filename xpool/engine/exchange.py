@@ -20,6 +20,7 @@ from xpool.pickle import decode
 from xpool.queue.messages import (
     ANSWER,
     BODY_ERROR,
+    ENTRY,
     FAILED,
     OUTBOX_ERROR,
     READY,
@@ -54,9 +55,17 @@ class Encoded(Parcel):
         self.count = count
 
     def open(self) -> list[Any]:
+        data = self._data
         if not self._run:
-            return [decode(self._data)]
-        return [decode(payload) for _, payload in entries(bytes(self._data))]
+            return [decode(data)]
+        # As `entries`, in one pass: every result of a stream of short tasks comes through here.
+        values: list[Any] = []
+        at, end, size = 0, len(data), ENTRY.unpack_from
+        while at < end:
+            stop = at + 4 + size(data, at)[0]
+            values.append(decode(data[at + 4 : stop]))
+            at = stop
+        return values
 
 
 class Exchange:
@@ -118,6 +127,7 @@ class Exchange:
         if not retiring:
             self.sched.ready(slot.index, self._lifetime)
             self._give_idle()
+            self._look_for_surplus(slot)
 
     def _answers(
         self, slot: Slot, errors: int, count: int, body: bytes | bytearray, mark: int, nanos: int
@@ -158,12 +168,15 @@ class Exchange:
         grants = self.sched.refill(w)
         for grant in grants:
             self._give(slot, grant)
-        if hand.size == 0:
-            if hand.left == 0:
-                self._retire(slot)
-            elif self._deep:
-                # It has nothing, others have something in hand: are they sitting on it?
-                self._look_at_all(self._deep, time.monotonic() + GRACE)
+        if hand.size == 0 and hand.left == 0:
+            self._retire(slot)
+        else:
+            self._look_for_surplus(slot)
+
+    def _look_for_surplus(self, slot: Slot) -> None:
+        """When a worker has nothing and others have tasks in hand: are they sitting on them?"""
+        if self._deep and not self.sched.hands[slot.index].size:
+            self._look_at_all(self._deep, time.monotonic() + GRACE)
 
     def _retire(self, slot: Slot) -> None:
         """Let a worker end when it has answered what it holds."""

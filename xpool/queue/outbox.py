@@ -54,6 +54,9 @@ class Outbox:
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("Q")
         self._data = view[HEADER:]
+        # The worker's own notes: how far it has written, and may without looking again.
+        self._written = 0
+        self._room = 0
 
     def close(self) -> None:
         """Unmap; nothing may be used afterwards."""
@@ -71,12 +74,13 @@ class Outbox:
 
     def append(self, payload: bytes, error: bool) -> bool:
         """Write one answer; False when there is no room, and nothing was written."""
-        words = self.words
-        tail = words[_TAIL]
         n = len(payload)
+        tail = self._written
         end = tail + 4 + n
-        if end - words[_HEAD] > CAPACITY:
-            return False
+        if end > self._room:
+            self._room = self.words[_HEAD] + CAPACITY
+            if end > self._room:
+                return False
         entry = ENTRY.pack(n | ERROR_BIT if error else n) + payload
         start = tail % CAPACITY
         stop = start + 4 + n
@@ -86,7 +90,7 @@ class Outbox:
             cut = CAPACITY - start
             self._data[start:] = entry[:cut]
             self._data[: stop - CAPACITY] = entry[cut:]
-        words[_TAIL] = end
+        self._written = self.words[_TAIL] = end
         return True
 
     @property

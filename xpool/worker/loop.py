@@ -47,6 +47,8 @@ __all__ = ["run"]
 SILENCE = 0.001
 """Seconds that a finished answer may lie in the outbox while the worker goes on."""
 
+_NONE = encode(None)  # what most functions return that are called for their effect
+
 SMALL = 16 * 1024
 """Bytes; a larger answer goes through the pipe at once."""
 
@@ -243,6 +245,8 @@ class _Worker:
         except BaseException as exc:
             return encode_exception(exc, _worker_traceback(exc)), True
         del task
+        if value is None:
+            return _NONE, False
         try:
             return encode(value, recurse=self._recurse, main_globals=False), False
         except SystemExit:
