@@ -127,11 +127,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
     workers = parser.parse_args().workers
 
+    bound = devices("cpu", n=workers)
     images, labels, test_images, test_labels = load()
     weights = train(images, labels).state_dict()
     batches = list(zip(test_images.split(BATCH), test_labels.split(BATCH)))
 
-    contexts = [Evaluator(context, weights) for context in devices("cpu", n=workers)]
+    contexts = [Evaluator(context, weights) for context in bound]
     with CtxPool(worker_contexts=contexts) as pool:
         first = score(pool, batches, "first pass, the workers being started")
         scores = score(pool, batches, "second pass")

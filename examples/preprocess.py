@@ -111,9 +111,8 @@ def main() -> None:
             begin = time.perf_counter()
             results += pool.map(transform, list(enumerate(tiles)))
             seconds = time.perf_counter() - begin
-            print(
-                f"{name}: {len(tiles)} tiles in {seconds:.3f} s, {len(tiles) / seconds:,.0f} tiles/s"
-            )
+            speed = f"{len(tiles) / seconds:,.0f} tiles/s"
+            print(f"{name}: {len(tiles)} tiles in {seconds:.3f} s, {speed}")
 
     expected = [transform(numbered) for numbered in enumerate(tiles)]
     assert len(results) == 2 * len(tiles)

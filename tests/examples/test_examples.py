@@ -90,11 +90,10 @@ def test_preprocess_is_the_same_with_8_workers(folder: Path):
     assert picture1.read_bytes() == picture8.read_bytes()
 
 
-@pytest.mark.parametrize("workers", ["0", "-1"])
-def test_no_workers(workers: str):
+def test_no_workers():
     """A number of workers that makes no sense ends in the library's own message."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/evaluate.py"), "--workers", workers],
+        [sys.executable, str(ROOT / "examples/evaluate.py"), "--workers", "0"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=55, check=False,
     )  # fmt: skip

@@ -79,18 +79,19 @@ def test_parent_killed(tmp_path, mailbox, method, what, number):
 INTERRUPTED = """
     os.write(hold, b"..")
     [r.get() for r in seen]
-    threading.Timer(0.3, lambda: print("ready", flush=True)).start()
     try:
         if what == "map":
-            pool.map(work.sleep_long, range(100), chunksize=1)
+            pool.map(work.post_and_sleep, [box] * 100, chunksize=1)
         elif what == "spin":
-            pool.starmap(work.spin, [()] * 4, chunksize=1)
+            pool.map(work.post_and_spin, [box] * 4, chunksize=1)
+        elif what == "apply":
+            pool.apply(work.post_and_sleep, (box,))
         elif what == "get":
-            pool.apply_async(work.sleep_long, (1,)).get()
+            pool.apply_async(work.post_and_sleep, (box,)).get()
         elif what == "imap":
-            list(pool.imap(work.sleep_long, range(100)))
+            list(pool.imap(work.post_and_sleep, [box] * 100))
         elif what == "join":
-            pool.apply_async(work.sleep_long, (1,))
+            pool.apply_async(work.post_and_sleep, (box,))
             pool.close()
             pool.join()
         print("finished", flush=True)
@@ -102,14 +103,14 @@ INTERRUPTED = """
 """
 
 
-@pytest.mark.parametrize("what", ["map", "spin", "get", "imap", "join"])
+@pytest.mark.parametrize("what", ["map", "spin", "apply", "get", "imap", "join"])
 def test_ctrl_c(tmp_path, mailbox, what):
     """Ctrl-C reaches the caller as one KeyboardInterrupt; the workers stop without a word."""
     path = scripts.write(tmp_path / "parent.py", PARENT.format(body=INTERRUPTED.strip()))
     process = scripts.popen([path, what, "forkserver", mailbox.path])
     try:
         workers = [int(line) for line in mailbox.lines(2)]
-        started(process)
+        mailbox.line()  # the caller waits for a task that runs
         os.killpg(process.pid, signal.SIGINT)
         out, err = finish(process)
     finally:
@@ -124,9 +125,8 @@ def test_ctrl_c(tmp_path, mailbox, what):
 UNCAUGHT = """
     os.write(hold, b"..")
     [r.get() for r in seen]
-    threading.Timer(0.3, lambda: print("ready", flush=True)).start()
     with pool:
-        pool.map(work.sleep_long, range(100), chunksize=1)
+        pool.map(work.post_and_sleep, [box] * 100, chunksize=1)
 """
 
 
@@ -137,7 +137,7 @@ def test_ctrl_c_not_caught(tmp_path, mailbox, method):
     process = scripts.popen([path, "map", method, mailbox.path])
     try:
         workers = [int(line) for line in mailbox.lines(2)]
-        started(process)
+        mailbox.line()  # the caller waits for a task that runs
         os.killpg(process.pid, signal.SIGINT)
         _, err = finish(process, 10)
     finally:
@@ -151,8 +151,8 @@ def test_ctrl_c_not_caught(tmp_path, mailbox, method):
 GOES_ON = """
     os.write(hold, b"..")
     [r.get() for r in seen]
-    print("ready", flush=True)
     try:
+        print("ready", flush=True)
         threading.Event().wait(60)
     except KeyboardInterrupt:
         pass

@@ -202,3 +202,16 @@ def test_kill_after_kill(process_kind, make_pool, mailbox):
         work.post(mailbox.path, "stop")
         thread.join(10)
     assert pool.apply(work.square, (3,)) == 9
+
+
+def test_killed_at_any_moment_of_apply(process_kind, make_pool):
+    """A worker killed at any moment while callers call `apply` costs one call at most."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    for _ in range(60):
+        victim = pool.apply(work.pid)
+        os.kill(victim, signal.SIGKILL)
+        with contextlib.suppress(WorkerDied):
+            assert pool.apply(work.square, (3,)) == 9
+        assert pool.apply(work.square, (4,)) == 16
