@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from xpool.errors import TimeoutError
+from xpool.interrupt import uninterrupted
 
 __all__ = [
     "AsyncResult",
@@ -26,6 +28,8 @@ __all__ = [
     "Job",
     "MapResult",
     "Parcel",
+    "Stream",
+    "Unopened",
     "Waiters",
     "local",
     "tasks_in",
@@ -46,7 +50,16 @@ class Parcel:
 
     @abstractmethod
     def open(self) -> list[Any]:
-        """Unpickle; return one value for each task.  May raise whatever unpickling raises."""
+        """Unpickle; return one value for each task, `Unopened` where that raised an error."""
+
+
+class Unopened:
+    """Stands for a value that could not be unpickled."""
+
+    __slots__ = ("exc",)
+
+    def __init__(self, exc: Exception) -> None:
+        self.exc = exc
 
 
 def tasks_in(value: Any) -> int:
@@ -88,6 +101,13 @@ class Waiters:
                 lock.release()
             except RuntimeError:
                 continue  # woken already, and not yet gone from the list
+
+
+def _opened(value: Any) -> Any:
+    """Return a value that was opened, or raise what kept it from that."""
+    if type(value) is Unopened:
+        raise value.exc
+    return value
 
 
 def _about_to_block() -> None:
@@ -210,16 +230,21 @@ class AsyncResult(Job):
         with self._opening:
             if self._opened:
                 return
+            # An interrupt while this unpickles leaves all as it was: the next `get` begins anew.
             try:
-                self._value = self._unpack(self._value)
-                if not self._success and not isinstance(self._value, BaseException):
-                    raise TypeError(f"a task failed with {self._value!r}, not an exception")
+                success, value = self._success, self._unpack(self._value)
+                if not success and not isinstance(value, BaseException):
+                    raise TypeError(f"a task failed with {value!r}, not an exception")
             except Exception as exc:
-                self._success, self._value = False, exc
-            self._opened = True
+                success, value = False, exc
+            self._settle(success, value)
+
+    @uninterrupted
+    def _settle(self, success: bool, value: Any) -> None:
+        self._success, self._value, self._opened = success, value, True
 
     def _unpack(self, value: Any) -> Any:
-        return value.open()[0] if isinstance(value, Parcel) else value
+        return _opened(value.open()[0]) if isinstance(value, Parcel) else value
 
     # -- the engine's side -------------------------------------------------------------------
 
@@ -310,27 +335,31 @@ class MapResult(AsyncResult):
             return super()._unpack(value)
         out: list[Any] = []
         for index in sorted(self._pieces):
-            piece = self._pieces.pop(index)
-            values = piece.open() if isinstance(piece, Parcel) else [piece]
-            if self._chunked:
-                for chunk in values:
-                    out.extend(chunk)
-            else:
-                out.extend(values)
+            piece = self._pieces[index]
+            for task in map(_opened, piece.open()) if isinstance(piece, Parcel) else (piece,):
+                if self._chunked:
+                    out.extend(task)
+                else:
+                    out.append(task)
         return out
 
+    def _settle(self, success: bool, value: Any) -> None:
+        super()._settle(success, value)
+        self._pieces = {}
 
-class IMapIterator(Job, Iterator[Any]):
+
+class IMapIterator(Iterator[Any]):
     """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
 
-    def __init__(self, number: int, label: str, pool: Any, chunked: bool) -> None:
-        super().__init__(number, label, pool)
+    def __init__(self, label: str, pool: Any, chunked: bool) -> None:
+        self.label = label
+        self._pool = pool  # kept alive until all answers are in
+        self._waiters = Waiters()
         self._chunked = chunked
         self._buffer: deque[Any] = deque()  # values to hand out next
         self._arrived: dict[int, tuple[bool, Any]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
-        self._answered = 0
         self._failure: BaseException | None = None
         self._taking = threading.RLock()
         # Called with the number of items handed out, where a buffersize is to be kept.
@@ -361,8 +390,10 @@ class IMapIterator(Job, Iterator[Any]):
             except IndexError:
                 pass
             else:
-                if self.taken is not None:
-                    self.taken(1)
+                if type(value) is Unopened:
+                    self._hand_out(self.chunksize)
+                    raise value.exc
+                self._hand_out(1)
                 return value
             if self._move():
                 continue
@@ -386,57 +417,60 @@ class IMapIterator(Job, Iterator[Any]):
         with self._taking:
             if self._buffer:
                 return True
-            piece = self._take_piece()
+            piece = self._first_piece()
             if piece is None:
                 if self._next == self._length:
                     raise StopIteration
                 if self._failure is not None:
                     raise self._failure
                 return False
+            # Opened first and taken then: what an interrupt cuts short is still there.
             ok, value = piece
-            self._next += tasks_in(value)
             values = value.open() if isinstance(value, Parcel) else [value]
             if not ok:
-                if self.taken is not None:
-                    self.taken(self.chunksize)
-                raise values[0]
-            if self._chunked:
-                for chunk in values:
-                    self._buffer.extend(chunk)
-            else:
-                self._buffer.extend(values)
+                values = [v if type(v) is Unopened else Unopened(v) for v in values]
+            elif self._chunked:
+                values = [x for v in values for x in ((v,) if type(v) is Unopened else v)]
+            self._take_piece(tasks_in(value), values)
             return True
 
-    def _take_piece(self) -> tuple[bool, Any] | None:
-        return self._arrived.pop(self._next, None)
+    def _hand_out(self, n: int) -> None:
+        if self.taken is not None:
+            self.taken(n)
+
+    def _first_piece(self) -> tuple[bool, Any] | None:
+        return self._arrived.get(self._next)
+
+    @uninterrupted
+    def _take_piece(self, tasks: int, values: list[Any]) -> None:
+        self._drop_first()
+        self._next += tasks
+        self._buffer.extend(values)
+
+    def _drop_first(self) -> None:
+        del self._arrived[self._next]
 
     # -- the engine's side -------------------------------------------------------------------
 
-    def deliver(self, index: int, ok: bool, value: Any) -> bool:
-        if self.settled:
-            return False
-        self._answered += tasks_in(value)
+    def arrive(self, index: int, ok: bool, value: Any) -> None:
+        """Take the answer of task ``index``, or of several from there on."""
         self._put(index, ok, value)
         self._waiters.wake()
-        self.settled = self._answered == self._length
-        return self.settled
 
     def _put(self, index: int, ok: bool, value: Any) -> None:
         self._arrived[index] = ok, value
 
-    def end(self, length: int) -> bool:
-        """Note that the input had ``length`` tasks; True when all are answered already."""
+    def finish(self, length: int) -> None:
+        """Note that the input had ``length`` tasks."""
         self._length = length
-        self.settled = self._answered == length
         self._waiters.wake()
-        return self.settled
 
     def fail(self, exc: BaseException) -> None:
-        if not self.settled:
-            self._failure = exc
-            self.settled = True
+        """Raise ``exc`` where the answers that came end."""
+        self._failure = exc
 
     def release(self) -> None:
+        """Nothing more will come."""
         self._pool = None
         self._waiters.wake()
 
@@ -444,8 +478,8 @@ class IMapIterator(Job, Iterator[Any]):
 class IMapUnorderedIterator(IMapIterator):
     """The results of `imap_unordered`: as they come."""
 
-    def __init__(self, number: int, label: str, pool: Any, chunked: bool) -> None:
-        super().__init__(number, label, pool, chunked)
+    def __init__(self, label: str, pool: Any, chunked: bool) -> None:
+        super().__init__(label, pool, chunked)
         self._pieces: deque[tuple[bool, Any]] = deque()
 
     def _movable(self) -> bool:
@@ -453,8 +487,57 @@ class IMapUnorderedIterator(IMapIterator):
             self._buffer or self._pieces or self._failure is not None or self._next == self._length
         )
 
-    def _take_piece(self) -> tuple[bool, Any] | None:
-        return self._pieces.popleft() if self._pieces else None
+    def _first_piece(self) -> tuple[bool, Any] | None:
+        return self._pieces[0] if self._pieces else None
+
+    def _drop_first(self) -> None:
+        self._pieces.popleft()
 
     def _put(self, index: int, ok: bool, value: Any) -> None:
         self._pieces.append((ok, value))
+
+
+class Stream(Job):
+    """What the pool keeps of an `imap`: the iterator is its user's, and may be dropped.
+
+    ``gone`` is called then; the tasks run all the same, and their answers are dropped too.
+    """
+
+    def __init__(self, iterator: IMapIterator, number: int, gone: Callable[[], None]) -> None:
+        super().__init__(number, iterator.label, None)
+        self._iterator = weakref.ref(iterator, lambda _: gone())
+        self._answered = 0
+        self._length: int | None = None
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self.settled:
+            return False
+        self._answered += tasks_in(value)
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.arrive(index, ok, value)
+        self.settled = self._answered == self._length
+        return self.settled
+
+    def end(self, length: int) -> bool:
+        """Note that the input had ``length`` tasks; True when all are answered already."""
+        if self.settled:
+            return False
+        self._length = length
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.finish(length)
+        self.settled = self._answered == length
+        return self.settled
+
+    def fail(self, exc: BaseException) -> None:
+        if not self.settled:
+            self.settled = True
+            iterator = self._iterator()
+            if iterator is not None:
+                iterator.fail(exc)
+
+    def release(self) -> None:
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.release()

@@ -33,7 +33,7 @@ from xpool.queue.messages import (
     tasks_frame,
 )
 from xpool.queue.outbox import NO_LIMIT, entries
-from xpool.results import Parcel
+from xpool.results import Parcel, Unopened
 
 __all__ = ["Encoded", "Exchange"]
 
@@ -57,15 +57,22 @@ class Encoded(Parcel):
     def open(self) -> list[Any]:
         data = self._data
         if not self._run:
-            return [decode(data)]
+            return [_decode(data)]
         # As `entries`, in one pass: every result of a stream of short tasks comes through here.
         values: list[Any] = []
         at, end, size = 0, len(data), ENTRY.unpack_from
         while at < end:
             stop = at + 4 + size(data, at)[0]
-            values.append(decode(data[at + 4 : stop]))
+            values.append(_decode(data[at + 4 : stop]))
             at = stop
         return values
+
+
+def _decode(payload: bytes | bytearray) -> Any:
+    try:
+        return decode(payload)
+    except Exception as exc:
+        return Unopened(exc)
 
 
 class Exchange:
@@ -83,6 +90,7 @@ class Exchange:
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
         self._driven: dict[int, Slot] = {}  # by job: whose answer a caller receives himself
+        self._stopped = False  # terminated: nothing is sent or taken any more
 
     # -- answers in --------------------------------------------------------------------------------
 
@@ -98,6 +106,8 @@ class Exchange:
         """Take what has come from a worker, and hand it its next tasks in the same step."""
         for head, body in slot.inlet.frames():
             kind, errors, count, _, mark, nanos = TO_PARENT.unpack(head)
+            if self._stopped:
+                continue  # all was answered when the pool was terminated
             if kind == ANSWER:
                 self._answers(slot, errors, count, body, mark, nanos)
             elif kind == READY:

@@ -27,15 +27,16 @@ then nothing stands between the caller and the worker but the pipe.
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from xpool.engine.exchange import Exchange
-from xpool.engine.interrupt import uninterrupted
 from xpool.errors import WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
 from xpool.fleet.slot import Slot
+from xpool.interrupt import uninterrupted
 from xpool.jobs.scheduler import Grant, Span
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.pickle import decode
@@ -45,6 +46,9 @@ __all__ = ["Engine"]
 
 START_ATTEMPTS = 3
 """Processes that may fail to start in one slot, one after the other, before the pool gives up."""
+
+SYSTEM_ATTEMPTS = 6
+"""Times that the system may refuse to start a process, at intervals that grow to three seconds."""
 
 STOP_GRACE = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
@@ -149,7 +153,8 @@ class Engine(Exchange):
         try:
             slot = self._put_driven(span)
             while slot is not None and not done():
-                if not self._receive_driven(slot, span.job, slot.poller.poll()):
+                # The second is for a call that a signal handler took away: it never comes else.
+                if not self._receive_driven(slot, span.job, slot.poller.poll(1000)):
                     return
                 pump()
         finally:
@@ -159,15 +164,19 @@ class Engine(Exchange):
     def _put_driven(self, span: Span) -> Slot | None:
         with self.lock:
             self._put(span, driven=True)
-            return self._driven.get(span.job)
+            slot = self._driven.get(span.job)
+            if slot is not None:
+                slot.driver = threading.get_ident()
+            return slot
 
     @uninterrupted
     def _receive_driven(self, slot: Slot, job: int, events: list[tuple[int, int]]) -> bool:
         with self.lock:
-            # Its sentinel, or no longer ours: a death is for the engine's thread.
-            if slot.driven != job or len(events) != 1 or events[0][0] != slot.inlet.fd:
+            # No longer ours, or its sentinel: a death is for the engine's thread.
+            if slot.driven != job or any(fd != slot.inlet.fd for fd, _ in events):
                 return False
-            self._receive(slot)
+            if events:
+                self._receive(slot)
             return True
 
     @uninterrupted
@@ -175,10 +184,16 @@ class Engine(Exchange):
         with self.lock:
             slot = self._driven.pop(job, None)
             if slot is not None and slot.driven == job:
-                slot.driven = 0
-                if self.sched.hands[slot.index].size or slot.state is not WorkerStates.READY:
-                    # What else it holds is for the engine's thread again.
-                    self._mute(slot, False)
+                self._undrive(slot)
+
+    def _undrive(self, slot: Slot) -> None:
+        slot.driven = 0
+        if self.sched.hands[slot.index].size or slot.state is not WorkerStates.READY:
+            # What else it holds is for the engine's thread again.
+            self._mute(slot, False)
+        if slot.unchecked:
+            slot.unchecked = False
+            self._watch_end(slot)
 
     # -- starting and stopping -------------------------------------------------------------------
 
@@ -198,7 +213,7 @@ class Engine(Exchange):
         slot.start(self._launcher, name, self._daemon, self._inherited)
         assert slot.handle is not None
         self._watch.add(slot.inlet.fd, self._receive_from(slot))
-        self._watch.add(slot.handle.sentinel, lambda fd: self._check(slot))
+        self._watch_end(slot)
         self._send(slot, boot_frame(self._orders(slot.index, slot.generation)))
 
     @uninterrupted
@@ -215,11 +230,14 @@ class Engine(Exchange):
     def terminate(self) -> None:
         """Stop all workers now: asked first, and killed a moment later if they do not."""
         with self.lock:
-            self._ending = True
+            self._ending = self._stopped = True
             self.sched.clear()
             self._deep.clear()
             now = time.monotonic()
             for slot in self.slots:
+                if slot.driven and slot.driver == threading.get_ident():
+                    # We are in a signal handler, and the call below us cannot let go itself.
+                    self._undrive(slot)
                 if slot.handle is not None and slot.stopping_since is None:
                     if slot.state is not WorkerStates.RETIRING:
                         slot.happens(WorkerEvent.RETIRE)
@@ -247,6 +265,14 @@ class Engine(Exchange):
         with self.lock:
             self._watch.close()
 
+    def after_fork_in_child(self) -> None:
+        """These workers are the parent's; their descriptors are closed here already."""
+        self.lock = threading.Lock()  # some thread of the parent may have held it
+        self._ending = self._stopped = True
+        self.sched.clear()
+        for slot in self.slots:
+            slot.handle = None
+
     # -- the engine's thread -----------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
@@ -259,17 +285,27 @@ class Engine(Exchange):
                 now = time.monotonic()
                 self._kill_stubborn(now)
                 self._look_around(now)
+                self._start_overdue(now)
 
     # -- deaths ------------------------------------------------------------------------------------
 
     def _check(self, slot: Slot) -> None:
         """The sentinel has news: a pid, or the end."""
         handle = slot.handle
-        if handle is None or not handle.ended():
+        if handle is None:
+            return
+        if slot.driven:
+            # Its caller polls these descriptors: they may be closed when he has let go, which is
+            # at once, since he sees this too.
+            slot.unchecked = True
+            self._watch.remove(handle.sentinel)
+            return
+        if not handle.ended():
             return
         self._drain(slot)
         box, w = slot.box, slot.index
-        self._take_late(slot, box.tail)
+        if not self._stopped:
+            self._take_late(slot, box.tail)
         lost = self.sched.gone(w, box.began)
         pid, exitcode = handle.pid, handle.exitcode
         before_ready = slot.state is WorkerStates.STARTING
@@ -290,17 +326,31 @@ class Engine(Exchange):
         self._start_again(slot)
         self._give_idle()
 
+    def _watch_end(self, slot: Slot) -> None:
+        assert slot.handle is not None
+        self._watch.add(slot.handle.sentinel, lambda fd: self._check(slot))
+
     def _start_again(self, slot: Slot) -> None:
-        while True:
-            try:
-                self._start(slot)
-                return
-            except OSError as exc:
-                slot.failures += 1
-                slot.reason = exc
-                if slot.failures >= START_ATTEMPTS:
-                    self._fail(slot, None)
-                    return
+        try:
+            self._start(slot)
+        except OSError as exc:
+            # No descriptors, no memory: that may pass, so a few times, at growing intervals.
+            slot.failures += 1
+            slot.reason = exc
+            if slot.failures > SYSTEM_ATTEMPTS:
+                self._fail(slot, None)
+            else:
+                slot.start_at = time.monotonic() + 0.05 * 2**slot.failures
+                self._watch.alarm(slot.start_at)
+
+    def _start_overdue(self, now: float) -> None:
+        for slot in self.slots:
+            if slot.start_at is not None and not self._ending:
+                if now >= slot.start_at:
+                    slot.start_at = None
+                    self._start_again(slot)
+                else:
+                    self._watch.alarm(slot.start_at)
 
     def _lose(
         self, grant: Grant, position: int, pid: int | None, exitcode: int | None, w: int

@@ -136,3 +136,9 @@ class ThreadCrew:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def after_fork_in_child(self) -> None:
+        """The threads were not copied."""
+        self._lock = threading.Lock()
+        self._ending = True
+        self._threads = {}

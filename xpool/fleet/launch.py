@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -83,11 +84,21 @@ class ForkServer:
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._live: set[int] = set()  # pipes on which it is to report
 
     @classmethod
     def get(cls, preload: tuple[str, ...]) -> ForkServer:
-        """Return the server that has these modules; it starts with the first worker."""
+        """Return the server that has these modules; it starts with the first worker.
+
+        Servers with other modules that have no workers are ended: they were for the program as
+        it was before it imported something.
+        """
         with cls._lock:
+            for other in [s for s in cls._servers.values() if s.preload != preload]:
+                with other._sending:
+                    if not other._live:
+                        other._stop()
+                        del cls._servers[other.preload]
             return cls._servers.setdefault(preload, cls(preload))
 
     def start(self) -> None:
@@ -129,7 +140,8 @@ class ForkServer:
             raise
         finally:
             os.close(status_w)
-        return _Forked(status_r)
+        self._live.add(status_r)
+        return _Forked(status_r, self._live)
 
     def _ask(self, boot: int, status: int) -> None:
         assert self._sock is not None
@@ -168,8 +180,9 @@ os.register_at_fork(after_in_child=ForkServer.forget_all)
 class _Forked:
     """A child of the fork server, watched through the pipe on which the server reports."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, live: set[int]) -> None:
         self.sentinel = status
+        self._live = live
         self.exitcode: int | None = None
         self._pid: int | None = None
         self._ended = False
@@ -207,8 +220,8 @@ class _Forked:
         # when there is no report yet, what the pidfd was opened for is our worker.
         try:
             fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
+        except OSError:
+            return  # gone; or no descriptor is left, then the lifeline has to do
         try:
             if not self.ended():
                 signal.pidfd_send_signal(fd, signum)
@@ -218,6 +231,7 @@ class _Forked:
             os.close(fd)
 
     def close(self) -> None:
+        self._live.discard(self.sentinel)
         os.close(self.sentinel)
 
 
@@ -260,14 +274,14 @@ class _Process:
         self._process = process
         self.pid: int | None = process.pid
         self.sentinel: int = process.sentinel
+        self.exitcode: int | None = None
 
     def ended(self) -> bool:
-        return self.exitcode is not None
-
-    @property
-    def exitcode(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
+        if not connection.wait([self.sentinel], 0):
+            return False
+        self._process.join(1)  # the sentinel closes a moment before the status can be had
+        self.exitcode = self._process.exitcode
+        return True
 
     def signal(self, signum: int) -> None:
         if signum == signal.SIGKILL:
@@ -276,5 +290,7 @@ class _Process:
             self._process.terminate()
 
     def close(self) -> None:
-        self._process.join()
-        self._process.close()
+        if self.exitcode is not None:
+            # Else the program ignores SIGCHLD and there is no status: multiprocessing thinks
+            # that it still runs, and would refuse.
+            self._process.close()

@@ -63,6 +63,7 @@ class Slot:
         self.failures = 0  # of them, since the last that became ready, how many did not
         self.reason: Any = None  # what the last of these said, pickled
         self.stopping_since: float | None = None
+        self.start_at: float | None = None  # when to try again, where the system refused
         self._fresh()
 
     def _fresh(self) -> None:
@@ -76,6 +77,8 @@ class Slot:
         self.ahead = 0
         self.revoking = False
         self.driven = 0  # the job whose caller receives from it himself; 0: none
+        self.driver = 0  # and the thread of that caller
+        self.unchecked = False  # its sentinel has news that wait for the end of that
         self.muted = False  # its pipe does not wake the engine's thread
 
     def happens(self, event: WorkerEvent) -> None:

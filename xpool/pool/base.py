@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
-from xpool.engine import interrupt
-from xpool.engine.interrupt import uninterrupted
+from xpool import interrupt
 from xpool.errors import InternalError, OptionError, PoolClosed, XPoolError
+from xpool.interrupt import uninterrupted
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.options import (
     check_callable,
@@ -36,7 +36,7 @@ from xpool.pool.callbacks import Callbacks
 from xpool.pool.feeder import Feeder
 from xpool.pool.hooks import Carried
 from xpool.pool.verbs import Verbs
-from xpool.results import AsyncResult, IMapIterator, Job, tasks_in
+from xpool.results import AsyncResult, Job, Stream, tasks_in
 
 __all__ = ["BasePool"]
 
@@ -74,6 +74,9 @@ class Crew(Protocol):
     @uninterrupted
     def close(self) -> None:
         """Let go of everything; all workers have ended."""
+
+    def after_fork_in_child(self) -> None:
+        """Have nothing more to do with workers that are another process's."""
 
 
 class BasePool(Verbs):
@@ -143,7 +146,7 @@ class BasePool(Verbs):
         self._state = PoolStates.RUN
         self._thread = threading.Thread(
             target=_main,
-            args=(weakref.ref(self), self._crew, self._callbacks),
+            args=(weakref.ref(self), self._crew, self._callbacks, self._feeders),
             name=f"{self.name}-engine",
             daemon=True,
         )
@@ -221,12 +224,13 @@ class BasePool(Verbs):
                 self._complete(job)
 
     @uninterrupted
-    def _end(self, job: IMapIterator, length: int, feeder: Feeder) -> None:
+    def _end(self, number: int, length: int, feeder: Feeder) -> None:
         """The input of a stream has ended."""
         self._feeders.discard(feeder)
         with self._delivering:
             self._counts["submitted"] += length
-            if job.end(length) and job.number in self._jobs:
+            job = self._jobs.get(number)
+            if isinstance(job, Stream) and job.end(length):
                 self._complete(job)
 
     @uninterrupted
@@ -272,11 +276,13 @@ class BasePool(Verbs):
         with self._lock:
             self._state = step(POOL, self._state, PoolEvent.TERMINATE)
             jobs = list(self._jobs.values())
+        running = not self._finished.is_set()
+        if running:
+            self.terminate_workers()
         error = PoolClosed(f"{self.name} was terminated before this was answered")
         self._fail_jobs(jobs, error, call_back=False)
-        self._stop_feeders()
-        if not self._finished.is_set():
-            self.terminate_workers()
+        _stop_feeders(self._feeders)
+        if running:
             self._wake()
             if self._terminate_waits and threading.current_thread() is not self._thread:
                 self._finished.wait()
@@ -333,10 +339,6 @@ class BasePool(Verbs):
         else:
             self.terminate_workers()
 
-    def _stop_feeders(self) -> None:
-        for feeder in list(self._feeders):
-            feeder.window.stop()
-
     def _wake(self) -> None:
         if self._crew is not None:
             self._crew.wake()
@@ -347,9 +349,9 @@ class BasePool(Verbs):
             self._state = step(POOL, self._state, PoolEvent.FAILED)
             self._failure = exc
             jobs = list(self._jobs.values())
-        self._fail_jobs(jobs, exc)
-        self._stop_feeders()
         self.terminate_workers()
+        self._fail_jobs(jobs, exc)
+        _stop_feeders(self._feeders)
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -398,6 +400,8 @@ class BasePool(Verbs):
         self._finished.set()
         self._delivering = threading.Lock()
         self._lock = threading.Lock()
+        if self._crew is not None:
+            self._crew.after_fork_in_child()
         self._crew = None
         jobs = list(self._jobs.values())
         self._jobs.clear()
@@ -415,7 +419,9 @@ def _own(exc: BaseException) -> BaseException:
     return exc
 
 
-def _main(ref: weakref.ref[BasePool], crew: Crew | None, callbacks: Callbacks) -> None:
+def _main(
+    ref: weakref.ref[BasePool], crew: Crew | None, callbacks: Callbacks, feeders: set[Feeder]
+) -> None:
     """The engine's thread.  Between two turns it holds no pool, so that one can be dropped."""
     go_on = True
     while go_on:
@@ -430,6 +436,7 @@ def _main(ref: weakref.ref[BasePool], crew: Crew | None, callbacks: Callbacks) -
         # life again; hence the flag.
         if pool is None or (crew is not None and crew.dropped):
             del pool
+            _stop_feeders(feeders)
             _disband(crew)
             callbacks.stop()
             return
@@ -448,6 +455,11 @@ def _main(ref: weakref.ref[BasePool], crew: Crew | None, callbacks: Callbacks) -
         if not go_on:
             pool._finish()
         del pool
+
+
+def _stop_feeders(feeders: set[Feeder]) -> None:
+    for feeder in list(feeders):
+        feeder.window.stop()
 
 
 def _disband(crew: Crew | None) -> None:

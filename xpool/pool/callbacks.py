@@ -22,10 +22,9 @@ class Callbacks:
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: queue.SimpleQueue[AsyncResult | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the two below
         self._runner: threading.Thread | None = None
         self._threads: list[threading.Thread] = []
-        self._stopped = False
 
     def add(self, job: AsyncResult) -> None:
         """Have the callback of a settled job run; the job is completed after it."""
@@ -42,7 +41,7 @@ class Callbacks:
 
     def _relieve(self) -> None:
         with self._lock:
-            if self._runner is threading.current_thread() and not self._stopped:
+            if self._runner is threading.current_thread():
                 self._start()
 
     def runs_here(self) -> bool:
@@ -71,8 +70,6 @@ class Callbacks:
 
     def stop(self) -> None:
         """Let the thread end when it has run what is queued."""
-        with self._lock:
-            self._stopped = True
         self._queue.put(None)
 
     def join(self) -> None:

@@ -128,7 +128,7 @@ class Feeder:
                 index += 1
                 del task
         except BaseException as exc:
-            # The input raised: the consumer gets that at this place, after what came before.
+            # The input raised: the consumer gets that in place of the task that it cut short.
             self._fail(index, exc)
             index += 1
         self._end(index)
@@ -151,10 +151,6 @@ class Feeder:
                 item = next(iterator)
             except StopIteration:
                 break
-            except BaseException:
-                if chunk:
-                    yield chunk
-                raise
             window.drawn += 1
             chunk.append(item)
             if len(chunk) == size:

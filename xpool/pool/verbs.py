@@ -18,7 +18,7 @@ from xpool.options import (
 )
 from xpool.pool.feeder import Feeder, Window
 from xpool.pool.hooks import Hooks, each, star, star_each
-from xpool.results import AsyncResult, IMapIterator, IMapUnorderedIterator, Job, MapResult
+from xpool.results import AsyncResult, IMapIterator, IMapUnorderedIterator, Job, MapResult, Stream
 
 __all__ = ["Terms", "Verbs"]
 
@@ -179,8 +179,8 @@ class Verbs(Hooks):
         self._enter(job, 1)
         try:
             self._submit_call(job, func, args, kwds, terms)
-        except Exception as exc:
-            self._deliver(job.number, 0, False, exc)
+        except BaseException as exc:
+            self._give_up(job, exc)
         return job
 
     def _map(
@@ -215,8 +215,8 @@ class Verbs(Hooks):
             chunks = (items[i : i + size] for i in range(0, len(items), size))
         try:
             self._submit_each(job, func, starred, size > 1, chunks, terms)
-        except Exception as exc:
-            self._fail_jobs([job], exc)
+        except BaseException as exc:
+            self._give_up(job, exc)
         return job
 
     def _imap(
@@ -235,31 +235,42 @@ class Verbs(Hooks):
             size = min(size, check_count("buffersize", buffersize))
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
-        job = kind(next(self._job_numbers), label(func), self, size > 1)
+        results = kind(label(func), self, size > 1)
         window = Window(buffersize, self._size)
         if buffersize is not None:
-            job.taken, job.chunksize = window.handed_out, size
+            results.taken, results.chunksize = window.handed_out, size
+        # Without a buffersize all of the input is drawn, whether anybody listens or not.
+        gone = window.stop if buffersize is not None else _nothing
+        job = Stream(results, next(self._job_numbers), gone)
         self._enter(job, 0)
-        ref = weakref.ref(self)
+        try:
+            put = self._open_stream(job, func, size > 1, window, terms)
+        except BaseException as exc:
+            self._give_up(job, exc)
+            return results
+        # The feeder may outlive the pool, and then must not keep it from going.
+        ref, number = weakref.ref(self), job.number
 
         def fail(index: int, exc: BaseException) -> None:
             pool = ref()
             if pool is not None:
-                pool._deliver(job.number, index, False, exc)
+                pool._deliver(number, index, False, exc)
 
         def end(length: int) -> None:
             pool = ref()
             if pool is not None:
-                pool._end(job, length, feeder)
+                pool._end(number, length, feeder)
 
-        try:
-            put = self._open_stream(job, func, size > 1, window, terms)
-        except Exception as exc:
-            put, iterable = _raiser(exc), (None,)
         feeder = Feeder(iterable, size, window, put, fail, end, self.name)
         self._feeders.add(feeder)
         feeder.thread.start()
-        return job
+        return results
+
+    def _give_up(self, job: Job, exc: BaseException) -> None:
+        """What could not be sent fails through its result; an interrupt, here and now."""
+        self._fail_jobs([job], exc)
+        if not isinstance(exc, Exception):
+            raise exc
 
     def _check_call(self, func: Any, callback: Any, error_callback: Any, terms: Terms) -> None:
         if not callable(func):
@@ -326,7 +337,7 @@ class Verbs(Hooks):
     def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
         raise NotImplementedError
 
-    def _end(self, job: IMapIterator, length: int, feeder: Feeder) -> None:
+    def _end(self, number: int, length: int, feeder: Feeder) -> None:
         raise NotImplementedError
 
     def _complete(self, job: Job) -> None:
@@ -347,10 +358,5 @@ def _task(
     return number, index, func, (chunk,), {}
 
 
-def _raiser(exc: Exception) -> Callable[[int, Any], int]:
-    """Return what fails a stream whose function cannot be sent: at its first result."""
-
-    def put(index: int, task: Any) -> int:
-        raise exc
-
-    return put
+def _nothing() -> None:
+    """What is to be done when an iterator is dropped whose input is drawn all the same."""

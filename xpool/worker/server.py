@@ -29,6 +29,7 @@ __all__ = ["main"]
 def main(fd: int, preload: list[str]) -> int:
     """Serve until the parent closes its end; a child that is forked returns its own exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked SIGCHLD
     for name in preload:
         try:
             importlib.import_module(name)

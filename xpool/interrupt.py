@@ -55,4 +55,7 @@ def _handler(signum: int, frame: FrameType | None) -> None:
 
 def _again() -> None:
     time.sleep(0.001)  # not to wait for anything: to let the main thread run on
-    _thread.interrupt_main()
+    # A signal, and not `interrupt_main`: it must also end a wait that has begun meanwhile.
+    main = threading.main_thread().ident
+    if main is not None:
+        signal.pthread_kill(main, signal.SIGINT)
