@@ -51,6 +51,7 @@ core: $(CORE_VENV)/.core
 bench: .venv-bench/.bench
 	.venv-bench/bin/python -m bench.floor
 	.venv-bench/bin/python -m bench.peers $(ARGS)
+	.venv-bench/bin/python -m bench.scaling
 
 docs-states: $(VENV)/.run
 	$(VENV)/bin/python -m xpool.jobs.states > docs/states.md

@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
-from xpool import interrupt
 from xpool.errors import InternalError, OptionError, PoolClosed, XPoolError
-from xpool.interrupt import uninterrupted
+from xpool.interrupt import install, uninterrupted
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.options import (
     check_callable,
@@ -106,7 +105,7 @@ class BasePool(Verbs):
         *,
         name: str | None = None,
     ) -> None:
-        interrupt.install()
+        install()
         self._size = resolve_processes(processes)
         if initializer is not None:
             check_callable("initializer", initializer)
