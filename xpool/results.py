@@ -150,10 +150,6 @@ class Job:
         """Let the callers have it."""
         raise NotImplementedError
 
-    def answered(self) -> bool:
-        """Whether all tasks are answered; callers may not have woken yet."""
-        return self.settled
-
     @property
     def has_callback(self) -> bool:
         """Whether something must be called before the callers wake."""

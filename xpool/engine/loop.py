@@ -145,18 +145,16 @@ class Engine(Exchange):
     # stays so while the worker is idle, since nothing is expected from it; what must be seen at
     # any time, its death, comes by the sentinel.
 
-    def call(self, span: Span, done: Callable[[], bool], pump: Callable[[], None]) -> None:
+    def call(self, span: Span) -> None:
         """Submit a span of one task, and receive its answer in this thread if it is sent at once.
 
-        Returns when `done()`, or when the answer will come by the engine's thread.
+        Returns when the answer is among the results, or will come by the engine's thread.
         """
         try:
             slot = self._put_driven(span)
-            while slot is not None and not done():
-                # The second is for a call that a signal handler took away: it never comes else.
-                if not self._receive_driven(slot, span.job, slot.poller.poll(1000)):
-                    return
-                pump()
+            # The second is for a call that a signal handler took away: it never comes else.
+            while slot is not None and self._receive_driven(slot, span.job, slot.poller.poll(1000)):
+                pass
         finally:
             self._let_go(span.job)
 
@@ -177,7 +175,13 @@ class Engine(Exchange):
                 return False
             if events:
                 self._receive(slot)
-            return True
+            held = self.sched.hands[slot.index].held
+            if held and held[0].job == job:
+                return True
+            # Answered: another thread may drive this worker from now on.
+            del self._driven[job]
+            self._undrive(slot)
+            return False
 
     @uninterrupted
     def _let_go(self, job: int) -> None:

@@ -226,8 +226,9 @@ class BasePool(Verbs):
     def _end(self, number: int, length: int, feeder: Feeder) -> None:
         """The input of a stream has ended."""
         self._feeders.discard(feeder)
-        with self._delivering:
+        with self._lock:
             self._counts["submitted"] += length
+        with self._delivering:
             job = self._jobs.get(number)
             if isinstance(job, Stream) and job.end(length):
                 self._complete(job)

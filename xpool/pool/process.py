@@ -183,7 +183,8 @@ class Pool(BasePool):
         payload = self._encode((func, args, kwds))
         span = Span(job.number, 0, 0, (payload,), terms.retries, terms.worker)
         if terms.waits:
-            self._engine.call(span, job.answered, self._pump)
+            self._engine.call(span)
+            self._pump()
         else:
             self._engine.submit(span)
 

@@ -189,6 +189,7 @@ class _Worker:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
                 self._tasks(count, read(size))
+                _flush()  # what tasks print is seen then, also when the pool is terminated
             elif kind == FUNC:
                 self._learn(read(size))
             elif kind == FORGET:
