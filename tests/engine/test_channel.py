@@ -1,0 +1,167 @@
+"""Frames and the outbox, against every way in which bytes can be cut and pages can wrap."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xpool.queue.channel import Inlet, Outlet, Source
+from xpool.queue.messages import TO_PARENT
+from xpool.queue.outbox import CAPACITY, NO_LIMIT, Outbox, entries, make_file
+
+
+@pytest.fixture
+def pipe():
+    r, w = os.pipe()
+    os.set_blocking(r, False)
+    os.set_blocking(w, False)
+    yield r, w
+    for fd in (r, w):
+        try:
+            os.close(fd)
+        except OSError:
+            continue  # the test has closed it
+
+
+@pytest.fixture
+def box():
+    fd = make_file()
+    box = Outbox(fd)
+    os.close(fd)
+    box.limit = NO_LIMIT
+    yield box
+    box.close()
+
+
+def frame(body):
+    return TO_PARENT.pack(11, 0, 1, len(body), 0, 0) + body
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(0, 50), st.sampled_from([65_500, 70_000, 200_000]))),
+    st.lists(st.integers(1, 90_000), min_size=1),
+)
+def test_frames_survive_any_cut(sizes, cuts):
+    """However the bytes of a pipe are cut, the same frames come out, in order."""
+    bodies = [os.urandom(1) * n for n in sizes]
+    stream = b"".join(map(frame, bodies))
+    r, w = os.pipe()
+    os.set_blocking(r, False)
+    os.set_blocking(w, False)
+    try:
+        inlet = Inlet(r, TO_PARENT.size)
+        got = []
+        at = turn = 0
+        while at < len(stream) or not inlet.dry:
+            cut = cuts[turn % len(cuts)]
+            turn += 1
+            if at < len(stream):
+                try:
+                    at += os.write(w, stream[at : at + cut])
+                except BlockingIOError:
+                    cut = 0  # full: read first
+            got += [bytes(body) for _, body in inlet.frames()]
+        assert got == bodies and not inlet.partial
+    finally:
+        os.close(r)
+        os.close(w)
+
+
+def test_a_frame_that_was_cut_short(pipe):
+    """The end of the pipe in the middle of a frame is seen as such."""
+    r, w = pipe
+    os.write(w, frame(b"whole") + frame(b"y" * 100)[:50])
+    os.close(w)
+    inlet = Inlet(r, TO_PARENT.size)
+    assert [bytes(body) for _, body in inlet.frames()] == [b"whole"]
+    assert list(inlet.frames()) == [] and inlet.ended and inlet.partial
+
+
+def test_a_frame_too_large_to_be_true(pipe):
+    """A size that nobody can have meant is refused before memory is taken for it."""
+    r, w = pipe
+    os.write(w, TO_PARENT.pack(11, 0, 1, 2**50, 0, 0))
+    with pytest.raises(ValueError, match="bytes is announced"):
+        list(Inlet(r, TO_PARENT.size).frames())
+
+
+def test_what_the_pipe_does_not_take_is_kept(pipe):
+    """An outlet never blocks; the rest goes when there is room, in order."""
+    r, w = pipe
+    outlet = Outlet(w)
+    outlet.send([b"a" * 10, b"b" * 1_000_000])
+    outlet.send([b"c" * 5])
+    assert outlet.backlog
+    got = b""
+    while outlet.backlog or len(got) < 1_000_015:
+        got += os.read(r, 1 << 20)
+        outlet.flush()
+    assert got == b"a" * 10 + b"b" * 1_000_000 + b"c" * 5
+
+
+def test_sending_to_the_dead(pipe):
+    """What is sent to a worker that is gone goes nowhere, and raises nothing."""
+    r, w = pipe
+    os.close(r)
+    outlet = Outlet(w)
+    outlet.send([b"x"])
+    outlet.send([b"x" * 100_000, b"y"])
+    assert not outlet.backlog
+
+
+def test_a_source_ends_with_its_parent(pipe):
+    """A worker that waits for its parent's next word sees that there is none."""
+    r, w = pipe
+    os.set_blocking(r, True)
+    os.write(w, b"12345")
+    os.close(w)
+    source = Source(r)
+    assert source.read(3) == b"123"
+    with pytest.raises(EOFError):
+        source.read(3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40_000), st.booleans(), st.integers(0, 3))))
+def test_an_outbox_is_a_queue(steps):
+    """What is appended is taken out, whole and in order, however often the page wraps."""
+    fd = make_file()
+    box = Outbox(fd)
+    os.close(fd)
+    try:
+        sent, got, marks = [], [], [0]
+        for number, (size, error, take) in enumerate(steps):
+            payload = number.to_bytes(4, "big") * (size // 4)
+            if box.append(payload, error):
+                sent.append((error, payload))
+                marks.append(box.tail)
+            else:
+                assert box.tail + 4 + len(payload) - box.head > CAPACITY
+            if take == 0 and marks:
+                got += entries(box.take(marks[len(marks) // 2]))
+                marks = marks[len(marks) // 2 :]
+        got += entries(box.take(box.tail))
+        assert got == sent
+    finally:
+        box.close()
+
+
+def test_a_mark_that_cannot_be(box):
+    """A mark outside of what was written is refused."""
+    box.append(b"x" * 10, False)
+    for mark in (box.tail + CAPACITY + 1,):
+        with pytest.raises(ValueError, match="does not fit"):
+            box.take(mark)
+    with pytest.raises(ValueError, match="longer than the outbox"):
+        entries(b"\xff\x00\x00\x00x")
+
+
+def test_the_limit_is_obeyed(box):
+    """An item from the limit on is not entered, and the parent sees how far the worker came."""
+    assert box.enter(0) and box.began == 1
+    box.limit = 1
+    assert not box.enter(1)

@@ -1,0 +1,38 @@
+"""The tables of states, and the page that is made from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xpool import InternalError
+from xpool.jobs import states
+from xpool.jobs.states import POOL, WORKER, PoolEvent, PoolStates, WorkerEvent, WorkerStates, step
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
+
+
+def test_the_page_is_made_from_the_tables():
+    """docs/states.md is what `make docs-states` writes."""
+    assert PAGE.read_text(encoding="utf-8") == states.document()
+
+
+def test_every_state_is_in_its_table():
+    """No state is forgotten."""
+    assert set(POOL) == set(PoolStates) and set(WORKER) == set(WorkerStates)
+
+
+def test_a_pool_never_goes_back():
+    """Whatever happens, a pool does not take work again once it has stopped to."""
+    order = [PoolStates.RUN, PoolStates.CLOSE, PoolStates.TERMINATE]
+    for state, events in POOL.items():
+        assert all(order.index(after) >= order.index(state) for after in events.values())
+
+
+def test_an_event_that_cannot_happen_raises():
+    """The error names the event and the state."""
+    with pytest.raises(InternalError, match=r"HELLO.*ABSENT"):
+        step(WORKER, WorkerStates.ABSENT, WorkerEvent.HELLO)
+    with pytest.raises(InternalError, match=r"DRAINED.*RUN"):
+        step(POOL, PoolStates.RUN, PoolEvent.DRAINED)
