@@ -27,6 +27,7 @@ from xpool.queue.messages import (
     SKIPPED,
     TO_PARENT,
     WIRE,
+    Parts,
     forget_frame,
     func_frame,
     stop_frame,
@@ -49,7 +50,7 @@ class Encoded(Parcel):
 
     __slots__ = ("_data", "_run", "count")
 
-    def __init__(self, data: bytes | bytearray, count: int, run: bool) -> None:
+    def __init__(self, data: bytes | memoryview, count: int, run: bool) -> None:
         self._data = data
         self._run = run
         self.count = count
@@ -68,7 +69,7 @@ class Encoded(Parcel):
         return values
 
 
-def _decode(payload: bytes | bytearray) -> Any:
+def _decode(payload: bytes | memoryview) -> Any:
     try:
         return decode(payload)
     except Exception as exc:
@@ -86,7 +87,7 @@ class Exchange:
         self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
         self._watch = Watch()
         self._lifetime = lifetime
-        self._funcs: dict[int, tuple[int, bytes]] = {}
+        self._funcs: dict[int, tuple[int, bytes | memoryview]] = {}
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
         self._driven: dict[int, Slot] = {}  # by job: whose answer a caller receives himself
@@ -123,7 +124,7 @@ class Exchange:
         if slot.inlet.ended:
             self._watch.remove(slot.inlet.fd)
 
-    def _ready(self, slot: Slot, body: bytes | bytearray) -> None:
+    def _ready(self, slot: Slot, body: bytes | memoryview) -> None:
         facts = decode(body)
         if facts["wire"] != WIRE:
             slot.reason = RuntimeError(
@@ -140,7 +141,7 @@ class Exchange:
             self._look_for_surplus(slot)
 
     def _answers(
-        self, slot: Slot, errors: int, count: int, body: bytes | bytearray, mark: int, nanos: int
+        self, slot: Slot, errors: int, count: int, body: bytes | memoryview, mark: int, nanos: int
     ) -> None:
         boxed = count - slot.ahead
         slot.ahead = 0
@@ -240,7 +241,7 @@ class Exchange:
         if grant.feeder is not None:
             grant.feeder.taken(grant.items)
 
-    def _send(self, slot: Slot, parts: list[bytes]) -> None:
+    def _send(self, slot: Slot, parts: Parts) -> None:
         outlet = slot.outlet
         outlet.send(parts)
         if outlet.backlog and outlet.fd not in self._watch:

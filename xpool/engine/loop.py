@@ -110,7 +110,7 @@ class Engine(Exchange):
                 self._give_idle()
 
     @uninterrupted
-    def learn(self, mode: int, payload: bytes) -> int:
+    def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that spans call it by."""
         with self.lock:
             self._numbers += 1

@@ -18,7 +18,7 @@ from xpool.pickle.prelude import missing_global
 __all__ = ["encode_exception", "reduce_exception"]
 
 
-def encode_exception(exc: BaseException, traceback_text: str) -> bytes:
+def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryview:
     """Pickle what a task raised, with the worker's traceback.
 
     `decode` returns an exception of the same class whose ``__cause__`` is a

@@ -15,6 +15,8 @@ import struct
 from collections.abc import Sequence
 from pickle import PickleBuffer
 
+from xpool.memory.fresh import LARGE, fresh
+
 __all__ = ["ALIGN", "FRAMED", "PLAIN", "pack", "unpack"]
 
 PLAIN = 0x80
@@ -24,7 +26,7 @@ ALIGN = 16
 _HEAD = struct.Struct("<B3xI")
 
 
-def pack(chunks: Sequence[bytes], buffers: Sequence[PickleBuffer]) -> bytes:
+def pack(chunks: Sequence[bytes], buffers: Sequence[PickleBuffer]) -> bytes | memoryview:
     """Join the pieces of a pickle and its buffers; every byte is copied once."""
     views = [buffer.raw() for buffer in buffers]
     lengths = [sum(map(len, chunks)), *(view.nbytes for view in views)]
@@ -36,7 +38,14 @@ def pack(chunks: Sequence[bytes], buffers: Sequence[PickleBuffer]) -> bytes:
         parts.append(bytes(pad))
         parts.append(view)
         size += pad + view.nbytes
-    return b"".join(parts)
+    if size < LARGE:
+        return b"".join(parts)
+    message = memoryview(fresh(size))
+    at = 0
+    for part in parts:
+        message[at : at + len(part)] = part
+        at += len(part)
+    return message
 
 
 def unpack(message: memoryview) -> tuple[memoryview, list[memoryview]]:

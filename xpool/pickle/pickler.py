@@ -94,7 +94,7 @@ _LARGE = 1 << 16  # a pickler's memory of a larger message is not worth keeping
 
 def encode(
     obj: Any, *, recurse: bool = False, copy_tensor: bool = True, main_globals: bool = True
-) -> bytes:
+) -> bytes | memoryview:
     """Pickle an object for another process: a plain pickle, or a table of `frame`.
 
     Args:
@@ -130,12 +130,13 @@ def encode(
     return _message(result, _FRAMED, main_globals)
 
 
-def _at_once(pickler: _FastPickler) -> bytes | None:
+def _at_once(pickler: _FastPickler) -> bytes | memoryview | None:
     """The message of a pickler that is done, if nothing is left to see to."""
     spans = pickler.tensors
     if pickler.names or (spans is not None and spans.again):
         return None
     chunks, buffers = pickler.chunks, pickler.buffers
+    data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if not main_is_importable() and _MAIN in data:
         return None
@@ -177,7 +178,8 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     Lambdas, local functions and classes go by value.  Arguments and errors as of `encode`.
     """
     check_copy_tensor(copy_tensor)
-    return _message(_pickle(obj, _PLAIN, recurse), _PLAIN, True)
+    message = _message(_pickle(obj, _PLAIN, recurse), _PLAIN, True)
+    return bytes(message)  # as it is: without buffers beside it, it is bytes already
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
@@ -303,7 +305,7 @@ def fails(obj: Any) -> BaseException | None:
     return None
 
 
-def _message(result: _Result, policy: Policy, main_globals: bool) -> bytes:
+def _message(result: _Result, policy: Policy, main_globals: bool) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     if result.names and main_globals:
         entries = prelude.collect(result.names)

@@ -160,12 +160,12 @@ class Pool(BasePool):
         """What each worker owns, by index; None: nothing."""
         return None
 
-    def _encode(self, obj: Any) -> bytes:
+    def _encode(self, obj: Any) -> bytes | memoryview:
         return encode(obj, recurse=self._recurse)
 
     def _encode_option(self, name: str, obj: Any) -> bytes:
         try:
-            return self._encode(obj)
+            return bytes(self._encode(obj))
         except TaskNotPicklable as exc:
             raise TaskNotPicklable(f"{name}: {exc}") from exc
 

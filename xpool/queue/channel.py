@@ -10,6 +10,9 @@ import os
 from collections import deque
 from collections.abc import Iterator
 
+from xpool.memory.fresh import fresh
+from xpool.queue.messages import Parts
+
 __all__ = ["Inlet", "Outlet", "Source", "write_all"]
 
 READ = 64 * 1024
@@ -28,7 +31,7 @@ class Outlet:
         self.fd = fd
         self.backlog: deque[memoryview | bytes] = deque()
 
-    def send(self, parts: list[bytes]) -> None:
+    def send(self, parts: Parts) -> None:
         """Send the parts of a frame, or queue what the pipe has no room for.
 
         A worker that is gone takes nothing: its death is seen elsewhere, with all that it held.
@@ -94,7 +97,7 @@ class Inlet:
         self._buffer = b""
         # A body that did not come in one read is received in place, without further copies.
         self._head: bytes | None = None
-        self._body: bytearray | None = None
+        self._body: memoryview | None = None
         self._at = 0
 
     @property
@@ -102,7 +105,7 @@ class Inlet:
         """Whether a frame has come in part."""
         return bool(self._buffer) or self._body is not None
 
-    def frames(self) -> Iterator[tuple[bytes, bytes | bytearray]]:
+    def frames(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yield (head, body) for each frame that is complete after one read of the pipe."""
         self.dry = False
         if self._body is not None:
@@ -138,7 +141,7 @@ class Inlet:
                 continue
             if n > READ:
                 self._head = head
-                self._body = bytearray(n)
+                self._body = memoryview(fresh(n))
                 got = data[at + size :]
                 self._body[: len(got)] = got
                 self._at = len(got)
@@ -150,17 +153,16 @@ class Inlet:
         """Read into the body that is under way; True when it is whole."""
         body = self._body
         assert body is not None
-        with memoryview(body) as view:
-            while self._at < len(body):
-                try:
-                    n = os.readv(self.fd, [view[self._at :]])
-                except BlockingIOError:
-                    self.dry = True
-                    return False
-                if n == 0:
-                    self.ended = True
-                    return False
-                self._at += n
+        while self._at < len(body):
+            try:
+                n = os.readv(self.fd, [body[self._at :]])
+            except BlockingIOError:
+                self.dry = True
+                return False
+            if n == 0:
+                self.ended = True
+                return False
+            self._at += n
         return True
 
 
@@ -174,7 +176,7 @@ class Source:
         self._buffer = b""
         self._at = 0
 
-    def read(self, n: int) -> bytes | bytearray:
+    def read(self, n: int) -> bytes | memoryview:
         """Return the next ``n`` bytes; raise `EOFError` when the parent is gone."""
         at = self._at
         if len(self._buffer) - at >= n:
@@ -192,22 +194,21 @@ class Source:
         self._at = n
         return buffer[:n]
 
-    def _read_large(self, n: int) -> bytearray:
-        body = bytearray(n)
+    def _read_large(self, n: int) -> memoryview:
+        body = memoryview(fresh(n))
         got = self._buffer[self._at :]
         self._buffer, self._at = b"", 0
         body[: len(got)] = got
         at = len(got)
-        with memoryview(body) as view:
-            while at < n:
-                k = os.readv(self._fd, [view[at:]])
-                if k == 0:
-                    raise EOFError
-                at += k
+        while at < n:
+            k = os.readv(self._fd, [body[at:]])
+            if k == 0:
+                raise EOFError
+            at += k
         return body
 
 
-def write_all(fd: int, parts: list[bytes]) -> None:
+def write_all(fd: int, parts: Parts) -> None:
     """Write everything, waiting for room; raise `BrokenPipeError` when the reader is gone."""
     for part in parts:
         view = memoryview(part)

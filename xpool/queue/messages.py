@@ -31,10 +31,14 @@ from __future__ import annotations
 import struct
 
 __all__ = [
-    "ANSWER", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC", "FUNC_HEAD",
-    "OUTBOX_ERROR", "READY", "SKIPPED", "STOP", "TASKS", "TO_PARENT", "TO_WORKER", "U64", "WIRE",
-    "Mode", "boot_frame", "forget_frame", "func_frame", "stop_frame", "tasks_frame",
+    "ANSWER", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC",
+    "FUNC_HEAD", "OUTBOX_ERROR", "READY", "SKIPPED", "STOP", "TASKS", "TO_PARENT",
+    "TO_WORKER", "U64", "WIRE", "Mode", "Parts", "boot_frame", "forget_frame", "func_frame",
+    "stop_frame", "tasks_frame",
 ]  # fmt: skip
+
+Parts = list[bytes | memoryview]
+"""A frame, as the pieces that are written one after the other."""
 
 WIRE = 1
 
@@ -61,7 +65,7 @@ class Mode:
     STARCHUNK = 4  # payload [args, ...]: [func(*args), ...]
 
 
-def tasks_frame(func: int, items: list[bytes]) -> list[bytes]:
+def tasks_frame(func: int, items: list[bytes | memoryview]) -> Parts:
     """Return the parts of a TASKS frame."""
     n = len(items)
     if n == 1:
@@ -72,23 +76,23 @@ def tasks_frame(func: int, items: list[bytes]) -> list[bytes]:
     return [TO_WORKER.pack(TASKS, n, size) + sizes, *items]
 
 
-def func_frame(func: int, mode: int, payload: bytes) -> list[bytes]:
+def func_frame(func: int, mode: int, payload: bytes | memoryview) -> Parts:
     """Return the parts of a FUNC frame."""
     head = FUNC_HEAD.pack(func, mode)
     return [TO_WORKER.pack(FUNC, 1, len(head) + len(payload)) + head, payload]
 
 
-def forget_frame(funcs: list[int]) -> list[bytes]:
+def forget_frame(funcs: list[int]) -> Parts:
     """Return the parts of a FORGET frame."""
     n = len(funcs)
     return [TO_WORKER.pack(FORGET, n, 8 * n) + struct.pack(f"<{n}Q", *funcs)]
 
 
-def boot_frame(body: bytes) -> list[bytes]:
+def boot_frame(body: bytes) -> Parts:
     """Return the parts of a BOOT frame."""
     return [TO_WORKER.pack(BOOT, 1, len(body)), body]
 
 
-def stop_frame() -> list[bytes]:
+def stop_frame() -> Parts:
     """Return the parts of a STOP frame."""
     return [TO_WORKER.pack(STOP, 0, 0)]

@@ -72,7 +72,7 @@ class Outbox:
         words[_BEGAN] = seq + 1
         return seq < words[_LIMIT]
 
-    def append(self, payload: bytes, error: bool) -> bool:
+    def append(self, payload: bytes | memoryview, error: bool) -> bool:
         """Write one answer; False when there is no room, and nothing was written."""
         n = len(payload)
         tail = self._written
@@ -81,7 +81,7 @@ class Outbox:
             self._room = self.words[_HEAD] + CAPACITY
             if end > self._room:
                 return False
-        entry = ENTRY.pack(n | ERROR_BIT if error else n) + payload
+        entry = ENTRY.pack(n | ERROR_BIT if error else n) + bytes(payload)
         start = tail % CAPACITY
         stop = start + 4 + n
         if stop <= CAPACITY:

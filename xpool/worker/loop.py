@@ -113,16 +113,16 @@ class _Answers:
         self._since = time.perf_counter()  # when the first of these was begun
         self._rung = self._since
 
-    def frame(self, kind: int, body: bytes, count: int = 0) -> None:
+    def frame(self, kind: int, body: bytes | memoryview, count: int = 0) -> None:
         head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
-        write_all(self._fd, [head + body])
+        write_all(self._fd, [head, body])
 
     def begin(self) -> None:
         """Note the time before the first of some tasks: the worker has waited for it."""
         if not self._count:
             self._since = time.perf_counter()
 
-    def answer(self, payload: bytes, error: bool, last: bool) -> None:
+    def answer(self, payload: bytes | memoryview, error: bool, last: bool) -> None:
         """Answer the task in hand; ``last``: the next one has not come yet."""
         if not last and len(payload) <= SMALL and self.box.append(payload, error):
             self._count += 1
@@ -133,7 +133,7 @@ class _Answers:
         else:
             self.ring(payload, error)
 
-    def ring(self, payload: bytes = b"", error: bool = False) -> None:
+    def ring(self, payload: bytes | memoryview = b"", error: bool = False) -> None:
         """Tell the parent of all answers in the outbox, and of one more."""
         if not self._count and not payload:
             return
@@ -143,7 +143,9 @@ class _Answers:
         head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
         self._count = self._errors = 0
         self._since = self._rung = now
-        write_all(self._fd, [head + payload] if len(payload) < SMALL else [head, payload])
+        write_all(
+            self._fd, [b"".join((head, payload))] if len(payload) < SMALL else [head, payload]
+        )
 
     def skip(self, n: int) -> None:
         self.ring()
@@ -198,7 +200,7 @@ class _Worker:
             elif kind == STOP:
                 return
 
-    def _learn(self, body: bytes | bytearray) -> None:
+    def _learn(self, body: bytes | memoryview) -> None:
         """Keep a function for the tasks that will name it; one that cannot be had fails them."""
         number, mode = FUNC_HEAD.unpack_from(body)
         try:
@@ -209,7 +211,7 @@ class _Worker:
             func = _Prefixed(func, self._prefix)
         self._funcs[number] = func, mode
 
-    def _tasks(self, count: int, body: bytes | bytearray) -> None:
+    def _tasks(self, count: int, body: bytes | memoryview) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
         func, mode = self._funcs[sizes[0]] if sizes[0] else (None, Mode.CALL)
@@ -227,7 +229,9 @@ class _Worker:
             at = stop
             out.answer(payload, error, k == count)
 
-    def _run(self, func: Any, mode: int, payload: bytes | bytearray) -> tuple[bytes, bool]:
+    def _run(
+        self, func: Any, mode: int, payload: bytes | memoryview
+    ) -> tuple[bytes | memoryview, bool]:
         try:
             task = decode(payload)
             if mode == Mode.EACH:
