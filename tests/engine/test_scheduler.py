@@ -133,6 +133,20 @@ def test_taking_back():
     assert 0 in sched.idle
 
 
+def test_withdrawing():
+    """What waits of a failed job is given to nobody; other jobs and what is held stay."""
+    sched = ready(1)
+    sched.put(span(job=1, n=3))
+    sched.put(span(job=2, n=2))
+    sched.put(span(job=1, n=1, bound=0))
+    sched.next_grants()
+    sched.withdraw(1)
+    assert sched.waiting() == 2 and sched.hands[0].size == 1
+    sched.answered(0, 1, HANDFUL)
+    assert [g.job for g in sched.refill(0)] == [2]
+    assert sched.least_loaded() == 0
+
+
 def test_answers_that_nobody_owes():
     """An answer of a worker that holds nothing is a bug of ours, and said to be."""
     with pytest.raises(InternalError, match="did not hold"):

@@ -228,7 +228,9 @@ class Exchange:
             self._send(slot, forget_frame(slot.forget))
             slot.forget = []
         func = grant.func
-        if func and func not in slot.known:
+        if func and func not in slot.known and func in self._funcs:
+            # A function that is not there was forgotten: its job has failed, and what of it was
+            # queued already is answered by the worker, to nobody.
             slot.known.add(func)
             mode, payload = self._funcs[func]
             self._send(slot, func_frame(func, mode, payload))

@@ -26,6 +26,7 @@ then nothing stands between the caller and the worker but the pipe.
 
 from __future__ import annotations
 
+import select
 import signal
 import threading
 import time
@@ -94,6 +95,7 @@ class Engine(Exchange):
             self._put(span)
 
     def _put(self, span: Span, driven: bool = False) -> None:
+        self._leave_signal_handler()
         if not self._ending:
             if span.bound is not None and span.bound < 0:
                 span.bound = self.sched.least_loaded()
@@ -113,9 +115,16 @@ class Engine(Exchange):
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that spans call it by."""
         with self.lock:
+            self._leave_signal_handler()
             self._numbers += 1
             self._funcs[self._numbers] = mode, payload
             return self._numbers
+
+    @uninterrupted
+    def withdraw(self, job: int) -> None:
+        """Give nobody what still waits of a job that has failed."""
+        with self.lock:
+            self.sched.withdraw(job)
 
     @uninterrupted
     def forget(self, func: int) -> None:
@@ -190,6 +199,19 @@ class Engine(Exchange):
             if slot is not None and slot.driven == job:
                 self._undrive(slot)
 
+    def _leave_signal_handler(self) -> None:
+        """Let go of what the calling thread drives already.
+
+        It does when it is in a signal handler that has come into its wait; what it was waiting
+        for, and what the handler will wait for, are then the engine's thread's to receive.
+        """
+        if self._driven:
+            me = threading.get_ident()
+            for job, slot in list(self._driven.items()):
+                if slot.driver == me:
+                    del self._driven[job]
+                    self._undrive(slot)
+
     def _undrive(self, slot: Slot) -> None:
         slot.driven = 0
         if self.sched.hands[slot.index].size or slot.state is not WorkerStates.READY:
@@ -238,10 +260,8 @@ class Engine(Exchange):
             self.sched.clear()
             self._deep.clear()
             now = time.monotonic()
+            self._leave_signal_handler()
             for slot in self.slots:
-                if slot.driven and slot.driver == threading.get_ident():
-                    # We are in a signal handler, and the call below us cannot let go itself.
-                    self._undrive(slot)
                 if slot.handle is not None and slot.stopping_since is None:
                     if slot.state is not WorkerStates.RETIRING:
                         slot.happens(WorkerEvent.RETIRE)
@@ -306,6 +326,8 @@ class Engine(Exchange):
             return
         if not handle.ended():
             return
+        if handle.exitcode is None:
+            self._finish_off(slot)
         self._drain(slot)
         box, w = slot.box, slot.index
         if not self._stopped:
@@ -329,6 +351,17 @@ class Engine(Exchange):
                 return
         self._start_again(slot)
         self._give_idle()
+
+    def _finish_off(self, slot: Slot) -> None:
+        """Nobody can tell whether the worker has ended (its server was killed): see to it.
+
+        Before the accounts are made: what it still ran would be run twice.
+        """
+        slot.kill()
+        poller = select.poll()
+        poller.register(slot.inlet.fd, select.POLLIN)
+        while not slot.inlet.ended and poller.poll(1000):
+            self._receive(slot)
 
     def _watch_end(self, slot: Slot) -> None:
         assert slot.handle is not None
@@ -374,11 +407,12 @@ class Engine(Exchange):
         if isinstance(cause, BaseException):
             reason = f"{type(cause).__name__}: {cause}"
         else:
-            reason = (
-                f"its process ended with {exit_reason(exitcode)} before it was ready; look at "
-                "its output on stderr. A script must keep its own work behind "
-                'if __name__ == "__main__":'
-            )
+            reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
+            if exitcode is None or exitcode >= 0:
+                reason += (
+                    "; look at its output on stderr. A script must keep its own work behind "
+                    'if __name__ == "__main__":'
+                )
         self.failure = WorkerStartFailed(slot.index, slot.failures, reason)
         self.failure.__cause__ = cause if isinstance(cause, BaseException) else None
         self._ending = True

@@ -368,6 +368,18 @@ class Scheduler:
                 self.put_back(_piece(grant, position, position + 1))
             self.answered(w, 1)
 
+    def withdraw(self, job: int) -> None:
+        """Forget what waits of a job that has failed; what workers hold of it, they will answer."""
+        for queue in (self.shared, *self.own):
+            for span in [s for s in queue if s.job == job]:
+                span.queued = False
+                self._queued -= 1
+                if span.bound is not None:
+                    self._bound[span.bound] -= len(span.items)
+            keep = [s for s in queue if s.job != job]
+            queue.clear()
+            queue.extend(keep)
+
     def clear(self) -> None:
         """Forget everything that waits and is held: the pool ends."""
         self.shared.clear()

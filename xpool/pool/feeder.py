@@ -122,9 +122,8 @@ class Feeder:
                 except Exception as exc:
                     self._fail(index, exc)
                     size = 0
-                self.window.added(size)
-                if not size:
-                    self.window.taken([b""])
+                if size:
+                    self.window.added(size)
                 index += 1
                 del task
         except BaseException as exc:

@@ -228,6 +228,9 @@ class Pool(BasePool):
         job.func = engine.learn(_MODES[False, chunked], self._encode(func))
         return _Stream(engine, job, window, terms.retries, self._recurse).put
 
+    def _withdraw(self, job: Job) -> None:
+        self._engine.withdraw(job.number)
+
     def _forget(self, job: Job) -> None:
         if job.func:
             self._engine.forget(job.func)

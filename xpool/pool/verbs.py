@@ -263,14 +263,20 @@ class Verbs(Hooks):
 
         feeder = Feeder(iterable, size, window, put, fail, end, self.name)
         self._feeders.add(feeder)
+        if self._state is PoolStates.TERMINATE:
+            window.stop()  # since we entered the job; nobody else would
         feeder.thread.start()
         return results
 
     def _give_up(self, job: Job, exc: BaseException) -> None:
         """What could not be sent fails through its result; an interrupt, here and now."""
+        self._withdraw(job)
         self._fail_jobs([job], exc)
         if not isinstance(exc, Exception):
             raise exc
+
+    def _withdraw(self, job: Job) -> None:
+        """Take back what was submitted of a job, where that can be done."""
 
     def _check_call(self, func: Any, callback: Any, error_callback: Any, terms: Terms) -> None:
         if not callable(func):

@@ -214,7 +214,7 @@ class _Worker:
     def _tasks(self, count: int, body: bytes | memoryview) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
-        func, mode = self._funcs[sizes[0]] if sizes[0] else (None, Mode.CALL)
+        func, mode = self._funcs.get(sizes[0], _WITHDRAWN) if sizes[0] else (None, Mode.CALL)
         out, enter_item = self._out, self._out.box.enter
         out.begin()
         for k in range(1, count + 1):
@@ -299,7 +299,11 @@ class _Unavailable:
         self._exc = exc
 
     def __call__(self, *args: Any) -> Any:
-        raise self._exc
+        # Anew each time: raised as it is, it would carry the traceback of every time before.
+        raise self._exc.with_traceback(None)
+
+
+_WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile")), Mode.EACH
 
 
 def _become(orders: dict[str, Any]) -> None:
