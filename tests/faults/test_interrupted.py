@@ -1,0 +1,165 @@
+"""Interrupts and errors that strike the caller's side: nothing is lost, nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from xpool import Pool
+
+
+def same(x):
+    return x
+
+
+class OpensBadly:
+    """Arrives in the caller's process by a function that raises there, for some numbers."""
+
+    error: type[BaseException] = ValueError
+    bad: frozenset[int] = frozenset()
+
+    def __init__(self, number, parent):
+        self.number, self.parent = number, parent
+
+    def __reduce__(self):
+        return open_it, (self.number, self.parent)
+
+
+def open_it(number, parent):
+    if os.getpid() == parent and number in OpensBadly.bad:
+        raise OpensBadly.error(number)
+    return number
+
+
+def wrapped(task):
+    return OpensBadly(*task)
+
+
+@pytest.fixture
+def opens_badly():
+    def set_up(error, *bad):
+        OpensBadly.error, OpensBadly.bad = error, frozenset(bad)
+
+    yield set_up
+    OpensBadly.bad = frozenset()
+
+
+@pytest.mark.parametrize("buffersize", [None, 64])
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_a_result_that_cannot_be_opened_fails_alone(opens_badly, verb, buffersize):
+    """Of results that arrive together, each that cannot be unpickled fails, and no other."""
+    opens_badly(ValueError, 50, 51, 250, 499)
+    with Pool(2) as pool:
+        pool.map(same, range(4_000), chunksize=1)  # from here on they travel together
+        tasks = [(i, os.getpid()) for i in range(500)]
+        results = getattr(pool, verb)(wrapped, tasks, buffersize=buffersize)
+        good, bad = [], []
+        while True:
+            try:
+                good.append(next(results))
+            except StopIteration:
+                break
+            except ValueError as error:
+                bad.append(error.args[0])
+        assert sorted(bad) == [50, 51, 250, 499]
+        assert sorted(good + bad) == list(range(500))
+
+
+def test_an_interrupted_get_can_be_repeated(opens_badly):
+    """Ctrl-C while results are unpickled takes nothing away: the next get has all of them."""
+    opens_badly(KeyboardInterrupt, 300)
+    with Pool(2) as pool:
+        result = pool.map_async(wrapped, [(i, os.getpid()) for i in range(500)])
+        with pytest.raises(KeyboardInterrupt):
+            result.get()
+        results = pool.imap(wrapped, [(i, os.getpid()) for i in range(500)])
+        got = []
+        while len(got) < 500:
+            try:
+                got.append(next(results))
+            except KeyboardInterrupt:
+                OpensBadly.bad = frozenset()
+        assert result.get() == got == list(range(500))
+
+
+class Interrupts:
+    """Is interrupted while it is pickled."""
+
+    def __reduce__(self):
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_pickling_leaves_no_job():
+    """Ctrl-C in the middle of submitting gives the job up: close and join do not wait for it."""
+    pool = Pool(1)
+    for submit in (
+        lambda: pool.apply(same, (Interrupts(),)),
+        lambda: pool.apply_async(same, (Interrupts(),)),
+        lambda: pool.map(same, [1, Interrupts()], chunksize=1),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            submit()
+    assert pool.map(same, range(5)) == list(range(5))
+    pool.close()
+    pool.join()
+
+
+def tell_and_wait(pid_and_fifo):
+    pid, fifo = pid_and_fifo
+    os.kill(pid, signal.SIGUSR1)
+    with open(fifo, "rb") as gate:
+        return gate.read()
+
+
+def test_a_signal_handler_uses_the_pool(tmp_path):
+    """A handler that runs while its thread waits in apply() may use the same worker's pool."""
+    fifo = str(tmp_path / "gate")
+    os.mkfifo(fifo)
+    pool = Pool(2)
+    got = []
+
+    def handler(signum, frame):
+        got.append(pool.apply(same, (7,)))
+        got.append(sum(pool.imap(same, range(50))))
+        with open(fifo, "wb") as gate:
+            gate.write(b"done")
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        assert pool.apply(tell_and_wait, ((os.getpid(), fifo),)) == b"done"
+        assert got == [7, 1225]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        pool.terminate()
+        pool.join()
+
+
+BLOCKED = """
+import os, signal
+from xpool import Pool, WorkerDied
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    with Pool(1) as pool:
+        try:
+            pool.apply(os._exit, (3,))
+        except WorkerDied as error:
+            print(error.exitcode, pool.apply(abs, (-1,)))
+"""
+
+
+def test_a_program_that_blocks_sigchld(tmp_path):
+    """Deaths are seen whatever the program does with SIGCHLD."""
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    done = subprocess.run(
+        [sys.executable, "blocked.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert done.stdout.split() == ["3", "1"], done.stderr
