@@ -22,6 +22,7 @@ from xpool.errors import TimeoutError
 from xpool.interrupt import uninterrupted
 
 __all__ = [
+    "LOST_SIGNAL",
     "AsyncResult",
     "IMapIterator",
     "IMapUnorderedIterator",
@@ -34,6 +35,10 @@ __all__ = [
     "local",
     "tasks_in",
 ]
+
+LOST_SIGNAL = 1.0
+"""Seconds after which a wait begins anew.  A signal that comes when the interpreter has looked for
+signals, but does not wait yet, does not end the wait: without this, Ctrl-C could be lost."""
 
 # `local.blocking`, where a thread has it, is called before this thread waits for a result: a
 # thread that runs callbacks uses it to let others go on (see xpool.pool.callbacks).
@@ -79,9 +84,9 @@ class Waiters:
         """Wait until `there()`, at most ``timeout`` seconds; return whether it is."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not there():
-            left = -1.0
+            left = LOST_SIGNAL
             if deadline is not None:
-                left = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+                left = min(deadline - time.monotonic(), LOST_SIGNAL)
                 if left <= 0:
                     return False
             lock = threading.Lock()

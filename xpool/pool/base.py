@@ -31,11 +31,11 @@ from xpool.options import (
     check_iterable,
     resolve_processes,
 )
-from xpool.pool.callbacks import Callbacks
+from xpool.pool.callbacks import Callbacks, join_thread
 from xpool.pool.feeder import Feeder
 from xpool.pool.hooks import Carried
 from xpool.pool.verbs import Verbs
-from xpool.results import AsyncResult, Job, Stream, tasks_in
+from xpool.results import LOST_SIGNAL, AsyncResult, Job, Stream, tasks_in
 
 __all__ = ["BasePool"]
 
@@ -285,7 +285,8 @@ class BasePool(Verbs):
         if running:
             self._wake()
             if self._terminate_waits and threading.current_thread() is not self._thread:
-                self._finished.wait()
+                while not self._finished.wait(LOST_SIGNAL):
+                    continue
 
     def join(self) -> None:
         """Wait until the workers have ended; `close` or `terminate` must have been called.
@@ -298,7 +299,7 @@ class BasePool(Verbs):
             raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
         if self._callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
-        self._thread.join()
+        join_thread(self._thread)
         self._callbacks.join()
 
     def __reduce__(self) -> Any:

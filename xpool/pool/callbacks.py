@@ -11,9 +11,15 @@ import queue
 import sys
 import threading
 
-from xpool.results import AsyncResult, local
+from xpool.results import LOST_SIGNAL, AsyncResult, local
 
-__all__ = ["Callbacks"]
+__all__ = ["Callbacks", "join_thread"]
+
+
+def join_thread(thread: threading.Thread) -> None:
+    """Wait for a thread to end, open to Ctrl-C at any moment."""
+    while thread.is_alive():
+        thread.join(LOST_SIGNAL)
 
 
 class Callbacks:
@@ -76,4 +82,4 @@ class Callbacks:
         """Wait for the threads to end; `stop` was called."""
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join()
+                join_thread(thread)
