@@ -10,6 +10,7 @@ from typing import Any
 from xpool.errors import OptionError
 
 __all__ = [
+    "START_ATTEMPTS",
     "check_callable",
     "check_chunksize",
     "check_count",
@@ -20,6 +21,9 @@ __all__ = [
     "label",
     "resolve_processes",
 ]
+
+START_ATTEMPTS = 3
+"""Workers that may fail to start in one place, one after the other, before the pool gives up."""
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)
 

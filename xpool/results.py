@@ -389,7 +389,7 @@ class IMapIterator(Iterator[Any]):
             try:
                 value = self._buffer.popleft()
             except IndexError:
-                pass
+                pass  # looked at by trying: several threads may share the iterator
             else:
                 if type(value) is Unopened:
                     self._hand_out(self.chunksize)

@@ -40,13 +40,11 @@ from xpool.fleet.slot import Slot
 from xpool.interrupt import uninterrupted
 from xpool.jobs.scheduler import Grant, Span
 from xpool.jobs.states import WorkerEvent, WorkerStates
+from xpool.options import START_ATTEMPTS
 from xpool.pickle import decode
 from xpool.queue.messages import boot_frame
 
 __all__ = ["Engine"]
-
-START_ATTEMPTS = 3
-"""Processes that may fail to start in one slot, one after the other, before the pool gives up."""
 
 SYSTEM_ATTEMPTS = 6
 """Times that the system may refuse to start a process, at intervals that grow to three seconds."""

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.errors import WorkerStartFailed
+from xpool.options import START_ATTEMPTS
 from xpool.worker.context import WorkerInfo, enter, leave
 
 __all__ = ["ThreadCrew"]
-
-START_ATTEMPTS = 3
 
 
 class ThreadCrew:
@@ -119,7 +118,7 @@ class ThreadCrew:
             while True:
                 self.tasks.get_nowait()
         except queue.Empty:
-            pass
+            pass  # that was the last; the threads take from it too, so it cannot be counted
         self.release()
 
     @property

@@ -130,7 +130,7 @@ class Pool(BasePool):
         try:
             return results.popleft()
         except IndexError:
-            pass
+            pass  # looked at by trying: a caller that receives for itself pops here as well
         if timeout > 0:
             self._engine.wait(timeout)
             if results:
