@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from xpool.errors import (
+        DeviceError as DeviceError,
+    )
+    from xpool.errors import (
         InternalError as InternalError,
     )
     from xpool.errors import (
@@ -70,8 +73,9 @@ if TYPE_CHECKING:
 
 _homes = {
     "xpool.errors": (
-        "InternalError OptionError PoolClosed RemoteTraceback ResultNotPicklable TaskCancelled "
-        "TaskNotPicklable TaskTimeout TimeoutError WorkerDied WorkerStartFailed XPoolError"
+        "DeviceError InternalError OptionError PoolClosed RemoteTraceback ResultNotPicklable "
+        "TaskCancelled TaskNotPicklable TaskTimeout TimeoutError WorkerDied WorkerStartFailed "
+        "XPoolError"
     ),
     "xpool.jobs.states": "PoolStates",
     "xpool.pool.base": "BasePool",
