@@ -96,11 +96,12 @@ def devices(
 def _check_number(name: str, value: object) -> None:
     if value is None:
         return
-    what = "the number of workers" if name == "n" else "the number of devices for each worker"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"devices({name}={value!r}): {name} is {what}, an int.")
+        what = "workers" if name == "n" else "devices of each worker"
+        raise TypeError(f"devices({name}={value!r}): {name} is the number of {what}, an int.")
     if value < 1:
-        raise OptionError(f"devices({name}={value}): {what} must be at least 1.")
+        what = "worker" if name == "n" else "device for each worker"
+        raise OptionError(f"devices({name}={value}): there must be at least 1 {what}.")
 
 
 def _with_cache(context: DeviceContext, folder: str) -> DeviceContext:
