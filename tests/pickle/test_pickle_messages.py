@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from xpool.errors import OptionError
 from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, frame, loads
-from xpool.pickle.policy import INLINE_BELOW, Placement, Policy, placement
+from xpool.pickle.policy import INLINE_BELOW, Placement, placement
 
 ATOMS = st.one_of(
     st.none(),
@@ -115,9 +115,8 @@ def test_not_a_message() -> None:
 
 def test_placement() -> None:
     """The policy is a function of the size."""
-    assert placement(INLINE_BELOW - 1, Policy()) is Placement.INLINE
-    assert placement(INLINE_BELOW, Policy()) is Placement.OUT_OF_BAND
-    assert placement(INLINE_BELOW, Policy(out_of_band=False)) is Placement.INLINE
+    assert placement(INLINE_BELOW - 1) is Placement.INLINE
+    assert placement(INLINE_BELOW) is Placement.OUT_OF_BAND
 
 
 def test_copy_tensor_false() -> None:
