@@ -17,12 +17,13 @@ from xpool.fleet.slot import Slot
 from xpool.jobs.scheduler import Grant, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.pickle import decode
+from xpool.pickle.frame import FRAMED, Leased, adopt
 from xpool.queue.messages import (
     ANSWER,
     BODY_ERROR,
     ENTRY,
     FAILED,
-    OUTBOX_ERROR,
+    OUTBOX_MIXED,
     READY,
     SKIPPED,
     TO_PARENT,
@@ -147,23 +148,35 @@ class Exchange:
         slot.ahead = 0
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
-            self._take(slot, mark, bool(errors & OUTBOX_ERROR), boxed, seconds)
+            self._take(slot, mark, bool(errors & OUTBOX_MIXED), boxed, seconds)
         if body:
             grant, first = self.sched.answered(slot.index, 1, seconds)
             ok = not errors & BODY_ERROR
-            self.results.append((grant.job, first, (ok, Encoded(body, 1, False))))
+            self.results.append((grant.job, first, (ok, self._encoded(slot, body))))
         self._after_answers(slot)
 
-    def _take(self, slot: Slot, mark: int, errors: bool, n: int, seconds: float) -> None:
-        """Move answers out of an outbox; those without error travel on in one piece."""
+    def _encoded(self, slot: Slot, payload: bytes | memoryview) -> Encoded:
+        """One answer; of the blocks that it names, hold is taken now, before it may be dropped."""
+        if payload[0] == FRAMED:
+            payload = adopt(payload)
+            if type(payload) is Leased:
+                slot.box.adopt()
+                self.tidy_later()
+        return Encoded(payload, 1, False)
+
+    def tidy_later(self) -> None:
+        """Note that blocks of the arena are in use: their memory goes back when they are not."""
+
+    def _take(self, slot: Slot, mark: int, mixed: bool, n: int, seconds: float) -> None:
+        """Move answers out of an outbox; plain ones travel on in one piece."""
         data = slot.box.take(mark)
-        if not errors:
+        if not mixed:
             grant, first = self.sched.answered(slot.index, n, seconds * n)
             self.results.append((grant.job, first, (True, Encoded(data, n, True))))
             return
         for error, payload in entries(data):
             grant, first = self.sched.answered(slot.index, 1, seconds)
-            self.results.append((grant.job, first, (not error, Encoded(payload, 1, False))))
+            self.results.append((grant.job, first, (not error, self._encoded(slot, payload))))
 
     def _after_answers(self, slot: Slot) -> None:
         w = slot.index
@@ -206,7 +219,7 @@ class Exchange:
         found = entries(slot.box.take(mark))
         for error, payload in found:
             grant, first = self.sched.answered(slot.index, 1)
-            self.results.append((grant.job, first, (not error, Encoded(payload, 1, False))))
+            self.results.append((grant.job, first, (not error, self._encoded(slot, payload))))
         return len(found)
 
     # -- tasks out ---------------------------------------------------------------------------------

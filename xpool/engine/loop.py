@@ -40,8 +40,10 @@ from xpool.fleet.slot import Slot
 from xpool.interrupt import uninterrupted
 from xpool.jobs.scheduler import Grant, Span
 from xpool.jobs.states import WorkerEvent, WorkerStates
+from xpool.memory.arena import IDLE, Arena
 from xpool.options import START_ATTEMPTS
 from xpool.pickle import decode
+from xpool.pickle.frame import Leased
 from xpool.queue.messages import boot_frame
 
 __all__ = ["Engine"]
@@ -60,8 +62,9 @@ class Engine(Exchange):
         self,
         workers: int,
         launcher: Launcher,
-        orders: Callable[[int, int], bytes],
+        orders: Callable[[int, int, int | None], bytes],
         *,
+        arena: Arena | None,
         name: str,
         daemon: bool,
         inherited: Any,
@@ -74,6 +77,11 @@ class Engine(Exchange):
         self.died = 0
         self._launcher = launcher
         self._orders = orders
+        self._arena = arena
+        self._trim_at: float | None = None
+        self._trim_after = IDLE
+        if arena is not None:
+            arena.begin()
         self._name = name
         self._daemon = daemon
         self._inherited = inherited
@@ -234,11 +242,23 @@ class Engine(Exchange):
         if self._ending:
             return
         name = f"{self._name}-worker-{slot.index}"
-        slot.start(self._launcher, name, self._daemon, self._inherited)
+        arena = self._arena
+        seat = None if arena is None else arena.take_seat()
+        try:
+            there = arena if seat is not None else None
+            slot.start(self._launcher, name, self._daemon, self._inherited, there)
+        except BaseException:
+            self._bury(seat)
+            raise
+        slot.seat = seat
         assert slot.handle is not None
         self._watch.add(slot.inlet.fd, self._receive_from(slot))
         self._watch_end(slot)
-        self._send(slot, boot_frame(self._orders(slot.index, slot.generation)))
+        self._send(slot, boot_frame(self._orders(slot.index, slot.generation, seat)))
+
+    def _bury(self, seat: int | None) -> None:
+        if seat is not None and self._arena is not None:
+            self._arena.bury(seat)
 
     @uninterrupted
     def retire_all(self) -> None:
@@ -286,12 +306,16 @@ class Engine(Exchange):
         """Let go of the engine's own descriptors; all workers have ended."""
         with self.lock:
             self._watch.close()
+            if self._arena is not None:
+                self._arena.end()
+                self._arena = None
 
     def after_fork_in_child(self) -> None:
         """These workers are the parent's; their descriptors are closed here already."""
         self.lock = threading.Lock()  # some thread of the parent may have held it
         self._ending = self._stopped = True
         self.sched.clear()
+        self._arena = None
         for slot in self.slots:
             slot.handle = None
 
@@ -308,6 +332,33 @@ class Engine(Exchange):
                 self._kill_stubborn(now)
                 self._look_around(now)
                 self._start_overdue(now)
+                if self._trim_at is not None:
+                    self._watch.alarm(self._trim_at)
+        if self._trim_at is not None and time.monotonic() >= self._trim_at:
+            self._trim()
+
+    def sent(self, payload: bytes | memoryview) -> int:
+        """Return how many bytes of memory a message holds; it was made for a worker."""
+        if type(payload) is not Leased:
+            return len(payload)
+        with self.lock:
+            self.tidy_later()
+        return sum(block.capacity for block in payload.blocks.values())
+
+    def tidy_later(self) -> None:
+        self._trim_after = IDLE
+        if self._trim_at is None:
+            self._trim_at = time.monotonic() + IDLE
+            self._watch.alarm(self._trim_at)
+
+    def _trim(self) -> None:
+        """Give back memory that lay unused; without the lock, since that takes its time."""
+        arena, self._trim_at = self._arena, None
+        if arena is not None and arena.trim():
+            self._trim_after = min(2 * self._trim_after, 60.0)
+            with self.lock:
+                self._trim_at = time.monotonic() + self._trim_after
+                self._watch.alarm(self._trim_at)
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -339,6 +390,8 @@ class Engine(Exchange):
         slot.gone()
         if lost is not None:
             self._lose(*lost, pid, exitcode, w)
+        self._bury(slot.seat)
+        slot.seat = None
         if self._ending:
             return
         self.died += not before_ready

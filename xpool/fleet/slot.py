@@ -16,6 +16,7 @@ from typing import Any
 
 from xpool.fleet.launch import Handle, Launcher
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
+from xpool.memory.arena import Arena
 from xpool.queue.channel import Inlet, Outlet
 from xpool.queue.messages import TO_PARENT
 from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
@@ -64,6 +65,7 @@ class Slot:
         self.reason: Any = None  # what the last of these said, pickled
         self.stopping_since: float | None = None
         self.start_at: float | None = None  # when to try again, where the system refused
+        self.seat: int | None = None  # its place in the arena
         self._fresh()
 
     def _fresh(self) -> None:
@@ -99,6 +101,7 @@ class Slot:
         name: str,
         daemon: bool,
         inherited: Any,
+        arena: Arena | None,
     ) -> None:
         """Start a process; raise `OSError` with nothing left over when that is not possible."""
         self._fresh()
@@ -124,7 +127,10 @@ class Slot:
             box.limit = NO_LIMIT
             ours, boot = socket.socketpair()
             with ours:
-                socket.send_fds(ours, [b"W"], [task_r, answer_w, life_r, page])
+                fds = [task_r, answer_w, life_r, page]
+                if arena is not None:
+                    fds.append(arena.file.fd)
+                socket.send_fds(ours, [b"W"], fds)
                 _mine(ours.fileno())
                 try:
                     self.handle = launcher.launch(boot, name, daemon, inherited)

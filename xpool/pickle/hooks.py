@@ -16,7 +16,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
+from xpool.memory.arena import Block
 from xpool.pickle.main import MAIN_NAMES, guarded_names, main_is_importable
+from xpool.pickle.policy import Layout
 
 __all__ = [
     "FOR_SUBCLASSES",
@@ -39,6 +41,8 @@ class Context(Protocol):
     names: set[str]  # globals of __main__ that the by-value functions and classes use
     spaces: dict[int, Any]  # globals that belong to no module, by id
     tensors: Any  # what tensors.py remembers of this run, or None
+    layout: Layout
+    shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is (share mode)
 
 
 Reducer = Callable[[Any, Any], Any]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from xpool.errors import TaskNotPicklable
 from xpool.pickle.hooks import LAZY, REDUCERS, Context
+from xpool.pickle.sharing import open_storage, share_storage
 
 __all__ = ["Spans"]
 
@@ -95,6 +96,10 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
         plain = tensor.detach()
     if not tensor.is_cpu:
         args = _alone(torch, plain.detach().cpu(), flags)
+    elif pickler.layout.arena is not None:
+        storage = plain.untyped_storage()
+        place = plain.storage_offset(), tuple(plain.shape), plain.stride()
+        return _with_attributes(tensor, _of_storage, (storage, _name(plain), *place, flags))
     elif plain.is_conj() or plain.is_neg():
         args = _alone(torch, plain.detach().resolve_conj().resolve_neg(), flags)
     elif plain.numel() == 0:
@@ -110,6 +115,8 @@ _GRAD, _PARAMETER = 1, 2
 
 
 def _reduce_storage(pickler: Context, storage: Any) -> Any:
+    if pickler.layout.arena is not None:
+        return open_storage, share_storage(pickler, storage)
     """As a tensor of bytes, since torch's own pickle of a storage does not load."""
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -118,6 +125,13 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 
 def _storage_of(tensor: Any) -> Any:
     return tensor.untyped_storage()
+
+
+def _of_storage(storage: Any, dtype: str, offset: int, shape: Any, strides: Any, flags: int) -> Any:
+    import torch
+
+    made = torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, strides)
+    return _finish(torch, made, flags)
 
 
 def _with_attributes(tensor: Any, make: Any, args: Any) -> Any:

@@ -76,13 +76,14 @@ class P2PPool(Pool):
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
         engine, recurse = self._engine, self._recurse
-        number = job.func = engine.learn(_MODES[False, chunked], self._encode(func))
+        number = job.func = engine.learn(_MODES[False, chunked], self._encode(func, True))
+        layout = self._layout._replace(kept=terms.retries > 0)
 
         def put(index: int, task: Any) -> int:
-            payload = encode(task, recurse=recurse)
+            payload = encode(task, recurse=recurse, layout=layout)
             span = Span(job.number, number, index, (payload,), terms.retries, -1)
             span.feeder = window
             engine.submit(span)
-            return len(payload)
+            return engine.sent(payload)
 
         return put

@@ -16,9 +16,12 @@ from xpool.engine.loop import Engine
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
 from xpool.jobs.scheduler import Span
-from xpool.options import check_share_method, default_processes
+from xpool.memory.arena import Arena
+from xpool.options import check_count, check_share_method, default_processes
 from xpool.pickle import encode
+from xpool.pickle.frame import Leased
 from xpool.pickle.main import main_is_importable, main_location
+from xpool.pickle.policy import BY_PIPE, Layout
 from xpool.pool.base import BasePool, at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
@@ -41,8 +44,13 @@ class Pool(BasePool):
             "forkserver" (the same server), "spawn", "fork", or a context of `multiprocessing`.
         is_recursive: pickle the globals of functions that must go by value as dill's ``recurse``.
         is_daemon: False lets workers have children, pools of their own among them.
-        is_copy_tensor: send tensors by value.  (Sharing them is not in this version.)
-        share_method: "cpu", "cuda", "xla" or None; for ``is_copy_tensor=False``.
+        is_copy_tensor: True: what arrives is the receiver's own.  False: the storages of tensors
+            move to shared memory, and both sides see each other's writes.
+        share_method: which tensors are shared when ``is_copy_tensor`` is False: "cpu", "cuda",
+            "xla", or None, each by its own kind.
+        memory_limit: bytes of shared memory past which this pool sends large values through the
+            pipe, counted for the whole program; None: half of what was available when the first
+            pool was made; 0: always through the pipe.
         seed: each worker's `random`, numpy and torch generators get seeds of their own, derived
             from this number when it is given, else from the system's entropy.
         name: of the pool, its threads and its workers; made up by default.
@@ -64,14 +72,12 @@ class Pool(BasePool):
         is_daemon: bool = True,
         is_copy_tensor: bool = True,
         share_method: str | None = None,
+        memory_limit: int | None = None,
         seed: int | None = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
-        if not is_copy_tensor:
-            raise OptionError(
-                "is_copy_tensor=False: sharing tensors is not in this version; leave it out"
-            )
+        arena, limit = _find_arena(is_copy_tensor, memory_limit)
         if seed is not None and not isinstance(seed, int):
             raise TypeError(f"seed must be an int or None, not {seed!r}")
         if is_daemon and multiprocessing.current_process().daemon:
@@ -82,6 +88,18 @@ class Pool(BasePool):
         self._context = context
         self._recurse = is_recursive
         self._daemon = is_daemon
+        self._arena = arena
+        self._memory_limit = limit
+        self._copy_tensor = is_copy_tensor
+        self._share_method = share_method
+        if arena is not None:
+            self._layout = Layout(
+                lessor=functools.partial(arena.lease, limit=limit),
+                arena=None if is_copy_tensor else arena,
+                method=share_method,
+            )
+        else:
+            self._layout = BY_PIPE
         self._seed = os.urandom(16) if seed is None else str(seed).encode()
         cls = type(self)
         # Shortcuts are for those who have not put their own hook in the way.
@@ -108,6 +126,7 @@ class Pool(BasePool):
             self._size,
             launcher,
             _Orders(self, launcher, blob),
+            arena=self._arena,
             name=self.name,
             daemon=self._daemon,
             inherited=inherited,
@@ -160,12 +179,19 @@ class Pool(BasePool):
         """What each worker owns, by index; None: nothing."""
         return None
 
-    def _encode(self, obj: Any) -> bytes | memoryview:
-        return encode(obj, recurse=self._recurse)
+    def _encode(self, obj: Any, kept: bool = False) -> bytes | memoryview:
+        """Pickle for a worker; ``kept``: it may be sent more than once."""
+        layout = self._layout._replace(kept=True) if kept else self._layout
+        payload = encode(obj, recurse=self._recurse, layout=layout)
+        if type(payload) is Leased:
+            self._engine.sent(payload)
+        return payload
 
     def _encode_option(self, name: str, obj: Any) -> bytes:
+        layout = self._layout._replace(lessor=None)  # small, or sent once: not worth a block
         try:
-            return bytes(self._encode(obj))
+            payload = encode(obj, recurse=self._recurse, layout=layout)
+            return payload if isinstance(payload, bytes) else bytes(payload)
         except TaskNotPicklable as exc:
             raise TaskNotPicklable(f"{name}: {exc}") from exc
 
@@ -180,7 +206,7 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_call(job, func, args, kwds, terms)
             return
-        payload = self._encode((func, args, kwds))
+        payload = self._encode((func, args, kwds), terms.retries > 0)
         span = Span(job.number, 0, 0, (payload,), terms.retries, terms.worker)
         if terms.waits:
             self._engine.call(span)
@@ -200,12 +226,12 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
-        job.func = self._engine.learn(_MODES[starred, chunked], self._encode(func))
+        job.func = self._engine.learn(_MODES[starred, chunked], self._encode(func, True))
         spans = [Span(job.number, job.func, 0, (), terms.retries)]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
-                spans[-1].items.append(self._encode(chunk))
+                spans[-1].items.append(self._encode(chunk, terms.retries > 0))
             except Exception as error:
                 # It fails alone; what comes after it is a span of its own.
                 failed.append((i, error))
@@ -225,8 +251,8 @@ class Pool(BasePool):
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
         engine = self._engine
-        job.func = engine.learn(_MODES[False, chunked], self._encode(func))
-        return _Stream(engine, job, window, terms.retries, self._recurse).put
+        job.func = engine.learn(_MODES[False, chunked], self._encode(func, True))
+        return _Stream(self, job, window, terms.retries).put
 
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(job.number)
@@ -274,18 +300,18 @@ _MODES = {
 class _Stream:
     """Puts the tasks of an `imap` where the workers take them."""
 
-    def __init__(
-        self, engine: Engine, job: Job, window: Window, retries: int, recurse: bool
-    ) -> None:
-        self._engine = engine
+    def __init__(self, pool: Pool, job: Job, window: Window, retries: int) -> None:
+        # Not the pool itself: the feeder must not keep it from going.
+        self._engine = pool._engine
         self._span = Span(job.number, job.func, 0, (), retries)
         self._span.feeder = window
         self._next = 0
         self._window = window
-        self._recurse = recurse
+        self._recurse = pool._recurse
+        self._layout = pool._layout._replace(kept=retries > 0)
 
     def put(self, index: int, task: Any) -> int:
-        payload = encode(task, recurse=self._recurse)
+        payload = encode(task, recurse=self._recurse, layout=self._layout)
         span = self._span
         if index != self._next:
             # An item between could not be sent: a span has no gaps.
@@ -298,7 +324,7 @@ class _Stream:
         # queued, and we look at the marks after appending: one of us sees the other.
         if not span.queued or self._engine.sched.idle:
             self._engine.feed(span)
-        return len(payload)
+        return self._engine.sent(payload)
 
 
 class _Orders:
@@ -319,9 +345,14 @@ class _Orders:
         self._daemon = pool._daemon
         self._recurse = pool._recurse
         self._seed = pool._seed
+        self._arena = pool._arena
+        self._limit = pool._memory_limit
+        self._copy_tensor = pool._copy_tensor
+        self._share_method = pool._share_method
         self._threads = max(1, default_processes() // pool._size)
 
-    def __call__(self, index: int, generation: int) -> bytes:
+    def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
+        arena = self._arena
         process = multiprocessing.current_process()
         orders = {
             "index": index,
@@ -341,6 +372,9 @@ class _Orders:
             "seed": self._seed + f"/{index}/{generation}".encode(),
             "threads": self._threads,
             "initializer": self._initializer,
+            "arena": None if arena is None or seat is None else arena.facts(seat, self._limit),
+            "copy_tensor": self._copy_tensor,
+            "share_method": self._share_method,
             "context": None if self._contexts is None else self._contexts[index],
         }
         return pickle.dumps(orders)
@@ -384,6 +418,21 @@ def _launcher(context: BaseContext | str | None) -> Launcher:
             "or leave context out"
         )
     return ProcessLauncher(context)
+
+
+def _find_arena(copy_tensor: bool, limit: int | None) -> tuple[Arena | None, int]:
+    """Return the arena that a pool uses, and how many bytes of it."""
+    if limit is not None:
+        limit = check_count("memory_limit", limit, least=0)
+    arena = Arena.own()
+    if arena is not None:
+        return arena, arena.limit if limit is None else limit
+    if not copy_tensor:
+        raise OptionError(
+            "is_copy_tensor=False: this process cannot have memory that it shares with workers "
+            "(it takes Linux, and no limit on addresses, ulimit -v); leave it out"
+        )
+    return None, 0
 
 
 def unguarded_script() -> str | None:

@@ -17,7 +17,8 @@ From a worker::
     kind u8, errors u8, count u32, size u64, mark u64, nanos u64 | `size` bytes
     ANSWER  `count` answers lie in the outbox, which now ends at `mark`; after them one more in the
             body when size > 0 (an entry without its size).  `errors`: bit 0, some in the outbox
-            are errors; bit 1, the body is one.  `nanos`: time spent on all of these.
+            are errors, or name blocks of the arena; bit 1, the body is an error.  `nanos`: time
+            spent on all of these.
     SKIPPED `count` items were not begun, as told
     READY   body: pickled facts about the worker
     FAILED  body: the exception that kept it from starting
@@ -32,7 +33,7 @@ import struct
 
 __all__ = [
     "ANSWER", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC",
-    "FUNC_HEAD", "OUTBOX_ERROR", "READY", "SKIPPED", "STOP", "TASKS", "TO_PARENT",
+    "FUNC_HEAD", "OUTBOX_MIXED", "READY", "SKIPPED", "STOP", "TASKS", "TO_PARENT",
     "TO_WORKER", "U64", "WIRE", "Mode", "Parts", "boot_frame", "forget_frame", "func_frame",
     "stop_frame", "tasks_frame",
 ]  # fmt: skip
@@ -52,7 +53,7 @@ ERROR_BIT = 0x8000_0000
 
 TASKS, FUNC, FORGET, STOP, BOOT = 1, 2, 3, 4, 5
 ANSWER, SKIPPED, READY, FAILED = 11, 12, 13, 14
-OUTBOX_ERROR, BODY_ERROR = 1, 2
+OUTBOX_MIXED, BODY_ERROR = 1, 2
 
 
 class Mode:

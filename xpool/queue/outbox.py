@@ -11,6 +11,7 @@ Who writes what (each word has one writer, so nothing needs a lock)::
     tail    worker   bytes of answers written, ever
     limit   parent   the worker enters no item from this number on
     head    parent   bytes of answers taken out, ever
+    adopted parent   answers with blocks of the arena of which it has taken hold, ever
 
 Order between processors: the parent reads `tail` only as far as a message through the pipe said
 (the two system calls order the memory), or after the worker's death, or - for a worker that is
@@ -32,7 +33,13 @@ __all__ = ["CAPACITY", "NO_LIMIT", "Outbox", "entries", "make_file"]
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
-_BEGAN, _TAIL, _LIMIT, _HEAD = 0, 8, 16, 24  # one cache line each, in words of 8 bytes
+_BEGAN, _TAIL, _LIMIT, _HEAD, _ADOPTED = (
+    0,
+    8,
+    16,
+    24,
+    32,
+)  # one cache line each, in words of 8 bytes
 
 
 def make_file() -> int:
@@ -98,6 +105,11 @@ class Outbox:
         """Bytes of answers written, ever."""
         return self.words[_TAIL]
 
+    @property
+    def adopted(self) -> int:
+        """Answers with blocks that the parent has taken hold of, ever."""
+        return self.words[_ADOPTED]
+
     # -- the parent's side -------------------------------------------------------------------
 
     @property
@@ -118,6 +130,10 @@ class Outbox:
     def head(self) -> int:
         """Bytes of answers taken out, ever."""
         return self.words[_HEAD]
+
+    def adopt(self) -> None:
+        """Say that one more answer with blocks is held here: the worker may let go."""
+        self.words[_ADOPTED] += 1
 
     def take(self, mark: int) -> bytes:
         """Take out all up to ``mark`` bytes, ever: whole entries, for `entries` to split."""

@@ -6,13 +6,14 @@ descriptors and its instructions, sets the environment, and then goes on to `xpo
 A test holds what may be imported here.
 
 How a worker comes by its descriptors, whatever started it: one end of a socket pair, over which
-the parent has sent four of them.
+the parent has sent them.
 
 ====================  ======================================================================
 tasks, read end       frames from the parent; ends when the parent is gone
 answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
 outbox                the page of `xpool.queue.outbox`
+arena                 the file of `xpool.memory.arena`, where there is one
 ====================  ======================================================================
 """
 
@@ -46,10 +47,10 @@ def main(
     when the device is bound.
     """
     with socket.socket(fileno=boot) as sock:
-        _, fds, _, _ = socket.recv_fds(sock, 1, 4)
+        _, fds, _, _ = socket.recv_fds(sock, 1, 5)
     if len(fds) < 4:
         return 0  # the parent was gone before it began
-    tasks, answers, lifeline, outbox = fds
+    tasks, answers, lifeline, outbox, *arena = fds
     die_with_parent(lifeline)
     signal.signal(signal.SIGINT, _ignore)
     head = _read(tasks, _HEAD.size)
@@ -60,7 +61,7 @@ def main(
 
     from xpool.worker.loop import run
 
-    return run(orders, tasks, answers, outbox, inherited)
+    return run(orders, tasks, answers, outbox, arena, inherited)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:

@@ -7,17 +7,22 @@ a worker that is killed between any two instructions leaves nothing locked.
 from __future__ import annotations
 
 import os
+import select
 import struct
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from xpool.errors import ResultNotPicklable
+from xpool.memory.arena import IDLE, Arena
 from xpool.pickle import decode, encode
 from xpool.pickle.exceptions import encode_exception
+from xpool.pickle.frame import Leased
 from xpool.pickle.main import mark_replica
+from xpool.pickle.policy import BY_PIPE, Layout
 from xpool.queue.channel import Source, write_all
 from xpool.queue.messages import (
     ANSWER,
@@ -26,7 +31,7 @@ from xpool.queue.messages import (
     FORGET,
     FUNC,
     FUNC_HEAD,
-    OUTBOX_ERROR,
+    OUTBOX_MIXED,
     READY,
     SKIPPED,
     STOP,
@@ -58,13 +63,15 @@ def run(
     tasks: int,
     answers: int,
     outbox: int,
+    arena: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
-    """Serve until told to stop; return the exit code."""
+    """Serve until told to stop; return the exit code.  ``arena``: its descriptor, or nothing."""
     out = _Answers(answers, Outbox(outbox))
     os.close(outbox)
     try:
-        worker = _Worker(orders, Source(tasks), out, inherited)
+        shared = Arena.join(arena[0], orders["arena"]) if arena else None
+        worker = _Worker(orders, Source(tasks), out, shared, inherited)
     except SystemExit as exc:
         reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
         out.frame(FAILED, encode_exception(reason, traceback.format_exc()))
@@ -110,6 +117,9 @@ class _Answers:
         self._fd = fd
         self._count = 0  # answers in the outbox that the parent was not told of
         self._errors = 0
+        # Answers with blocks, kept until the parent has taken hold of these, and their numbers.
+        self._kept: deque[tuple[int, Leased]] = deque()
+        self._leased = 0
         self._since = time.perf_counter()  # when the first of these was begun
         self._rung = self._since
 
@@ -124,14 +134,26 @@ class _Answers:
 
     def answer(self, payload: bytes | memoryview, error: bool, last: bool) -> None:
         """Answer the task in hand; ``last``: the next one has not come yet."""
+        leased = type(payload) is Leased
+        if leased:
+            self._leased += 1
+            self._kept.append((self._leased, payload))  # type: ignore[arg-type]
+        if self._kept:
+            self.forget_adopted()
         if not last and len(payload) <= SMALL and self.box.append(payload, error):
             self._count += 1
-            if error:
-                self._errors = OUTBOX_ERROR
+            if error or leased:
+                self._errors = OUTBOX_MIXED
             if time.perf_counter() - self._rung > SILENCE:
                 self.ring()
         else:
             self.ring(payload, error)
+
+    def forget_adopted(self) -> None:
+        """Let go of the answers whose blocks the parent holds."""
+        adopted, kept = self.box.adopted, self._kept
+        while kept and kept[0][0] <= adopted:
+            kept.popleft()
 
     def ring(self, payload: bytes | memoryview = b"", error: bool = False) -> None:
         """Tell the parent of all answers in the outbox, and of one more."""
@@ -158,12 +180,15 @@ class _Worker:
         orders: dict[str, Any],
         source: Source,
         out: _Answers,
+        arena: Arena | None,
         inherited: tuple[Any, tuple[Any, ...]] | None,
     ) -> None:
+        self._arena = arena
+        self._layout = _layout(arena, orders)
         self._source = source
         self._out = out
         self._seq = 0
-        self._funcs: dict[int, tuple[Callable[..., Any], int]] = {}
+        self._funcs: dict[int, tuple[Any, int]] = {}
         self._recurse: bool = orders["recurse"]
         _become(orders)
         Seeds(orders["seed"])
@@ -187,6 +212,8 @@ class _Worker:
 
     def serve(self) -> None:
         read = self._source.read
+        if self._arena is not None:
+            self._source.before_waiting = self._tidy
         while True:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
@@ -201,15 +228,35 @@ class _Worker:
                 return
 
     def _learn(self, body: bytes | memoryview) -> None:
-        """Keep a function for the tasks that will name it; one that cannot be had fails them."""
+        """Keep a function for the tasks that will name it, as it came."""
         number, mode = FUNC_HEAD.unpack_from(body)
+        self._funcs[number] = _Closed(bytes(body[FUNC_HEAD.size :])), mode
+
+    def _open(self, number: int, closed: _Closed, mode: int) -> Any:
+        """Unpickle a function, in its first task; one that cannot be had fails its tasks."""
         try:
-            func = decode(body[FUNC_HEAD.size :])
+            func = decode(closed.payload)
         except Exception as exc:
             func = _Unavailable(exc)
         if self._prefix:
             func = _Prefixed(func, self._prefix)
         self._funcs[number] = func, mode
+        return func
+
+    def _tidy(self, fd: int) -> None:
+        """Before waiting for the parent: let go of what it holds, and of memory unused for long."""
+        arena = self._arena
+        assert arena is not None
+        if not arena.busy:
+            return
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        seconds = IDLE
+        while not poller.poll(seconds * 1000):
+            self._out.forget_adopted()
+            if not arena.trim():
+                return
+            seconds = min(2 * seconds, 60.0)
 
     def _tasks(self, count: int, body: bytes | memoryview) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
@@ -224,6 +271,8 @@ class _Worker:
                 out.skip(count + 1 - k)
                 return
             self._seq = seq + 1
+            if type(func) is _Closed:
+                func = self._open(sizes[0], func, mode)
             stop = at + sizes[k]
             payload, error = self._run(func, mode, body[at:stop] if count > 1 else body[at:])
             at = stop
@@ -253,7 +302,9 @@ class _Worker:
         if value is None:
             return _NONE, False
         try:
-            return encode(value, recurse=self._recurse, main_globals=False), False
+            return encode(
+                value, recurse=self._recurse, main_globals=False, layout=self._layout
+            ), False
         except SystemExit:
             raise
         except BaseException as exc:
@@ -276,6 +327,15 @@ def _short_repr(value: Any) -> str:
     except Exception as exc:
         text = f"<{type(value).__name__}, whose repr raised {exc!r}>"
     return text if len(text) <= 500 else text[:500] + "..."
+
+
+class _Closed:
+    """A function that no task has called yet: still pickled."""
+
+    __slots__ = ("payload",)
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
 
 
 class _Prefixed:
@@ -304,6 +364,13 @@ class _Unavailable:
 
 
 _WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile")), Mode.EACH
+
+
+def _layout(arena: Arena | None, orders: dict[str, Any]) -> Layout:
+    if arena is None:
+        return BY_PIPE
+    share = None if orders["copy_tensor"] else arena
+    return Layout(lessor=arena.lease, arena=share, method=orders["share_method"])
 
 
 def _become(orders: dict[str, Any]) -> None:
