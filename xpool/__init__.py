@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
     from xpool.pool.p2p import P2PPool as P2PPool
     from xpool.pool.process import Pool as Pool
+    from xpool.pool.spawn import ProcessContext as ProcessContext
+    from xpool.pool.spawn import spawn as spawn
+    from xpool.pool.spawn import start_processes as start_processes
     from xpool.pool.thread import ThreadPool as ThreadPool
     from xpool.results import (
         AsyncResult as AsyncResult,
@@ -82,6 +85,7 @@ _homes = {
     "xpool.pool.context": "CtxPool CtxThreadPool",
     "xpool.pool.p2p": "P2PPool",
     "xpool.pool.process": "Pool",
+    "xpool.pool.spawn": "ProcessContext spawn start_processes",
     "xpool.pool.thread": "ThreadPool",
     "xpool.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
     "xpool.worker.context": "current_worker",

@@ -45,6 +45,10 @@ class DeviceContext:
     framework: str = "torch"
     """What opens it: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
 
+    count: int = 1
+    """Devices that the worker has: more with ``per_worker=``, and two for each chip of TPU v2, v3
+    and 7x."""
+
     cpus: tuple[int, ...] = ()
     """Cores that the worker is bound to, those near its device; empty: the parent's."""
 
@@ -65,7 +69,7 @@ class DeviceContext:
 
     @property
     def devices(self) -> list[torch.device]:
-        """All devices of this worker: more than one with ``per_worker=``, and on TPU v2, v3, 7x.
+        """All `count` devices of this worker.
 
         Raises:
             RuntimeError: called outside the worker, where asking would start a runtime.
@@ -77,8 +81,9 @@ class DeviceContext:
         if self.framework == "torch_xla":
             xm = import_module("torch_xla.core.xla_model")
             return [torch.device(name) for name in xm.get_xla_supported_devices()]
-        count = 1 + self.name.count(",") if self.kind == "cuda" else 1
-        return [torch.device(self.kind, i) for i in range(count)] if count > 1 else [self.device]
+        if self.count == 1:
+            return [self.device]
+        return [torch.device(self.kind, i) for i in range(self.count)]
 
     def enter(self) -> None:
         """Bind the calling worker: called once in it, before the pool's initializer.

@@ -54,7 +54,18 @@ def _contexts(
         if chosen is None:
             env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         made.append(
-            DeviceContext(kind, i, threads, env, part.name, framework, near[i], part.node, group)
+            DeviceContext(
+                kind,
+                i,
+                threads,
+                env,
+                name=part.name,
+                framework=framework,
+                count=part.count,
+                cpus=near[i],
+                node=part.node,
+                group=group,
+            )
         )
     return made
 
@@ -63,9 +74,14 @@ class _Part:
     """What one worker gets, before the cores are shared out."""
 
     def __init__(
-        self, name: str, env: dict[str, str | None] | None = None, nodes: Sequence[int | None] = ()
+        self,
+        name: str,
+        env: dict[str, str | None] | None = None,
+        count: int = 1,
+        nodes: Sequence[int | None] = (),
     ) -> None:
         self.name = name
+        self.count = count
         self.env = env or {}
         self.node = nodes[0] if nodes and len(set(nodes)) == 1 else None
 
@@ -105,7 +121,7 @@ def _cuda(
         own = [seen[i] for i in which]
         env = cuda.cuda_env(own, dict(host.environ))
         nodes = [one.gpu.node if one.gpu else None for one in own]
-        parts.append(_Part(env[cuda.MASK] or "", env, nodes))
+        parts.append(_Part(env[cuda.MASK] or "", env, per_worker, nodes))
     return _contexts(host, "cuda", "torch", parts)
 
 
@@ -138,7 +154,7 @@ def _xla(
         "CPU_NUM_DEVICES": str(per_worker),
         "PJRT_LOCAL_PROCESS_COUNT": "1",
     }
-    return _contexts(host, "xla", "torch_xla", [_Part("", env) for _ in range(n)])
+    return _contexts(host, "xla", "torch_xla", [_Part("", env, per_worker) for _ in range(n)])
 
 
 def _tpu(
@@ -179,7 +195,12 @@ def _tpu(
     if framework == "torch_tpu" and "torch" not in sys.modules:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     parts = [
-        _Part(",".join(map(str, chips)), env, [host.chips[c].node for c in chips])
+        _Part(
+            ",".join(map(str, chips)),
+            env,
+            len(chips) * tpu.DEVICES.get(at.generation, 1),
+            [host.chips[c].node for c in chips],
+        )
         for chips, env in zip(own, envs)
     ]
     return _contexts(host, "tpu", framework, parts, group)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xpool.errors import OptionError
 
-__all__ = ["SCRUB", "Slice", "accelerator_type", "group_env", "independent_env", "shape"]
+__all__ = ["DEVICES", "SCRUB", "Slice", "accelerator_type", "group_env", "independent_env", "shape"]
 
 Env = dict[str, str | None]
 
@@ -47,6 +47,9 @@ _LAUNCHER = (
 
 _CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}
 """Cores of a chip, where the name of a slice counts cores and not chips."""
+
+DEVICES = {"v3": 2, "7x": 2}
+"""Devices that a chip is to its frameworks; v4 and v5p have two cores and are one."""
 
 _NAMES = {"v5e": "v5litepod", "7x": "tpu7x"}
 
