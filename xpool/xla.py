@@ -42,7 +42,7 @@ def spawn(
     Args:
         nprocs: None, or the number of devices: all of them.  1: ``fn(0, *args)`` here, in this
             process.
-        join: False: return a `ProcessContext` at once.  Keep it: its processes end with it.
+        join: False: return a `ProcessContext` at once.
         daemon: whether the processes are daemonic, and so may have no children.
         start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
         cache: folder of the persistent compilation cache; each process has its own folder in it.

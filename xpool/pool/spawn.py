@@ -34,7 +34,7 @@ def spawn(
     Args:
         fn, args: anything that a task of a pool may be; ``args`` may hold locks and queues of
             `multiprocessing`.
-        join: False: return a `ProcessContext` at once.  Keep it: its processes end with it.
+        join: False: return a `ProcessContext` at once.
         daemon: whether the processes are daemonic, and so may have no children.
         start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
 
@@ -87,7 +87,7 @@ class Replicas(P2PPool):
 class ProcessContext:
     """Processes that run one function each, as `torch.multiprocessing.spawn` returns it.
 
-    Dropping it stops them.
+    Dropped, they run on to their end; at the interpreter's end they are stopped.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class ProcessContext:
             pool.apply_async(run, each, None, *self._told(i), worker=i)
             for i, each in enumerate(args)
         ]
+        pool.close()  # that is all: each process ends when it has answered
 
     def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
         ended, news = self._ended, self._news
@@ -151,7 +152,6 @@ class ProcessContext:
             raise self._failure
         if self._running:
             return False
-        self._pool.close()
         self._pool.join()
         return True
 
