@@ -599,3 +599,10 @@ def killed_times(log: str, times: int) -> None:
     with open(log) as file:
         if len(file.read().split()) <= times:
             end("SIGKILL")
+
+
+def post_and_stay(box: str) -> None:
+    """Say who runs this, and wait until this process, or its main thread's work, is ended."""
+    post(box, str(os.getpid()))
+    if threading.current_thread() is threading.main_thread():
+        threading.Event().wait()
