@@ -41,16 +41,11 @@ def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, l
     """Its `finally` runs, and the worker goes on."""
     pool = make_pool(process_kind, 1)
     pid = pool.apply(work.pid)
-    victim = pool.apply_async(post_and_count, (mailbox.path, str(log)))
+    victim = pool.apply_async(work.count_up, (str(log), mailbox.path))
     mailbox.line()
     assert victim.cancel() and cancelled(victim)
     assert pool.apply(work.pid) == pid
     assert log.read_text() == "cleaned\n"
-
-
-def post_and_count(box, log):
-    work.post(box, "runs")
-    work.count_up(log)
 
 
 def test_a_stopped_process(process_kind, make_pool, mailbox):
@@ -58,6 +53,7 @@ def test_a_stopped_process(process_kind, make_pool, mailbox):
     pool = make_pool(process_kind, 1)
     victim = pool.apply_async(work.stop_self, (mailbox.path,))
     pid = int(mailbox.line())
+    eventually(lambda: work.is_stopped(pid), "the worker is stopped")
     assert victim.cancel() and wait_gone([pid]) == []
     assert pool.apply(work.square, (3,)) == 9
 
@@ -212,10 +208,10 @@ def test_after_the_end(kind, make_pool, mailbox, gate):
     assert not victim.cancel()
 
 
-def test_close_does_not_wait_for_it(kind, make_pool, mailbox):
+def test_close_does_not_wait_for_it(kind, make_pool, mailbox, gate):
     """After `cancel`, nothing keeps `close` and `join` from ending."""
     pool = make_pool(kind, 2)
-    victims = [pool.apply_async(work.post_and_stay, (mailbox.path,)) for _ in range(4)]
+    victims = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(4)]
     mailbox.lines(2)
     assert all(victim.cancel() for victim in victims)
     pool.close()

@@ -523,10 +523,12 @@ def sleep_long(*_: Any) -> None:
 # Tasks that do not end ---------------------------------------------------------------------------
 
 
-def count_up(log: str | None = None) -> None:
-    """Use the processor for ever; leave a line when that is broken off."""
+def count_up(log: str | None = None, box: str | None = None) -> None:
+    """Use the processor for ever; say so; leave a line when that is broken off."""
     n = 0
     try:
+        if box is not None:
+            post(box, "counts")
         while True:
             n += 1
     finally:
@@ -575,6 +577,12 @@ def stop_self(box: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is held by SIGSTOP."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
 def first(flag: str) -> bool:
     """Whether this is the first call with this path, in any process."""
     try:
@@ -599,10 +607,3 @@ def killed_times(log: str, times: int) -> None:
     with open(log) as file:
         if len(file.read().split()) <= times:
             end("SIGKILL")
-
-
-def post_and_stay(box: str) -> None:
-    """Say who runs this, and wait until this process, or its main thread's work, is ended."""
-    post(box, str(os.getpid()))
-    if threading.current_thread() is threading.main_thread():
-        threading.Event().wait()

@@ -2,7 +2,8 @@
 
 A thread cannot be stopped.  One whose task is over its time, or was cancelled, is left to itself:
 the task is answered, another thread takes its place, and when it comes back some day, it ends.  Who
-answers a task is decided by who takes it out of `_held`: one operation, done by one of the two.
+answers a task with a limit is decided by who takes it out of `_held`: one operation, done by one of
+the two.  What comes late of a job that was cancelled finds that job answered, and is dropped.
 """
 
 from __future__ import annotations
@@ -55,14 +56,16 @@ class Entry:
         return job, index, func, (ticking, *rest), kwds
 
 
-class _Run:
-    """What a thread is doing: a task, or (None) the initializer."""
+class _Member:
+    """One thread of the crew."""
 
-    __slots__ = ("entry", "index", "job", "thread")
+    __slots__ = ("index", "job", "left", "thread")
 
-    def __init__(self, index: int, job: int | None, entry: Entry | None) -> None:
-        self.thread = threading.current_thread()
-        self.index, self.job, self.entry = index, job, entry
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.thread: threading.Thread | None = None
+        self.job = 0  # of which it runs a task; 0: none
+        self.left = False  # to itself: it ends when it has done what it does
 
 
 class ThreadCrew:
@@ -97,13 +100,16 @@ class ThreadCrew:
         self._signal = threading.Semaphore(0)
         self._failures = 0
         self._ending = False
-        self._held: dict[int, _Run] = {}
+        # What is done now that has a limit of time, and by whom.
+        self._held: dict[int, tuple[_Member, Entry]] = {}
         self._numbers = itertools.count()
         self._random = random.Random()
         # Guards what follows.  The threads by index; a replacement takes the place of the one
-        # that ended.  When to look for tasks over their time or to be tried again, and these.
+        # that ended; how many were left to themselves.  When to look for tasks over their time or
+        # to be tried again, and the latter.
         self._lock = threading.Lock()
-        self._threads: dict[int, threading.Thread] = {}
+        self._threads: dict[int, _Member] = {}
+        self._left = 0
         self._alarm: float | None = None
         self._later: list[tuple[float, int, Entry]] = []
 
@@ -112,57 +118,54 @@ class ThreadCrew:
         with self._lock:
             for index in range(self._size):
                 if index not in self._threads and not self._ending:
-                    thread = threading.Thread(
+                    member = self._threads[index] = _Member(index)
+                    member.thread = threading.Thread(
                         target=self._run,
-                        args=(index,),
+                        args=(member,),
                         name=f"{self._name}-worker-{index}",
                         daemon=True,
                     )
-                    self._threads[index] = thread
-                    thread.start()
+                    member.thread.start()
 
     # -- in a worker's thread ----------------------------------------------------------------------
 
-    def _run(self, index: int) -> None:
+    def _run(self, me: _Member) -> None:
+        index = me.index
         context = self._contexts[index] if self._contexts is not None else None
         enter(WorkerInfo(index, self._name, context), thread=True)
         try:
-            if self._initialize(index):
+            if self._initialize(me):
                 self._failures = 0
-                get, put = self._ends(index)
+                get, put = self._ends(me)
                 self._work(get, put, None, (), self._lifetime)
         finally:
             leave()
             with self._lock:
-                ours = self._threads.get(index) is threading.current_thread()
-                if ours:
+                if not me.left:
                     del self._threads[index]
-            if ours and not self._ending and self.failure is None:
+            if not me.left and not self._ending and self.failure is None:
                 self.start_missing()
             self.wake()
 
-    def _initialize(self, index: int) -> bool:
+    def _initialize(self, me: _Member) -> bool:
         if self._initializer is None:
             return True
-        limit = self._initializer_timeout
-        entry = None if limit is None else Entry(None, Terms(timeout=limit))
-        key = self._begin(_Run(index, None, entry))
+        key = self._hold(me, Entry(None, Terms(timeout=self._initializer_timeout)))
         try:
             self._initializer(*self._initargs)
         except BaseException as exc:
             if self._held.pop(key, None) is not None:
-                self._failed(index, exc)
+                self._failed(me.index, exc)
             return False
         return self._held.pop(key, None) is not None
 
-    def _ends(self, index: int) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    def _ends(self, me: _Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Return what a thread takes tasks with, and what it answers with."""
-        jobs, held, tasks = self._jobs, self._held, self.tasks
-        keys: dict[tuple[int, int], int] = {}  # of the notes on the tasks in hand
-        left = False  # to itself: the task in hand was answered for us
+        jobs, tasks, results, signal = self._jobs, self.tasks, self.results, self._signal
+        entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # in hand, with their keys
 
         def get() -> Any:
-            while not left:
+            while not me.left:
                 task = tasks.get()
                 if task is None:
                     return None
@@ -171,28 +174,32 @@ class ThreadCrew:
                     entry, task = task, task.task
                 job = jobs.get(task[0])
                 if job is not None and not job.settled:
-                    keys[task[0], task[1]] = self._begin(_Run(index, task[0], entry))
-                    return task if entry is None else entry.begin()
+                    me.job = task[0]
+                    if entry is not None:
+                        entries[task[:2]] = self._hold(me, entry), entry
+                        return entry.begin()
+                    return task
             return None
 
         def put(result: Any) -> None:
-            nonlocal left
-            run = held.pop(keys.pop(result[:2], -1), None)
-            if run is None:
-                left = True
-            elif run.entry is None or not self._retried(run.entry, result[2]):
-                self.put(result)
+            me.job = 0
+            if entries:
+                key, entry = entries.pop(result[:2], (-1, None))
+                if entry is not None and (
+                    self._held.pop(key, None) is None or self._retried(entry, result[2])
+                ):
+                    return
+            results.append(result)
+            signal.release()
 
         return get, put
 
-    def _begin(self, run: _Run) -> int:
-        """Note what a thread does from now on; return the key of the note."""
+    def _hold(self, me: _Member, entry: Entry) -> int:
+        """Note what a thread begins; return the key of the note."""
         key = next(self._numbers)
-        entry = run.entry
-        if entry is not None:
-            entry.since = time.monotonic()
-        self._held[key] = run
-        if entry is not None and entry.terms.timeout is not None:
+        entry.since = time.monotonic()
+        self._held[key] = me, entry
+        if entry.terms.timeout is not None:
             self._wake_by(entry.since + entry.terms.timeout)
         return key
 
@@ -247,50 +254,49 @@ class ThreadCrew:
             while self._later and self._later[0][0] <= now:
                 self.tasks.put(heapq.heappop(self._later)[2])
             self._alarm = self._later[0][0] if self._later else None
-        for key, run in self._held.copy().items():
-            if run.entry is not None and run.entry.terms.timeout is not None:
-                due = run.entry.since + run.entry.terms.timeout
+        for key, (member, entry) in self._held.copy().items():
+            if entry.terms.timeout is not None:
+                due = entry.since + entry.terms.timeout
                 if now < due:
                     self._wake_by(due)
-                elif self._leave(key):
-                    self._too_late(run, run.entry)
+                elif self._held.pop(key, None) is not None:
+                    self._too_late(member, entry, entry.terms.timeout)
 
-    def _leave(self, key: int) -> bool:
-        """Leave a thread to itself and replace it; False when it has answered meanwhile."""
-        run = self._held.pop(key, None)
-        if run is None:
-            return False
-        with self._lock:
-            if self._threads.get(run.index) is run.thread:
-                del self._threads[run.index]
-        if run.job is not None:
-            self.start_missing()
-        return True
-
-    def _too_late(self, run: _Run, entry: Entry) -> None:
-        seconds = entry.terms.timeout
-        assert seconds is not None
-        stack = _stack(sys._current_frames().get(run.thread.ident or 0))
-        if run.job is None:
-            task = "The initializer"
-            error = TaskTimeout(seconds, run.index, os.getpid(), task, stack)
-            self._failed(run.index, error)
-            if self.failure is None:
-                self.start_missing()
+    def _too_late(self, member: _Member, entry: Entry, seconds: float) -> None:
+        thread = member.thread
+        assert thread is not None
+        stack = _stack(sys._current_frames().get(thread.ident or 0))
+        self._leave([member])
+        task, job, index = "The initializer", 0, 0
+        if entry.task is not None:
+            job, index = entry.task[:2]
+            known = self._jobs.get(job)
+            task = f"task {index}" if known is None else known.describe(index)
+        error = TaskTimeout(seconds, member.index, os.getpid(), task, stack)
+        if entry.task is None:
+            self._failed(member.index, error)
             self.wake()
-            return
-        job, index = entry.task[:2]
-        known = self._jobs.get(job)
-        task = f"task {index}" if known is None else known.describe(index)
-        answer = False, TaskTimeout(seconds, run.index, os.getpid(), task, stack)
-        if not self._retried(entry, answer):
-            self.put((job, index, answer))
+        elif not self._retried(entry, (False, error)):
+            self.put((job, index, (False, error)))
+        if self.failure is None:
+            self.start_missing()
+
+    def _leave(self, members: list[_Member]) -> None:
+        """Leave these threads to themselves."""
+        with self._lock:
+            for member in members:
+                if self._threads.get(member.index) is member:
+                    del self._threads[member.index]
+                    member.left = True
+                    self._left += 1
 
     def withdraw(self, job: int) -> None:
         """Leave the threads to themselves that run something of this job; it has ended."""
-        for key, run in self._held.copy().items():
-            if run.job == job:
-                self._leave(key)
+        with self._lock:
+            members = [member for member in self._threads.values() if member.job == job]
+        if members:
+            self._leave(members)
+            self.start_missing()
 
     def wake(self) -> None:
         """Make `wait` return."""
@@ -304,7 +310,8 @@ class ThreadCrew:
     def release(self) -> None:
         """Let each thread end when the queue is empty."""
         self._ending = True
-        for _ in range(self._size):
+        # One that is left to itself may just have come to wait for a task, as the others.
+        for _ in range(self._size + self._left):
             self.tasks.put(None)
 
     def terminate(self) -> None:
@@ -326,8 +333,9 @@ class ThreadCrew:
         """Wait for all threads."""
         while not self.ended:
             self.wait()
-        for thread in list(self._threads.values()):
-            thread.join()
+        for member in list(self._threads.values()):
+            if member.thread is not None:
+                member.thread.join()
 
     def close(self) -> None:
         """Nothing is held."""

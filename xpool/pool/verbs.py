@@ -203,9 +203,9 @@ class Verbs(Hooks):
             check_count("retries", retries, least=0)
         if retry_on:
             retry_on = check_exceptions("retry_on", retry_on)
-        if (timeout is not None or retry_on) and not self._keeps_terms:
+        if (timeout is not None or retries or retry_on) and not self._keeps_terms:
             raise OptionError(
-                f"timeout= and retry_on= are not for {type(self).__name__}, whose workers are its "
+                f"timeout= and retries= are not for {type(self).__name__}, whose workers are its "
                 "own: only they could stop a task or run it again"
             )
         return Terms(retries, worker, waits, timeout, retry_on or ())  # type: ignore[arg-type]
