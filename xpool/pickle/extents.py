@@ -110,13 +110,13 @@ class Seen(list[Entry]):
     """What one run of a pickler met; for the second run, also the pieces (``plan``)."""
 
     plan: dict[Extent, Piece] | None = None
-    arrays: list[Any] | tuple[()] = ()  # of numpy: their addresses cost more than they do
+    arrays: tuple[Any, ...] | list[Any] = ()  # of numpy: their addresses cost more than they do
 
     def note_array(self, array: Any) -> None:
         """Note an array that is not empty."""
-        if not self.arrays:
+        if isinstance(self.arrays, tuple):
             self.arrays = []
-        self.arrays.append(array)  # type: ignore[union-attr]
+        self.arrays.append(array)
 
     @property
     def again(self) -> bool:
@@ -135,7 +135,7 @@ class Seen(list[Entry]):
         entries = list(self)
         # Arrays that all own their memory cannot alias one another.
         if self or any(array.base is not None for array in self.arrays):
-            entries += ((*of_array(array)[0], array) for array in self.arrays)
+            entries += ((*of_array(array)[1], array) for array in self.arrays)
         plan: dict[Extent, Piece] = {}
         for members in _groups(entries):
             piece = Piece(members)
@@ -144,10 +144,10 @@ class Seen(list[Entry]):
         return plan
 
 
-def of_array(array: Any) -> tuple[Extent, int]:
-    """`extent` of an array that is not empty."""
-    address = array.__array_interface__["data"][0]
-    return extent(address, array.shape, array.strides, array.itemsize)
+def of_array(array: Any) -> tuple[int, Extent, int]:
+    """Return the address of the first element of an array that is not empty, and its `extent`."""
+    address: int = array.__array_interface__["data"][0]
+    return (address, *extent(address, array.shape, array.strides, array.itemsize))
 
 
 def _groups(entries: list[Entry]) -> list[list[Entry]]:

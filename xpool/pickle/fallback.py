@@ -65,12 +65,13 @@ def _pickler_class() -> Any:
             if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
             answer = reducer_override(self, obj)
-            if answer is NotImplemented and not isinstance(obj, type):
-                if kind.__module__.partition(".")[0] == "numpy":
-                    # dill has ways of its own for these, which know nothing of buffers.
-                    reduce = copyreg.dispatch_table.get(kind)
-                    return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
-            return answer
+            if answer is not NotImplemented or isinstance(obj, type):
+                return answer
+            if kind.__module__.partition(".")[0] == "numpy":
+                # dill has ways of its own for these, which know nothing of buffers.
+                reduce = copyreg.dispatch_table.get(kind)
+                return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+            return NotImplemented
 
         def save_global(self, obj: Any, name: str | None = None) -> None:
             module = getattr(obj, "__module__", None)

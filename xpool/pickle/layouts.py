@@ -125,7 +125,7 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
     if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return False
     try:
-        return tensor.numel() > 0 and tensor.data_ptr() == 0
+        return bool(tensor.numel() > 0 and tensor.data_ptr() == 0)
     except RuntimeError:  # it has no storage to have an address
         return True
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from xpool.errors import XPoolError
 from xpool.pickle import (
+    arrays,
     classes,
     diagnose,
     exceptions,
@@ -28,10 +29,11 @@ from xpool.pickle import (
 )
 from xpool.pickle.main import main_is_importable
 from xpool.pickle.policy import Placement, Policy, check_copy_tensor, placement
+from xpool.pickle.short import SHORT
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "loads", "mark_static_module"]
 
-_FAMILIES = (classes, exceptions, functions, tensors, typevars)  # importing them registers
+_FAMILIES = (arrays, classes, exceptions, functions, tensors, typevars)  # importing them registers
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _FRAMED = Policy()
@@ -111,6 +113,11 @@ def encode(
         return _dumps(obj, 5)
     if not copy_tensor:
         check_copy_tensor(copy_tensor)
+    write = SHORT.get(type(obj))
+    if write is not None:
+        short = write(obj, True)
+        if short is not None:
+            return short
     if recurse:
         result = _pickle(obj, _FRAMED, recurse)
     else:
@@ -178,6 +185,11 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     Lambdas, local functions and classes go by value.  Arguments and errors as of `encode`.
     """
     check_copy_tensor(copy_tensor)
+    write = SHORT.get(type(obj))
+    if write is not None:
+        short = write(obj, False)
+        if short is not None:
+            return short
     message = _message(_pickle(obj, _PLAIN, recurse), _PLAIN, True)
     return bytes(message)  # as it is: without buffers beside it, it is bytes already
 

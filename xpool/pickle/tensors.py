@@ -25,6 +25,7 @@ from xpool.pickle import layouts
 from xpool.pickle.extents import Extent, Piece, Seen, extent
 from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder
 from xpool.pickle.policy import INLINE_BELOW
+from xpool.pickle.short import SHORT, Head, tail
 
 __all__ = ["Memory", "bytes_of", "piece_of"]
 
@@ -51,6 +52,7 @@ def register() -> None:
         LAZY.pop(name, None)
     _learn(torch)
     REDUCERS[torch.Tensor] = _reduce
+    SHORT[torch.Tensor] = _short
     REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
     REDUCERS[Piece] = _reduce_piece
@@ -91,7 +93,7 @@ def bytes_of(start: int, size: int, owner: Any) -> bytearray | PickleBuffer:
     """
     window = _Window.from_address(start)
     if size < INLINE_BELOW:
-        return bytearray(memoryview(window)[:size])
+        return bytearray(window[:size])  # type: ignore[arg-type]
     window.owner = owner  # type: ignore[attr-defined]
     return PickleBuffer(memoryview(window)[:size])
 
@@ -132,8 +134,8 @@ def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
 # -- dense tensors -------------------------------------------------------------------------------
 
 
-def _reduce(pickler: Context, tensor: Any) -> Any:
-    """A tensor of exactly that type; the most frequent kind of it without detours."""
+def _simple(tensor: Any) -> str | None:
+    """The name of the dtype of a tensor that is nothing but contiguous elements, or None."""
     name = _SIMPLE.get(tensor.dtype)
     if (
         name is None
@@ -146,6 +148,14 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
         or tensor.__dict__
         or (_has_names is not None and _has_names(tensor))
     ):
+        return None
+    return name
+
+
+def _reduce(pickler: Context, tensor: Any) -> Any:
+    """A tensor of exactly that type; the most frequent kind of it without detours."""
+    name = _simple(tensor)
+    if name is None:
         return reduce_any(pickler, tensor)
     seen = pickler.tensors
     if seen is None:
@@ -159,6 +169,20 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     seen.append((start, start + size, (), tensor))
     data = bytes_of(start, size, tensor)
     return _tensor, ((data, name) if len(shape) == 1 else (data, name, shape))
+
+
+def _short(tensor: Any, by_number: bool) -> bytes | None:
+    name = _simple(tensor)
+    if name is None:
+        return None
+    size = tensor.nbytes
+    shape = tuple(tensor.shape)
+    start = tensor.data_ptr()
+    if size >= INLINE_BELOW or 1 in shape or not start:
+        return None
+    end = tail(name) if len(shape) == 1 else tail(name, shape)
+    data: bytes = _Window.from_address(start)[:size]  # type: ignore[assignment]
+    return _head(size, by_number) + data + end
 
 
 def reduce_any(pickler: Context, tensor: Any) -> Any:
@@ -304,6 +328,9 @@ def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> A
     if strides is not None:
         return made.as_strided_(shape, strides)
     return made.resize_(*shape) if shape else made.resize_(shape)
+
+
+_head = Head(_tensor, 1)
 
 
 @builder
