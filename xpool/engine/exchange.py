@@ -6,7 +6,6 @@ All of it is called with the engine's lock held.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -79,13 +78,15 @@ def _decode(payload: bytes | memoryview) -> Any:
 class Exchange:
     """The part of the engine that moves things; `Engine` adds processes and waiting."""
 
-    def __init__(self, workers: int, lifetime: int | None) -> None:
+    def __init__(
+        self, workers: int, lifetime: int | None, watch: Watch, slot: Callable[[int], Slot]
+    ) -> None:
         self.lock = threading.Lock()
-        self.slots = [Slot(i) for i in range(workers)]
+        self.slots = [slot(i) for i in range(workers)]
         self.sched = Scheduler(workers)
         # What happened, for the pool to deliver: appended under the lock, popped without.
         self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
-        self._watch = Watch()
+        self._watch = watch
         self._lifetime = lifetime
         self._funcs: dict[int, tuple[int, bytes | memoryview]] = {}
         # Workers with two or more items in hand: the ones to look at when they are silent.
@@ -187,7 +188,7 @@ class Exchange:
     def _look_for_surplus(self, slot: Slot) -> None:
         """When a worker has nothing and others have tasks in hand: are they sitting on them?"""
         if self._deep and not self.sched.hands[slot.index].size:
-            self._look_at_all(self._deep, time.monotonic() + GRACE)
+            self._look_at_all(self._deep, self._watch.now() + GRACE)
 
     def _retire(self, slot: Slot) -> None:
         """Let a worker end when it has answered what it holds."""
@@ -238,7 +239,7 @@ class Exchange:
         if self.sched.hands[slot.index].size > 1:
             self._deep[slot.index] = None
             if slot.look_at is None:
-                slot.look_at = time.monotonic() + LOOK
+                slot.look_at = self._watch.now() + LOOK
                 self._watch.alarm(slot.look_at)
         if grant.feeder is not None:
             grant.feeder.taken(grant.items)

@@ -26,14 +26,13 @@ then nothing stands between the caller and the worker but the pipe.
 
 from __future__ import annotations
 
-import select
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from xpool.engine.exchange import Exchange
+from xpool.engine.watch import Watch
 from xpool.errors import WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
 from xpool.fleet.slot import Slot
@@ -54,7 +53,11 @@ STOP_GRACE = 0.3
 
 
 class Engine(Exchange):
-    """The workers of one pool and the work that they share out."""
+    """The workers of one pool and the work that they share out.
+
+    ``watch`` and ``slot`` are the engine's only ways to the system: clock, descriptors and
+    processes.  `xpool.testing.simulation` gives others.
+    """
 
     def __init__(
         self,
@@ -67,8 +70,10 @@ class Engine(Exchange):
         inherited: Any,
         lifetime: int | None,
         describe: Callable[[int, int], str],
+        watch: Watch | None = None,
+        slot: Callable[[int], Slot] = Slot,
     ) -> None:
-        super().__init__(workers, lifetime)
+        super().__init__(workers, lifetime, watch or Watch(), slot)
         self.failure: BaseException | None = None
         self.dropped = False
         self.died = 0
@@ -257,7 +262,7 @@ class Engine(Exchange):
             self._ending = self._stopped = True
             self.sched.clear()
             self._deep.clear()
-            now = time.monotonic()
+            now = self._watch.now()
             self._leave_signal_handler()
             for slot in self.slots:
                 if slot.handle is not None and slot.stopping_since is None:
@@ -304,7 +309,7 @@ class Engine(Exchange):
             for fd in ready:
                 self._watch.handle(fd)
             if self._watch.rung():
-                now = time.monotonic()
+                now = self._watch.now()
                 self._kill_stubborn(now)
                 self._look_around(now)
                 self._start_overdue(now)
@@ -356,9 +361,7 @@ class Engine(Exchange):
         Before the accounts are made: what it still ran would be run twice.
         """
         slot.kill()
-        poller = select.poll()
-        poller.register(slot.inlet.fd, select.POLLIN)
-        while not slot.inlet.ended and poller.poll(1000):
+        while not slot.inlet.ended and slot.hears(1.0):
             self._receive(slot)
 
     def _watch_end(self, slot: Slot) -> None:
@@ -375,7 +378,7 @@ class Engine(Exchange):
             if slot.failures > SYSTEM_ATTEMPTS:
                 self._fail(slot, None)
             else:
-                slot.start_at = time.monotonic() + 0.05 * 2**slot.failures
+                slot.start_at = self._watch.now() + 0.05 * 2**slot.failures
                 self._watch.alarm(slot.start_at)
 
     def _start_overdue(self, now: float) -> None:
