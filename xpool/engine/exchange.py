@@ -182,6 +182,8 @@ class Exchange:
             self._give(slot, grant)
         if hand.size == 0 and hand.left == 0:
             self._retire(slot)
+        elif w in self._deep:
+            self._expect_silence(slot)  # it may have been given up looking at
         else:
             self._look_for_surplus(slot)
 
@@ -238,9 +240,7 @@ class Exchange:
         self._send(slot, tasks_frame(func, grant.items))
         if self.sched.hands[slot.index].size > 1:
             self._deep[slot.index] = None
-            if slot.look_at is None:
-                slot.look_at = self._watch.now() + LOOK
-                self._watch.alarm(slot.look_at)
+            self._expect_silence(slot)
         if grant.feeder is not None:
             grant.feeder.taken(grant.items)
 
@@ -269,6 +269,11 @@ class Exchange:
             if slot.look_at is None or slot.look_at > when:
                 slot.look_at = when
         self._watch.alarm(when)
+
+    def _expect_silence(self, slot: Slot) -> None:
+        if slot.look_at is None:
+            slot.look_at = self._watch.now() + LOOK
+            self._watch.alarm(slot.look_at)
 
     def _look_around(self, now: float) -> None:
         """Look at the workers whose time has come."""
