@@ -6,10 +6,11 @@ import argparse
 import sys
 import time
 
+from xpool.testing.simulation.engine import EngineWorld
 from xpool.testing.simulation.scheduler import SchedulerWorld
 from xpool.testing.simulation.seeds import SimulationFailed, World, search
 
-WORLDS: dict[str, type[World]] = {world.name: world for world in (SchedulerWorld,)}
+WORLDS: dict[str, type[World]] = {world.name: world for world in (SchedulerWorld, EngineWorld)}
 
 
 def main() -> int:

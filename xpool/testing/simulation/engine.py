@@ -132,7 +132,8 @@ class EngineWorld(World):
         self.calls: list[_Call] = []
         self.jobs = 0
         self.jobs_wanted = 1 + self.below(6)
-        self.unshared_since: float | None = None
+        self.unshared: tuple[list[int], list[tuple[int, int]]] = [], []
+        self.unshared_since = self.check_at = self.now
         self.over = False  # retired or terminated
         self.ended_violently = False
         self.turns = 0
@@ -148,11 +149,11 @@ class EngineWorld(World):
             if engine.failure is not None and not self.ended_violently:
                 self.check_failure()
                 self.terminate()
-            if not self.over and self.jobs == self.jobs_wanted and not (self.open or self.calls):
-                if not self.left():
-                    self.note("retire all")
-                    self.over = True
-                    engine.retire_all()
+            busy = self.over or self.jobs < self.jobs_wanted or self.open or self.calls
+            if not (busy or self.left()):
+                self.note("retire all")
+                self.over = True
+                engine.retire_all()
         self.deliver()
         self.tell_all()
         for call in list(self.calls):
@@ -405,9 +406,9 @@ class EngineWorld(World):
 
     def accident(self) -> None:
         """A worker is killed, stopped for a while, or the fork server goes."""
-        worker = self.one_of([w for w in self.workers if w.alive] or [None])  # type: ignore[list-item]
-        if worker is None:
+        if not self.workers:
             return
+        worker = self.one_of(self.workers)
         how = self.below(8)
         if how == 0 and worker.handle.news.writing:
             self.note(f"{self.now:.6f}", "nobody can tell of worker", worker.index, "any more")
@@ -461,7 +462,7 @@ class EngineWorld(World):
         died = task.died + task.died_at_door
         if not died:
             self.wrong(f"task {index} of job {job} is lost, and no worker died in it")
-        if died <= task.retries and not self.over:
+        if died <= task.retries and not (self.over or self.engine.failure):
             self.wrong(f"task {index} of job {job} is lost, and has a retry left")
 
     def check_failure(self) -> None:
@@ -472,21 +473,21 @@ class EngineWorld(World):
 
     def check_sharing(self) -> None:
         """No answer lies about, and nobody sits on tasks while another has none."""
-        if self.over:
+        if self.over or self.now < self.check_at:
             return
-        sched = self.engine.sched
-        idle = [w for w in sched.idle if self.engine.slots[w].state is WorkerStates.READY]
-        sits = idle and any(
-            not hand.paused and sched.surplus(w, self.engine.slots[w].box.began)
+        self.check_at = self.now + PATIENCE / 8
+        sched, slots = self.engine.sched, self.engine.slots
+        sits = [
+            (w, slots[w].box.began)
             for w, hand in enumerate(sched.hands)
-            if len(hand.held) and self.engine.slots[w].handle is not None
-        )
-        if not sits:
-            self.unshared_since = None
-        elif self.unshared_since is None:
-            self.unshared_since = self.now
+            if hand.held and not hand.paused and slots[w].handle is not None
+            and sched.surplus(w, slots[w].box.began)
+        ]  # fmt: skip
+        idle = [w for w in sched.idle if slots[w].state is WorkerStates.READY]
+        if (idle, sits) != self.unshared or not (idle and sits):
+            self.unshared, self.unshared_since = (idle, sits), self.now
         elif self.now - self.unshared_since > PATIENCE:
-            self.wrong(f"worker {idle[0]} has been idle while another sits on tasks")
+            self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} sits on tasks")
         for task in self.unanswered:
             finished = self.known[task].finished
             if finished is not None and self.now - finished > PATIENCE:

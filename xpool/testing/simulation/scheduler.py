@@ -1,7 +1,7 @@
 """The scheduler alone, beside a model that keeps tasks in plain lists.
 
 Virtual workers do to it what real ones do: they begin, finish, answer, skip what they were told
-to skip, and die at any step.  After every event the scheduler's books are compared with the model's.
+to skip, and die at any step.  After the events the scheduler's books are compared with the model's.
 """
 
 from __future__ import annotations

@@ -343,7 +343,8 @@ class _SimOutlet(Outlet):
 
     def __init__(self, kernel: Kernel, fd: int) -> None:
         super().__init__(fd)
-        self._write, self._writev = kernel.write, kernel.writev  # type: ignore[misc]
+        self._write: Any = kernel.write
+        self._writev: Any = kernel.writev
 
 
 class _SimInlet(Inlet):
@@ -351,4 +352,5 @@ class _SimInlet(Inlet):
 
     def __init__(self, kernel: Kernel, fd: int) -> None:
         super().__init__(fd, TO_PARENT.size)
-        self._read, self._readv = kernel.read, kernel.readv  # type: ignore[misc,assignment]
+        self._read: Any = kernel.read
+        self._readv: Any = kernel.readv

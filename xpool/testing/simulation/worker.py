@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from xpool.fleet.slot import Slot
@@ -35,7 +35,6 @@ from xpool.testing.simulation.virtual import Page, Pipe
 __all__ = ["Handle", "Worker"]
 
 SILENCE = 0.001
-Step = Iterator["float | None | Callable[[], bool]"]
 
 
 class Handle:
@@ -98,7 +97,7 @@ class Worker:
         self._errors = 0
         self._since = self._rung = world.now
         self._life = self._live()
-        self._when: float | None | Callable[[], bool] = None
+        self._when: float | Callable[[], bool] | None = None
 
     # -- the world's side ------------------------------------------------------------------------
 
