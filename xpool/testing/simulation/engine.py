@@ -26,7 +26,7 @@ __all__ = ["EngineWorld"]
 Task = tuple[int, int]
 """Job and index."""
 
-PATIENCE = 0.25
+PATIENCE = 0.1
 """Seconds within which an answer must be delivered, and a surplus must be shared out."""
 
 MOST_TURNS = 20_000
@@ -70,8 +70,11 @@ class _Call:
         self.world, self.span = world, span
         self.slot: Any = None
         self.begun = False
+        self.impatient = world.chance(0.3)
 
     def may_go_on(self) -> bool:
+        if self.impatient and self.world.chance(0.05):
+            return True
         return not self.begun or bool(self.slot.poller.poll(0)) or self.slot.driven != self.span.job
 
     def go_on(self) -> None:
@@ -80,13 +83,16 @@ class _Call:
         if not self.begun:
             self.begun = True
             self.slot = engine._put_driven(self.span)
+            if self.slot is not None:
+                self.slot.driver = -job  # each caller is a thread of its own
         elif self.slot is not None:
             events = self.slot.poller.poll(0)
             if not engine._receive_driven(self.slot, job, events):
                 self.slot = None
-        if self.slot is None or self.world.chance(0.02):
+        if self.slot is None or (self.impatient and self.world.chance(0.5)):
             engine._let_go(job)
             self.world.calls.remove(self)
+            self.world.deliver()
 
 
 class EngineWorld(World):
@@ -99,14 +105,14 @@ class EngineWorld(World):
         self.now = 1000.0
         self.kernel = Kernel(self, cuts=self.chance(0.5))
         self.pipe_size = self.one_of([64, 300, 4096, 65536])
-        self.box_size = self.one_of([160, 512, 4096])
+        self.box_size = self.one_of([96, 160, 512])
         self.deaths = self.one_of([0.0, 0.0, 0.02, 0.1])
         self.deafness = self.one_of([0.0, 0.3])
         self.refusals = self.one_of([0.0, 0.0, 0.2])
         self.bad_starts = self.one_of([0.0, 0.0, 0.15, 0.6])
         self.pace = self.one_of([2e-6, 5e-5, 1e-3])
         self.violent_end = self.chance(0.25)
-        n = 1 + self.below(3)
+        n = self.one_of([1, 2, 2, 3])
         self.pids = itertools.count(2)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
@@ -131,6 +137,8 @@ class EngineWorld(World):
         self.to_feed: list[Span] = []
         self.calls: list[_Call] = []
         self.jobs = 0
+        self.spread = self.one_of([0.0, 0.005, 0.05])
+        self.next_job = self.now + self.spread
         self.jobs_wanted = 1 + self.below(6)
         self.unshared: tuple[list[int], list[tuple[int, int]]] = [], []
         self.unshared_since = self.check_at = self.now
@@ -149,11 +157,6 @@ class EngineWorld(World):
             if engine.failure is not None and not self.ended_violently:
                 self.check_failure()
                 self.terminate()
-            busy = self.over or self.jobs < self.jobs_wanted or self.open or self.calls
-            if not (busy or self.left()):
-                self.note("retire all")
-                self.over = True
-                engine.retire_all()
         self.deliver()
         self.tell_all()
         for call in list(self.calls):
@@ -176,6 +179,7 @@ class EngineWorld(World):
     ) -> list[tuple[int, int]]:
         """Let the others go on while the engine's thread waits; return what it has waited for."""
         deadline = None if timeout is None else self.now + timeout
+        self.check_idle()
         eager = self.one_of([0.2, 0.6, 0.95])
         while True:
             self.turns += 1
@@ -203,8 +207,10 @@ class EngineWorld(World):
         if self.reports:
             acts.append(self.report)
         if not self.over:
-            if self.jobs < self.jobs_wanted:
+            if self.jobs < self.jobs_wanted and self.now >= self.next_job:
                 acts.append(self.submit)
+            elif self.jobs == self.jobs_wanted and not (self.open or self.calls or self.left()):
+                acts.append(self.close)
             if self.open:
                 acts.append(self.append)
             if self.to_feed:
@@ -218,7 +224,7 @@ class EngineWorld(World):
     def wait_for_something(self, deadline: float | None) -> None:
         """Nobody can go on: time passes until somebody can."""
         times = [w.wakes_at for w in self.workers]
-        times.append(deadline)
+        times += [deadline, self.next_job]
         times += [entry[1] for page in self.kernel.pages for entry in page._pending]
         coming = [t for t in times if t is not None and t > self.now]
         if not coming:
@@ -237,11 +243,12 @@ class EngineWorld(World):
     def submit(self) -> None:
         """Somebody submits: a call, a call that waits, a map, or the beginning of a stream."""
         self.jobs += 1
+        self.next_job = self.now + self.spread * self.draw.random()
         job = self.jobs
-        kind = self.one_of(["call", "wait", "map", "map", "stream", "bound"])
-        n = self.one_of([1, 3, 10, 25]) if kind in ("map", "stream") else 1
+        kind = self.one_of(["call", "wait", "wait", "map", "map", "map", "stream", "bound"])
+        n = self.one_of([1, 3, 10, 40]) if kind in ("map", "stream") else 1
         retries = self.one_of([0, 0, 1, 2])
-        takes = self.one_of([1e-6, 5e-5, 1e-3, 0.02])
+        takes = self.one_of([1e-6, 5e-5, 1e-3, 0.02, 0.0, 0.0, 0.0])
         bound: int | None = None
         if kind == "bound":
             bound = self.one_of([-1, *range(len(self.engine.slots))])
@@ -265,7 +272,7 @@ class EngineWorld(World):
         task = self.known[job, index] = _Known()
         self.unanswered[job, index] = None
         task.retries, task.bound = retries, bound
-        task.takes = takes * (0.5 + self.draw.random())
+        task.takes = (takes or self.one_of([1e-6, 1e-6, 5e-4, 5e-3])) * (0.5 + self.draw.random())
         if self.chance(0.04):
             task.takes = 0.3
         if self.deaths and self.chance(0.06):
@@ -294,6 +301,12 @@ class EngineWorld(World):
     def feed(self) -> None:
         """A feeder that has seen a reason to tell the engine does so."""
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
+
+    def close(self) -> None:
+        """All is answered, and nothing more will come."""
+        self.note(f"{self.now:.6f}", "close")
+        self.over = True
+        self.engine.retire_all()
 
     def terminate(self) -> None:
         """The pool is terminated: from now on, nothing counts but that all of it ends."""
@@ -416,7 +429,7 @@ class EngineWorld(World):
         elif how < 3:
             self.note(f"{self.now:.6f}", "worker", worker.index, "is stopped for a while")
             if not callable(worker._when):
-                worker._when = max(worker.wakes_at or 0.0, self.now + 0.1)
+                worker._when = max(worker.wakes_at or 0.0, self.now + 0.05)
         else:
             self.note(f"{self.now:.6f}", "worker", worker.index, "is killed")
             worker.doomed = -9
@@ -429,12 +442,10 @@ class EngineWorld(World):
             self.known[worker.at_work].died += 1
         elif worker.at_door is not None:
             self.known[worker.at_door].died_at_door += 1
-        elif worker.started:
-            # Finished, and the answer did not get out: for all that anyone knows, it was running.
-            task = self.known[worker.started[-1]]
-            if task.finished is not None:
-                task.died += 1
-                task.finished = None
+        elif worker.unsafe is not None:
+            task = self.known[worker.unsafe]
+            task.died += 1
+            task.finished = None
         self.reports.append((worker.handle, code))
 
     def report(self) -> None:
@@ -470,6 +481,14 @@ class EngineWorld(World):
         self.note("the pool gives up:", self.engine.failure)
         if not (self.bad_starts or self.refusals or self.deaths):
             self.wrong(f"the pool gives up without a reason: {self.engine.failure}")
+
+    def check_idle(self) -> None:
+        """Before the engine's thread waits: nobody is idle while something waits for anyone."""
+        sched = self.engine.sched
+        fed = {span.job for span in (*self.open.values(), *self.to_feed)}
+        waits = [span.job for span in sched.shared if span.items and span.job not in fed]
+        if waits and sched.idle and not (self.over or self.engine.failure):
+            self.wrong(f"worker {next(iter(sched.idle))} is idle, and job {waits[0]} waits")
 
     def check_sharing(self) -> None:
         """No answer lies about, and nobody sits on tasks while another has none."""

@@ -6,6 +6,8 @@ to skip, and die at any step.  After the events the scheduler's books are compar
 
 from __future__ import annotations
 
+from collections import deque
+
 from xpool.jobs.scheduler import HANDFUL, MOST_BYTES, MOST_ITEMS, Grant, Scheduler, Span
 from xpool.testing.simulation.seeds import World
 
@@ -33,6 +35,21 @@ class _Worker:
         self.taken = 0  # items taken back from it
 
 
+class _Fed(deque[bytes]):
+    """The items of a span whose feeder appends at the worst moment: after a look, before an act."""
+
+    def __init__(self, world: SchedulerWorld, items: list[bytes]) -> None:
+        super().__init__(items)
+        self.world = world
+        self.span: Span | None = None
+
+    def __len__(self) -> int:
+        n = super().__len__()
+        if not n and self.span is not None and self.world.chance(0.3):
+            self.world.append(self.span)
+        return n
+
+
 class SchedulerWorld(World):
     """One scheduler, one to four workers, up to six jobs."""
 
@@ -43,7 +60,7 @@ class SchedulerWorld(World):
         self.events = events
         n = 1 + self.below(4)
         self.sched = Scheduler(n)
-        self.sched.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 0.1])
+        self.sched.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
         self.lifetime = self.one_of([None, None, 1, 3, 8])
         self.workers = [_Worker(self.lifetime) for _ in range(n)]
         # The model: what waits, span by span; queue None is the shared one.
@@ -52,7 +69,8 @@ class SchedulerWorld(World):
         }
         self.retries: dict[Task, int] = {}
         self.bound: dict[Task, int | None] = {}
-        self.open: list[tuple[Span, list[Task]]] = []  # spans that are fed, and their model
+        self.open: dict[int, tuple[Span, list[Task]]] = {}  # by job: what is fed, and its model
+        self.to_feed: list[tuple[Span, list[Task]]] = []  # whose feeder has seen that it must act
         self.ended: dict[Task, str] = {}
         self.jobs = 0
         self.now_idle: list[int] = []
@@ -70,6 +88,7 @@ class SchedulerWorld(World):
         ]  # fmt: skip
         for i in range(self.events):
             self.one_of(kinds)()
+            self.tell()
             if i % 3 == 0:  # a wrong book stays wrong
                 self.check()
         self.check()
@@ -93,34 +112,50 @@ class SchedulerWorld(World):
         tasks = [(job, i) for i in range(n)]
         for task in tasks:
             self.retries[task], self.bound[task] = retries, bound
-        span = Span(job, 0, 0, [self.payload(task) for task in tasks], retries, bound)
+        span = Span(job, 0, 0, (), retries, bound)
+        span.items = items = _Fed(self, [self.payload(task) for task in tasks])
         self.note("submit", job, "of", n, "bound to", bound, "retries", retries)
         self.sched.put(span)
         entry = (span, tasks)
         self.queues[bound].append(entry)
         if bound is None and self.chance(0.3):
-            self.open.append(entry)
+            self.open[job] = entry
+            items.span = span
 
     def payload(self, task: Task) -> bytes:
         """Return what travels for a task: its name, now and then with much behind it."""
         name = b"%d.%d " % task
         return name + bytes(MOST_BYTES // 2) if (task[0] + task[1]) % 13 == 0 else name
 
+    def append(self, span: Span) -> None:
+        """The feeder of a stream has drawn one more, and looks whether it must say so."""
+        entry = self.open[span.job]
+        task = span.job, 1 + max(i for job, i in self.retries if job == span.job)
+        self.retries[task], self.bound[task] = span.retries, None
+        span.items.append(self.payload(task))
+        self.note("append", task, "queued" if span.queued else "not queued")
+        if span.queued or entry in self.to_feed:
+            entry[1].append(task)
+        else:
+            # It ran dry: what the model still has of it is being given out just now.
+            self.open[span.job] = entry = span, [task]
+            self.to_feed.append(entry)
+
     def feed(self) -> None:
-        """More of a stream has been drawn."""
-        if not self.open:
-            return
-        span, tasks = self.one_of(self.open)
-        start = 1 + max(i for job, i in self.retries if job == span.job)
-        for i in range(start, start + 1 + self.below(4)):
-            task = span.job, i
-            self.retries[task], self.bound[task] = span.retries, None
-            span.items.append(self.payload(task))
-            tasks.append(task)
-        self.note("feed", span.job, "up to", i)
-        if not span.queued:
-            self.sched.put(span)
-            self.queues[None].append((span, tasks))
+        """More of a stream has been drawn; the engine is told where that must be."""
+        if self.open:
+            job = self.one_of(list(self.open))
+            for _ in range(1 + self.below(3)):
+                self.append(self.open[job][0])
+        self.tell()
+
+    def tell(self) -> None:
+        """Feeders do what they have seen that they must."""
+        while self.to_feed:
+            entry = self.to_feed.pop()
+            if not entry[0].queued:
+                self.sched.put(entry[0])
+                self.queues[None].append(entry)
 
     def check_least(self, chosen: int) -> None:
         loads = [
@@ -187,7 +222,8 @@ class SchedulerWorld(World):
         size = sum(map(len, grant.items))
         if n > most or (n > 1 and size > MOST_BYTES):
             self.wrong(f"a grant of {n} items, {size} bytes: more than {most}")
-        if n < most and size + MOST_BYTES // 2 + 9 <= MOST_BYTES:
+        fed = grant.job in self.open  # more may have come since it was cut
+        if n < most and not fed and size + MOST_BYTES // 2 + 9 <= MOST_BYTES:
             self.wrong(f"a grant of {n} items where {most} were allowed")
 
     # -- workers work ----------------------------------------------------------------------------
@@ -255,7 +291,7 @@ class SchedulerWorld(World):
             self.skipped(w, at, n)
         else:
             before = self.sched.cost
-            seconds = n * self.one_of([1e-6, 3e-5, 2e-4, 0.01])
+            seconds = n * self.one_of([1e-6, 3e-5, 2e-4, 3e-3, 0.01])
             got, first = self.sched.answered(w, n, seconds)
             if got is not grant or (got.job, first) != task:
                 self.wrong(f"answers for {task} were taken as for {got.job, first}")
@@ -292,10 +328,11 @@ class SchedulerWorld(World):
         if hand.size == 0 and hand.paused:
             worker.told = worker.limit = FAR
             self.sched.resume(w)
-        for grant in self.sched.refill(w):
+        grants = self.sched.refill(w)
+        for grant in grants:
             self.given(w, grant)
-        if len(hand.held) > 2:
-            self.wrong(f"worker {w} holds {len(hand.held)} grants")
+        if len(hand.held) > (1 if grants and 2 * self.sched.cost > HANDFUL else 2):
+            self.wrong(f"worker {w} holds {len(hand.held)} grants of {self.sched.cost} s a task")
         if hand.size == 0 and hand.left == 0:
             self.note("worker", w, "has lived its life")
             self.sched.retire(w)
@@ -408,7 +445,8 @@ class SchedulerWorld(World):
             job = 1 + self.below(self.jobs)
             self.note("withdraw", job)
             self.sched.withdraw(job)
-            self.open = [entry for entry in self.open if entry[0].job != job]
+            self.open.pop(job, None)
+            self.to_feed = [entry for entry in self.to_feed if entry[0].job != job]
             for name, queue in self.queues.items():
                 for _, tasks in queue:
                     for task in tasks:
@@ -436,8 +474,16 @@ class SchedulerWorld(World):
         if sched._queued != spans:
             self.wrong(f"{spans} spans stand in the queues; the scheduler counts {sched._queued}")
 
+    def close_streams(self) -> None:
+        """The inputs come to their ends."""
+        for span, _ in self.open.values():
+            assert isinstance(span.items, _Fed)
+            span.items.span = None
+        self.open.clear()
+
     def drain(self) -> None:
         """Nothing bad happens any more: then all that was submitted ends."""
+        self.close_streams()
         for _ in range(4 * len(self.retries) + 200):
             if len(self.ended) == len(self.retries):
                 break

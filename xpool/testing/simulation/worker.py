@@ -89,6 +89,7 @@ class Worker:
         self.reported: int | None = None
         self.started: list[tuple[int, int]] = []  # tasks, in order
         self.at_work: tuple[int, int] | None = None  # the one that runs
+        self.unsafe: tuple[int, int] | None = None  # finished, and its answer not yet out
         self.at_door: tuple[int, int] | None = None  # said to be begun, and not begun yet
         self._buffer = bytearray()
         self._seq = 0
@@ -203,12 +204,13 @@ class Worker:
             self.at_door = world.task_of(payload)
             allowed = self.box.enter(seq)
             yield None
-            self.at_door = None
             if not allowed:
                 self._seq += count + 1 - k
                 yield from self._ring(b"", False)
                 yield from self._frame(SKIPPED, b"", count + 1 - k)
+                self.at_door = None
                 return None
+            self.at_door = None
             self._seq = seq + 1
             at += sizes[k]
             plan = world.begins(self, payload, func in self._funcs if func else True)
@@ -218,7 +220,7 @@ class Worker:
                 if plan.rings:  # sys.exit: what is finished is told
                     yield from self._ring(b"", False)
                 return plan.code
-            self.at_work = None
+            self.at_work, self.unsafe = None, plan.task
             world.finishes(plan.task)
             yield from self._answer(plan.answer, plan.error, k == count)
         return None
@@ -229,11 +231,13 @@ class Worker:
             self._count += 1
             if error:
                 self._errors = OUTBOX_ERROR
+            self.unsafe = None
             yield None
             if self.world.now - self._rung > SILENCE:
                 yield from self._ring(b"", False)
         else:
             yield from self._ring(payload, error)
+            self.unsafe = None
 
     def _ring(self, payload: bytes, error: bool) -> Any:
         if not self._count and not payload:
