@@ -120,7 +120,8 @@ MUTANTS = [
     Mutant(
         "a dead worker's second grant is forgotten",
         SCHEDULER,
-        "        for grant in hand.held:\n            start = grant.done\n            if start < grant.taken and grant.seq",
+        "        for grant in hand.held:\n            start = grant.done\n"
+        "            if start < grant.taken and grant.seq",
         "        for grant in list(hand.held)[:1]:\n            start = grant.done\n"
         "            if start < grant.taken and grant.seq",
     ),
@@ -298,7 +299,8 @@ MUTANTS = [
     Mutant(
         "a death during a caller's turn is forgotten",
         LOOP,
-        "        if slot.unchecked:\n            slot.unchecked = False\n            self._watch_end(slot)",
+        "        if slot.unchecked:\n            slot.unchecked = False\n"
+        "            self._watch_end(slot)",
         "        if slot.unchecked:\n            slot.unchecked = False",
         "engine",
     ),
