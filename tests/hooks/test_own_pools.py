@@ -10,6 +10,8 @@ from support import work
 from support.kinds import STDLIB, VERBS
 from support.waiting import eventually
 
+from .own_pools import QueueThreadPool
+
 pytestmark = pytest.mark.xpool_only
 if STDLIB:
     pytest.skip("hooks are xpool's own", allow_module_level=True)
@@ -295,3 +297,31 @@ def test_incomplete_pool():
     with pytest.raises((NotImplementedError, TypeError)) as caught:
         BasePool(1)
     assert any(name in str(caught.value) for name in ("setup_queues", "repopulate_pool", "hook"))
+
+
+class LateStarter(QueueThreadPool):
+    """Is terminated just when it is about to replace a worker."""
+
+    def setup_queues(self):
+        super().setup_queues()
+        self.replacing, self.terminated = threading.Event(), threading.Event()
+
+    def repopulate_pool(self):
+        if self.started:
+            self.replacing.set()
+            self.terminated.wait(20)
+        super().repopulate_pool()
+
+    def terminate_workers(self):
+        super().terminate_workers()
+        self.terminated.set()
+
+
+def test_a_worker_started_during_terminate_ends_too(make_pool):
+    """`terminate` in one thread while another replaces a worker leaves nobody behind."""
+    pool = make_pool(LateStarter, 1, maxtasksperchild=1)
+    assert pool.apply(work.square, (3,)) == 9
+    assert pool.replacing.wait(20)
+    pool.terminate()
+    pool.join()
+    assert not any(thread.is_alive() for thread in pool.workers)

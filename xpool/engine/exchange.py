@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -103,13 +102,15 @@ class Exchange:
         lifetime: int | None,
         describe: Callable[[int, int], str],
         restart_budget: int,
+        watch: Watch,
+        slot: Callable[[int], Slot],
     ) -> None:
         self.lock = threading.Lock()
-        self.slots = [Slot(i) for i in range(workers)]
+        self.slots = [slot(i) for i in range(workers)]
         self.sched = Scheduler(workers)
         # What happened, for the pool to deliver: appended under the lock, popped without.
         self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
-        self._watch = Watch()
+        self._watch = watch
         self._lifetime = lifetime
         self._describe = describe
         self._budget = RestartBudget(restart_budget)
@@ -246,7 +247,7 @@ class Exchange:
 
     def _again(self, grant: Grant, position: int, killed: bool) -> None:
         """Have a task run once more, after a pause."""
-        when = time.monotonic() + back_off(grant.past.tries + 1, self._random.random())
+        when = self._watch.now() + back_off(grant.past.tries + 1, self._random.random())
         self.sched.again(grant, position, killed=killed, when=when)
         self._watch.alarm(when)
 
@@ -267,13 +268,15 @@ class Exchange:
             self._give(slot, grant)
         if hand.size == 0 and hand.left == 0:
             self._retire(slot)
+        elif w in self._deep:
+            self._expect_silence(slot)  # it may have been given up looking at
         else:
             self._look_for_surplus(slot)
 
     def _look_for_surplus(self, slot: Slot) -> None:
         """When a worker has nothing and others have tasks in hand: are they sitting on them?"""
         if self._deep and not self.sched.hands[slot.index].size:
-            self._look_at_all(self._deep, time.monotonic() + GRACE)
+            self._look_at_all(self._deep, self._watch.now() + GRACE)
 
     def _retire(self, slot: Slot) -> None:
         """Let a worker end when it has answered what it holds."""
@@ -323,13 +326,11 @@ class Exchange:
         kind = TASKS
         if grant.limit is not None:
             kind = TIMED
-            self._check_by(slot, time.monotonic() + grant.limit.seconds)
+            self._check_by(slot, self._watch.now() + grant.limit.seconds)
         self._send(slot, tasks_frame(func, grant.items, kind))
         if self.sched.hands[slot.index].size > 1:
             self._deep[slot.index] = None
-            if slot.look_at is None:
-                slot.look_at = time.monotonic() + LOOK
-                self._watch.alarm(slot.look_at)
+            self._expect_silence(slot)
         if grant.feeder is not None:
             grant.feeder.taken(grant.items)
 
@@ -367,6 +368,11 @@ class Exchange:
             if slot.look_at is None or slot.look_at > when:
                 slot.look_at = when
         self._watch.alarm(when)
+
+    def _expect_silence(self, slot: Slot) -> None:
+        if slot.look_at is None:
+            slot.look_at = self._watch.now() + LOOK
+            self._watch.alarm(slot.look_at)
 
     def _look_around(self, now: float) -> None:
         """Look at the workers whose time has come."""

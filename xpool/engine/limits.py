@@ -14,8 +14,6 @@ before another limit has passed.  So tasks that are far below their limit cost n
 
 from __future__ import annotations
 
-import time
-
 from xpool.engine.exchange import GRACE, Exchange, own_part
 from xpool.errors import TaskTimeout
 from xpool.fleet.slot import Slot, Stop
@@ -38,7 +36,7 @@ class Limits(Exchange):
     def withdraw(self, job: int) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
         with self.lock:
-            now = time.monotonic()
+            now = self._watch.now()
             for w in self.sched.withdraw(job):
                 slot = self.slots[w]
                 if slot.stop is None and slot.handle is not None and not self._stopped:

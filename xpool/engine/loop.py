@@ -26,14 +26,13 @@ then nothing stands between the caller and the worker but the pipe.
 
 from __future__ import annotations
 
-import select
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from xpool.engine.limits import Limits
+from xpool.engine.watch import Watch
 from xpool.errors import PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
 from xpool.fleet.slot import Slot
@@ -63,7 +62,11 @@ CULPRIT = 5
 
 
 class Engine(Limits):
-    """The workers of one pool and the work that they share out."""
+    """The workers of one pool and the work that they share out.
+
+    ``watch`` and ``slot`` are the engine's only ways to the system: clock, descriptors and
+    processes.  `xpool.testing.simulation` gives others.
+    """
 
     def __init__(
         self,
@@ -79,8 +82,10 @@ class Engine(Limits):
         describe: Callable[[int, int], str],
         restart_budget: int = 100,
         initializer_timeout: float | None = None,
+        watch: Watch | None = None,
+        slot: Callable[[int], Slot] = Slot,
     ) -> None:
-        super().__init__(workers, lifetime, describe, restart_budget)
+        super().__init__(workers, lifetime, describe, restart_budget, watch or Watch(), slot)
         self.failure: BaseException | None = None
         self.dropped = False
         self.died = 0
@@ -259,7 +264,7 @@ class Engine(Limits):
         self._watch_end(slot)
         self._send(slot, boot_frame(self._orders(slot.index, slot.generation, seat)))
         if self._start_limit is not None:
-            self._check_by(slot, time.monotonic() + self._start_limit)
+            self._check_by(slot, self._watch.now() + self._start_limit)
 
     def _bury(self, seat: int | None) -> None:
         if seat is not None and self._arena is not None:
@@ -282,7 +287,7 @@ class Engine(Limits):
             self._ending = self._stopped = True
             self.sched.clear()
             self._deep.clear()
-            now = time.monotonic()
+            now = self._watch.now()
             self._leave_signal_handler()
             for slot in self.slots:
                 if slot.handle is not None and slot.stopping_since is None:
@@ -333,7 +338,7 @@ class Engine(Limits):
             for fd in ready:
                 self._watch.handle(fd)
             if self._watch.rung():
-                now = time.monotonic()
+                now = self._watch.now()
                 self._kill_stubborn(now)
                 self._look_around(now)
                 self._mind_limits(now)
@@ -341,7 +346,7 @@ class Engine(Limits):
                 self._start_overdue(now)
                 if self._trim_at is not None:
                     self._watch.alarm(self._trim_at)
-        if self._trim_at is not None and time.monotonic() >= self._trim_at:
+        if self._trim_at is not None and self._watch.now() >= self._trim_at:
             self._trim()
 
     def sent(self, payload: bytes | memoryview) -> int:
@@ -355,7 +360,7 @@ class Engine(Limits):
     def tidy_later(self) -> None:
         self._trim_after = IDLE
         if self._trim_at is None:
-            self._trim_at = time.monotonic() + IDLE
+            self._trim_at = self._watch.now() + IDLE
             self._watch.alarm(self._trim_at)
 
     def _trim(self) -> None:
@@ -364,7 +369,7 @@ class Engine(Limits):
         if arena is not None and arena.trim():
             self._trim_after = min(2 * self._trim_after, 60.0)
             with self.lock:
-                self._trim_at = time.monotonic() + self._trim_after
+                self._trim_at = self._watch.now() + self._trim_after
                 self._watch.alarm(self._trim_at)
 
     # -- deaths ------------------------------------------------------------------------------------
@@ -407,7 +412,7 @@ class Engine(Limits):
             self._not_started(slot, exitcode)
         else:
             self.died += state is WorkerStates.READY
-            now = time.monotonic()
+            now = self._watch.now()
             if state is WorkerStates.READY and not asked and self._budget.death(now):
                 budget = self._budget
                 self.failure = PoolBroken(budget.deaths, budget.span(), died)
@@ -426,7 +431,7 @@ class Engine(Limits):
         if slot.failures >= START_ATTEMPTS or slot.killed >= KILLED_STARTS:
             self._fail(slot, exitcode)
         elif slot.killed > 1:
-            self._start_at(slot, time.monotonic() + min(1.0, 0.05 * 2**slot.killed))
+            self._start_at(slot, self._watch.now() + min(1.0, 0.05 * 2**slot.killed))
         else:
             self._start_again(slot)
 
@@ -436,9 +441,7 @@ class Engine(Limits):
         Before the accounts are made: what it still ran would be run twice.
         """
         slot.kill()
-        poller = select.poll()
-        poller.register(slot.inlet.fd, select.POLLIN)
-        while not slot.inlet.ended and poller.poll(1000):
+        while not slot.inlet.ended and slot.hears(1.0):
             self._receive(slot)
 
     def _watch_end(self, slot: Slot) -> None:
@@ -455,7 +458,7 @@ class Engine(Limits):
             if slot.failures > SYSTEM_ATTEMPTS:
                 self._fail(slot, None)
             else:
-                self._start_at(slot, time.monotonic() + 0.05 * 2**slot.failures)
+                self._start_at(slot, self._watch.now() + 0.05 * 2**slot.failures)
 
     def _start_at(self, slot: Slot, when: float) -> None:
         slot.start_at = when

@@ -164,6 +164,12 @@ class Slot:
         self.happens(WorkerEvent.LAUNCH)
         self.generation += 1
 
+    def hears(self, seconds: float) -> bool:
+        """Wait for something in the worker's pipe, its end included; False when nothing came."""
+        poller = select.poll()
+        poller.register(self.inlet.fd, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
+
     def kill(self) -> None:
         """End the process at once, whatever it is doing, stopped by SIGSTOP included."""
         if self.lifeline is not None:

@@ -406,6 +406,9 @@ class BasePool(Verbs):
         try:
             if self._drained:
                 self._release_workers()
+            else:
+                # Again: this thread may have started workers while another called `terminate`.
+                self.terminate_workers()
             self.join_workers()
         finally:
             self._callbacks.stop()

@@ -76,6 +76,8 @@ def make_file() -> int:
 class Outbox:
     """The mapped page.  The worker calls `enter`, `fits` and `append`; the rest is the parent's."""
 
+    capacity = CAPACITY
+
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, SIZE)
         view = memoryview(self._map)
@@ -120,18 +122,18 @@ class Outbox:
         tail = self._written
         end = tail + 4 + n
         if end > self._room:
-            self._room = self.words[_HEAD] + CAPACITY
+            self._room = self.words[_HEAD] + self.capacity
             if end > self._room:
                 return False
         entry = ENTRY.pack(n | ERROR_BIT if error else n) + bytes(payload)
-        start = tail % CAPACITY
+        start = tail % self.capacity
         stop = start + 4 + n
-        if stop <= CAPACITY:
+        if stop <= self.capacity:
             self._data[start:stop] = entry
         else:
-            cut = CAPACITY - start
+            cut = self.capacity - start
             self._data[start:] = entry[:cut]
-            self._data[: stop - CAPACITY] = entry[cut:]
+            self._data[: stop - self.capacity] = entry[cut:]
         self._written = self.words[_TAIL] = end
         return True
 
@@ -189,13 +191,13 @@ class Outbox:
     def take(self, mark: int) -> bytes:
         """Take out all up to ``mark`` bytes, ever: whole entries, for `entries` to split."""
         head = self.words[_HEAD]
-        if mark - head > CAPACITY or mark < head:
+        if mark - head > self.capacity or mark < head:
             raise ValueError(f"outbox mark {mark} does not fit head {head}")
-        start, stop = head % CAPACITY, head % CAPACITY + mark - head
-        if stop <= CAPACITY:
+        start, stop = head % self.capacity, head % self.capacity + mark - head
+        if stop <= self.capacity:
             data = bytes(self._data[start:stop])
         else:
-            data = bytes(self._data[start:]) + bytes(self._data[: stop - CAPACITY])
+            data = bytes(self._data[start:]) + bytes(self._data[: stop - self.capacity])
         self.words[_HEAD] = mark
         return data
 
