@@ -5,7 +5,8 @@
     XPoolError
     |-- the caller ------------------------------------------------------------
     |   |-- PoolClosed          also ValueError    the pool takes no more work
-    |   `-- OptionError         also ValueError    an argument that makes no sense
+    |   |-- OptionError         also ValueError    an argument that makes no sense
+    |   `-- DeviceError         also RuntimeError  a device that cannot be had
     |-- the task ----------------------------------------------------------------
     |   |-- TaskNotPicklable    also PicklingError it cannot be sent to a worker
     |   |-- ResultNotPicklable  also MaybeEncodingError  it cannot be sent back
@@ -34,6 +35,7 @@ from multiprocessing import TimeoutError
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 
 __all__ = [
+    "DeviceError",
     "InternalError",
     "OptionError",
     "PoolBroken",
@@ -77,6 +79,13 @@ class PoolClosed(XPoolError, ValueError):
 
 class OptionError(XPoolError, ValueError):
     """An argument has a value that makes no sense; the message names it."""
+
+
+class DeviceError(XPoolError, RuntimeError):
+    """A device cannot be had: it is not there, in use, or its framework is missing or does not fit.
+
+    The message says what to do.
+    """
 
 
 class TaskNotPicklable(XPoolError, pickle.PicklingError):

@@ -381,6 +381,7 @@ class _Orders:
                 pool._encode_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
             ]
         self._bind = [dict(getattr(c, "env", None) or {}) for c in contexts or ()]
+        self._cpus = [tuple(getattr(c, "cpus", None) or ()) for c in contexts or ()]
         self._initializer = initializer
         self._bare = launcher.bare
         self._pool = pool.name
@@ -402,6 +403,7 @@ class _Orders:
             "name": f"{self._pool}-worker-{index}",
             "environ": dict(os.environ),
             "bind": self._bind[index] if self._bind else {},
+            "cpus": (self._cpus[index] if self._cpus else ()) or _own_cpus(),
             "cwd": os.getcwd(),
             "path": list(sys.path),
             "argv": list(sys.argv),
@@ -419,6 +421,12 @@ class _Orders:
             "context": None if self._contexts is None else self._contexts[index],
         }
         return pickle.dumps(orders)
+
+
+def _own_cpus() -> tuple[int, ...]:
+    """The cores of this process now: a fork server's children have those of when it started."""
+    # Asked of the main thread; that of the engine has what it had when the pool was made.
+    return tuple(os.sched_getaffinity(os.getpid())) if sys.platform == "linux" else ()
 
 
 def _describe(jobs: dict[int, Job], number: int, index: int) -> str:
@@ -477,11 +485,13 @@ def unguarded_script() -> str | None:
 
 
 def _refuse_fork_of_runtime() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    from xpool.devices.frameworks import running_runtime  # only here: most programs need it never
+
+    runtime = running_runtime()
+    if runtime is not None:
         raise OptionError(
-            "context='fork': this process has initialised CUDA, which does not survive a fork; "
-            "leave context out, or use 'spawn'"
+            f"context='fork': this process has started the {runtime} runtime, which does not "
+            "survive a fork; leave context out, or use 'spawn'"
         )
 
 
