@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         OptionError as OptionError,
     )
     from xpool.errors import (
+        PoolBroken as PoolBroken,
+    )
+    from xpool.errors import (
         PoolClosed as PoolClosed,
     )
     from xpool.errors import (
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     )
     from xpool.errors import (
         TaskNotPicklable as TaskNotPicklable,
+    )
+    from xpool.errors import (
+        TaskStopped as TaskStopped,
     )
     from xpool.errors import (
         TaskTimeout as TaskTimeout,
@@ -76,9 +82,9 @@ if TYPE_CHECKING:
 
 _homes = {
     "xpool.errors": (
-        "DeviceError InternalError OptionError PoolClosed RemoteTraceback ResultNotPicklable "
-        "TaskCancelled TaskNotPicklable TaskTimeout TimeoutError WorkerDied WorkerStartFailed "
-        "XPoolError"
+        "DeviceError InternalError OptionError PoolBroken PoolClosed RemoteTraceback "
+        "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TimeoutError "
+        "WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool.jobs.states": "PoolStates",
     "xpool.pool.base": "BasePool",

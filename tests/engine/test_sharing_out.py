@@ -6,6 +6,7 @@ import os
 import signal
 
 import pytest
+from support.waiting import eventually
 
 from xpool import Pool, WorkerDied
 
@@ -17,6 +18,14 @@ def same(x):
 def wait_if_first(task):
     number, fifo = task
     if number == 0:
+        with open(fifo, "rb") as gate:
+            gate.read()
+    return number
+
+
+def wait_at(task):
+    number, fifo = task
+    if fifo is not None:
         with open(fifo, "rb") as gate:
             gate.read()
     return number
@@ -64,3 +73,20 @@ def test_a_death_in_a_batch_costs_one_task(victim):
                 assert caught.value.signal == "SIGKILL" and "item" not in caught.value.task
             else:
                 assert next(results) == i
+
+
+def test_answers_behind_a_silence_are_found(tmp_path):
+    """Short tasks between two long ones are answered when they are done, not when the second is."""
+    fifos = [str(tmp_path / name) for name in ("first", "second")]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    with Pool(1) as pool:
+        pool.map(same, range(4_000), chunksize=1)  # now tasks are believed to be short
+        tasks = [(0, fifos[0]), (1, None), (2, None), (3, fifos[1])]
+        result = pool.map_async(wait_at, tasks, chunksize=1)
+        with open(fifos[0], "wb"):
+            slot = pool._engine.slots[0]
+            eventually(lambda: slot.look_at is None, "the engine looks at it no more")
+        eventually(lambda: pool.statistics()["succeeded"] == 4_003, "three answers")
+        open(fifos[1], "wb").close()
+        assert result.get() == [0, 1, 2, 3]

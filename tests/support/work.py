@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 import random
-import select
 import signal
 import sys
 import threading
 import time
 from typing import Any
+
+from xpool.testing.saboteurs import (
+    EndsWhenCollected,
+    EndsWhenPickled,
+    EndsWhenPickledTwice,
+    EndsWhenUnpickled,
+    end,
+    end_once,
+    end_or_return,
+    end_when_collected,
+    log_line,
+    make_ends_when_pickled,
+    make_ends_when_unpickled,
+    spin,
+)
+from xpool.testing.waiting import pass_gate, post
+
+__all__ = [
+    "EndsWhenCollected", "EndsWhenPickled", "EndsWhenPickledTwice", "EndsWhenUnpickled", "end",
+    "end_once", "end_or_return", "end_when_collected", "log_line", "make_ends_when_pickled",
+    "make_ends_when_unpickled", "pass_gate", "post", "spin",
+]  # fmt: skip
 
 initialised: list[Any] = []
 """What `remember` was called with in this process."""
@@ -99,34 +122,10 @@ def recall(*_: Any) -> list[Any]:
     return list(initialised)
 
 
-def post(path: str, text: str) -> None:
-    """Write one line into a `Mailbox`."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(fd, f"{text}\n".encode())
-    finally:
-        os.close(fd)
-
-
 def post_pid(path: str, *_: Any) -> int:
     """Tell the mailbox who runs this, and return the same."""
     post(path, str(os.getpid()))
     return os.getpid()
-
-
-def pass_gate(path: str) -> None:
-    """Wait until the `Gate` lets this task through, or nobody holds the gate any more."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                # Empty: no writer, so the test has ended or died.
-                os.read(fd, 1)
-                return
-            except BlockingIOError:
-                select.select([fd], [], [])
-    finally:
-        os.close(fd)
 
 
 def gated(gate: str, x: Any = None) -> Any:
@@ -142,120 +141,16 @@ def post_and_gate(box: str, gate: str, x: Any = None) -> Any:
     return x
 
 
-def log_line(path: str, text: str) -> None:
-    """Append one line to a file, whole even when many processes write."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, f"{text}\n".encode())
-    finally:
-        os.close(fd)
-
-
 def logged(path: str, x: Any) -> Any:
     """Append `x` to the log, then return it."""
     log_line(path, str(x))
     return x
 
 
-def spin() -> None:
-    """Use the processor for ever, never calling anything that looks at signals' pipes."""
-    while True:
-        pass
-
-
 def post_and_spin(box: str) -> None:
     """Say who runs this, then `spin`."""
     post(box, str(os.getpid()))
     spin()
-
-
-def end(how: str) -> None:
-    """End this process, or the call, in the way that is named."""
-    if how == "raise":
-        raise RuntimeError("sabotage")
-    if how == "sys.exit":
-        sys.exit(3)
-    if how == "os._exit":
-        os._exit(4)
-    if how in ("SIGKILL", "SIGSEGV", "SIGTERM"):
-        number = getattr(signal, how)
-        if how == "SIGSEGV":
-            # A core dump would cost seconds and litter the working directory.
-            import resource
-
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-        # The signal may be delivered to another thread: do not go on meanwhile.
-        threading.Event().wait(30)
-    raise ValueError(how)
-
-
-def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
-    """Log `x`; end as told when it is the bad one; else return it."""
-    log_line(log, str(x))
-    if x == bad:
-        end(how)
-    return x
-
-
-def end_once(how: str, flag: str, x: Any = None) -> Any:
-    """End as told the first time (the flag file is not there yet); later return `x`."""
-    try:
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return x
-    end(how)
-    return None
-
-
-def _rebuild(how: str) -> Any:
-    end(how)
-
-
-class EndsWhenUnpickled:
-    """Pickles well; whoever unpickles it ends as told."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (self.how,)
-
-
-class EndsWhenPickled:
-    """Whoever pickles it ends as told."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-
-    def __reduce__(self) -> Any:
-        end(self.how)
-        raise AssertionError("not reached")
-
-
-class EndsWhenPickledTwice:
-    """The first pickling (the caller's) is well; the next (the worker's) ends as told."""
-
-    def __init__(self, how: str, trips: int = 0) -> None:
-        self.how, self.trips = how, trips
-
-    def __reduce__(self) -> Any:
-        if self.trips:
-            end(self.how)
-        return EndsWhenPickledTwice, (self.how, self.trips + 1)
-
-
-def make_ends_when_pickled(how: str, log: str | None = None, x: Any = None) -> Any:
-    """Return an object that ends this process while the result is pickled."""
-    if log is not None:
-        log_line(log, str(x))
-    return EndsWhenPickled(how)
-
-
-def make_ends_when_unpickled(how: str) -> Any:
-    """Return an object that ends the receiver while the result is unpickled."""
-    return EndsWhenUnpickled(how)
 
 
 class Awkward(Exception):
@@ -460,25 +355,6 @@ def count_in_context(context: dict[str, int]) -> int:
     return context["calls"]
 
 
-class EndsWhenCollected:
-    """Ends the process that lets go of it."""
-
-    def __init__(self, how: str) -> None:
-        self.how = how
-        self.me = self  # a cycle: only the collector finds it
-
-    def __del__(self) -> None:
-        end(self.how)
-
-
-def end_when_collected(how: str) -> None:
-    """Leave garbage behind that ends the process when it is collected, soon."""
-    import gc
-
-    EndsWhenCollected(how)
-    threading.Timer(0.05, gc.collect).start()
-
-
 class PostsWhenPickled:
     """Posts to the mailbox as its pickling begins, then sends much data."""
 
@@ -516,3 +392,92 @@ def fail_if_exists(path: str) -> None:
 def sleep_long(*_: Any) -> None:
     """Take longer than any test waits."""
     time.sleep(120)
+
+
+# Tasks that do not end ---------------------------------------------------------------------------
+
+
+def count_up(log: str | None = None, box: str | None = None) -> None:
+    """Use the processor for ever; say so; leave a line when that is broken off."""
+    n = 0
+    try:
+        if box is not None:
+            post(box, "counts")
+        while True:
+            n += 1
+    finally:
+        if log is not None:
+            log_line(log, "cleaned")
+
+
+def count_up_stubbornly() -> None:
+    """Use the processor for ever, whatever is raised."""
+    n = 0
+    while True:
+        try:
+            while True:
+                n += 1
+        except BaseException:
+            n = 0
+
+
+def spin_in_c(*_: Any) -> None:
+    """Use the processor for ever in C code that neither looks at signals nor lets go of the GIL."""
+    collections.deque(itertools.repeat(0), maxlen=0)
+
+
+def spin_on(bad: Any, x: Any) -> Any:
+    """Count up for ever for one value, return the others."""
+    if x == bad:
+        count_up()
+    return x
+
+
+def spin_on_three(x: Any) -> Any:
+    """Count up for ever for 3, return the others."""
+    return spin_on(3, x)
+
+
+def spin_once(flag: str, x: Any = None) -> Any:
+    """Count up for ever the first time; later return `x`."""
+    if first(flag):
+        count_up()
+    return x
+
+
+def stop_self(box: str) -> None:
+    """Stop this process as SIGSTOP does."""
+    post(box, str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is held by SIGSTOP."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def first(flag: str) -> bool:
+    """Whether this is the first call with this path, in any process."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def raise_times(log: str, times: int, error: type[Exception], x: Any = None) -> Any:
+    """Log a line; raise the first `times` times, as the log counts them; then return `x`."""
+    log_line(log, "ran")
+    with open(log) as file:
+        if len(file.read().split()) <= times:
+            raise error("not yet")
+    return x
+
+
+def killed_times(log: str, times: int) -> None:
+    """Log a line; be killed the first `times` times, as the log counts them."""
+    log_line(log, "ran")
+    with open(log) as file:
+        if len(file.read().split()) <= times:
+            end("SIGKILL")

@@ -55,6 +55,13 @@ class Watch:
         self._alarm: float | None = None
         self._closed = False
 
+    def now(self) -> float:
+        """Return the time in seconds, by the clock that alarms are set by.
+
+        The engine has no other: a simulated world gives it one of its own.
+        """
+        return time.monotonic()
+
     def __contains__(self, fd: int) -> bool:
         return fd in self._handlers
 
@@ -82,7 +89,7 @@ class Watch:
 
     def rung(self) -> bool:
         """Whether the alarm has gone off; it is set no more, then."""
-        if self._alarm is None or time.monotonic() < self._alarm:
+        if self._alarm is None or self.now() < self._alarm:
             return False
         self._alarm = None
         return True
@@ -102,7 +109,7 @@ class Watch:
     def poll(self, timeout: float | None) -> list[int]:
         """Wait; return the descriptors that are ready.  Called by one thread."""
         if self._alarm is not None:
-            left = max(0.0, self._alarm - time.monotonic())
+            left = max(0.0, self._alarm - self.now())
             timeout = left if timeout is None else min(left, timeout)
         return [fd for fd, _ in self._epoll.poll(timeout)]
 

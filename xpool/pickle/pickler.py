@@ -17,6 +17,7 @@ from typing import Any
 from xpool.errors import OptionError, XPoolError
 from xpool.memory.arena import Arena, Block
 from xpool.pickle import (
+    arrays,
     classes,
     diagnose,
     exceptions,
@@ -36,10 +37,11 @@ from xpool.pickle.policy import (
     in_block,
     placement,
 )
+from xpool.pickle.short import SHORT
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "loads", "mark_static_module"]
 
-_FAMILIES = (classes, exceptions, functions, tensors, typevars)  # importing them registers
+_FAMILIES = (arrays, classes, exceptions, functions, tensors, typevars)  # importing them registers
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _LONG = frozenset({str, bytes})
@@ -138,6 +140,11 @@ def encode(
     kind = type(obj)
     if kind in _ATOMS and (kind not in _LONG or len(obj) < INLINE_BELOW):
         return _dumps(obj, 5)
+    write = SHORT.get(kind)
+    if write is not None and layout.arena is None:
+        short = write(obj, True)
+        if short is not None:
+            return short
     if recurse:
         result = _pickle(obj, layout, recurse)
     else:
@@ -213,6 +220,11 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
         OptionError: ``copy_tensor`` is false, and there is no shared memory here.
     """
+    write = SHORT.get(type(obj))
+    if write is not None and copy_tensor:
+        short = write(obj, False)
+        if short is not None:
+            return short
     layout = _PLAIN if copy_tensor else _PLAIN._replace(arena=_arena())
     message = _message(_pickle(obj, layout, recurse), layout, True)
     assert isinstance(message, bytes)  # nothing large lies beside it

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
 
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
-from xpool.pickle.hooks import Context
+from xpool.pickle.hooks import Context, builder
 
-__all__ = ["open_storage", "share_storage"]
+__all__ = ["move", "open_storage", "share"]
 
 _moving = threading.Lock()
 
 
-def share_storage(pickler: Context, storage: Any) -> Any:
+def share(pickler: Context, storage: Any) -> Any:
     """Return the arguments of `open_storage`, in a message whose layout has an arena.
 
     Raises:
@@ -33,13 +34,36 @@ def share_storage(pickler: Context, storage: Any) -> Any:
     nbytes = storage.nbytes()
     if not nbytes:
         return (None,)
-    with _moving:
-        block = arena.holding(storage.data_ptr()) or _move(arena, storage, nbytes)
+    block = move(arena, storage, lambda: f"A storage of {nbytes} bytes")
     buffer = PickleBuffer(block.view(nbytes))
     pickler.shared[id(buffer)] = block
     return (buffer,)
 
 
+def move(arena: Arena, storage: Any, about: Callable[[], str]) -> Block:
+    """Have the memory of a storage in the arena; return a hold on it.
+
+    Args:
+        about: says whose storage it is, for the message.
+
+    Raises:
+        TaskNotPicklable: it cannot be shared; the message says why and what to do.
+    """
+    with _moving:
+        block = arena.holding(storage.data_ptr())
+        if block is None:
+            try:
+                block = _move(arena, storage, storage.nbytes())
+            except _Refused as exc:
+                raise TaskNotPicklable(f"{about()} cannot be shared: {exc}") from None
+        return block
+
+
+class _Refused(Exception):
+    pass
+
+
+@builder
 def open_storage(buffer: Any) -> Any:
     """Return the storage whose memory this is."""
     import torch
@@ -52,24 +76,20 @@ def open_storage(buffer: Any) -> Any:
 def _move(arena: Arena, storage: Any, nbytes: int) -> Block:
     torch = sys.modules["torch"]
     if Arena.elsewhere(storage.data_ptr(), arena):
-        raise _refusal(
-            nbytes,
-            "it is shared with the processes of another pool already, by the worker that this "
-            "runs in",
-            "Send a clone() of the tensor",
+        raise _Refused(
+            "it is shared with another pool's processes, for one of which this code works. "
+            "Send a clone() of it instead."
         )
     if not hasattr(storage, "_swap_data_ptr_"):
-        raise _refusal(
-            nbytes,
-            f"torch {torch.__version__} cannot give a storage other memory",
-            "Use a newer torch (2.13 can), or is_copy_tensor=True",
+        raise _Refused(
+            f"torch {torch.__version__} cannot give a storage other memory, torch 2.13 can. "
+            "Use that, or send copies: is_copy_tensor=True."
         )
     block = arena.lease(nbytes)
     if block is None:
-        raise _refusal(
-            nbytes,
-            f"there is not enough memory, or the limit of {arena.limit} bytes is reached",
-            "Let go of what is shared, or use is_copy_tensor=True",
+        raise _Refused(
+            f"there is no memory for {nbytes} bytes more, or they are over the limit of "
+            f"{arena.limit} bytes. Let go of what is shared, or send copies: is_copy_tensor=True."
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
     target.copy_(storage)
@@ -79,9 +99,3 @@ def _move(arena: Arena, storage: Any, nbytes: int) -> Block:
         block.former = target
     storage._swap_data_ptr_(target)
     return block
-
-
-def _refusal(nbytes: int, why: str, remedy: str) -> TaskNotPicklable:
-    return TaskNotPicklable(
-        f"A tensor's storage of {nbytes} bytes (cpu) cannot be shared: {why}. {remedy}."
-    )

@@ -98,8 +98,8 @@ class Hooks:
     def terminate_workers(self) -> None:
         """Stop the workers without waiting for their tasks.
 
-        Called by whoever calls `terminate`, or by the engine's thread when the pool fails; it may
-        be called again.  May not block.
+        Called by whoever calls `terminate`, perhaps while the engine's thread is in
+        `repopulate_pool`; and once more by that thread, before `join_workers`.  May not block.
         """
         raise NotImplementedError(f"{type(self).__name__} must override terminate_workers()")
 

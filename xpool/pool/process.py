@@ -13,11 +13,17 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
-from xpool.errors import OptionError, TaskNotPicklable
+from xpool.errors import OptionError, TaskNotPicklable, TaskTimeout
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
-from xpool.jobs.scheduler import Span
+from xpool.jobs.scheduler import Limit, Span
 from xpool.memory.arena import Arena
-from xpool.options import check_count, check_share_method, default_processes
+from xpool.options import (
+    Terms,
+    check_count,
+    check_seconds,
+    check_share_method,
+    default_processes,
+)
 from xpool.pickle import encode
 from xpool.pickle.frame import Leased
 from xpool.pickle.main import main_is_importable, main_location
@@ -25,11 +31,11 @@ from xpool.pickle.policy import BY_PIPE, Layout
 from xpool.pool.base import BasePool, at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
-from xpool.pool.verbs import Terms
 from xpool.queue.messages import Mode
 from xpool.results import Job
+from xpool.worker.calls import Retried
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "limit_of"]
 
 PRELOAD = ("numpy", "numpy.random", "torch")
 """Modules that the fork server imports when the program has: slow to import, safe to fork."""
@@ -53,6 +59,11 @@ class Pool(BasePool):
             pool was made; 0: always through the pipe.
         seed: each worker's `random`, numpy and torch generators get seeds of their own, derived
             from this number when it is given, else from the system's entropy.
+        task_timeout: seconds for the calls of verbs that are given no ``timeout=``; None: any time.
+        initializer_timeout: seconds that a worker may take until it is ready, from its first line,
+            imports and initializer included; None: any time.
+        restart_budget: how many workers may die in a minute without any task being finished; with
+            the next death the pool stops (`PoolBroken`).  None: 100, or 4 for each worker.
         name: of the pool, its threads and its workers; made up by default.
 
     Raises:
@@ -74,6 +85,9 @@ class Pool(BasePool):
         share_method: str | None = None,
         memory_limit: int | None = None,
         seed: int | None = None,
+        task_timeout: float | None = None,
+        initializer_timeout: float | None = None,
+        restart_budget: int | None = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
@@ -100,11 +114,18 @@ class Pool(BasePool):
             )
         else:
             self._layout = BY_PIPE
+        self._task_timeout = check_seconds("task_timeout", task_timeout)
+        self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
+        if restart_budget is not None:
+            check_count("restart_budget", restart_budget)
+        self._restart_budget = restart_budget
         self._seed = os.urandom(16) if seed is None else str(seed).encode()
         cls = type(self)
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = cls.pool_inqueue_put is Pool.pool_inqueue_put
         super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
+
+    _keeps_terms = True
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -132,6 +153,8 @@ class Pool(BasePool):
             inherited=inherited,
             lifetime=self.maxtasksperchild,
             describe=functools.partial(_describe, self._jobs),
+            restart_budget=self._restart_budget or max(100, 4 * self._size),
+            initializer_timeout=self._initializer_timeout,
         )
         self._crew = self._engine
 
@@ -140,8 +163,10 @@ class Pool(BasePool):
         if task is None:
             self._engine.retire_all()
             return
-        job, chunk, func, args, kwds = task
-        self._engine.submit(Span(job, 0, chunk, [self._encode((func, args, kwds))]))
+        number, chunk, func, args, kwds = task
+        job = self._jobs.get(number)
+        if job is not None:
+            self._engine.submit(self._call_span(job, chunk, (func, args, kwds), job.terms))
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result; the value is still pickled, a `Parcel`."""
@@ -206,8 +231,7 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_call(job, func, args, kwds, terms)
             return
-        payload = self._encode((func, args, kwds), terms.retries > 0)
-        span = Span(job.number, 0, 0, (payload,), terms.retries, terms.worker)
+        span = self._call_span(job, 0, (func, args, kwds), terms)
         if terms.waits:
             self._engine.call(span)
             self._pump()
@@ -226,8 +250,9 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
-        job.func = self._engine.learn(_MODES[starred, chunked], self._encode(func, True))
-        spans = [Span(job.number, job.func, 0, (), terms.retries)]
+        job.func = self._learn(func, starred, chunked, terms)
+        limit = limit_of(terms)
+        spans = [Span(job.number, job.func, 0, (), terms.retries, None, limit)]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
@@ -235,12 +260,24 @@ class Pool(BasePool):
             except Exception as error:
                 # It fails alone; what comes after it is a span of its own.
                 failed.append((i, error))
-                spans.append(Span(job.number, job.func, i + 1, (), terms.retries))
+                spans.append(Span(job.number, job.func, i + 1, (), terms.retries, None, limit))
         for span in spans:
             if span.items:
                 self._submit_span(span)
         for i, exc in failed:
             self._deliver(job.number, i, False, exc)
+
+    def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> Span:
+        if terms.retry_on:
+            call = (Retried(call[0], terms.retry_on), *call[1:])
+        payload = self._encode(call, terms.retries > 0)
+        return Span(job.number, 0, index, (payload,), terms.retries, terms.worker, limit_of(terms))
+
+    def _learn(self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms) -> int:
+        """Have the engine keep a function for the workers."""
+        if terms.retry_on:
+            func = Retried(func, terms.retry_on)
+        return self._engine.learn(_MODES[starred, chunked], self._encode(func, True))
 
     def _submit_span(self, span: Span) -> None:
         self._engine.submit(span)
@@ -250,9 +287,8 @@ class Pool(BasePool):
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
-        engine = self._engine
-        job.func = engine.learn(_MODES[False, chunked], self._encode(func, True))
-        return _Stream(self, job, window, terms.retries).put
+        job.func = self._learn(func, False, chunked, terms)
+        return _Stream(self, job, window, terms).put
 
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(job.number)
@@ -297,26 +333,33 @@ _MODES = {
 }
 
 
+def limit_of(terms: Terms) -> Limit | None:
+    """Return the limit of each task under these terms; None: there is none."""
+    if terms.timeout is None:
+        return None
+    return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
+
+
 class _Stream:
     """Puts the tasks of an `imap` where the workers take them."""
 
-    def __init__(self, pool: Pool, job: Job, window: Window, retries: int) -> None:
+    def __init__(self, pool: Pool, job: Job, window: Window, terms: Terms) -> None:
         # Not the pool itself: the feeder must not keep it from going.
         self._engine = pool._engine
-        self._span = Span(job.number, job.func, 0, (), retries)
+        self._span = Span(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
         self._span.feeder = window
         self._next = 0
         self._window = window
         self._recurse = pool._recurse
-        self._layout = pool._layout._replace(kept=retries > 0)
+        self._layout = pool._layout._replace(kept=terms.retries > 0)
 
     def put(self, index: int, task: Any) -> int:
         payload = encode(task, recurse=self._recurse, layout=self._layout)
         span = self._span
         if index != self._next:
             # An item between could not be sent: a span has no gaps.
-            old, self._span = span, Span(span.job, span.func, index, (), span.retries)
-            span = self._span
+            old = span
+            span = self._span = Span(old.job, old.func, index, (), old.retries, None, old.limit)
             span.feeder = old.feeder
         self._next = index + 1
         span.items.append(payload)

@@ -27,6 +27,10 @@ class Outlet:
 
     __slots__ = ("backlog", "fd")
 
+    # What it asks of the system, by name: a simulated world has pipes of its own.
+    _write = staticmethod(os.write)
+    _writev = staticmethod(os.writev)
+
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.backlog: deque[memoryview | bytes] = deque()
@@ -44,7 +48,7 @@ class Outlet:
             parts = [b"".join(parts)]
         if len(parts) == 1:
             try:
-                n = os.write(self.fd, parts[0])
+                n = self._write(self.fd, parts[0])
             except BlockingIOError:
                 n = 0
             except BrokenPipeError:
@@ -61,7 +65,7 @@ class Outlet:
         while backlog:
             batch = [backlog[i] for i in range(min(len(backlog), _IOV))]
             try:
-                n = os.writev(self.fd, batch)
+                n = self._writev(self.fd, batch)
             except BlockingIOError:
                 return
             except BrokenPipeError:
@@ -87,6 +91,9 @@ class Inlet:
     """
 
     __slots__ = ("_at", "_body", "_buffer", "_head", "dry", "ended", "fd", "head_size", "limit")
+
+    _read = staticmethod(os.read)
+    _readv = staticmethod(os.readv)
 
     def __init__(self, fd: int, head_size: int, limit: int = 2**40) -> None:
         self.fd = fd
@@ -117,7 +124,7 @@ class Inlet:
             yield head, body
             return
         try:
-            data = os.read(self.fd, READ)
+            data = self._read(self.fd, READ)
         except BlockingIOError:
             self.dry = True
             return
@@ -155,7 +162,7 @@ class Inlet:
         assert body is not None
         while self._at < len(body):
             try:
-                n = os.readv(self.fd, [body[self._at :]])
+                n = self._readv(self.fd, [body[self._at :]])
             except BlockingIOError:
                 self.dry = True
                 return False

@@ -13,10 +13,9 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
-from xpool.errors import ResultNotPicklable
+from xpool.errors import ResultNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena
 from xpool.pickle import decode, encode
 from xpool.pickle.exceptions import encode_exception
@@ -26,6 +25,7 @@ from xpool.pickle.policy import BY_PIPE, Layout
 from xpool.queue.channel import Source, write_all
 from xpool.queue.messages import (
     ANSWER,
+    BODY_AGAIN,
     BODY_ERROR,
     FAILED,
     FORGET,
@@ -36,6 +36,7 @@ from xpool.queue.messages import (
     SKIPPED,
     STOP,
     TASKS,
+    TIMED,
     TO_PARENT,
     TO_WORKER,
     U64,
@@ -43,9 +44,11 @@ from xpool.queue.messages import (
     Mode,
 )
 from xpool.queue.outbox import Outbox
-from xpool.worker import main_module
+from xpool.worker import calls, main_module
+from xpool.worker.calls import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.seeds import Seeds
+from xpool.worker.stopping import listen
 
 __all__ = ["run"]
 
@@ -53,6 +56,7 @@ SILENCE = 0.001
 """Seconds that a finished answer may lie in the outbox while the worker goes on."""
 
 _NONE = encode(None)  # what most functions return that are called for their effect
+_STOPPED = _NONE  # nobody opens it: the parent has an answer of its own
 
 SMALL = 16 * 1024
 """Bytes; a larger answer goes through the pipe at once."""
@@ -67,8 +71,10 @@ def run(
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
     """Serve until told to stop; return the exit code.  ``arena``: its descriptor, or nothing."""
-    out = _Answers(answers, Outbox(outbox))
-    os.close(outbox)
+    box = Outbox(outbox)
+    out = _Answers(answers, box)
+    listen(box, outbox, _Worker._run.__code__)
+    box.tick()
     try:
         shared = Arena.join(arena[0], orders["arena"]) if arena else None
         worker = _Worker(orders, Source(tasks), out, shared, inherited)
@@ -79,6 +85,7 @@ def run(
     except BaseException as exc:
         out.frame(FAILED, encode_exception(exc, traceback.format_exc()))
         return 1
+    box.rest()
     out.frame(READY, encode({"wire": WIRE, "pid": os.getpid()}))
     code = 0
     try:
@@ -132,15 +139,23 @@ class _Answers:
         if not self._count:
             self._since = time.perf_counter()
 
-    def answer(self, payload: bytes | memoryview, error: bool, last: bool) -> None:
-        """Answer the task in hand; ``last``: the next one has not come yet."""
+    def answer(self, payload: bytes | memoryview, error: int, last: bool) -> None:
+        """Answer the task in hand; ``last``: the next one has not come yet.
+
+        ``error``: 0, or `BODY_ERROR`, with `BODY_AGAIN` if the task may be tried again.
+        """
         leased = type(payload) is Leased
         if leased:
             self._leased += 1
             self._kept.append((self._leased, payload))  # type: ignore[arg-type]
         if self._kept:
             self.forget_adopted()
-        if not last and len(payload) <= SMALL and self.box.append(payload, error):
+        if (
+            not last
+            and len(payload) <= SMALL
+            and error < BODY_AGAIN
+            and self.box.append(payload, error)
+        ):
             self._count += 1
             if error or leased:
                 self._errors = OUTBOX_MIXED
@@ -155,13 +170,13 @@ class _Answers:
         while kept and kept[0][0] <= adopted:
             kept.popleft()
 
-    def ring(self, payload: bytes | memoryview = b"", error: bool = False) -> None:
+    def ring(self, payload: bytes | memoryview = b"", error: int = 0) -> None:
         """Tell the parent of all answers in the outbox, and of one more."""
         if not self._count and not payload:
             return
         now = time.perf_counter()
         nanos = int((now - self._since) * 1e9)
-        errors = self._errors | BODY_ERROR if error else self._errors
+        errors = self._errors | error
         head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
         self._count = self._errors = 0
         self._since = self._rung = now
@@ -219,6 +234,9 @@ class _Worker:
             if kind == TASKS:
                 self._tasks(count, read(size))
                 _flush()  # what tasks print is seen then, also when the pool is terminated
+            elif kind == TIMED:
+                self._tasks(count, read(size), self._timed)
+                _flush()
             elif kind == FUNC:
                 self._learn(read(size))
             elif kind == FORGET:
@@ -230,17 +248,20 @@ class _Worker:
     def _learn(self, body: bytes | memoryview) -> None:
         """Keep a function for the tasks that will name it, as it came."""
         number, mode = FUNC_HEAD.unpack_from(body)
-        self._funcs[number] = _Closed(bytes(body[FUNC_HEAD.size :])), mode
+        self._funcs[number] = _Closed(number, mode, bytes(body[FUNC_HEAD.size :])), mode
 
-    def _open(self, number: int, closed: _Closed, mode: int) -> Any:
+    def _open(self, closed: _Closed) -> Any:
         """Unpickle a function, in its first task; one that cannot be had fails its tasks."""
         try:
             func = decode(closed.payload)
         except Exception as exc:
             func = _Unavailable(exc)
         if self._prefix:
-            func = _Prefixed(func, self._prefix)
-        self._funcs[number] = func, mode
+            if type(func) is Retried:
+                func = Retried(Prefixed(func.func, self._prefix), func.on)
+            else:
+                func = Prefixed(func, self._prefix)
+        self._funcs[closed.number] = func, closed.mode
         return func
 
     def _tidy(self, fd: int) -> None:
@@ -258,11 +279,13 @@ class _Worker:
                 return
             seconds = min(2 * seconds, 60.0)
 
-    def _tasks(self, count: int, body: bytes | memoryview) -> None:
+    def _tasks(self, count: int, body: bytes | memoryview, run: Any = None) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
         func, mode = self._funcs.get(sizes[0], _WITHDRAWN) if sizes[0] else (None, Mode.CALL)
         out, enter_item = self._out, self._out.box.enter
+        if run is None:
+            run = self._run
         out.begin()
         for k in range(1, count + 1):
             seq = self._seq
@@ -272,16 +295,38 @@ class _Worker:
                 return
             self._seq = seq + 1
             if type(func) is _Closed:
-                func = self._open(sizes[0], func, mode)
+                func, mode = self._funcs[func.number]
             stop = at + sizes[k]
-            payload, error = self._run(func, mode, body[at:stop] if count > 1 else body[at:])
+            try:
+                payload, error = run(func, mode, body[at:stop] if count > 1 else body[at:])
+            except TaskStopped:  # it came when the task was over, and was being answered
+                payload, error = _STOPPED, BODY_ERROR
+                out.box.rest()
             at = stop
             out.answer(payload, error, k == count)
 
+    def _timed(
+        self, func: Any, mode: int, payload: bytes | memoryview
+    ) -> tuple[bytes | memoryview, int]:
+        """As `_run`, and let the parent see since when: of each item, in a chunk."""
+        box = self._out.box
+        box.tick()
+        try:
+            if type(func) is _Closed:
+                func = self._open(func)
+            if mode in (Mode.CHUNK, Mode.STARCHUNK):
+                ticking = Ticking(func.func if type(func) is Retried else func, box)
+                func = Retried(ticking, func.on) if type(func) is Retried else ticking
+            return self._run(func, mode, payload)
+        finally:
+            box.rest()
+
     def _run(
         self, func: Any, mode: int, payload: bytes | memoryview
-    ) -> tuple[bytes | memoryview, bool]:
+    ) -> tuple[bytes | memoryview, int]:
         try:
+            if type(func) is _Closed:
+                func = self._open(func)
             task = decode(payload)
             if mode == Mode.EACH:
                 value = func(task)
@@ -297,26 +342,27 @@ class _Worker:
         except SystemExit:
             raise
         except BaseException as exc:
-            return encode_exception(exc, _worker_traceback(exc)), True
+            error = BODY_ERROR
+            if type(func) is Retried and isinstance(exc, func.on):
+                error |= BODY_AGAIN
+            return encode_exception(exc, _worker_traceback(exc)), error
         del task
         if value is None:
-            return _NONE, False
+            return _NONE, 0
         try:
-            return encode(
-                value, recurse=self._recurse, main_globals=False, layout=self._layout
-            ), False
+            return encode(value, recurse=self._recurse, main_globals=False, layout=self._layout), 0
         except SystemExit:
             raise
         except BaseException as exc:
             cause = exc.__cause__ or exc
             failure = ResultNotPicklable(cause, _short_repr(value))
-            return encode_exception(failure, _worker_traceback(exc)), True
+            return encode_exception(failure, _worker_traceback(exc)), BODY_ERROR
 
 
 def _worker_traceback(exc: BaseException) -> str:
     """Return the traceback as text, without the frames of this file at its top."""
     tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, calls.__file__):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(exc), exc, tb))
 
@@ -332,22 +378,10 @@ def _short_repr(value: Any) -> str:
 class _Closed:
     """A function that no task has called yet: still pickled."""
 
-    __slots__ = ("payload",)
+    __slots__ = ("mode", "number", "payload")
 
-    def __init__(self, payload: bytes) -> None:
-        self.payload = payload
-
-
-class _Prefixed:
-    """A function that gets the worker's context in front of its arguments."""
-
-    __slots__ = ("_func", "_prefix")
-
-    def __init__(self, func: Callable[..., Any], prefix: tuple[Any, ...]) -> None:
-        self._func, self._prefix = func, prefix
-
-    def __call__(self, *args: Any) -> Any:
-        return self._func(*self._prefix, *args)
+    def __init__(self, number: int, mode: int, payload: bytes) -> None:
+        self.number, self.mode, self.payload = number, mode, payload
 
 
 class _Unavailable:

@@ -1,0 +1,232 @@
+"""The checks for hooks and channels of people's own: good ones pass, each fault is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import subprocess
+import sys
+import threading
+
+import pytest
+from hooks.own_pools import QueueProcessPool, QueueThreadPool
+
+from xpool import Pool
+from xpool.testing import LeakError, check_channel, check_hooks, no_leaks, sabotage
+from xpool.testing.saboteurs import EXITS, STAGES, WAYS
+
+pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
+
+
+@pytest.mark.parametrize("pool", [QueueThreadPool, QueueProcessPool])
+def test_good_hooks_pass(pool):
+    """Pools that do as the hooks' descriptions say conform."""
+    check_hooks(pool)
+
+
+class Blocking(QueueThreadPool):
+    def pool_outqueue_get(self, timeout=None):
+        return self.answers.get(timeout=timeout + 1.5)
+
+
+class Malformed(QueueThreadPool):
+    def pool_outqueue_get(self, timeout=None):
+        job, chunk, answer = super().pool_outqueue_get(timeout)
+        return job, chunk, answer[1]
+
+
+class Unsure(QueueThreadPool):
+    def maintain_pool(self):
+        super().maintain_pool()
+
+
+class Slow(QueueThreadPool):
+    def terminate_workers(self):
+        threading.Event().wait(0.8)
+        super().terminate_workers()
+
+
+class Forgetful(QueueThreadPool):
+    """Loses what waits when it is closed."""
+
+    def pool_inqueue_put(self, task):
+        if task is None:
+            try:
+                while True:
+                    self.tasks.get_nowait()
+            except queue.Empty:
+                pass
+        super().pool_inqueue_put(task)
+
+
+class Mortal(QueueThreadPool):
+    """Does not replace workers whose life is over."""
+
+    def maintain_pool(self):
+        return False
+
+
+class Twice(QueueThreadPool):
+    """Has no idea of errors."""
+
+    def pool_outqueue_get(self, timeout=None):
+        job, chunk, (_, value) = super().pool_outqueue_get(timeout)
+        return job, chunk, (True, value)
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (Blocking, r"pool_outqueue_get\(0.\d\) took"),
+        (Malformed, r"a result is \(job, chunk, \(ok, value\)\)"),
+        (Unsure, r"maintain_pool\(\) returned None"),
+        (Slow, r"terminate_workers\(\) took 0.8 s; it may not block"),
+        (Mortal, r"map with maxtasksperchild=1 does not return"),
+        (Twice, r"a task that raised TaskError\(7\) is answered with"),
+    ],
+)
+def test_faults_of_hooks_are_named(pool, message):
+    """Each hook that does not do as described is named, with what it did."""
+    with pytest.raises(AssertionError, match=message):
+        check_hooks(pool, limit=2)
+
+
+class Channel:
+    def __init__(self):
+        self.q = queue.SimpleQueue()
+
+    def put(self, obj):
+        self.q.put(obj)
+
+    def get(self, timeout):
+        return self.q.get(timeout=timeout)
+
+
+class Impatient(Channel):
+    def get(self, timeout):
+        if self.q.empty() and timeout < 1:
+            raise queue.Empty
+        return super().get(timeout)
+
+
+class Lossy(Channel):
+    n = 0
+
+    def put(self, obj):
+        self.n += 1
+        if self.n % 50:
+            super().put(obj)
+
+
+class Nothing(Channel):
+    def get(self, timeout):
+        try:
+            return super().get(timeout)
+        except queue.Empty:
+            return None
+
+
+def test_a_good_channel_passes():
+    """A queue that does as described conforms."""
+    check_channel(Channel)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Impatient, r"raised queue.Empty after 0.0"),
+        (Lossy, r"of 200 objects that 4 threads put, 19\d came"),
+        (Nothing, r"get\(0.05\) of an empty channel returned None"),
+    ],
+)
+def test_faults_of_channels_are_named(make, message):
+    """A channel that loses, or does not wait as told, does not conform."""
+    with pytest.raises(AssertionError, match=message):
+        check_channel(make, limit=5)
+
+
+@pytest.mark.parametrize("how", ["raise", *EXITS])
+@pytest.mark.parametrize("stage", ["task unpickle", "run", "result pickle"])
+def test_sabotage(make_pool, stage, how):
+    """A saboteur costs its own task, at every stage and in every way."""
+    from xpool import WorkerDied
+
+    pool = make_pool(Pool, 1)
+    victim = pool.apply_async(*sabotage(stage, how))
+    with pytest.raises(Exception) as caught:
+        victim.get(20)
+    if how != "raise":
+        assert isinstance(caught.value, WorkerDied) and caught.value.exitcode == EXITS[how]
+    assert pool.apply(len, ((1, 2),)) == 2
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", "hang", "spin"])
+def test_sabotage_that_never_ends(how):
+    """What does not go on by itself is ended with the pool."""
+    with no_leaks(), Pool(1) as pool:
+        pool.apply(len, ((),))
+        victim = pool.apply_async(*sabotage("run", how))
+        victim.wait(0.05)
+        assert not victim.ready()
+
+
+def test_sabotage_names_what_there_is():
+    """A stage or way that does not exist is refused, and the message lists all."""
+    with pytest.raises(ValueError, match="result unpickle"):
+        sabotage("lunch", "raise")
+    with pytest.raises(ValueError, match=WAYS[-1]):
+        sabotage(next(iter(STAGES)), "politely")
+
+
+def test_no_leaks_names_what_is_left(tmp_path):
+    """The leak guard lists what a block left behind, but not over the block's own error."""
+    with pytest.raises(LeakError, match="descriptor .*left"):
+        with no_leaks(limit=0.1):
+            file = (tmp_path / "left").open("w")
+    file.close()
+    with pytest.raises(ZeroDivisionError), no_leaks(limit=0.1):
+        file = (tmp_path / "left").open("w")
+        raise ZeroDivisionError
+    file.close()
+
+
+def test_the_fixture(tmp_path):
+    """The pytest fixture fails the test that leaks, and that test alone."""
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["xpool.testing.plugin"]\n')
+    (tmp_path / "test_it.py").write_text(
+        "import threading\n"
+        "stop = threading.Event()\n"
+        "def test_clean(no_leaks): pass\n"
+        "def test_leaks(no_leaks):\n"
+        "    threading.Thread(target=stop.wait, args=(8,), name='leaked', daemon=True).start()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": _root(), "XPOOL_TEST_LEAK_LIMIT": "0.5"},
+    )  # fmt: skip
+    assert "2 passed, 1 error" in done.stdout and "thread leaked" in done.stdout, done.stdout
+
+
+def _root():
+    import xpool
+
+    return xpool.__path__[0].rpartition("/")[0]
+
+
+def test_without_hypothesis():
+    """`xpool.testing` needs neither hypothesis nor pytest, and says so when a machine is wanted."""
+    code = (
+        "import sys; sys.modules['hypothesis'] = None; sys.modules['pytest'] = None\n"
+        "import xpool.testing as t\n"
+        "t.no_leaks, t.sabotage, t.check_hooks, t.Gate\n"
+        "try: t.PoolStateMachine\n"
+        "except ImportError as exc: print(exc)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False,
+        env={**os.environ, "PYTHONPATH": _root()},
+    )  # fmt: skip
+    assert "pip install hypothesis" in done.stdout, done.stderr
+    assert importlib.util.find_spec("hypothesis") is not None

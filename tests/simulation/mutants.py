@@ -1,0 +1,335 @@
+"""Seeded bugs: what the simulated worlds must find.
+
+A mutant is a module of xpool, a piece of its text that occurs exactly once, and what stands there
+instead.  When a change of the module makes the piece disappear, write the bug anew; the test says
+which.  `load` imports a whole copy of xpool in which that one module has the bug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xpool
+
+PACKAGE = Path(xpool.__file__).parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug, and the world that has to find it."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+    world: str = "scheduler"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def path(self) -> Path:
+        """The file that is patched."""
+        return PACKAGE.parent / (self.module.replace(".", "/") + ".py")
+
+    def source(self) -> str:
+        """Return the module's text with the bug; raise `LookupError` when it does not fit."""
+        text = self.path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise LookupError(
+                f"the text of mutant {self.name!r} occurs {text.count(self.old)} times in "
+                f"{self.module}; write it anew for what stands there now:\n{self.old}"
+            )
+        return text.replace(self.old, self.new)
+
+
+class _Loader(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
+    """Finds the one module, with the bug in it."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self.mutant = mutant
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.mutant.module:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, origin=str(self.mutant.path))
+
+    def get_filename(self, fullname: str) -> str:
+        return f"<mutant {self.mutant.name}>"
+
+    def get_data(self, path: str) -> bytes:
+        return self.mutant.source().encode()
+
+
+@contextlib.contextmanager
+def load(mutant: Mutant) -> Iterator[Any]:
+    """Give the simulation of a copy of xpool with the bug; `sys.modules` is as before, after."""
+    mine = {n: m for n, m in sys.modules.items() if n == "xpool" or n.startswith("xpool.")}
+    for name in mine:
+        del sys.modules[name]
+    loader = _Loader(mutant)
+    sys.meta_path.insert(0, loader)
+    try:
+        yield importlib.import_module(f"xpool.testing.simulation.{mutant.world}")
+    finally:
+        sys.meta_path.remove(loader)
+        for name in [n for n in sys.modules if n == "xpool" or n.startswith("xpool.")]:
+            del sys.modules[name]
+        sys.modules.update(mine)
+
+
+SCHEDULER = "xpool.jobs.scheduler"
+EXCHANGE = "xpool.engine.exchange"
+LOOP = "xpool.engine.loop"
+
+MUTANTS = [
+    # -- the scheduler, found by its own world ---------------------------------------------------
+    Mutant(
+        "a grant numbers its first item wrongly",
+        SCHEDULER,
+        "grant = Grant(span, items, hand.sent)",
+        "grant = Grant(span, items, hand.answered)",
+    ),
+    Mutant(
+        "what a dead worker held is put back in the wrong order",
+        SCHEDULER,
+        "        for span in reversed(back):\n            self.put_back(span)\n"
+        "        hand.reset(None)",
+        "        for span in back:\n            self.put_back(span)\n        hand.reset(None)",
+    ),
+    Mutant(
+        "a dead worker's task counts as not begun",
+        SCHEDULER,
+        "grant.seq + start < began",
+        "grant.seq + start < began - 1",
+    ),
+    Mutant(
+        "the task that a worker died in is put back as well",
+        SCHEDULER,
+        "                lost = grant, start\n                start += 1",
+        "                lost = grant, start",
+    ),
+    Mutant(
+        "a dead worker's second grant is forgotten",
+        SCHEDULER,
+        "        for grant in hand.held:\n            start = grant.done\n"
+        "            if start < grant.taken and grant.seq",
+        "        for grant in list(hand.held)[:1]:\n            start = grant.done\n"
+        "            if start < grant.taken and grant.seq",
+    ),
+    Mutant(
+        "a retry costs no retry",
+        SCHEDULER,
+        "        span.retries -= 1\n",
+        "",
+        "engine",
+    ),
+    Mutant(
+        "a retry stands at the end of the queue",
+        SCHEDULER,
+        "        span.retries -= 1\n        self.put_back(span)",
+        "        span.retries -= 1\n        self.put(span)",
+    ),
+    Mutant(
+        "a worker with an empty hand is not listed as idle",
+        SCHEDULER,
+        "if not hand.held and hand.accepting:",
+        "if not hand.held and hand.accepting and not self._queued:",
+    ),
+    Mutant(
+        "a worker is given one task more than its lifetime",
+        SCHEDULER,
+        "hand.accepting = hand.left > 0",
+        "hand.accepting = hand.left >= 0",
+    ),
+    Mutant(
+        "a long task gets others behind it",
+        SCHEDULER,
+        "return 2 * self.cost <= HANDFUL",
+        "return self.cost <= HANDFUL",
+    ),
+    Mutant(
+        "an open span that ran dry stays marked as queued",
+        SCHEDULER,
+        "        queue.popleft()\n        span.queued = False\n",
+        "        queue.popleft()\n",
+    ),
+    Mutant(
+        "items that were taken back are taken for held",
+        SCHEDULER,
+        "                grant.taken = start\n",
+        "",
+    ),
+    Mutant(
+        "a skipped item at the door is lost",
+        SCHEDULER,
+        "if position < grant.taken:",
+        "if position > grant.taken:",
+    ),
+    Mutant(
+        "withdrawing forgets what is bound",
+        SCHEDULER,
+        "        for queue in (self.shared, *self.own):\n            for span in [",
+        "        for queue in (self.shared,):\n            for span in [",
+    ),
+    Mutant(
+        "the least loaded is judged by what it holds alone",
+        SCHEDULER,
+        "self.hands[w].size + self._bound[w], not",
+        "self.hands[w].size, not",
+    ),
+    Mutant(
+        "the feeder's look comes before the mark",
+        SCHEDULER,
+        "        if span.items:\n            span.queued = True\n            self._queued += 1\n"
+        "            queue.appendleft(span)\n            return True",
+        "        if span.items:\n            return True",
+    ),
+    # -- states and engine -----------------------------------------------------------------------
+    Mutant(
+        "a worker that is ready counts as starting",
+        "xpool.jobs.states",
+        "WorkerEvent.HELLO: WorkerStates.READY,",
+        "WorkerEvent.HELLO: WorkerStates.STARTING,",
+        "engine",
+    ),
+    Mutant(
+        "a slot whose worker has gone stays as it was",
+        "xpool.jobs.states",
+        "    WorkerStates.READY: {\n        WorkerEvent.RETIRE: WorkerStates.RETIRING,\n"
+        "        WorkerEvent.GONE: WorkerStates.ABSENT,",
+        "    WorkerStates.READY: {\n        WorkerEvent.RETIRE: WorkerStates.RETIRING,\n"
+        "        WorkerEvent.GONE: WorkerStates.READY,",
+        "engine",
+    ),
+    Mutant(
+        "answers found in the outbox are counted again when they are announced",
+        EXCHANGE,
+        "        boxed = count - slot.ahead\n",
+        "        boxed = count\n",
+        "engine",
+    ),
+    Mutant(
+        "what a worker may still begin is given to others at once",
+        EXCHANGE,
+        "            self.sched.pause(w)\n            return now + GRACE",
+        "            self.sched.pause(w)\n            self.sched.take_back(w, began)\n"
+        "            self._give_idle()\n            return now + GRACE",
+        "engine",
+    ),
+    Mutant(
+        "a silent worker is looked at no more",
+        EXCHANGE,
+        "            self._expect_silence(slot)  # it may",
+        "            pass  # it may",
+        "engine",
+    ),
+    Mutant(
+        "nobody looks for a worker that sits on tasks",
+        EXCHANGE,
+        "            self._look_at_all(self._deep, ",
+        "            self._look_at_all({}, ",
+        "engine",
+    ),
+    Mutant(
+        "a new worker is taken to know the functions of the one before",
+        "xpool.fleet.slot",
+        "        self.known: set[int] = set()",
+        "        self.known: set[int] = getattr(self, 'known', set())",
+        "engine",
+    ),
+    Mutant(
+        "the limit stays after the worker has emptied its hand",
+        EXCHANGE,
+        "            slot.box.limit = NO_LIMIT\n",
+        "",
+        "engine",
+    ),
+    Mutant(
+        "the rest of a message that did not fit is not sent",
+        EXCHANGE,
+        "        if outlet.backlog and outlet.fd not in self._watch:",
+        "        if outlet.backlog and outlet.fd in self._watch:",
+        "engine",
+    ),
+    Mutant(
+        "after a death nobody is given what waits",
+        LOOP,
+        "        self._start_again(slot)\n        self._give_idle()\n",
+        "        self._start_again(slot)\n",
+        "engine",
+    ),
+    Mutant(
+        "the answers of a dead worker are not looked for in its outbox",
+        LOOP,
+        "            self._take_late(slot, box.tail)\n",
+        "            pass\n",
+        "engine",
+    ),
+    Mutant(
+        "the pipe of a dead worker is not emptied",
+        LOOP,
+        "        self._drain(slot)\n        box, w",
+        "        box, w",
+        "engine",
+    ),
+    Mutant(
+        "a worker that does not listen is not killed",
+        LOOP,
+        "                    slot.kill()\n                else:",
+        "                    pass\n                else:",
+        "engine",
+    ),
+    Mutant(
+        "a caller that lets go leaves its worker muted",
+        LOOP,
+        "            # What else it holds is for the engine's thread again.\n"
+        "            self._mute(slot, False)",
+        "            pass",
+        "engine",
+    ),
+    Mutant(
+        "a death during a caller's turn is forgotten",
+        LOOP,
+        "        if slot.unchecked:\n            slot.unchecked = False\n"
+        "            self._watch_end(slot)",
+        "        if slot.unchecked:\n            slot.unchecked = False",
+        "engine",
+    ),
+    Mutant(
+        "a start that the system refused is not tried again",
+        LOOP,
+        "                self._watch.alarm(slot.start_at)\n\n    def _start_overdue",
+        "                pass\n\n    def _start_overdue",
+        "engine",
+    ),
+    Mutant(
+        "a frame that came in part loses its beginning",
+        "xpool.queue.channel",
+        "        self._buffer = data[at:]",
+        "        self._buffer = b''",
+        "engine",
+    ),
+    Mutant(
+        "an alarm that is already set is set again later",
+        "xpool.engine.watch",
+        "if self._alarm is not None and self._alarm <= when:",
+        "if self._alarm is not None and self._alarm > when:",
+        "engine",
+    ),
+    Mutant(
+        "an answer that wraps around the outbox is cut",
+        "xpool.queue.outbox",
+        "            self._data[: stop - self.capacity] = entry[cut:]",
+        "            pass",
+        "engine",
+    ),
+]

@@ -1,0 +1,105 @@
+"""The simulated worlds: thousands of histories go well, and seeded bugs do not go unnoticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xpool.testing.simulation.engine import EngineWorld
+from xpool.testing.simulation.scheduler import SchedulerWorld
+from xpool.testing.simulation.seeds import SimulationFailed, World, search
+
+from .mutants import MUTANTS, Mutant, load
+
+DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
+"""How many times the usual number of histories to run; `make soak` runs many."""
+
+HISTORIES = {"scheduler": 4_000, "engine": 1_200}
+
+pytestmark = pytest.mark.xpool_only
+
+
+@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld])
+@pytest.mark.parametrize("turn", range(DEEP))
+def test_histories_go_well(world, turn):
+    """Whatever happens in whatever order, every task ends as it must, and nothing is left over."""
+    n = HISTORIES[world.name]
+    assert search(world, range(turn * n, (turn + 1) * n)) is None
+
+
+@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld])
+def test_a_seed_is_a_history(world):
+    """The same seed tells the same story each time."""
+    stories = []
+    for _ in range(2):
+        one = world(7)
+        one.run()
+        stories.append(one.history())
+    assert stories[0] == stories[1] and len(stories[0]) > 5
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_seeded_bugs_are_found(mutant: Mutant):
+    """A bug that is put into a copy of the code is found, with a seed and its story."""
+    with load(mutant) as simulation:
+        world = next(
+            kind
+            for kind in vars(simulation).values()
+            if isinstance(kind, type) and getattr(kind, "name", None) == mutant.world
+        )
+        search_there = sys.modules["xpool.testing.simulation.seeds"].search
+        found = search_there(world, range(3 * HISTORIES[mutant.world]))
+    assert found is not None, f"no history shows that {mutant.name}"
+    assert str(found.seed) in str(found) and "--seeds" not in str(found)
+
+
+def test_mutants_leave_the_true_modules_alone():
+    """After a mutant has been looked at, the program has the modules that it had before."""
+    from xpool.jobs import scheduler
+
+    with load(MUTANTS[0]) as simulation:
+        assert simulation.Scheduler is not scheduler.Scheduler
+    from xpool.jobs import scheduler as after
+
+    assert after is scheduler and sys.modules["xpool.jobs.scheduler"] is scheduler
+
+
+def test_a_mutant_that_no_longer_fits_says_so():
+    """When the code has changed, the mutant's text must be written anew, and the error says it."""
+    stale = Mutant("stale", "xpool.jobs.scheduler", "no such text", "")
+    with pytest.raises(LookupError, match="write it anew"):
+        stale.source()
+
+
+class Broken(World):
+    """A world in which the seventh history goes wrong."""
+
+    name = "broken"
+
+    def play(self) -> None:
+        self.note("so far", self.seed)
+        if self.seed == 7:
+            raise ZeroDivisionError("seven")
+
+
+def test_a_failure_tells_its_seed_and_its_story():
+    """What is raised inside a history comes out as a failure with everything needed to replay."""
+    found = search(Broken, range(100))
+    assert isinstance(found, SimulationFailed) and found.seed == 7
+    assert isinstance(found.__cause__, ZeroDivisionError)
+    assert "so far 7" in str(found) and "broken 7" in str(found)
+
+
+@pytest.mark.parametrize("world", ["scheduler", "engine"])
+def test_the_command_line(world):
+    """A seed is replayed, and seeds are searched, from the command line."""
+    command = [sys.executable, "-m", "xpool.testing.simulation", world]
+    one = subprocess.run([*command, "3"], capture_output=True, text=True, check=True, timeout=60)
+    assert one.stdout.rstrip().endswith("all is well")
+    many = subprocess.run(
+        [*command, "--seeds", "20"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert many.stdout.startswith("20 histories")

@@ -1,0 +1,49 @@
+"""What xpool is tested with, for pools of your own too: see ``docs/testing.md``.
+
+Names are resolved when they are first used: the state machine needs hypothesis, the fixture needs
+pytest, and everything else neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xpool.testing.conformance import check_channel as check_channel
+    from xpool.testing.conformance import check_hooks as check_hooks
+    from xpool.testing.leaks import LeakError as LeakError
+    from xpool.testing.leaks import no_leaks as no_leaks
+    from xpool.testing.machine import PoolStateMachine as PoolStateMachine
+    from xpool.testing.saboteurs import sabotage as sabotage
+    from xpool.testing.waiting import Gate as Gate
+    from xpool.testing.waiting import Mailbox as Mailbox
+
+_homes = {
+    "conformance": "check_channel check_hooks",
+    "leaks": "LeakError no_leaks",
+    "machine": "PoolStateMachine",
+    "saboteurs": "sabotage",
+    "waiting": "Gate Mailbox",
+}
+_where = {name: module for module, names in _homes.items() for name in names.split()}
+
+__all__ = [*_where]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _where:
+        raise AttributeError(f"module 'xpool.testing' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"xpool.testing.{_where[name]}")
+    except ModuleNotFoundError as exc:
+        if exc.name != "hypothesis":
+            raise
+        raise ImportError(
+            f"xpool.testing.{name} needs hypothesis, which is not installed: pip install hypothesis"
+        ) from exc
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,323 @@
+"""Checks for the parts of pools of people's own: hooks and channels.
+
+Each check uses the thing as xpool does, watches it, and raises one `AssertionError` that lists
+everything that is not as the description says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xpool.pool.base import TURN, BasePool
+from xpool.testing.leaks import Snapshot
+from xpool.testing.tasks import TaskError, perform
+
+__all__ = ["check_channel", "check_hooks"]
+
+QUICK = 0.5
+"""Seconds that a hook which may not block may take; much, for slow machines."""
+
+LIMIT = 20.0
+"""Seconds after which something counts as not happening."""
+
+
+class _Report:
+    """What was seen, by all threads."""
+
+    def __init__(self) -> None:
+        self.wrong: list[str] = []
+        self.calls: dict[str, int] = {}
+
+    def say(self, what: str) -> None:
+        if what not in self.wrong:
+            self.wrong.append(what)
+
+
+@contextlib.contextmanager
+def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
+    """Look at every hook of the class as it is called.
+
+    The class itself is changed, and changed back: a subclass could not be found by the workers.
+    """
+
+    def wrap(name: str, look: Callable[[Any, float, tuple[Any, ...]], None]) -> Any:
+        hook = getattr(kind, name)
+
+        @functools.wraps(hook)
+        def call(self: Any, *args: Any) -> Any:
+            report.calls[name] = report.calls.get(name, 0) + 1
+            start = time.monotonic()
+            try:
+                value = hook(self, *args)
+            except queue.Empty:
+                if name != "pool_outqueue_get":
+                    report.say(f"{name}() raised queue.Empty; only pool_outqueue_get() may")
+                _late(report, name, time.monotonic() - start, args)
+                raise
+            except Exception as exc:
+                report.say(f"{name}() raised {exc!r}")
+                raise
+            look(value, time.monotonic() - start, args)
+            return value
+
+        return call
+
+    def result(value: Any, took: float, args: tuple[Any, ...]) -> None:
+        _late(report, "pool_outqueue_get", took, args)
+        try:
+            job, chunk, (ok, _) = value
+            good = isinstance(job, int) and isinstance(chunk, int) and isinstance(ok, bool)
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            report.say(
+                f"pool_outqueue_get() returned {value!r:.80}; a result is (job, chunk, (ok, value))"
+            )
+
+    def quick(name: str) -> Callable[[Any, float, tuple[Any, ...]], None]:
+        def look(value: Any, took: float, args: tuple[Any, ...]) -> None:
+            if took > QUICK:
+                report.say(f"{name}() took {took:.1f} s; it may not block")
+            if name == "maintain_pool" and not isinstance(value, bool):
+                report.say(f"maintain_pool() returned {value!r}; it says whether workers ended")
+
+        return look
+
+    def nothing(value: Any, took: float, args: tuple[Any, ...]) -> None:
+        """Any value, and as long as it takes."""
+
+    looks = {
+        "setup_queues": nothing,
+        "pool_inqueue_put": nothing,
+        "pool_outqueue_get": result,
+        "repopulate_pool": nothing,
+        "maintain_pool": quick("maintain_pool"),
+        "terminate_workers": quick("terminate_workers"),
+        "join_workers": nothing,
+    }
+    own = {name: vars(kind)[name] for name in looks if name in vars(kind)}
+    for name, hook in {name: wrap(name, look) for name, look in looks.items()}.items():
+        setattr(kind, name, hook)
+    try:
+        yield
+    finally:
+        for name in looks:
+            if name in own:
+                setattr(kind, name, own[name])
+            else:
+                delattr(kind, name)
+
+
+def _late(report: _Report, name: str, took: float, args: tuple[Any, ...]) -> None:
+    timeout = args[0] if args else 0.0
+    if name == "pool_outqueue_get" and took > timeout + QUICK:
+        report.say(f"pool_outqueue_get({timeout}) took {took:.1f} s; it waits no longer than that")
+
+
+def _within(report: _Report, what: str, act: Callable[[], Any], limit: float = LIMIT) -> Any:
+    """Do it in a thread of its own; note when it does not come back, or raises."""
+    box: list[Any] = []
+
+    def run() -> None:
+        try:
+            box.append((True, act()))
+        except BaseException as exc:
+            box.append((False, exc))
+
+    thread = threading.Thread(target=run, name=f"check-{what}", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if not box:
+        report.say(f"{what} does not return within {limit:g} s")
+        return None
+    ok, value = box[0]
+    if not ok:
+        report.say(f"{what} raised {value!r}")
+        return None
+    return value
+
+
+def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -> None:
+    """Use a subclass of `BasePool` in all the ways that involve its hooks, and watch them.
+
+    Args:
+        pool: the class; made as ``pool(processes=2, **options)`` unless ``options`` say otherwise.
+        limit: seconds after which something counts as not happening.
+
+    Raises:
+        AssertionError: lists what is not as the descriptions of the hooks say.
+    """
+    report = _Report()
+    before = Snapshot.take()
+    options.setdefault("processes", 2)
+    make = functools.partial(pool, **options)
+    with _watched(pool, report):
+        for use in (_use_to_the_end, _use_short_lives, _use_terminate):
+            if not report.wrong:
+                use(make, report, limit)
+    for name in ("pool_inqueue_put", "pool_outqueue_get", "maintain_pool", "join_workers"):
+        if not report.wrong and not report.calls.get(name):
+            report.say(f"{name}() was never called; does something stand in its way?")
+    if not report.wrong:
+        report.wrong += [f"left over: {what}" for what in before.leaks(5.0)]
+    if report.wrong:
+        raise AssertionError(f"{pool.__name__} does not conform:\n  " + "\n  ".join(report.wrong))
+
+
+def _use_to_the_end(make: Callable[..., Any], report: _Report, limit: float) -> None:
+    pool = _within(report, "the constructor", make, limit)
+    if pool is None:
+        return
+    specs = [("value", i, None) for i in range(40)]
+    expected = list(range(40))
+    for verb in ("map", "imap"):
+        got = _within(report, verb, functools.partial(_drawn, getattr(pool, verb), specs))
+        if got is not None and got != expected:
+            report.say(f"{verb} of {expected} gave {got}")
+    if report.wrong:
+        pool.terminate()
+        return
+    error = pool.apply_async(perform, (("error", 7, None),))
+    raised = _within(report, "get() of a task that raises", lambda: _error(error, limit), limit)
+    if raised is not None and not (isinstance(raised, TaskError) and raised.args == (7,)):
+        report.say(f"a task that raised TaskError(7) is answered with {raised!r}")
+    waiting = [pool.apply_async(perform, (spec,)) for spec in specs]
+    pool.close()
+    _within(report, "join() after close()", pool.join, limit)
+    for result, number in zip(waiting, expected):
+        if not result.ready():
+            report.say("close() and join() left tasks unanswered that had been submitted")
+            break
+        if result.get() != number:
+            report.say(f"a task gave {result.get()!r}, not {number}")
+
+
+def _use_short_lives(make: Callable[..., Any], report: _Report, limit: float) -> None:
+    pool = _within(report, "the constructor", lambda: make(maxtasksperchild=1), limit)
+    if pool is None:
+        return
+    specs = [("value", i, None) for i in range(6)]
+    got = _within(report, "map with maxtasksperchild=1", lambda: pool.map(perform, specs, 1), limit)
+    if got is not None and got != list(range(6)):
+        report.say(f"with maxtasksperchild=1, map gave {got}")
+    pool.terminate()
+    _within(report, "join() after terminate()", pool.join, limit)
+
+
+def _use_terminate(make: Callable[..., Any], report: _Report, limit: float) -> None:
+    pool = _within(report, "the constructor", make, limit)
+    if pool is None:
+        return
+    results = [pool.apply_async(perform, (("value", i, None),)) for i in range(20)]
+    _within(report, "terminate()", pool.terminate, limit)
+    _within(report, "terminate() again", pool.terminate, limit)
+    _within(report, "join() after terminate()", pool.join, limit)
+    if not all(result.ready() for result in results):
+        report.say("terminate() left results that will never come")
+    _within(report, "terminate_workers() once more", pool.terminate_workers, limit)
+
+
+def _drawn(verb: Callable[..., Any], specs: list[Any]) -> list[Any]:
+    return list(verb(perform, specs))
+
+
+def _error(result: Any, limit: float) -> BaseException:
+    try:
+        result.get(limit)
+    except BaseException as exc:
+        return exc
+    return AssertionError("no error")
+
+
+def check_channel(make: Callable[[], Any], *, limit: float = LIMIT) -> None:
+    """Check a queue of people's own: ``put(obj)``, ``get(timeout)``, and ``close()`` if it has it.
+
+    What is put comes out, equal and in order, once, whatever its size and however many threads
+    put and get; `get` raises `queue.Empty` after its timeout in seconds, and not before.
+
+    Raises:
+        AssertionError: lists what does not hold.
+    """
+    report = _Report()
+    before = Snapshot.take()
+    _use_channel(make(), report, limit)
+    if not report.wrong:
+        report.wrong += [f"left over: {what}" for what in before.leaks(5.0)]
+    if report.wrong:
+        raise AssertionError("the channel does not conform:\n  " + "\n  ".join(report.wrong))
+
+
+def _use_channel(channel: Any, report: _Report, limit: float) -> None:
+    objects = [None, 0, "text", (1, [2, {"three": 4}]), b"x" * 1_000_000, list(range(1000)), None]
+    _within(report, "put() and get()", lambda: _one_by_one(channel, objects, report), limit)
+    if not report.wrong:
+        _within(report, "get(0.05)", lambda: _empty(channel, report), limit)
+    if not report.wrong:
+        _within(report, "many threads", lambda: _many(channel, report, limit), 2 * limit)
+    if not report.wrong and hasattr(channel, "close"):
+        _within(report, "close()", channel.close, limit)
+
+
+def _one_by_one(channel: Any, objects: list[Any], report: _Report) -> None:
+    def put_all() -> None:
+        for obj in objects:
+            channel.put(obj)
+
+    # The large one may not fit while nobody gets.
+    putter = threading.Thread(target=put_all, daemon=True)
+    putter.start()
+    got = [channel.get(LIMIT) for _ in objects]
+    putter.join()
+    if got != objects:
+        report.say(f"what was put in order came as {got!r:.200}")
+
+
+def _empty(channel: Any, report: _Report) -> None:
+    start = time.monotonic()
+    try:
+        value = channel.get(0.05)
+    except queue.Empty:
+        took = time.monotonic() - start
+        if not 0.04 <= took <= 0.05 + QUICK:
+            report.say(f"get(0.05) raised queue.Empty after {took:.3f} s")
+        return
+    report.say(f"get(0.05) of an empty channel returned {value!r:.80}")
+
+
+def _many(channel: Any, report: _Report, limit: float) -> None:
+    threads, each = 4, 50
+    got: list[tuple[int, int]] = []
+
+    def put(i: int) -> None:
+        for k in range(each):
+            channel.put((i, k))
+
+    def get() -> None:
+        try:
+            while True:
+                got.append(channel.get(2 * TURN))
+        except queue.Empty:
+            return
+
+    work = [threading.Thread(target=put, args=(i,), daemon=True) for i in range(threads)]
+    work += [threading.Thread(target=get, daemon=True) for _ in range(threads)]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join(limit)
+    while len(got) < threads * each:
+        try:
+            got.append(channel.get(2 * TURN))
+        except queue.Empty:
+            break
+    if sorted(got) != [(i, k) for i in range(threads) for k in range(each)]:
+        report.say(
+            f"of {threads * each} objects that {threads} threads put, {len(got)} came, "
+            f"{len(set(got))} of them different"
+        )

@@ -1,0 +1,222 @@
+"""What this process has open: children and theirs, threads, descriptors, shared memory.
+
+Linux only: it reads ``/proc`` and ``/dev/shm``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpool.testing.waiting import eventually, wait_gone
+
+__all__ = [
+    "LeakError", "Snapshot", "command", "descendants", "descriptors", "mark_this_run", "no_leaks",
+    "servers",
+]  # fmt: skip
+
+MARK = "XPOOL_TEST_RUN"
+"""Environment variable by which orphans of this run are known again."""
+
+KEPT = ("xpool.worker.server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
+"""In the command line of processes that live as long as this one, on purpose, to make starting
+the next pool cheap.  Their children are no exception."""
+
+ARENA = "/memfd:xpool-arena"
+"""The file of the arena: one for the program, made with its first pool and kept."""
+
+_SELF = str(os.getpid())
+
+
+_strangers: set[str] = set()
+"""Processes that are none of ours, so that looking again costs little."""
+
+
+def _processes() -> set[str]:
+    return set(filter(str.isdigit, os.listdir("/proc")))
+
+
+def mark_this_run() -> None:
+    """Put the mark into the environment that children will get."""
+    os.environ[MARK] = f"{_SELF}-{uuid.uuid4().hex[:8]}"
+    _strangers.update(_processes())
+
+
+def _read(pid: str, name: str) -> bytes:
+    try:
+        return Path("/proc", pid, name).read_bytes()
+    except OSError:
+        return b""
+
+
+def _parent(pid: str) -> str:
+    # The name, in parentheses, may itself hold spaces and parentheses.
+    fields = _read(pid, "stat").rpartition(b")")[2].split()
+    return fields[1].decode() if fields else "0"
+
+
+def command(pid: int | str) -> str:
+    """Return the command line of a process; a zombie has none."""
+    return _read(str(pid), "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _ours() -> dict[str, str]:
+    """Return the processes below this one, and those that once were, with their parents."""
+    there = _processes()
+    _strangers.intersection_update(there)
+    parents = {pid: _parent(pid) for pid in there - _strangers - {_SELF}}
+    mark = f"{MARK}={os.environ.get(MARK, '-')}".encode()
+    ours = {}
+    for pid, parent in parents.items():
+        up = parent
+        while up in parents:
+            up = parents[up]
+        environment = b"" if up == _SELF else _read(pid, "environ")
+        if up == _SELF or mark in environment.split(b"\0"):
+            ours[pid] = parent
+        elif environment:
+            _strangers.add(pid)
+    return ours
+
+
+def _kept(pid: str, parent: str) -> bool:
+    # The children that a fork server forks show its command line; the server itself is ours.
+    words = command(pid) if parent == _SELF else ""
+    return any(name in words for name in KEPT)
+
+
+def descendants() -> set[int]:
+    """Return the processes below this one and those that were, without the kept servers."""
+    return {int(pid) for pid, parent in _ours().items() if not _kept(pid, parent)}
+
+
+def servers() -> list[int]:
+    """Return the kept server processes of this process."""
+    return [int(pid) for pid, parent in _ours().items() if _kept(pid, parent)]
+
+
+def descriptors() -> dict[int, str]:
+    """Return this process's open descriptors and what they lead to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            to = os.readlink(f"/proc/self/fd/{name}")
+            if not to.startswith(ARENA):
+                found[int(name)] = to
+        except OSError:
+            continue  # the descriptor of this very listing
+    return found
+
+
+@dataclass
+class Snapshot:
+    """What there was at one moment."""
+
+    processes: set[int]
+    servers: list[int]
+    threads: set[threading.Thread]
+    fds: dict[int, str]
+    shm: set[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        """Look now."""
+        return cls(
+            descendants(),
+            servers(),
+            set(threading.enumerate()),
+            descriptors(),
+            set(os.listdir("/dev/shm")),
+        )
+
+    def more_fds(self) -> dict[int, str]:
+        """Return descriptors opened since, if there are more than there were."""
+        now = descriptors()
+        new = {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
+        # A server is started anew when the program has come to use more modules.
+        for _ in set(servers()) - set(self.servers) if new else ():
+            socket = next((fd for fd, to in new.items() if to.startswith("socket:")), None)
+            if socket is not None:
+                del new[socket], now[socket]
+        return new if len(now) > len(self.fds) else {}
+
+    def leaks(self, limit: float, ignore: str = "(?!)") -> list[str]:
+        """Return what is left over, after everything had `limit` seconds to end.
+
+        Threads whose names match `ignore` may stay.
+        """
+        end = time.monotonic() + limit
+        new = [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self.threads and not re.fullmatch(ignore, thread.name)
+        ]
+        processes = descendants() - self.processes
+        if new or processes or self.more_fds() or self._more_shm():
+            gc.collect()
+
+        def left() -> float:
+            return max(0.0, end - time.monotonic())
+
+        found = [
+            f"process {pid}: {command(pid) or 'not waited for (zombie)'}"
+            for pid in wait_gone(processes, left())
+        ]
+        # A process that ended may still be waiting to be waited for.
+        if processes and not found:
+            try:
+                eventually(lambda: not descendants() - self.processes, "zombies", left())
+            except AssertionError:
+                found += [f"process {pid}: zombie" for pid in descendants() - self.processes]
+        for thread in new:
+            thread.join(left())
+            if thread.is_alive():
+                found.append(f"thread {thread.name}")
+        try:
+            eventually(lambda: not self.more_fds(), "descriptors", min(left(), 2.0))
+        except AssertionError:
+            found += [f"descriptor {fd}: {to}" for fd, to in sorted(self.more_fds().items())]
+        return found + sorted(self._more_shm())
+
+    def _more_shm(self) -> set[str]:
+        """Return names in /dev/shm that are new and that no stranger has mapped."""
+        new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm}
+        if new:
+            ours = descendants() | {os.getpid()}
+            for pid in filter(str.isdigit, os.listdir("/proc")):
+                if int(pid) not in ours:
+                    maps = _read(pid, "maps").decode(errors="replace")
+                    new -= {name for name in new if name in maps}
+        # A stranger's that was put away meanwhile.
+        return {name for name in new if os.path.exists(name)}
+
+
+class LeakError(AssertionError):
+    """Something was left over: the message lists what."""
+
+
+@contextlib.contextmanager
+def no_leaks(limit: float = 5.0, ignore: str = "(?!)") -> Iterator[None]:
+    """Check that the block leaves nothing behind.
+
+    Threads, processes (also those whose parent has ended, after `mark_this_run`), descriptors
+    (sockets among them) and names in ``/dev/shm`` that were not there before have ``limit``
+    seconds to go; threads whose whole name matches the pattern ``ignore`` may stay.  The fork
+    servers that xpool and multiprocessing keep for the next pool are no leak.
+
+    Raises:
+        LeakError (an `AssertionError`): what is left.  Not raised over an error of the block.
+    """
+    before = Snapshot.take()
+    yield
+    left = before.leaks(limit, ignore)
+    if left:
+        raise LeakError("left over:\n  " + "\n  ".join(left))

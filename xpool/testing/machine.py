@@ -1,0 +1,492 @@
+"""A state machine that uses a pool in every order that hypothesis can think of.
+
+The model beside it is simple: what each task must become, and what state the pool is in.  In any
+order come calls by every verb (values, errors, chunks), results, callbacks, deaths of workers from
+within and from without, several threads at once, `close`, `terminate` and `join`; and, where the
+pool has them, limits of time and `cancel`.  Whatever has been submitted must be answered, once,
+with what the model says, before a limit; and a pool that has ended must leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from xpool import errors
+from xpool.errors import TimeoutError as PoolTimeout
+from xpool.testing.leaks import Snapshot
+from xpool.testing.tasks import TaskError, in_context, perform, perform_pair
+from xpool.testing.waiting import Gate
+
+__all__ = ["PoolStateMachine"]
+
+Spec = tuple[str, int, "str | None"]
+
+_DEATHS = ("os._exit", "SIGKILL")
+_THREADS = 3
+_SELDOM = st.sampled_from([False, False, False, True])  # else most histories would end early
+
+
+class _Answer:
+    """An answer that is owed: how to get it, and what it may be."""
+
+    def __init__(self, what: str, get: Callable[[float], Any], specs: list[Spec]) -> None:
+        self.what = what
+        self.get = get
+        self.specs = specs
+        self.result: Any = None  # where there is one that can be cancelled
+        self.called: list[Any] | None = None  # what its callbacks were called with
+        self.unordered = False
+        self.asked = False  # to be cancelled
+        self.cancelled = False  # and `cancel` said that it is
+        self.times_out = False
+
+    @property
+    def kinds(self) -> set[str]:
+        """What its tasks do."""
+        return {spec[0] for spec in self.specs}
+
+
+class PoolStateMachine(RuleBasedStateMachine):
+    """Rules over one pool; make one for your own class with `for_pool`."""
+
+    make: ClassVar[Callable[[], Any]]
+    """Makes the pool."""
+
+    deaths: ClassVar[bool] = False
+    """Whether its workers are processes whose death costs the task that they run, and only that."""
+
+    gets_context: ClassVar[bool] = False
+    """Whether tasks get a context before their arguments."""
+
+    limit: ClassVar[float] = 20.0
+    """Seconds after which an answer that has not come counts as a hang."""
+
+    @classmethod
+    def for_pool(
+        cls,
+        pool: Callable[..., Any],
+        *args: Any,
+        deaths: bool | None = None,
+        gets_context: bool | None = None,
+        limit: float = 20.0,
+        examples: int = 20,
+        steps: int = 15,
+        **options: Any,
+    ) -> type[PoolStateMachine]:
+        """Return a machine for ``pool(*args, **options)``; its ``TestCase`` is what pytest runs.
+
+        Args:
+            pool: a subclass of `xpool.BasePool`, or anything that has the verbs.  Two workers if
+                ``options`` do not say how many.
+            deaths: whether workers may be killed; None: yes for the process pools of xpool.
+            gets_context: whether tasks get a context first; None: yes for xpool's context pools.
+            limit: seconds after which an answer that has not come counts as a hang.
+            examples, steps: histories to try, and rules in each at most.
+        """
+        from xpool.pool.context import CtxPool, CtxThreadPool
+        from xpool.pool.process import Pool
+
+        kind: type = pool if isinstance(pool, type) else type(None)
+        if gets_context is None:
+            gets_context = issubclass(kind, (CtxPool, CtxThreadPool))
+        if gets_context:
+            options.setdefault("worker_contexts", ["first", "second"])
+        elif not args:
+            options.setdefault("processes", 2)
+        fields = {
+            "make": staticmethod(lambda: pool(*args, **options)),
+            "deaths": issubclass(kind, Pool) if deaths is None else deaths,
+            "gets_context": gets_context,
+            "limit": limit,
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+        }
+        machine: Any = type(f"{getattr(pool, '__name__', 'Pool')}StateMachine", (cls,), fields)
+        machine.TestCase.settings = settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        )
+        return machine  # type: ignore[no-any-return]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = Snapshot.take()
+        self.pool = type(self).make()
+        self.folder = tempfile.mkdtemp(prefix="xpool-testing-")
+        self.gate = Gate(os.path.join(self.folder, "gate"))
+        self.held = 0
+        self.state = "RUN"
+        self.owed: list[_Answer] = []
+        self.kills = 0  # by us, from without
+        self.lost = 0  # tasks that were lost and did not end their worker themselves
+        self.numbers = 0
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def spec(self, what: str) -> Spec:
+        """Return what a task is to do."""
+        self.numbers += 1
+        if what == "held":
+            self.held += 1
+        return what, self.numbers, self.gate.path if what == "held" else None
+
+    def functions(self) -> tuple[Any, Any]:
+        """Return the function of one argument, and that of two."""
+        return (in_context, in_context) if self.gets_context else (perform, perform_pair)
+
+    def expect(self, answer: _Answer, limit: float | None = None) -> None:
+        """Take an answer and compare it with what it must be."""
+        try:
+            value = answer.get(type(self).limit if limit is None else limit)
+        except PoolTimeout as exc:
+            if isinstance(exc, errors.TaskTimeout):
+                self.check_cancelled(answer, exc)
+                assert answer.times_out, f"{answer.what} ended with {exc!r}, without a limit"
+                return
+            # Later histories need not wait as long: hypothesis will try many to find a short one.
+            type(self).limit = min(type(self).limit, 3.0)
+            raise AssertionError(
+                f"{answer.what} is not answered after {limit or self.limit} s; {self.pool!r}"
+            ) from exc
+        except BaseException as exc:
+            self.check_error(answer, exc)
+            kind: Any = exc
+        else:
+            expected = [_value(spec) for spec in answer.specs]
+            assert not answer.cancelled, f"{answer.what} was cancelled, and gave {value!r:.80}"
+            assert not (answer.kinds - _GOOD), f"{answer.what} gave {value!r:.80}, and must fail"
+            assert not answer.times_out, f"{answer.what} gave {value!r:.80}, after its limit"
+            if answer.unordered:
+                value, expected = sorted(value, key=repr), sorted(expected, key=repr)
+            assert value == expected, f"{answer.what} gave {value!r:.80}, not {expected!r:.80}"
+            kind = value
+        if answer.called is not None:
+            calls = len(answer.called)
+            ended = self.state == "TERMINATE"
+            assert calls == 1 or (ended and not calls), f"{calls} callbacks of {answer.what}"
+            if calls:
+                assert isinstance(kind, BaseException) or answer.called[0] == kind[0]
+
+    def check_cancelled(self, answer: _Answer, exc: BaseException) -> None:
+        """What was cancelled ends so."""
+        ends = (errors.TaskCancelled, errors.PoolClosed)
+        assert not answer.cancelled or isinstance(exc, ends), (
+            f"{answer.what} was cancelled, and raised {exc!r}"
+        )
+
+    def check_error(self, answer: _Answer, exc: BaseException) -> None:
+        """An error is the one that some task of the answer owes, or one that we have caused."""
+        self.check_cancelled(answer, exc)
+        if isinstance(exc, TaskError):
+            numbers = [spec[1] for spec in answer.specs if spec[0] == "error"]
+            assert exc.args[0] in numbers, f"{answer.what} raised the error of another: {exc!r}"
+        elif isinstance(exc, errors.WorkerDied):
+            if not answer.kinds & set(_DEATHS):
+                self.lost += 1
+                assert self.lost <= self.kills, (
+                    f"{answer.what} was lost: {exc!r}; {self.kills} workers were killed, and "
+                    f"{self.lost} tasks that did not end them are lost"
+                )
+        elif isinstance(exc, errors.PoolClosed):
+            assert self.state == "TERMINATE", f"{answer.what}: {exc!r}, but the pool is not ended"
+        elif isinstance(exc, errors.TaskCancelled):
+            assert answer.asked, f"{answer.what} is cancelled, and nobody did it"
+            assert answer.cancelled, f"{answer.what} is cancelled, and cancel() said it is not"
+        elif "unpicklable" in answer.kinds and self.deaths:
+            assert isinstance(exc, errors.ResultNotPicklable), f"{answer.what} raised {exc!r}"
+        else:
+            raise AssertionError(f"{answer.what} raised {exc!r}") from exc
+
+    def submit(self, verb: str, whats: list[str], retries: int = 0, **terms: Any) -> None:
+        """Submit tasks by a verb that does not wait, and note what is owed."""
+        specs = [self.spec(what) for what in whats]
+        if retries and "retries" in inspect.signature(getattr(self.pool, verb)).parameters:
+            terms["retries"] = retries
+        answer = _submit(self.pool, verb, specs, self.functions(), terms)
+        self.owed.append(answer)
+
+    def open_gate(self) -> None:
+        """Let all held tasks go on."""
+        if self.held:
+            # A task that is run again passes once more.
+            self.gate.open(2 * self.held + 2)
+            self.held = 0
+
+    def running(self) -> bool:
+        """For preconditions: the pool takes work."""
+        return self.state == "RUN"
+
+    # -- rules: work -----------------------------------------------------------------------------
+
+    @precondition(running)
+    @rule(what=st.sampled_from(["value", "value", "error", "held", "large"]))
+    def apply_async(self, what: str) -> None:
+        """A call."""
+        self.submit("apply_async", [what])
+
+    @precondition(running)
+    @rule(
+        verb=st.sampled_from(["map_async", "starmap_async", "imap", "imap_unordered"]),
+        whats=st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9),
+        chunksize=st.integers(1, 4),
+    )
+    def many(self, verb: str, whats: list[str], chunksize: int) -> None:
+        """A map of some kind."""
+        self.submit(verb, whats, chunksize=chunksize)
+
+    @precondition(running)
+    @rule(whats=st.lists(st.sampled_from(["value", "error"]), max_size=5))
+    def apply(self, whats: list[str]) -> None:
+        """Calls that wait, from this thread."""
+        self.open_gate()
+        one, _ = self.functions()
+        for what in whats:
+            spec = self.spec(what)
+            self.expect(_Answer("apply", functools.partial(self.applied, one, spec), [spec]))
+
+    def applied(self, func: Any, spec: Spec, _: float) -> list[Any]:
+        """Call `apply`, which knows no limit of waiting."""
+        return [self.pool.apply(func, (spec,))]
+
+    @precondition(running)
+    @rule(verb=st.sampled_from(["map", "starmap"]), n=st.integers(0, 8))
+    def map(self, verb: str, n: int) -> None:
+        """A map that waits."""
+        self.open_gate()
+        one, two = self.functions()
+        specs = [self.spec("value") for _ in range(n)]
+        if verb == "map":
+            answer = _Answer(verb, lambda _: self.pool.map(one, specs), specs)
+        else:
+            pairs = [(spec[1], spec) for spec in specs]
+            answer = _Answer(verb, lambda _: self.pool.starmap(two, pairs), specs)
+        self.expect(answer)
+
+    @precondition(running)
+    @rule(whats=st.lists(st.sampled_from(["value", "error"]), min_size=_THREADS, max_size=9))
+    def several_threads(self, whats: list[str]) -> None:
+        """Several threads submit at once, and take their answers."""
+        trouble: list[BaseException] = []
+        self.open_gate()
+        shares = [[self.spec(what) for what in whats[i::_THREADS]] for i in range(_THREADS)]
+
+        def work(specs: list[Spec]) -> None:
+            try:
+                answers = [
+                    _submit(self.pool, "apply_async", [spec], self.functions(), {})
+                    for spec in specs
+                ]
+                for answer in answers:
+                    self.expect(answer)
+            except BaseException as exc:
+                trouble.append(exc)
+
+        threads = [threading.Thread(target=work, args=(share,)) for share in shares]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if trouble:
+            raise trouble[0]
+
+    @precondition(lambda self: self.owed)
+    @rule(which=st.integers(0, 5))
+    def take(self, which: int) -> None:
+        """Take an answer that is owed, any of them."""
+        self.open_gate()
+        self.expect(self.owed.pop(which % len(self.owed)))
+
+    # -- rules: trouble --------------------------------------------------------------------------
+
+    @precondition(lambda self: self.running() and self.deaths)
+    @rule(
+        what=st.sampled_from([*_DEATHS, "unpicklable"]),
+        verb=st.sampled_from(["apply_async", "map_async", "imap", "imap_unordered"]),
+        others=st.integers(0, 4),
+        retries=st.integers(0, 1),
+    )
+    def saboteur(self, what: str, verb: str, others: int, retries: int) -> None:
+        """A task that ends its worker, alone or among others of a map."""
+        whats = [what] if verb == "apply_async" else ["value"] * others + [what, "value"]
+        self.submit(verb, whats, retries)
+
+    @precondition(lambda self: self.running() and self.deaths)
+    @rule(victim=st.integers(0, 1))
+    def kill(self, victim: int) -> None:
+        """A worker is killed from without, whatever it is doing."""
+        # Nothing may be drawn that depends on time, as this does: hypothesis replays histories.
+        pids = self.pool.statistics()["pids"]
+        pid = pids[victim % len(pids)]
+        if pid is not None:
+            self.kills += 1
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self.kills -= 1  # its own task was quicker
+
+    @precondition(lambda self: self.running() and self.deaths and _takes(self.pool, "timeout"))
+    @rule(what=st.sampled_from(["hang", "spin"]))
+    def timeout(self, what: str) -> None:
+        """A task that never ends by itself has a limit of time."""
+        self.submit("apply_async", [what], timeout=0.05)
+        self.owed[-1].times_out = True
+
+    @precondition(lambda self: any(hasattr(a.result, "cancel") for a in self.owed))
+    @rule(which=st.integers(0, 5))
+    def cancel(self, which: int) -> None:
+        """A result that waits, runs or is there already is cancelled."""
+        answers = [a for a in self.owed if hasattr(a.result, "cancel")]
+        answer = answers[which % len(answers)]
+        answer.asked = True
+        if answer.result.cancel():
+            answer.cancelled = True
+
+    # -- rules: the end --------------------------------------------------------------------------
+
+    @precondition(lambda self: self.state == "RUN")
+    @rule()
+    def join_too_early(self) -> None:
+        """`join` refuses while the pool runs."""
+        try:
+            self.pool.join()
+        except ValueError:
+            return
+        raise AssertionError("join() of a running pool raised no ValueError")
+
+    @precondition(lambda self: self.state != "RUN")
+    @rule()
+    def submit_too_late(self) -> None:
+        """A pool that was closed takes no more."""
+        one, _ = self.functions()
+        try:
+            self.pool.apply_async(one, (("value", 0, None),))
+        except ValueError:
+            return
+        raise AssertionError(f"apply_async() after {self.state} raised no ValueError")
+
+    @rule(really=_SELDOM)
+    def close(self, really: bool = True) -> None:
+        """No more work; what was submitted is still answered."""
+        if not really:
+            return
+        self.pool.close()
+        if self.state == "RUN":
+            self.state = "CLOSE"
+
+    @rule(really=_SELDOM)
+    def terminate(self, really: bool) -> None:
+        """All ends now."""
+        if not really:
+            return
+        self.open_gate()
+        self.pool.terminate()
+        self.state = "TERMINATE"
+
+    @precondition(lambda self: self.state != "RUN")
+    @rule(threads=st.integers(1, _THREADS))
+    def join(self, threads: int) -> None:
+        """The end is waited for, by several threads at once."""
+        self.open_gate()
+        waiting = [threading.Thread(target=self.pool.join, daemon=True) for _ in range(threads)]
+        end = time.monotonic() + self.limit
+        for thread in waiting:
+            thread.start()
+        for thread in waiting:
+            thread.join(max(0.0, end - time.monotonic()))
+            assert not thread.is_alive(), f"join() does not return; {self.pool!r}"
+
+    def teardown(self) -> None:
+        """Take every answer that is still owed, end the pool, and look for what it left."""
+        try:
+            if self.state == "RUN":
+                self.close()
+            self.join(1)
+            for answer in self.owed:
+                # The pool has ended: whatever there is to be had is there.
+                self.expect(answer, 1.0)
+            self.owed.clear()
+        except BaseException:
+            self.pool.terminate()
+            raise
+        finally:
+            self.gate.close()
+            shutil.rmtree(self.folder)
+        del self.pool
+        left = self.before.leaks(5.0, r"xpool-\d+-callbacks.*")
+        assert not left, "left over by the pool:\n  " + "\n  ".join(left)
+
+
+_GOOD = {"value", "held", "large"}
+
+
+def _value(spec: Spec) -> Any:
+    what, number, _ = spec
+    return bytes([number % 251]) * 300_000 if what == "large" else number
+
+
+def _takes(pool: Any, name: str) -> bool:
+    return name in inspect.signature(pool.apply_async).parameters
+
+
+def _submit(
+    pool: Any, verb: str, specs: list[Spec], functions: tuple[Any, Any], terms: dict[str, Any]
+) -> _Answer:
+    """Submit by a verb that returns at once; return what is owed."""
+    one, two = functions
+    what = f"{verb} of {[spec[:2] for spec in specs]}"
+    if verb == "apply_async":
+        called: list[Any] = []
+        result = pool.apply_async(
+            one, (specs[0],), callback=called.append, error_callback=called.append, **terms
+        )
+        answer = _Answer(what, lambda limit: [result.get(limit)], specs)
+        answer.result, answer.called = result, called
+        return answer
+    if verb == "starmap_async":
+        result = pool.starmap_async(two, [(spec[1], spec) for spec in specs], **terms)
+    else:
+        result = getattr(pool, verb)(one, specs, **terms)
+    if verb in ("map_async", "starmap_async"):
+        answer = _Answer(what, result.get, specs)
+        answer.result = result
+        return answer
+    answer = _Answer(what, lambda limit: _drawn(result, limit), specs)
+    answer.unordered = verb == "imap_unordered"
+    return answer
+
+
+def _drawn(iterator: Any, limit: float) -> list[Any]:
+    """Draw an iterator to its end; raise the first error only then."""
+    values: list[Any] = []
+    first: Exception | None = None
+    while True:
+        try:
+            values.append(iterator.next(limit))
+        except StopIteration:
+            break
+        except PoolTimeout:
+            raise
+        except errors.PoolClosed as exc:
+            first = first or exc
+            break
+        except Exception as exc:
+            first = first or exc
+    if first is not None:
+        raise first
+    return values

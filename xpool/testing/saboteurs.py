@@ -1,0 +1,188 @@
+"""Functions and objects that end their process, at whatever stage of a task you like.
+
+For tests of pools: each works in any worker, since it can be imported, and needs nothing.  ::
+
+    result = pool.apply_async(*sabotage("run", "SIGKILL"))
+    with pytest.raises(WorkerDied):
+        result.get()
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "EXITS", "STAGES", "WAYS", "EndsWhenCollected", "EndsWhenPickled", "EndsWhenPickledTwice",
+    "EndsWhenUnpickled", "end", "end_once", "end_or_return", "end_when_collected", "log_line",
+    "make_ends_when_pickled", "make_ends_when_unpickled", "sabotage", "same", "spin",
+]  # fmt: skip
+
+EXITS = {
+    "sys.exit": 3, "os._exit": 4, "SIGKILL": -signal.SIGKILL, "SIGSEGV": -signal.SIGSEGV,
+    "SIGABRT": -signal.SIGABRT, "SIGTERM": -signal.SIGTERM,
+}  # fmt: skip
+"""Ways to end a process, and the exit code that its parent sees."""
+
+WAYS = ("raise", *EXITS, "SIGSTOP", "hang", "spin")
+"""All ways: an exception, the ends in `EXITS`, and three ways not to go on: stopped, waiting for
+ever, and computing for ever."""
+
+
+def same(x: Any = None) -> Any:
+    """Return the argument."""
+    return x
+
+
+def log_line(path: str, text: str) -> None:
+    """Append one line to a file, whole even when many processes write."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, f"{text}\n".encode())
+    finally:
+        os.close(fd)
+
+
+def spin() -> None:
+    """Use the processor for ever, never calling anything that looks at signals' pipes."""
+    while True:
+        pass
+
+
+def end(how: str) -> None:
+    """End this process, or the call, or never end, in the way that is named (see `WAYS`)."""
+    if how == "raise":
+        raise RuntimeError("sabotage")
+    if how == "sys.exit":
+        sys.exit(3)
+    if how == "os._exit":
+        os._exit(4)
+    if how == "hang":
+        threading.Event().wait()
+    if how == "spin":
+        spin()
+    if how.startswith("SIG"):
+        number = signal.Signals[how]
+        if number in (signal.SIGSEGV, signal.SIGABRT):
+            # A core dump would cost seconds and litter the working directory.
+            import resource
+
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        # The signal may be delivered to another thread: do not go on meanwhile.
+        threading.Event().wait(None if number == signal.SIGSTOP else 30)
+    raise ValueError(f"{how!r} is not one of {', '.join(WAYS)}")
+
+
+def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
+    """Log `x`; end as told when it is the bad one; else return it."""
+    log_line(log, str(x))
+    if x == bad:
+        end(how)
+    return x
+
+
+def end_once(how: str, flag: str, x: Any = None) -> Any:
+    """End as told the first time (the flag file is not there yet); later return `x`."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return x
+    end(how)
+    return None
+
+
+def _rebuild(how: str) -> Any:
+    end(how)
+
+
+class EndsWhenUnpickled:
+    """Pickles well; whoever unpickles it ends as told."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (self.how,)
+
+
+class EndsWhenPickled:
+    """Whoever pickles it ends as told."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        end(self.how)
+        raise AssertionError("not reached")
+
+
+class EndsWhenPickledTwice:
+    """The first pickling (the caller's) is well; the next (the worker's) ends as told."""
+
+    def __init__(self, how: str, trips: int = 0) -> None:
+        self.how, self.trips = how, trips
+
+    def __reduce__(self) -> Any:
+        if self.trips:
+            end(self.how)
+        return EndsWhenPickledTwice, (self.how, self.trips + 1)
+
+
+def make_ends_when_pickled(how: str, log: str | None = None, x: Any = None) -> Any:
+    """Return an object that ends this process while the result is pickled."""
+    if log is not None:
+        log_line(log, str(x))
+    return EndsWhenPickled(how)
+
+
+def make_ends_when_unpickled(how: str) -> Any:
+    """Return an object that ends the receiver while the result is unpickled."""
+    return EndsWhenUnpickled(how)
+
+
+class EndsWhenCollected:
+    """Ends the process that lets go of it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.me = self  # a cycle: only the collector finds it
+
+    def __del__(self) -> None:
+        end(self.how)
+
+
+def end_when_collected(how: str) -> None:
+    """Leave garbage behind that ends the process when it is collected, soon."""
+    EndsWhenCollected(how)
+    threading.Timer(0.05, gc.collect).start()
+
+
+STAGES: dict[str, Callable[[str], tuple[Callable[..., Any], tuple[Any, ...]]]] = {
+    "task pickle": lambda how: (same, (EndsWhenPickled(how),)),
+    "task unpickle": lambda how: (same, (EndsWhenUnpickled(how),)),
+    "run": lambda how: (end, (how,)),
+    "result pickle": lambda how: (make_ends_when_pickled, (how,)),
+    "result unpickle": lambda how: (make_ends_when_unpickled, (how,)),
+    "collection": lambda how: (end_when_collected, (how,)),
+}
+"""Stages of a task.  The first and the fifth are the caller's own process: use "raise" there."""
+
+
+def sabotage(stage: str, how: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a function and its arguments that end their process in this way at this stage.
+
+    Raises:
+        ValueError: there is no such stage or way; the message names all.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"{stage!r} is not one of {', '.join(STAGES)}")
+    if how not in WAYS:
+        raise ValueError(f"{how!r} is not one of {', '.join(WAYS)}")
+    return STAGES[stage](how)

@@ -1,0 +1,45 @@
+"""Run histories from the command line; see the package's text."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from xpool.testing.simulation.engine import EngineWorld
+from xpool.testing.simulation.scheduler import SchedulerWorld
+from xpool.testing.simulation.seeds import SimulationFailed, World, search
+
+WORLDS: dict[str, type[World]] = {world.name: world for world in (SchedulerWorld, EngineWorld)}
+
+
+def main() -> int:
+    """Replay one seed, or search for one that fails; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m xpool.testing.simulation", description=__doc__)
+    parser.add_argument("world", choices=sorted(WORLDS))
+    parser.add_argument("seed", type=int, nargs="?", help="replay this history and tell it")
+    parser.add_argument("--seeds", type=int, default=1000, help="how many to try (default 1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    options = parser.parse_args()
+    kind = WORLDS[options.world]
+    if options.seed is not None:
+        world = kind(options.seed)
+        try:
+            world.run()
+        except SimulationFailed as failure:
+            print("\n".join(failure.history), failure.what, sep="\n")
+            return 1
+        print("\n".join(world.history()), "all is well", sep="\n")
+        return 0
+    start = time.perf_counter()
+    found = search(kind, range(options.first, options.first + options.seeds))
+    if found is not None:
+        print(found)
+        return 1
+    took = time.perf_counter() - start
+    print(f"{options.seeds} histories, all is well; {options.seeds / took:.0f} a second")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,514 @@
+"""The engine in a world of virtual workers, pipes and time.
+
+The engine's thread, callers, workers and accidents take turns as the seed says, at every point at
+which the true ones could: while the engine's thread waits, between two system calls of a worker,
+between two stores to a shared page.  The world knows what each task is to become, and when
+nothing more can happen although something is unanswered, that is a hang, found at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from xpool.engine.loop import Engine
+from xpool.errors import WorkerDied
+from xpool.jobs.scheduler import Span
+from xpool.jobs.states import WorkerStates
+from xpool.queue.outbox import entries
+from xpool.testing.simulation.seeds import World
+from xpool.testing.simulation.virtual import Kernel, Page, Pipe, SimSlot, SimWatch
+from xpool.testing.simulation.worker import Handle, Worker
+
+__all__ = ["EngineWorld"]
+
+Task = tuple[int, int]
+"""Job and index."""
+
+PATIENCE = 0.1
+"""Seconds within which an answer must be delivered, and a surplus must be shared out."""
+
+MOST_TURNS = 20_000
+
+
+class _Plan:
+    """What becomes of a task when it is run this time."""
+
+    __slots__ = ("answer", "code", "error", "rings", "takes", "task")
+
+    def __init__(self, task: Task, takes: float, answer: bytes, error: bool) -> None:
+        self.task, self.takes, self.answer, self.error = task, takes, answer, error
+        self.code: int | None = None
+        self.rings = False
+
+
+class _Known:
+    """What the world knows of a task."""
+
+    __slots__ = ("answers", "begun", "bound", "deadly", "died", "died_at_door", "error",
+                 "finished", "large", "retries", "takes")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.died = 0  # times that its worker ended while it ran
+        self.died_at_door = 0  # or was just about to begin it
+        self.answers = 0
+        self.finished: float | None = None  # when it was last finished and not yet answered
+        self.deadly = 0  # times that it ends its worker
+        self.retries = 0
+        self.bound: int | None = None
+        self.takes = 0.0
+        self.error = False
+        self.large = 0
+
+
+class _Call:
+    """A thread in `Engine.call`: it receives its answer itself, and may be interrupted."""
+
+    def __init__(self, world: EngineWorld, span: Span) -> None:
+        self.world, self.span = world, span
+        self.slot: Any = None
+        self.begun = False
+        self.impatient = world.chance(0.3)
+
+    def may_go_on(self) -> bool:
+        if self.impatient and self.world.chance(0.05):
+            return True
+        return not self.begun or bool(self.slot.poller.poll(0)) or self.slot.driven != self.span.job
+
+    def go_on(self) -> None:
+        """The body of `Engine.call`, one turn at a time; True when it is through."""
+        engine, job = self.world.engine, self.span.job
+        if not self.begun:
+            self.begun = True
+            self.slot = engine._put_driven(self.span)
+            if self.slot is not None:
+                self.slot.driver = -job  # each caller is a thread of its own
+        elif self.slot is not None:
+            events = self.slot.poller.poll(0)
+            if not engine._receive_driven(self.slot, job, events):
+                self.slot = None
+        if self.slot is None or (self.impatient and self.world.chance(0.5)):
+            engine._let_go(job)
+            self.world.calls.remove(self)
+            self.world.deliver()
+
+
+class EngineWorld(World):
+    """One engine, one to three workers, a handful of jobs, and accidents."""
+
+    name = "engine"
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.now = 1000.0
+        self.kernel = Kernel(self, cuts=self.chance(0.5))
+        self.pipe_size = self.one_of([64, 300, 4096, 65536])
+        self.box_size = self.one_of([96, 160, 512])
+        self.deaths = self.one_of([0.0, 0.0, 0.02, 0.1])
+        self.deafness = self.one_of([0.0, 0.3])
+        self.refusals = self.one_of([0.0, 0.0, 0.2])
+        self.bad_starts = self.one_of([0.0, 0.0, 0.15, 0.6])
+        self.pace = self.one_of([2e-6, 5e-5, 1e-3])
+        self.violent_end = self.chance(0.25)
+        n = self.one_of([1, 2, 2, 3])
+        self.pids = itertools.count(2)
+        self.workers: list[Worker] = []
+        self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
+        self.failed_starts = [0] * n
+        self.engine = Engine(
+            n,
+            None,  # type: ignore[arg-type]
+            lambda index, generation, seat: b"orders",
+            arena=None,
+            name="world",
+            daemon=True,
+            inherited=None,
+            lifetime=self.one_of([None, None, 1, 2, 7]),
+            describe=lambda job, index: f"task {index} of job {job}",
+            watch=SimWatch(self),
+            slot=lambda i: SimSlot(self, i),
+        )
+        self.known: dict[Task, _Known] = {}
+        self.unanswered: dict[Task, None] = {}
+        self.funcs: dict[int, int] = {}  # of jobs that use one
+        self.withdrawn: set[int] = set()
+        self.open: dict[int, Span] = {}
+        self.to_feed: list[Span] = []
+        self.calls: list[_Call] = []
+        self.jobs = 0
+        self.spread = self.one_of([0.0, 0.005, 0.05])
+        self.next_job = self.now + self.spread
+        self.jobs_wanted = 1 + self.below(6)
+        self.unshared: tuple[list[int], list[tuple[int, int]]] = [], []
+        self.unshared_since = self.check_at = self.now
+        self.over = False  # retired or terminated
+        self.ended_violently = False
+        self.turns = 0
+
+    # -- the play --------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        engine = self.engine
+        engine.start_missing()
+        while not engine.ended:
+            engine.wait()
+            self.deliver()
+            if engine.failure is not None and not self.ended_violently:
+                self.check_failure()
+                self.terminate()
+        self.deliver()
+        self.tell_all()
+        for call in list(self.calls):
+            engine._let_go(call.span.job)
+        if self.left() and not self.ended_violently:
+            self.wrong(f"the workers have ended, and unanswered is {self.left()}")
+        engine.close()
+        if self.kernel.fds.open:
+            self.wrong(f"descriptors are left open: {sorted(self.kernel.fds.open)}")
+        alive = [w.index for w in self.workers if w.alive]
+        if alive:
+            self.wrong(f"workers are left alive: {alive}")
+
+    def left(self) -> list[Task]:
+        """Return the tasks that are owed an answer."""
+        return [task for task in self.unanswered if task[0] not in self.withdrawn]
+
+    def others_until(
+        self, ready: Callable[[], list[Any]], timeout: float | None
+    ) -> list[tuple[int, int]]:
+        """Let the others go on while the engine's thread waits; return what it has waited for."""
+        deadline = None if timeout is None else self.now + timeout
+        self.check_idle()
+        eager = self.one_of([0.2, 0.6, 0.95])
+        while True:
+            self.turns += 1
+            if self.turns > MOST_TURNS:
+                self.wrong("it does not come to an end")
+            found = ready()
+            if found and self.chance(eager):
+                self.draw.shuffle(found)
+                return found
+            if deadline is not None and self.now >= deadline:
+                return found
+            acts = self.acts()
+            if acts:
+                self.pass_time(self.pace * self.draw.random())
+                self.one_of(acts)()
+            elif found:
+                return found
+            else:
+                self.wait_for_something(deadline)
+
+    def acts(self) -> list[Callable[[], None]]:
+        """Return what could happen next, apart from the engine's thread."""
+        acts: list[Callable[[], None]] = [w.go_on for w in self.workers if w.may_go_on()]
+        acts += [call.go_on for call in self.calls if call.may_go_on()]
+        if self.reports:
+            acts.append(self.report)
+        if not self.over:
+            if self.jobs < self.jobs_wanted and self.now >= self.next_job:
+                acts.append(self.submit)
+            elif self.jobs == self.jobs_wanted and not (self.open or self.calls or self.left()):
+                acts.append(self.close)
+            if self.open:
+                acts.append(self.append)
+            if self.to_feed:
+                acts.append(self.feed)
+            if acts and self.deaths and self.chance(self.deaths):
+                acts.append(self.accident)
+            if self.violent_end and self.jobs > 1 and self.chance(0.02):
+                acts.append(self.terminate)
+        return acts
+
+    def wait_for_something(self, deadline: float | None) -> None:
+        """Nobody can go on: time passes until somebody can."""
+        times = [w.wakes_at for w in self.workers]
+        times += [deadline, self.next_job]
+        times += [entry[1] for page in self.kernel.pages for entry in page._pending]
+        coming = [t for t in times if t is not None and t > self.now]
+        if not coming:
+            self.wrong(f"nothing can happen any more; unanswered is {self.left()}")
+        self.pass_time(min(coming) - self.now)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time pass, and what it shows be seen."""
+        self.now += seconds
+        for page in self.kernel.pages:
+            page.tick(self.now)
+        self.check_sharing()
+
+    # -- callers ---------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """Somebody submits: a call, a call that waits, a map, or the beginning of a stream."""
+        self.jobs += 1
+        self.next_job = self.now + self.spread * self.draw.random()
+        job = self.jobs
+        kind = self.one_of(["call", "wait", "wait", "map", "map", "map", "stream", "bound"])
+        n = self.one_of([1, 3, 10, 40]) if kind in ("map", "stream") else 1
+        retries = self.one_of([0, 0, 1, 2])
+        takes = self.one_of([1e-6, 5e-5, 1e-3, 0.02, 0.0, 0.0, 0.0])
+        bound: int | None = None
+        if kind == "bound":
+            bound = self.one_of([-1, *range(len(self.engine.slots))])
+        func = self.engine.learn(1, b"function") if kind in ("map", "stream") else 0
+        self.funcs[job] = func
+        items = [self.new_task(job, i, retries, takes, bound) for i in range(n)]
+        span = Span(job, func, 0, items, retries, bound)
+        self.note(f"{self.now:.6f}", kind, "job", job, "of", n, "tasks of", takes, "s,", retries,
+                  "retries, bound to", bound)  # fmt: skip
+        if kind == "wait":
+            self.calls.append(_Call(self, span))
+        else:
+            self.engine.submit(span)
+        if kind == "stream":
+            self.open[job] = span
+
+    def new_task(
+        self, job: int, index: int, retries: int, takes: float, bound: int | None
+    ) -> bytes:
+        """Decide what becomes of a task; return its payload."""
+        task = self.known[job, index] = _Known()
+        self.unanswered[job, index] = None
+        task.retries, task.bound = retries, bound
+        task.takes = (takes or self.one_of([1e-6, 1e-6, 5e-4, 5e-3])) * (0.5 + self.draw.random())
+        if self.chance(0.04):
+            task.takes = 0.3
+        if self.deaths and self.chance(0.06):
+            task.deadly = 1 + self.below(3)
+        task.error = self.chance(0.1)
+        task.large = self.one_of([0, 0, 0, 0, 0, 60, 300])
+        huge = self.pipe_size >= 4096 and self.chance(0.003)
+        padding = 70_000 if huge else self.one_of([0, 0, 0, 40, 400])
+        return b"%d.%d." % (job, index) + bytes(padding)
+
+    def append(self) -> None:
+        """The feeder of a stream draws some more, or comes to the end of its input."""
+        job = self.one_of(list(self.open))
+        span = self.open[job]
+        index = 1 + max(i for j, i in self.known if j == job)
+        if index > 30 or self.chance(0.3):
+            del self.open[job]
+            return
+        for _ in range(1 + self.below(3)):
+            span.items.append(self.new_task(job, index, span.retries, 1e-4, None))
+            index += 1
+            if not span.queued or self.engine.sched.idle:
+                # The feeder has looked; others may come in between before it acts.
+                self.to_feed.append(span)
+
+    def feed(self) -> None:
+        """A feeder that has seen a reason to tell the engine does so."""
+        self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
+
+    def close(self) -> None:
+        """All is answered, and nothing more will come."""
+        self.note(f"{self.now:.6f}", "close")
+        self.over = True
+        self.engine.retire_all()
+
+    def terminate(self) -> None:
+        """The pool is terminated: from now on, nothing counts but that all of it ends."""
+        self.note(f"{self.now:.6f}", "terminate")
+        self.over = self.ended_violently = True
+        self.open.clear()
+        self.engine.terminate()
+
+    def deliver(self) -> None:
+        """Take the results as the pool does, and look at each."""
+        results = self.engine.results
+        while results:
+            job, index, (ok, value) = results.popleft()
+            if isinstance(value, WorkerDied):
+                self.check_death(job, index, value)
+                self.answered(job, index, "lost")
+                continue
+            if not hasattr(value, "_run"):
+                self.wrong(f"task {index} of job {job} is answered with {value!r}")
+            data = bytes(value._data)
+            found = entries(data) if value._run else [(not ok, data)]
+            if len(found) != value.count:
+                self.wrong(f"{len(found)} answers come as {value.count}")
+            for i, (error, payload) in enumerate(found, index):
+                if payload.split(b".")[:2] != [b"%d" % job, b"%d" % i]:
+                    self.wrong(f"task {i} of job {job} is answered with {payload[:40]!r}")
+                if error != self.known[job, i].error:
+                    self.wrong(f"task {i} of job {job} is no longer known for an error")
+                self.answered(job, i, "an error" if error else "done")
+
+    def answered(self, job: int, index: int, how: str) -> None:
+        """A task has its answer: its only one."""
+        task = self.known[job, index]
+        self.note(f"{self.now:.6f}", "task", index, "of job", job, "is", how)
+        task.answers += 1
+        task.finished = None
+        if task.answers > 1:
+            self.wrong(f"task {index} of job {job} is answered twice")
+        del self.unanswered[job, index]
+        if self.chance(0.02) and not self.over:
+            # One that failed may make the whole job worthless to its caller.
+            self.note("withdraw job", job)
+            self.withdrawn.add(job)
+            self.open.pop(job, None)
+            self.engine.withdraw(job)
+        if self.funcs[job] and job not in self.open and all(t[0] != job for t in self.unanswered):
+            self.engine.forget(self.funcs[job])
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def next_pid(self) -> int:
+        """Return the number of a new process."""
+        return next(self.pids)
+
+    def spawn(self, slot: SimSlot, tasks: Pipe, answers: Pipe, page: Page) -> Handle:
+        """Start a worker in a slot."""
+        worker = Worker(self, slot, tasks, answers, page)
+        self.workers.append(worker)
+        self.note(f"{self.now:.6f}", "worker", slot.index, "starts as", worker.pid)
+        worker.handle.news.data += b"p"
+        return worker.handle
+
+    def refuses(self) -> bool:
+        """Whether the system has no room for a new process just now."""
+        return self.chance(self.refusals)
+
+    def start_takes(self) -> float:
+        """Return for how long a worker imports and initialises."""
+        return 0.02 * self.draw.random()
+
+    def fails_to_start(self) -> bool:
+        """Whether the initializer raises."""
+        return self.chance(self.bad_starts)
+
+    def task_of(self, payload: bytes) -> Task:
+        """Return the task that a payload is of."""
+        job, index, _ = payload.split(b".", 2)
+        return int(job), int(index)
+
+    def begins(self, worker: Worker, payload: bytes, has_function: bool) -> _Plan:
+        """A worker begins a task; return what becomes of it."""
+        job, index = self.task_of(payload)
+        task = self.known[job, index]
+        self.note(f"{self.now:.6f}", "worker", worker.index, "begins task", index, "of job", job)
+        if task.answers and not self.ended_violently:
+            self.wrong(f"task {index} of job {job} is run again after its answer")
+        if task.begun > task.died:
+            self.wrong(f"task {index} of job {job} is run by two workers")
+        if task.begun > task.retries:
+            self.wrong(f"task {index} of job {job} is run {task.begun + 1} times")
+        if task.bound is not None and task.bound not in (-1, worker.index):
+            self.wrong(f"task {index} of job {job} is bound to {task.bound}, not {worker.index}")
+        if not has_function and self.unanswered.keys() & {(job, index)}:
+            self.wrong(f"worker {worker.index} does not have the function of job {job}")
+        task.begun += 1
+        lifetime = self.engine._lifetime
+        worker.started.append((job, index))
+        if lifetime is not None and len(worker.started) > lifetime:
+            self.wrong(f"worker {worker.index} runs more than {lifetime} tasks in its life")
+        answer = b"%d.%d." % (job, index) + bytes(task.large)
+        plan = _Plan((job, index), task.takes, answer, task.error)
+        if task.begun <= task.deadly:
+            plan.rings = self.chance(0.3)
+            plan.code = 3 if plan.rings else self.one_of([-9, -11, 0])
+        return plan
+
+    def finishes(self, task: Task) -> None:
+        """A worker is through with a task; its answer is under way."""
+        self.known[task].finished = self.now
+
+    def accident(self) -> None:
+        """A worker is killed, stopped for a while, or the fork server goes."""
+        if not self.workers:
+            return
+        worker = self.one_of(self.workers)
+        how = self.below(8)
+        if how == 0 and worker.handle.news.writing:
+            self.note(f"{self.now:.6f}", "nobody can tell of worker", worker.index, "any more")
+            worker.handle.news.writing = False
+        elif how < 3:
+            self.note(f"{self.now:.6f}", "worker", worker.index, "is stopped for a while")
+            if not callable(worker._when):
+                worker._when = max(worker.wakes_at or 0.0, self.now + 0.05)
+        else:
+            self.note(f"{self.now:.6f}", "worker", worker.index, "is killed")
+            worker.doomed = -9
+
+    def ended(self, worker: Worker, code: int) -> None:
+        """A process has ended; the report comes later, or never when nobody can tell."""
+        self.note(f"{self.now:.6f}", "worker", worker.index, "ends with", code)
+        self.workers.remove(worker)
+        if worker.at_work is not None:
+            self.known[worker.at_work].died += 1
+        elif worker.at_door is not None:
+            self.known[worker.at_door].died_at_door += 1
+        elif worker.unsafe is not None:
+            task = self.known[worker.unsafe]
+            task.died += 1
+            task.finished = None
+        self.reports.append((worker.handle, code))
+
+    def report(self) -> None:
+        """The parent is told of a death."""
+        handle, code = self.reports.pop(self.below(len(self.reports)))
+        if handle.news.writing:
+            handle._worker.reported = code
+            handle.news.writing = False
+
+    def tell_all(self) -> None:
+        """Nobody is left to be told."""
+        self.reports.clear()
+
+    def let_die(self, slot: SimSlot) -> None:
+        """The engine waits for the end of a worker that it has killed."""
+        for worker in list(self.workers):
+            if worker.handle is slot.handle:
+                worker.go_on()
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    def check_death(self, job: int, index: int, error: WorkerDied) -> None:
+        """A task is lost only when its worker died in it, as often as it may be run."""
+        task = self.known[job, index]
+        died = task.died + task.died_at_door
+        if not died:
+            self.wrong(f"task {index} of job {job} is lost, and no worker died in it")
+        if died <= task.retries and not (self.over or self.engine.failure):
+            self.wrong(f"task {index} of job {job} is lost, and has a retry left")
+
+    def check_failure(self) -> None:
+        """The pool gives up only on a worker that has failed several times on end."""
+        self.note("the pool gives up:", self.engine.failure)
+        if not (self.bad_starts or self.refusals or self.deaths):
+            self.wrong(f"the pool gives up without a reason: {self.engine.failure}")
+
+    def check_idle(self) -> None:
+        """Before the engine's thread waits: nobody is idle while something waits for anyone."""
+        sched = self.engine.sched
+        fed = {span.job for span in (*self.open.values(), *self.to_feed)}
+        waits = [span.job for span in sched.shared if span.items and span.job not in fed]
+        if waits and sched.idle and not (self.over or self.engine.failure):
+            self.wrong(f"worker {next(iter(sched.idle))} is idle, and job {waits[0]} waits")
+
+    def check_sharing(self) -> None:
+        """No answer lies about, and nobody sits on tasks while another has none."""
+        if self.over or self.now < self.check_at:
+            return
+        self.check_at = self.now + PATIENCE / 8
+        sched, slots = self.engine.sched, self.engine.slots
+        sits = [
+            (w, slots[w].box.began)
+            for w, hand in enumerate(sched.hands)
+            if hand.held and not hand.paused and slots[w].handle is not None
+            and sched.surplus(w, slots[w].box.began)
+        ]  # fmt: skip
+        idle = [w for w in sched.idle if slots[w].state is WorkerStates.READY]
+        if (idle, sits) != self.unshared or not (idle and sits):
+            self.unshared, self.unshared_since = (idle, sits), self.now
+        elif self.now - self.unshared_since > PATIENCE:
+            self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} sits on tasks")
+        for task in self.unanswered:
+            finished = self.known[task].finished
+            if finished is not None and self.now - finished > PATIENCE:
+                self.wrong(f"{task} was finished at {finished:.6f}, and is not answered")

@@ -1,0 +1,499 @@
+"""The scheduler alone, beside a model that keeps tasks in plain lists.
+
+Virtual workers do to it what real ones do: they begin, finish, answer, skip what they were told
+to skip, and die at any step.  After the events the scheduler's books are compared with the model's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from xpool.jobs.scheduler import HANDFUL, MOST_BYTES, MOST_ITEMS, Grant, Scheduler, Span
+from xpool.testing.simulation.seeds import World
+
+__all__ = ["SchedulerWorld"]
+
+Task = tuple[int, int]
+"""Job and index."""
+
+FAR = 2**62
+
+
+class _Worker:
+    """What a worker process knows of itself, and what was said to it."""
+
+    def __init__(self, lifetime: int | None) -> None:
+        self.alive = True
+        self.lifetime = lifetime
+        self.given: list[tuple[Task, Grant]] = []  # every task ever given to it, in order
+        self.began = 0
+        self.finished = 0  # of these, how many are done, or skipped
+        self.answered = 0  # and known to the scheduler as such
+        self.skips: set[int] = set()  # positions in `given` that it skipped
+        self.limit = FAR  # as the worker sees it
+        self.told = FAR  # as the parent has set it
+        self.taken = 0  # items taken back from it
+
+
+class _Fed(deque[bytes]):
+    """The items of a span whose feeder appends at the worst moment: after a look, before an act."""
+
+    def __init__(self, world: SchedulerWorld, items: list[bytes]) -> None:
+        super().__init__(items)
+        self.world = world
+        self.span: Span | None = None
+
+    def __len__(self) -> int:
+        n = super().__len__()
+        if not n and self.span is not None and self.world.chance(0.3):
+            self.world.append(self.span)
+        return n
+
+
+class SchedulerWorld(World):
+    """One scheduler, one to four workers, up to six jobs."""
+
+    name = "scheduler"
+
+    def __init__(self, seed: int, events: int = 36) -> None:
+        super().__init__(seed)
+        self.events = events
+        n = 1 + self.below(4)
+        self.sched = Scheduler(n)
+        self.sched.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
+        self.lifetime = self.one_of([None, None, 1, 3, 8])
+        self.workers = [_Worker(self.lifetime) for _ in range(n)]
+        # The model: what waits, span by span; queue None is the shared one.
+        self.queues: dict[int | None, list[tuple[Span | None, list[Task]]]] = {
+            q: [] for q in (None, *range(n))
+        }
+        self.retries: dict[Task, int] = {}
+        self.bound: dict[Task, int | None] = {}
+        self.open: dict[int, tuple[Span, list[Task]]] = {}  # by job: what is fed, and its model
+        self.to_feed: list[tuple[Span, list[Task]]] = []  # whose feeder has seen that it must act
+        self.ended: dict[Task, str] = {}
+        self.jobs = 0
+        self.now_idle: list[int] = []
+
+    def play(self) -> None:
+        for w in range(len(self.workers)):
+            if self.chance(0.8):
+                self.sched.ready(w, self.lifetime)
+            else:
+                self.workers[w].alive = False
+        kinds = [
+            self.submit, self.submit, self.feed, self.grants, self.grants,
+            self.begin, self.finish, self.finish, self.answer, self.answer, self.answer,
+            self.look, self.look, self.death, self.revive, self.withdraw,
+        ]  # fmt: skip
+        for i in range(self.events):
+            self.one_of(kinds)()
+            self.tell()
+            if i % 3 == 0:  # a wrong book stays wrong
+                self.check()
+        self.check()
+        self.drain()
+        self.check()
+
+    # -- work comes in ---------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """A job comes: a call, a map, or a stream that is fed later; bound or not."""
+        if self.jobs == 6:
+            return
+        self.jobs += 1
+        job, n = self.jobs, self.one_of([1, 1, 2, 5, 12])
+        bound: int | None = None
+        if self.chance(0.25):
+            n = 1
+            bound = self.sched.least_loaded()
+            self.check_least(bound)
+        retries = self.one_of([0, 0, 1, 2])
+        tasks = [(job, i) for i in range(n)]
+        for task in tasks:
+            self.retries[task], self.bound[task] = retries, bound
+        span = Span(job, 0, 0, (), retries, bound)
+        span.items = items = _Fed(self, [self.payload(task) for task in tasks])
+        self.note("submit", job, "of", n, "bound to", bound, "retries", retries)
+        self.sched.put(span)
+        entry = (span, tasks)
+        self.queues[bound].append(entry)
+        if bound is None and self.chance(0.3):
+            self.open[job] = entry
+            items.span = span
+
+    def payload(self, task: Task) -> bytes:
+        """Return what travels for a task: its name, now and then with much behind it."""
+        name = b"%d.%d " % task
+        return name + bytes(MOST_BYTES // 2) if (task[0] + task[1]) % 13 == 0 else name
+
+    def append(self, span: Span) -> None:
+        """The feeder of a stream has drawn one more, and looks whether it must say so."""
+        entry = self.open[span.job]
+        task = span.job, 1 + max(i for job, i in self.retries if job == span.job)
+        self.retries[task], self.bound[task] = span.retries, None
+        span.items.append(self.payload(task))
+        self.note("append", task, "queued" if span.queued else "not queued")
+        if span.queued or entry in self.to_feed:
+            entry[1].append(task)
+        else:
+            # It ran dry: what the model still has of it is being given out just now.
+            self.open[span.job] = entry = span, [task]
+            self.to_feed.append(entry)
+
+    def feed(self) -> None:
+        """More of a stream has been drawn; the engine is told where that must be."""
+        if self.open:
+            job = self.one_of(list(self.open))
+            for _ in range(1 + self.below(3)):
+                self.append(self.open[job][0])
+        self.tell()
+
+    def tell(self) -> None:
+        """Feeders do what they have seen that they must."""
+        while self.to_feed:
+            entry = self.to_feed.pop()
+            if not entry[0].queued:
+                self.sched.put(entry[0])
+                self.queues[None].append(entry)
+
+    def check_least(self, chosen: int) -> None:
+        loads = [
+            sum(len(tasks) for _, tasks in self.queues[w]) + self.holds(w)
+            for w in range(len(self.workers))
+        ]
+        if loads[chosen] != min(loads):
+            self.wrong(f"least_loaded() is {chosen}, but the loads are {loads}")
+
+    def holds(self, w: int) -> int:
+        worker = self.workers[w]
+        return len(worker.given) - worker.answered if worker.alive else 0
+
+    # -- work goes out ---------------------------------------------------------------------------
+
+    def grants(self) -> None:
+        """What waits is given to the idle."""
+        idle = set(self.sched.idle)
+        for w, grant in self.sched.next_grants():
+            if w not in idle:
+                self.wrong(f"worker {w} was given something, and was not idle")
+            self.given(w, grant)
+        for w in self.sched.idle:
+            if any(tasks for q in (w, None) for _, tasks in self.queues[q]):
+                self.wrong(f"worker {w} is idle and something waits that it may run")
+
+    def given(self, w: int, grant: Grant) -> None:
+        """Look at a grant and give it to the worker."""
+        worker = self.workers[w]
+        tasks = [(grant.job, grant.first + k) for k in range(len(grant.items))]
+        self.note("worker", w, "gets", tasks)
+        if not worker.alive:
+            self.wrong(f"worker {w} was given {tasks}, and there is no such process")
+        if worker.told != FAR:
+            self.wrong(f"worker {w} was given {tasks} while it is to empty its hand")
+        if grant.seq != len(worker.given):
+            self.wrong(f"seq {grant.seq} for what is item {len(worker.given)} of worker {w}")
+        queue = self.queues[w] if any(t for _, t in self.queues[w]) else self.queues[None]
+        while queue and not queue[0][1]:
+            queue.pop(0)
+        if not queue or tasks != queue[0][1][: len(tasks)]:
+            self.wrong(f"{tasks} were given, but first in line are {queue[0][1] if queue else []}")
+        for task, item in zip(tasks, grant.items):
+            if item != self.payload(task):
+                self.wrong(f"task {task} travels with the payload of another")
+        self.check_handful(w, grant, len(queue[0][1]), queue is self.queues[None])
+        del queue[0][1][: len(tasks)]
+        if not queue[0][1]:
+            queue.pop(0)
+        worker.given.extend((task, grant) for task in tasks)
+        if worker.lifetime is not None and len(worker.given) - worker.taken > worker.lifetime:
+            self.wrong(f"worker {w} was given more than the {worker.lifetime} that it may run")
+
+    def check_handful(self, w: int, grant: Grant, waiting: int, shared: bool) -> None:
+        """A grant is as large as the rules allow, and no larger."""
+        n, cost = len(grant.items), self.sched.cost
+        most = 1 if 2 * cost > HANDFUL else max(1, min(MOST_ITEMS, int(HANDFUL / 2 / cost)))
+        if shared:
+            most = min(most, -(-waiting // len(self.workers)))
+        worker = self.workers[w]
+        if worker.lifetime is not None:
+            most = min(most, worker.lifetime - len(worker.given) + worker.taken)
+        most = min(most, waiting)
+        size = sum(map(len, grant.items))
+        if n > most or (n > 1 and size > MOST_BYTES):
+            self.wrong(f"a grant of {n} items, {size} bytes: more than {most}")
+        fed = grant.job in self.open  # more may have come since it was cut
+        if n < most and not fed and size + MOST_BYTES // 2 + 9 <= MOST_BYTES:
+            self.wrong(f"a grant of {n} items where {most} were allowed")
+
+    # -- workers work ----------------------------------------------------------------------------
+
+    def busy(self) -> list[int]:
+        """Return the workers that live and have something that is not finished."""
+        return [w for w, x in enumerate(self.workers) if x.alive and x.finished < len(x.given)]
+
+    def begin(self, w: int | None = None) -> None:
+        """A worker comes to its next task; what it was told to skip, it skips."""
+        if w is None:
+            busy = self.busy()
+            if not busy:
+                return
+            w = self.one_of(busy)
+        worker = self.workers[w]
+        if worker.began > worker.finished:
+            return
+        seq = worker.finished
+        worker.began = seq + 1
+        task, grant = worker.given[seq]
+        if seq >= worker.limit:
+            # With it the rest of the same message.
+            while worker.finished < len(worker.given) and worker.given[worker.finished][1] is grant:
+                worker.skips.add(worker.finished)
+                worker.finished += 1
+            self.note("worker", w, "skips", worker.finished - seq, "from", task)
+        else:
+            self.note("worker", w, "begins", task)
+            if task in self.ended:
+                self.wrong(f"{task} is begun, and has ended already ({self.ended[task]})")
+
+    def finish(self) -> None:
+        """A worker is through with its task."""
+        busy = self.busy()
+        if busy:
+            w = self.one_of(busy)
+            worker = self.workers[w]
+            self.begin(w)
+            if worker.finished < worker.began:
+                worker.finished += 1
+
+    def answer(self, w: int | None = None) -> None:
+        """Some of a worker's answers arrive."""
+        if w is None:
+            some = [w for w, x in enumerate(self.workers) if x.alive and x.answered < x.finished]
+            if not some:
+                return
+            w = self.one_of(some)
+        worker = self.workers[w]
+        at = worker.answered
+        task, grant = worker.given[at]
+        n, skipped = 1, at in worker.skips
+        # Answers that come together are of one grant; and skips come alone.
+        while (
+            at + n < worker.finished
+            and worker.given[at + n][1] is grant
+            and (at + n in worker.skips) == skipped
+        ):
+            n += 1
+        if not skipped:
+            n = 1 + self.below(n)
+        self.note("worker", w, "skipped" if skipped else "answers", n, "from", task)
+        if skipped:
+            self.skipped(w, at, n)
+        else:
+            before = self.sched.cost
+            seconds = n * self.one_of([1e-6, 3e-5, 2e-4, 3e-3, 0.01])
+            got, first = self.sched.answered(w, n, seconds)
+            if got is not grant or (got.job, first) != task:
+                self.wrong(f"answers for {task} were taken as for {got.job, first}")
+            if not seconds / n * 0.999 <= self.sched.cost <= max(before, seconds / n) * 1.001:
+                self.wrong(f"cost {self.sched.cost} after {n} tasks in {seconds} s")
+            for i in range(n):
+                self.end(worker.given[at + i][0], "answered")
+        worker.answered += n
+        self.after(w)
+
+    def skipped(self, w: int, at: int, n: int) -> None:
+        """The worker says that it has skipped; what nobody took from it waits again."""
+        worker = self.workers[w]
+        for i in range(at, at + n):
+            task, grant = worker.given[i]
+            if i - grant.seq < grant.taken:
+                self.put_back([task])
+        self.sched.skipped(w, n)
+
+    def put_back(self, tasks: list[Task]) -> None:
+        """They stand in front again."""
+        if tasks:
+            self.queues[self.bound[tasks[0]]].insert(0, (None, tasks))
+
+    def end(self, task: Task, how: str) -> None:
+        """A task has its answer."""
+        if task in self.ended:
+            self.wrong(f"{task} is {how}, and was {self.ended[task]} before")
+        self.ended[task] = how
+
+    def after(self, w: int) -> None:
+        """What the engine does when answers have come."""
+        worker, hand = self.workers[w], self.sched.hands[w]
+        if hand.size == 0 and hand.paused:
+            worker.told = worker.limit = FAR
+            self.sched.resume(w)
+        grants = self.sched.refill(w)
+        for grant in grants:
+            self.given(w, grant)
+        if len(hand.held) > (1 if grants and 2 * self.sched.cost > HANDFUL else 2):
+            self.wrong(f"worker {w} holds {len(hand.held)} grants of {self.sched.cost} s a task")
+        if hand.size == 0 and hand.left == 0:
+            self.note("worker", w, "has lived its life")
+            self.sched.retire(w)
+            self.bury(w)
+
+    # -- taking back -----------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """The engine looks at a silent worker: it sits on something, or was seen to before."""
+        w = self.below(len(self.workers))
+        worker, hand = self.workers[w], self.sched.hands[w]
+        if not worker.alive:
+            return
+        unbegun = [
+            (task, grant)
+            for i, (task, grant) in enumerate(worker.given)
+            if i >= max(worker.began, worker.answered) and i - grant.seq < grant.taken
+        ]
+        surplus = bool(unbegun) and not any(
+            self.bound[task] is not None for task, _ in worker.given[worker.answered :]
+        )
+        if surplus != self.sched.surplus(w, worker.began):
+            self.wrong(f"surplus of worker {w} is {not surplus}, and it has not begun {unbegun}")
+        if hand.paused and worker.told != FAR and not worker.skips:
+            # By now it has seen the word.
+            worker.limit = worker.told
+            limit = max(worker.told, worker.began)
+            back: list[tuple[Grant, list[Task]]] = []
+            for i in range(max(limit, worker.answered), len(worker.given)):
+                task, grant = worker.given[i]
+                if i - grant.seq < grant.taken:
+                    if not back or back[-1][0] is not grant:
+                        back.append((grant, []))
+                    back[-1][1].append(task)
+            count = sum(len(tasks) for _, tasks in back)
+            self.note("take back", count, "from worker", w)
+            if self.sched.take_back(w, limit) != count:
+                self.wrong(f"not {count} tasks were taken back from worker {w}")
+            worker.taken += count
+            for _, tasks in reversed(back):
+                self.put_back(tasks)
+            self.grants()
+        elif surplus and not hand.paused:
+            self.note("worker", w, "is to begin nothing from", worker.began)
+            self.sched.pause(w)
+            worker.told = worker.began
+            if self.chance(0.5):
+                worker.limit = worker.told
+
+    # -- deaths ----------------------------------------------------------------------------------
+
+    def death(self) -> None:
+        """A worker dies, whatever it is doing."""
+        alive = [w for w, x in enumerate(self.workers) if x.alive]
+        if alive and self.chance(0.5):
+            w = self.one_of(alive)
+            self.note("worker", w, "dies")
+            # What it has finished is found in its outbox.
+            while self.workers[w].alive and self.workers[w].answered < self.workers[w].finished:
+                self.answer(w)
+            if self.workers[w].alive:
+                self.bury(w)
+
+    def bury(self, w: int) -> None:
+        """Make the accounts of a worker that has ended."""
+        worker = self.workers[w]
+        running = worker.given[worker.began - 1][0] if worker.began > worker.answered else None
+        back: list[tuple[Grant, list[Task]]] = []
+        for i in range(worker.answered, len(worker.given)):
+            task, grant = worker.given[i]
+            if task != running and i - grant.seq < grant.taken:
+                if not back or back[-1][0] is not grant:
+                    back.append((grant, []))
+                back[-1][1].append(task)
+        if running is not None:
+            i = worker.began - 1
+            grant = worker.given[i][1]
+            if i - grant.seq >= grant.taken:
+                running = None  # it was taken back; the worker was about to skip it
+        lost = self.sched.gone(w, worker.began)
+        found = None if lost is None else (lost[0].job, lost[0].first + lost[1])
+        if found != running:
+            self.wrong(f"worker {w} was running {running}, and {found} is taken for lost")
+        for _, tasks in reversed(back):
+            self.put_back(tasks)
+        if lost is not None and running is not None:
+            if lost[0].retries != self.retries[running]:
+                self.wrong(f"{running} has {lost[0].retries} retries, not {self.retries[running]}")
+            if lost[0].retries > 0:
+                self.note(running, "is run again")
+                self.retries[running] -= 1
+                self.sched.again(*lost)
+                self.put_back([running])
+            else:
+                self.end(running, "lost")
+        worker.alive = False
+
+    def revive(self, w: int | None = None) -> None:
+        """A new process is ready in the place of one that ended."""
+        dead = [w for w, x in enumerate(self.workers) if not x.alive]
+        if dead:
+            w = self.one_of(dead)
+            self.note("worker", w, "is ready")
+            self.workers[w] = _Worker(self.lifetime)
+            self.sched.ready(w, self.lifetime)
+
+    def withdraw(self) -> None:
+        """A job has failed: nobody is given what waits of it."""
+        if self.jobs and self.chance(0.15):
+            job = 1 + self.below(self.jobs)
+            self.note("withdraw", job)
+            self.sched.withdraw(job)
+            self.open.pop(job, None)
+            self.to_feed = [entry for entry in self.to_feed if entry[0].job != job]
+            for name, queue in self.queues.items():
+                for _, tasks in queue:
+                    for task in tasks:
+                        if task[0] == job:
+                            self.end(task, "withdrawn")
+                self.queues[name] = [e for e in queue if not e[1] or e[1][0][0] != job]
+
+    # -- the books -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Compare the scheduler's books with the model's."""
+        sched = self.sched
+        if sched.waiting() != sum(len(tasks) for q in self.queues.values() for _, tasks in q):
+            self.wrong(f"{sched.waiting()} items wait; in the model {self.queues}")
+        spans = len(sched.shared)
+        for w, (worker, hand) in enumerate(zip(self.workers, sched.hands)):
+            spans += len(sched.own[w])
+            if sched._bound[w] != sum(len(tasks) for _, tasks in self.queues[w]):
+                self.wrong(f"{sched._bound[w]} items are said to wait for worker {w}")
+            if hand.size != self.holds(w):
+                self.wrong(f"worker {w} holds {self.holds(w)}; the scheduler says {hand.size}")
+            able = hand.accepting and not hand.held
+            if able != (w in sched.idle) or (able and not worker.alive):
+                self.wrong(f"idle are {list(sched.idle)}, and worker {w} is not listed so")
+        if sched._queued != spans:
+            self.wrong(f"{spans} spans stand in the queues; the scheduler counts {sched._queued}")
+
+    def close_streams(self) -> None:
+        """The inputs come to their ends."""
+        for span, _ in self.open.values():
+            assert isinstance(span.items, _Fed)
+            span.items.span = None
+        self.open.clear()
+
+    def drain(self) -> None:
+        """Nothing bad happens any more: then all that was submitted ends."""
+        self.close_streams()
+        for _ in range(4 * len(self.retries) + 200):
+            if len(self.ended) == len(self.retries):
+                break
+            self.revive()
+            self.grants()
+            for w in list(range(len(self.workers))):
+                if self.workers[w].alive and self.workers[w].finished < len(self.workers[w].given):
+                    self.begin(w)
+                    self.workers[w].finished = max(self.workers[w].finished, self.workers[w].began)
+                while self.workers[w].alive and self.workers[w].answered < self.workers[w].finished:
+                    self.answer(w)
+        else:
+            self.wrong(f"never ended: {sorted(set(self.retries) - set(self.ended))}")

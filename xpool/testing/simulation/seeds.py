@@ -1,0 +1,90 @@
+"""What all worlds have in common: a seed, a history, and a way to fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeVar
+
+__all__ = ["SimulationFailed", "World", "search"]
+
+T = TypeVar("T")
+
+
+class SimulationFailed(AssertionError):
+    """Something happened in a simulated world that must not happen.
+
+    Fields: ``world`` (its class), ``seed``, ``history`` (what happened, oldest first).
+    """
+
+    def __init__(self, world: type[World], seed: int, what: str, history: list[str]) -> None:
+        super().__init__(world, seed, what, history)
+        self.world, self.seed, self.what, self.history = world, seed, what, history
+
+    def __str__(self) -> str:
+        last = "\n  ".join(self.history[-30:])
+        return (
+            f"{self.what}\nin {self.world.__name__}({self.seed}); the last that happened:\n"
+            f"  {last}\nReplay it: python -m xpool.testing.simulation {self.world.name} {self.seed}"
+        )
+
+
+class World:
+    """A world that a seed decides: same seed, same code, same history."""
+
+    name: str
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.draw = random.Random(seed)
+        self._history: list[tuple[Any, ...]] = []
+
+    def run(self) -> None:
+        """Let it happen; raise `SimulationFailed` when something is wrong."""
+        try:
+            self.play()
+        except SimulationFailed:
+            raise
+        except Exception as exc:
+            failure = SimulationFailed(
+                type(self), self.seed, f"{type(exc).__name__}: {exc}", self.history()
+            )
+            raise failure from exc
+
+    def play(self) -> None:
+        """What happens.  For the worlds to define."""
+        raise NotImplementedError
+
+    def note(self, *what: Any) -> None:
+        """Keep what happened for the story of a failure; made into text only then."""
+        self._history.append(what)
+
+    def history(self) -> list[str]:
+        """Return what happened, oldest first."""
+        return [" ".join(map(str, what)) for what in self._history]
+
+    def wrong(self, what: str) -> NoReturn:
+        """Say that something happened that must not."""
+        raise SimulationFailed(type(self), self.seed, what, self.history())
+
+    def chance(self, probability: float) -> bool:
+        """Return true with this probability."""
+        return self.draw.random() < probability
+
+    def one_of(self, options: list[T]) -> T:
+        """Return one of these; a little quicker than `random.choice`."""
+        return options[int(self.draw.random() * len(options))]
+
+    def below(self, n: int) -> int:
+        """Return a number from 0 to n - 1."""
+        return int(self.draw.random() * n)
+
+
+def search(world: type[World], seeds: Iterable[int]) -> SimulationFailed | None:
+    """Run the world for each of these seeds; return the first failure, None when there is none."""
+    for seed in seeds:
+        try:
+            world(seed).run()
+        except SimulationFailed as failure:
+            return failure
+    return None

@@ -1,0 +1,250 @@
+"""A virtual worker process: `xpool.worker.loop` as a generator that stops at every visible step.
+
+Each ``yield`` is a point at which the world may let others go on, or end the process.  What is
+yielded says when it may go on: None, at once; a number, at that time; a function, when it is true.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from xpool.fleet.slot import Slot
+from xpool.queue.messages import (
+    ANSWER,
+    BODY_ERROR,
+    BOOT,
+    FAILED,
+    FORGET,
+    FUNC,
+    FUNC_HEAD,
+    OUTBOX_MIXED,
+    READY,
+    SKIPPED,
+    STOP,
+    TASKS,
+    TO_PARENT,
+    TO_WORKER,
+    U64,
+    WIRE,
+)
+from xpool.testing.simulation.virtual import Page, Pipe
+
+__all__ = ["Handle", "Worker"]
+
+SILENCE = 0.001
+
+
+class Handle:
+    """A process as the parent sees it: `xpool.fleet.launch.Handle`, reported as the world likes."""
+
+    def __init__(self, world: Any, worker: Worker) -> None:
+        self._world = world
+        self._worker = worker
+        self.news = Pipe(16)
+        self.sentinel: int = world.kernel.fds.add(self.news, False)
+        self.pid: int | None = None
+        self.exitcode: int | None = None
+        self._ended = False
+
+    def ended(self) -> bool:
+        """Read what there is to be read."""
+        if self.news.data:
+            self.pid = self._worker.pid
+            self.news.data.clear()
+        if not self.news.writing and not self._ended:
+            self._ended = True
+            self.exitcode = self._worker.reported
+        return self._ended
+
+    def signal(self, signum: int) -> None:
+        """SIGKILL ends it; SIGTERM does so if it listens."""
+        if signum == 9:
+            self._worker.doomed = -9
+        elif not self._worker.deaf:
+            self._worker.doomed = -signum
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        if not self._ended:
+            self._world.wrong("a process was put away that has not ended")
+        self._world.kernel.fds.close(self.sentinel)
+
+
+class Worker:
+    """One process: its ends of the pipes, its view of the page, and where it is in its life."""
+
+    def __init__(self, world: Any, slot: Slot, tasks: Pipe, answers: Pipe, page: Page) -> None:
+        self.world = world
+        self.index = slot.index
+        self.pid = world.next_pid()
+        self.tasks, self.answers, self.page = tasks, answers, page
+        self.box = page.box(by_parent=False)
+        self.handle = Handle(world, self)
+        self.alive = True
+        self.doomed: int | None = None  # the exit code with which it is about to end
+        self.deaf = world.chance(world.deafness)  # SIGTERM does not reach it: stopped, or in C code
+        self.reported: int | None = None
+        self.started: list[tuple[int, int]] = []  # tasks, in order
+        self.at_work: tuple[int, int] | None = None  # the one that runs
+        self.unsafe: tuple[int, int] | None = None  # finished, and its answer not yet out
+        self.at_door: tuple[int, int] | None = None  # said to be begun, and not begun yet
+        self._buffer = bytearray()
+        self._seq = 0
+        self._funcs: set[int] = set()
+        self._count = 0
+        self._errors = 0
+        self._since = self._rung = world.now
+        self._life = self._live()
+        self._when: float | Callable[[], bool] | None = None
+
+    # -- the world's side ------------------------------------------------------------------------
+
+    def may_go_on(self) -> bool:
+        """Whether there is a step that it could make now."""
+        if self.doomed is not None:
+            return True
+        when = self._when
+        if when is None:
+            return True
+        if isinstance(when, float):
+            return when <= float(self.world.now)
+        return bool(when())
+
+    @property
+    def wakes_at(self) -> float | None:
+        """When it goes on if nothing happens; None: never."""
+        return self._when if isinstance(self._when, float) else None
+
+    def go_on(self) -> None:
+        """Make one step, or end."""
+        if self.doomed is not None:
+            self.end(self.doomed)
+            return
+        try:
+            self._when = next(self._life)
+        except StopIteration as stop:
+            self.end(stop.value)
+
+    def end(self, code: int) -> None:
+        """The process has ended; its stores are seen, its ends close."""
+        self.alive = False
+        self._life.close()
+        self.page.show()
+        self.tasks.reading = self.answers.writing = False
+        self.world.ended(self, code)
+
+    # -- its own ---------------------------------------------------------------------------------
+
+    def _live(self) -> Any:
+        world = self.world
+        kind, _, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
+        if kind != BOOT:
+            world.wrong(f"the first message to a worker is of kind {kind}")
+        yield from self._read(size)
+        yield world.now + world.start_takes()
+        if world.fails_to_start():
+            yield from self._frame(FAILED, pickle.dumps(RuntimeError("no device")))
+            return 1
+        yield from self._frame(READY, pickle.dumps({"wire": WIRE, "pid": self.pid}))
+        while True:
+            try:
+                kind, count, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
+                body = yield from self._read(size)
+            except EOFError:
+                return 0
+            if kind == TASKS:
+                code = yield from self._tasks(count, body)
+                if code is not None:
+                    return code
+            elif kind == FUNC:
+                self._funcs.add(FUNC_HEAD.unpack_from(body)[0])
+            elif kind == FORGET:
+                self._funcs.difference_update(n for (n,) in U64.iter_unpack(body))
+            elif kind == STOP:
+                return 0
+            else:
+                world.wrong(f"a worker got a message of kind {kind}")
+
+    def _read(self, n: int) -> Any:
+        buffer = self._buffer
+        while len(buffer) < n:
+            if not self.tasks.data:
+                yield lambda: bool(self.tasks.data) or not self.tasks.writing
+                if not self.tasks.data:
+                    raise EOFError
+            buffer += self.world.kernel.take(self.tasks, 65536)
+        data = bytes(buffer[:n])
+        del buffer[:n]
+        return data
+
+    def _write(self, data: bytes) -> Any:
+        self.page.show(by_parent=False)  # a system call
+        while data:
+            yield lambda: self.answers.room > 0
+            n = self.world.kernel.put(self.answers, data)
+            data = data[n:]
+
+    def _frame(self, kind: int, body: bytes, count: int = 0) -> Any:
+        head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
+        yield from self._write(head + body)
+
+    def _tasks(self, count: int, body: bytes) -> Any:
+        world = self.world
+        sizes = struct.unpack_from(f"<{count + 1}Q", body)
+        at = 8 * (count + 1)
+        func = sizes[0]
+        if not self._count:
+            self._since = world.now
+        for k in range(1, count + 1):
+            seq = self._seq
+            payload = body[at : at + sizes[k]]
+            self.at_door = world.task_of(payload)
+            allowed = self.box.enter(seq)
+            yield None
+            if not allowed:
+                self._seq += count + 1 - k
+                yield from self._ring(b"", False)
+                yield from self._frame(SKIPPED, b"", count + 1 - k)
+                self.at_door = None
+                return None
+            self.at_door = None
+            self._seq = seq + 1
+            at += sizes[k]
+            plan = world.begins(self, payload, func in self._funcs if func else True)
+            self.at_work = plan.task
+            yield world.now + plan.takes
+            if plan.code is not None:
+                if plan.rings:  # sys.exit: what is finished is told
+                    yield from self._ring(b"", False)
+                return plan.code
+            self.at_work, self.unsafe = None, plan.task
+            world.finishes(plan.task)
+            yield from self._answer(plan.answer, plan.error, k == count)
+        return None
+
+    def _answer(self, payload: bytes, error: bool, last: bool) -> Any:
+        small = len(payload) <= self.world.box_size // 4
+        if not last and small and self.box.append(payload, error):
+            self._count += 1
+            if error:
+                self._errors = OUTBOX_MIXED
+            self.unsafe = None
+            yield None
+            if self.world.now - self._rung > SILENCE:
+                yield from self._ring(b"", False)
+        else:
+            yield from self._ring(payload, error)
+            self.unsafe = None
+
+    def _ring(self, payload: bytes, error: bool) -> Any:
+        if not self._count and not payload:
+            return
+        nanos = int((self.world.now - self._since) * 1e9)
+        errors = self._errors | BODY_ERROR if error else self._errors
+        head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
+        self._count = self._errors = 0
+        self._since = self._rung = self.world.now
+        yield from self._write(head + payload)

@@ -1,0 +1,52 @@
+"""The tasks of `xpool.testing.machine` and `conformance`: importable in any worker, and light."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from xpool.testing.saboteurs import end
+from xpool.testing.waiting import pass_gate
+
+__all__ = ["TaskError", "in_context", "perform", "perform_pair", "unpicklable"]
+
+
+class TaskError(Exception):
+    """What a task raises that was told to."""
+
+
+def perform(spec: tuple[str, int, str | None]) -> Any:
+    """Do what the specification says: (what, number, path of a gate or None)."""
+    what, number, path = spec
+    if what == "value":
+        return number
+    if what == "error":
+        raise TaskError(number)
+    if what == "pid":
+        return os.getpid()
+    if what == "held":
+        assert path is not None
+        pass_gate(path)
+        return number
+    if what == "large":
+        return bytes([number % 251]) * 300_000
+    if what == "unpicklable":
+        return threading.Lock()
+    end(what)
+    return None
+
+
+def perform_pair(number: int, spec: tuple[str, int, str | None]) -> Any:
+    """As `perform`, with two arguments, for `starmap`."""
+    return perform(spec)
+
+
+def in_context(_context: Any, *args: Any) -> Any:
+    """As `perform` or `perform_pair`, for the pools whose tasks get a context first."""
+    return perform(args[-1])
+
+
+def unpicklable(*_: Any) -> Any:
+    """Return what no pickler can send."""
+    return threading.Lock()

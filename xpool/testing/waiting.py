@@ -1,0 +1,144 @@
+"""Waiting that ends: every function here takes a limit in seconds and says what it waited for.
+
+`Mailbox` and `Gate` are held by the test; tasks in any process reach them by path, with `post` and
+`pass_gate`.  So a test knows where its tasks are, without a sleep.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LIMIT", "Gate", "Mailbox", "eventually", "pass_gate", "post", "wait_gone", "watch"]
+
+LIMIT = float(os.environ.get("XPOOL_TEST_WAIT", "20"))
+"""Seconds after which something that should have happened counts as not happening."""
+
+
+def eventually(fact: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
+    """Return the first true value of `fact()`; fail when it is not true within the limit.
+
+    For facts that offer no event to wait on, such as the table of open descriptors.
+    """
+    pause = threading.Event()
+    end = time.monotonic() + limit
+    while True:
+        value = fact()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {limit:g} s: {what}")
+        pause.wait(0.005)
+
+
+def watch(pid: int) -> int | None:
+    """Open a pidfd for `pid`, or return None when it has already gone."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+
+
+def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
+    """Wait until all processes have ended; return those that are still there at the limit."""
+    fds = {fd: pid for pid in pids if (fd := watch(pid)) is not None}
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, select.POLLIN)
+    end = time.monotonic() + limit
+    try:
+        left = dict(fds)
+        while left:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
+                break
+            for fd, _ in poller.poll(remaining * 1000):
+                poller.unregister(fd)
+                left.pop(fd, None)
+        return sorted(left.values())
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+class Mailbox:
+    """Lines from any process to the test, through a named pipe that the test holds open.
+
+    Writers know the path only (`post`), so it works with every start method.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        os.mkfifo(self.path)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._rest = b""
+
+    def line(self, limit: float = LIMIT) -> str:
+        """Return the next line that someone posted."""
+        end = time.monotonic() + limit
+        while b"\n" not in self._rest:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._fd], [], [], left)[0]:
+                raise AssertionError(f"nobody posted to {self.path} within {limit:g} s")
+            self._rest += os.read(self._fd, 65536)
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def lines(self, count: int, limit: float = LIMIT) -> list[str]:
+        """Return the next `count` lines."""
+        return [self.line(limit) for _ in range(count)]
+
+    def empty(self) -> bool:
+        """Whether nothing has been posted that was not read."""
+        return not self._rest and not select.select([self._fd], [], [], 0)[0]
+
+    def close(self) -> None:
+        """Close the pipe; the path stays with the test's directory."""
+        os.close(self._fd)
+
+
+class Gate:
+    """Holds tasks (`pass_gate(path)`) until the test opens it; lets go when the test dies."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        os.mkfifo(self.path)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def open(self, passes: int = 1) -> None:
+        """Let `passes` tasks through, those that wait and those that come later."""
+        os.write(self._fd, b"." * passes)
+
+    def close(self) -> None:
+        """Let everyone through for good (they read the end of the pipe)."""
+        self.open(4096)
+        os.close(self._fd)
+
+
+def post(path: str, text: str) -> None:
+    """Write one line into a `Mailbox`."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, f"{text}\n".encode())
+    finally:
+        os.close(fd)
+
+
+def pass_gate(path: str) -> None:
+    """Wait until the `Gate` lets this task through, or nobody holds the gate any more."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                # Empty: no writer, so the test has ended or died.
+                os.read(fd, 1)
+                return
+            except BlockingIOError:
+                select.select([fd], [], [])
+    finally:
+        os.close(fd)
