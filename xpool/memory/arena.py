@@ -57,6 +57,7 @@ class Block:
     arena: Arena
     number: int
     name: int  # what a message calls it: the stamp of this lease, and the number
+    owner: int | None = None  # the worker whose tensor on a device it stands for
     former: Any = None  # memory that must live as long as the block does
 
     def view(self, nbytes: int) -> memoryview:
@@ -288,6 +289,13 @@ class Arena:
             if number is None or number not in self._counts:
                 return None
             return self._hold(number)
+
+    def alone(self, block: Block) -> bool:
+        """Whether this hold is the only one on its block, of any process."""
+        with self._lock:
+            self._take_dropped()
+            number = block.number
+            return self._counts[number] == 1 and self.file.only(number, self.seat)
 
     @uninterrupted
     def _hold(self, number: int) -> Block:

@@ -44,6 +44,11 @@ class Leased(bytes):
     blocks: dict[int, Block]
     """By name."""
 
+    @property
+    def owners(self) -> set[int]:
+        """The workers on whose devices the tensors lie to which there are handles in it."""
+        return {block.owner for block in self.blocks.values() if block.owner is not None}
+
 
 def pack(
     chunks: Sequence[bytes],

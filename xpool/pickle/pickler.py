@@ -23,6 +23,7 @@ from xpool.pickle import (
     exceptions,
     frame,
     functions,
+    handles,
     hooks,
     prelude,
     tensors,
@@ -41,7 +42,15 @@ from xpool.pickle.short import SHORT
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "loads", "mark_static_module"]
 
-_FAMILIES = (arrays, classes, exceptions, functions, tensors, typevars)  # importing them registers
+_FAMILIES = (
+    arrays,
+    classes,
+    exceptions,
+    functions,
+    handles,
+    tensors,
+    typevars,
+)  # importing them registers
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _LONG = frozenset({str, bytes})

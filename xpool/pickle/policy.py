@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xpool.memory.arena import Arena, Block
 
@@ -27,7 +27,6 @@ class Placement(enum.Enum):
 class Layout(NamedTuple):
     """How the messages of one pool are laid out."""
 
-    out_of_band: bool = True
     lessor: Callable[[int], Block | None] | None = None
     """Gives a block for so many bytes, or None; where there is no lessor all travels by pipe."""
 
@@ -36,6 +35,18 @@ class Layout(NamedTuple):
 
     method: str | None = None
     """``share_method=``: "cpu", "cuda" or None, each tensor by its own kind."""
+
+    keep: Callable[[Any, Any], Any] | None = None
+    """Share mode, in a worker: reduces a tensor on a device, which it keeps, to a handle."""
+
+    pool: str | None = None
+    """Whose handles may be sent: the token of a pool."""
+
+    target: int | None = None
+    """The worker that the message is for, where handles of others are to be replaced by copies."""
+
+    out_of_band: bool = True
+    """Whether buffers may lie beside the pickle."""
 
     kept: bool = False
     """The sender may send the message again: the receiver copies, what it got is not its own."""

@@ -253,11 +253,24 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
             f"{_about(tensor)} has named axes {tensor.names}, which cannot be sent to another "
             "process. Send x.rename(None), and the names beside it."
         )
+    if pickler.layout.arena is not None:
+        _check_method(pickler.layout.method, tensor)
     if not tensor.is_cpu:
+        if pickler.layout.keep is not None:
+            return pickler.layout.keep(pickler, tensor)
         tensor = _on_host(tensor)
     if tensor.numel() == 0:
         return _empty, (name, tuple(tensor.shape), tensor.stride())
     return _dense(pickler, torch, tensor, name)
+
+
+def _check_method(method: str | None, tensor: Any) -> None:
+    if method is not None and method != tensor.device.type:
+        raise TaskNotPicklable(
+            f"{_about(tensor)} cannot be shared by share_method={method!r}, which is for tensors "
+            f"on {method}. Move it there, leave share_method out (each tensor by its own kind), or "
+            "send copies: is_copy_tensor=True."
+        )
 
 
 def _on_host(tensor: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import Span
 from xpool.options import Exceptions, Terms, check_count
-from xpool.pickle import encode
 from xpool.pool.feeder import Window
 from xpool.pool.process import Pool, limit_of
 from xpool.results import AsyncResult, Job
@@ -70,6 +69,9 @@ class P2PPool(Pool):
         return worker
 
     def _submit_span(self, span: Span) -> None:
+        if span.bound is not None:
+            self._engine.submit(span)
+            return
         # The engine binds each item on its own, so they go to it one by one.
         for i, item in enumerate(span.items, span.first):
             self._engine.submit(Span(span.job, span.func, i, (item,), span.retries, -1, span.limit))
@@ -79,14 +81,13 @@ class P2PPool(Pool):
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
-        engine, recurse = self._engine, self._recurse
+        engine, packer = self._engine, self._packer
         number = job.func = self._learn(func, False, chunked, terms)
         limit = limit_of(terms)
-        layout = self._layout._replace(kept=terms.retries > 0)
 
         def put(index: int, task: Any) -> int:
-            payload = encode(task, recurse=recurse, layout=layout)
-            span = Span(job.number, number, index, (payload,), terms.retries, -1, limit)
+            payload, worker = packer.pack_task(task, terms.retries > 0, -1)
+            span = Span(job.number, number, index, (payload,), terms.retries, worker, limit)
             span.feeder = window
             engine.submit(span)
             return engine.sent(payload)

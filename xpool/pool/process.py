@@ -16,7 +16,6 @@ from xpool.engine.loop import Engine
 from xpool.errors import OptionError, TaskNotPicklable, TaskTimeout
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
 from xpool.jobs.scheduler import Limit, Span
-from xpool.memory.arena import Arena
 from xpool.options import (
     Terms,
     check_count,
@@ -24,13 +23,12 @@ from xpool.options import (
     check_share_method,
     default_processes,
 )
-from xpool.pickle import encode
-from xpool.pickle.frame import Leased
+from xpool.pickle.handles import pools
 from xpool.pickle.main import main_is_importable, main_location
-from xpool.pickle.policy import BY_PIPE, Layout
 from xpool.pool.base import BasePool, at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
+from xpool.pool.packing import Packer, find_arena
 from xpool.queue.messages import Mode
 from xpool.results import Job
 from xpool.worker.calls import Retried
@@ -91,7 +89,8 @@ class Pool(BasePool):
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
-        arena, limit = _find_arena(is_copy_tensor, memory_limit)
+        self._token = os.urandom(8).hex()
+        arena, limit, layout = find_arena(is_copy_tensor, share_method, memory_limit, self._token)
         if seed is not None and not isinstance(seed, int):
             raise TypeError(f"seed must be an int or None, not {seed!r}")
         if is_daemon and multiprocessing.current_process().daemon:
@@ -104,16 +103,10 @@ class Pool(BasePool):
         self._daemon = is_daemon
         self._arena = arena
         self._memory_limit = limit
+        self._packer = Packer(is_recursive, layout)
+        pools[self._token] = self
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
-        if arena is not None:
-            self._layout = Layout(
-                lessor=functools.partial(arena.lease, limit=limit),
-                arena=None if is_copy_tensor else arena,
-                method=share_method,
-            )
-        else:
-            self._layout = BY_PIPE
         self._task_timeout = check_seconds("task_timeout", task_timeout)
         self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
         if restart_budget is not None:
@@ -134,7 +127,9 @@ class Pool(BasePool):
         launcher = _launcher(self._context)
         blob, inherited = None, None
         try:
-            blob = self._encode_option("initializer or initargs", (self.initializer, self.initargs))
+            blob = self._packer.pack_option(
+                "initializer or initargs", (self.initializer, self.initargs)
+            )
         except TaskNotPicklable as exc:
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):
@@ -204,22 +199,6 @@ class Pool(BasePool):
         """What each worker owns, by index; None: nothing."""
         return None
 
-    def _encode(self, obj: Any, kept: bool = False) -> bytes | memoryview:
-        """Pickle for a worker; ``kept``: it may be sent more than once."""
-        layout = self._layout._replace(kept=True) if kept else self._layout
-        payload = encode(obj, recurse=self._recurse, layout=layout)
-        if type(payload) is Leased:
-            self._engine.sent(payload)
-        return payload
-
-    def _encode_option(self, name: str, obj: Any) -> bytes:
-        layout = self._layout._replace(lessor=None)  # small, or sent once: not worth a block
-        try:
-            payload = encode(obj, recurse=self._recurse, layout=layout)
-            return payload if isinstance(payload, bytes) else bytes(payload)
-        except TaskNotPicklable as exc:
-            raise TaskNotPicklable(f"{name}: {exc}") from exc
-
     def _submit_call(
         self,
         job: Job,
@@ -256,10 +235,19 @@ class Pool(BasePool):
         failed = []
         for i, chunk in enumerate(chunks):
             try:
-                spans[-1].items.append(self._encode(chunk, terms.retries > 0))
+                payload, worker = self._packer.pack_task(chunk, terms.retries > 0, None)
             except Exception as error:
                 # It fails alone; what comes after it is a span of its own.
                 failed.append((i, error))
+                spans.append(Span(job.number, job.func, i + 1, (), terms.retries, None, limit))
+                continue
+            self._engine.sent(payload)
+            if worker is None:
+                spans[-1].items.append(payload)
+            else:
+                spans.append(
+                    Span(job.number, job.func, i, (payload,), terms.retries, worker, limit)
+                )
                 spans.append(Span(job.number, job.func, i + 1, (), terms.retries, None, limit))
         for span in spans:
             if span.items:
@@ -270,14 +258,15 @@ class Pool(BasePool):
     def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> Span:
         if terms.retry_on:
             call = (Retried(call[0], terms.retry_on), *call[1:])
-        payload = self._encode(call, terms.retries > 0)
-        return Span(job.number, 0, index, (payload,), terms.retries, terms.worker, limit_of(terms))
+        payload, worker = self._packer.pack_task(call, terms.retries > 0, terms.worker)
+        self._engine.sent(payload)
+        return Span(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
 
     def _learn(self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms) -> int:
         """Have the engine keep a function for the workers."""
         if terms.retry_on:
             func = Retried(func, terms.retry_on)
-        return self._engine.learn(_MODES[starred, chunked], self._encode(func, True))
+        return self._engine.learn(_MODES[starred, chunked], self._packer.pack(func, True))
 
     def _submit_span(self, span: Span) -> None:
         self._engine.submit(span)
@@ -350,12 +339,17 @@ class _Stream:
         self._span.feeder = window
         self._next = 0
         self._window = window
-        self._recurse = pool._recurse
-        self._layout = pool._layout._replace(kept=terms.retries > 0)
+        self._packer = pool._packer
+        self._kept = terms.retries > 0
 
     def put(self, index: int, task: Any) -> int:
-        payload = encode(task, recurse=self._recurse, layout=self._layout)
+        payload, worker = self._packer.pack_task(task, self._kept, None)
         span = self._span
+        if worker is not None:
+            bound = Span(span.job, span.func, index, (payload,), span.retries, worker, span.limit)
+            bound.feeder = self._window
+            self._engine.submit(bound)
+            return self._engine.sent(payload)
         if index != self._next:
             # An item between could not be sent: a span has no gaps.
             old = span
@@ -378,7 +372,7 @@ class _Orders:
         self._contexts: list[bytes] | None = None
         if contexts is not None:
             self._contexts = [
-                pool._encode_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
+                pool._packer.pack_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
             ]
         self._bind = [dict(getattr(c, "env", None) or {}) for c in contexts or ()]
         self._cpus = [tuple(getattr(c, "cpus", None) or ()) for c in contexts or ()]
@@ -392,6 +386,7 @@ class _Orders:
         self._limit = pool._memory_limit
         self._copy_tensor = pool._copy_tensor
         self._share_method = pool._share_method
+        self._token = pool._token
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
@@ -418,6 +413,7 @@ class _Orders:
             "arena": None if arena is None or seat is None else arena.facts(seat, self._limit),
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
+            "token": self._token,
             "context": None if self._contexts is None else self._contexts[index],
         }
         return pickle.dumps(orders)
@@ -461,21 +457,6 @@ def _launcher(context: BaseContext | str | None) -> Launcher:
             "or leave context out"
         )
     return ProcessLauncher(context)
-
-
-def _find_arena(copy_tensor: bool, limit: int | None) -> tuple[Arena | None, int]:
-    """Return the arena that a pool uses, and how many bytes of it."""
-    if limit is not None:
-        limit = check_count("memory_limit", limit, least=0)
-    arena = Arena.own()
-    if arena is not None:
-        return arena, arena.limit if limit is None else limit
-    if not copy_tensor:
-        raise OptionError(
-            "is_copy_tensor=False: this process cannot have memory that it shares with workers "
-            "(it takes Linux, and no limit on addresses, ulimit -v); leave it out"
-        )
-    return None, 0
 
 
 def unguarded_script() -> str | None:

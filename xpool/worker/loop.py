@@ -20,6 +20,7 @@ from xpool.memory.arena import IDLE, Arena
 from xpool.pickle import decode, encode
 from xpool.pickle.exceptions import encode_exception
 from xpool.pickle.frame import Leased
+from xpool.pickle.handles import Keeper
 from xpool.pickle.main import mark_replica
 from xpool.pickle.policy import BY_PIPE, Layout
 from xpool.queue.channel import Source, write_all
@@ -275,7 +276,8 @@ class _Worker:
         seconds = IDLE
         while not poller.poll(seconds * 1000):
             self._out.forget_adopted()
-            if not arena.trim():
+            kept = Keeper.here is not None and Keeper.here.sweep()
+            if not arena.trim() and not kept:
                 return
             seconds = min(2 * seconds, 60.0)
 
@@ -403,8 +405,10 @@ _WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile
 def _layout(arena: Arena | None, orders: dict[str, Any]) -> Layout:
     if arena is None:
         return BY_PIPE
-    share = None if orders["copy_tensor"] else arena
-    return Layout(lessor=arena.lease, arena=share, method=orders["share_method"])
+    if orders["copy_tensor"]:
+        return Layout(lessor=arena.lease)
+    keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
+    return Layout(arena.lease, arena, orders["share_method"], keep=keeper.reduce)
 
 
 def _become(orders: dict[str, Any]) -> None:
