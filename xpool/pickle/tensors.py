@@ -286,7 +286,7 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
     if pickler.layout.arena is not None:
         storage = tensor.untyped_storage()
-        move(pickler.layout.arena, storage, partial(_about, tensor))
+        move(pickler.layout.arena, pickler.layout, storage, partial(_about, tensor))
         return _at, (storage, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
     piece = piece_of(pickler, found, tensor)
