@@ -113,10 +113,10 @@ def _swap(torch: Any, storage: Any, other: Any) -> None:
     if hasattr(storage, "_swap_data_ptr_"):
         storage._swap_data_ptr_(other)
         return
-    # Older versions have no call for it.  A StorageImpl begins with a few words (a table of methods,
-    # counts); then come the address of its memory, a deleter and what that is called with.
+    # Older versions have no call for it.  A StorageImpl begins with a few words (a table of
+    # methods, counts); then come its memory's address, a deleter and what that is called with.
     words = [(ctypes.c_size_t * 8).from_address(it._cdata) for it in (storage, other)]
-    one, two = ([int(word) for word in block] for block in words)  # type: ignore[call-overload]
+    one, two = ([int(word) for word in block] for block in words)
     at = one.index(storage.data_ptr()) if storage.data_ptr() in one else 0
     if not 0 < at < 6 or two[at] != other.data_ptr():
         raise _Refused(
