@@ -57,7 +57,7 @@ def register() -> None:
     REDUCERS[torch.UntypedStorage] = _reduce_storage
     REDUCERS[Piece] = _reduce_piece
     FOR_SUBCLASSES[torch.Tensor] = layouts.reduce_subclass
-    FOR_SUBCLASSES[torch.storage.TypedStorage] = layouts.reduce_typed_storage
+    REDUCERS[torch.storage.TypedStorage] = layouts.reduce_typed_storage
 
 
 _MODULES = ("torch", "torch.nn.parameter", "torch.storage")
@@ -177,7 +177,10 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
         return None
     size = tensor.nbytes
     shape = tuple(tensor.shape)
-    start = tensor.data_ptr()
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # inside a transform of torch.func; the pickler will say so
+        return None
     if size >= INLINE_BELOW or 1 in shape or not start:
         return None
     end = tail(name) if len(shape) == 1 else tail(name, shape)
@@ -342,7 +345,9 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
     if not odd:
         return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
     # Not at a multiple of its element size, which a tensor of this storage cannot say.
-    return _from_buffer(name, memoryview(memory.buffer)[offset:]).as_strided_(shape, strides)
+    rest = memoryview(memory.buffer)[offset:]
+    whole = rest[: len(rest) // dtype.itemsize * dtype.itemsize]
+    return _from_buffer(name, whole).as_strided_(shape, strides)
 
 
 @builder
