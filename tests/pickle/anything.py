@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 TORCH = ["float32", "float64", "int16", "uint8", "bfloat16", "float8_e4m3fn", "complex64"]
-TORCH = [name for name in TORCH + ["uint16", "uint32"] if hasattr(torch, name)]
+TORCH = [name for name in [*TORCH, "uint16", "uint32"] if hasattr(torch, name)]
 NUMPY = ["<f4", ">f4", "<i8", "u1", "<c8", "<M8[s]", "S3", "<U1", "V5", [("a", "<i2"), ("b", "u1")]]
 SIZES = [16, 48, 240, 150_000]  # bytes of a memory; the last is sent beside the pickle
 
@@ -61,6 +61,8 @@ def parts(leaf: Any) -> list[Any]:
     """The dense tensors and arrays that a leaf is made of, bare."""
     if isinstance(leaf, torch.Tensor):
         bare = torch.Tensor._make_subclass(torch.Tensor, leaf)
+        if bare.is_mkldnn:
+            return [bare.to_dense()]
         if bare.layout is torch.sparse_coo:
             return [bare._indices(), bare._values()]
         if bare.layout in (torch.sparse_csr, torch.sparse_bsr):

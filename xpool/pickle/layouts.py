@@ -122,7 +122,8 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
         if _is_wrapper(torch, tensor):
             return NotImplemented
         grad = tensor.requires_grad
-        bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
+        with torch._C._DisableTorchDispatch():
+            bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
     state = torch._utils._get_obj_state(tensor)
     if state:
         return _subclassed, (bare, cls, grad), state, None, None, _set_state
@@ -142,7 +143,8 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
 def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
     import torch
 
-    return torch.Tensor._make_subclass(cls, bare, grad)
+    with torch._C._DisableTorchDispatch():
+        return torch.Tensor._make_subclass(cls, bare, grad)
 
 
 def _set_state(tensor: Any, state: Any) -> None:
