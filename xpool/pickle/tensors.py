@@ -9,7 +9,7 @@ A tensor is taken apart in steps, each with its own way back:
    other objects of the message lie in the same memory (see `extents`).
 
 All bytes of dense memory, those of arrays too, go through `bytes_of`.  torch is never
-imported here on the sending side: an object of torch's must exist before `register` is called.
+imported here on the sending side: an object of torch's must exist before `_lazy_torch` is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import layouts
 from xpool.pickle.extents import Extent, Piece, Seen, extent
-from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder
+from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
 from xpool.pickle.policy import INLINE_BELOW
 from xpool.pickle.short import SHORT, Head, tail
 
@@ -45,7 +45,7 @@ _strided: Any = None
 _has_names: Any = None  # in older versions of torch axes may have names
 
 
-def register() -> None:
+def _lazy_torch() -> None:
     """Put torch's types into the table of reducers."""
     torch = sys.modules["torch"]
     for name in _MODULES:
@@ -55,14 +55,13 @@ def register() -> None:
     SHORT[torch.Tensor] = _short
     REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
-    REDUCERS[Piece] = _reduce_piece
     FOR_SUBCLASSES[torch.Tensor] = layouts.reduce_subclass
     REDUCERS[torch.storage.TypedStorage] = layouts.reduce_typed_storage
 
 
 _MODULES = ("torch", "torch.nn.parameter", "torch.storage")
 for _module in _MODULES:
-    LAZY[_module] = register
+    LAZY[_module] = _lazy_torch
 
 
 def _learn(torch: Any) -> None:
@@ -115,6 +114,7 @@ class Memory:
         return self._storage
 
 
+@register(Piece)
 def _reduce_piece(pickler: Context, piece: Piece) -> Any:
     return Memory, (bytes_of(piece.start, piece.stop - piece.start, piece),)
 
