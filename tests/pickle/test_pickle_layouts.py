@@ -537,3 +537,30 @@ def test_views_from_odd_bytes() -> None:
     assert back.tolist() == odd.tolist()
     seen.zero_()
     assert not back.any()
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+from xpool.pickle import decode, dumps, encode, loads
+x = torch.arange(40_000.0)
+sent = [x, x[:10], x.view(200, 200).t(), x[::2], x.to(torch.bfloat16), torch.tensor(3.0)]
+sent += [torch.tensor([1 + 2j]).conj(), torch.nn.Parameter(x[:3]), torch.eye(3).to_sparse()]
+for one in sent:
+    for back in (decode(encode(one)), loads(dumps(one)), loads(dumps([one]))[0]):
+        assert type(back) is type(one)
+        assert torch.equal(back.to_dense(), one.to_dense())
+a, b = decode(encode([x, x[5:]]))
+a.zero_()
+assert not b.any()
+print("ok")
+"""
+
+
+def test_without_numpy(run_program: Callable[..., str]) -> None:
+    """Tensors need no numpy; also in a program whose ``__main__`` cannot be imported."""
+    assert run_program(WITHOUT_NUMPY, "stdin").strip() == "ok"

@@ -68,7 +68,7 @@ def _learn(torch: Any) -> None:
     global _strided, _has_names
     _strided = torch.strided
     _has_names = getattr(torch.Tensor, "has_names", None)
-    for name, dtype in vars(torch).items():
+    for name, dtype in list(vars(torch).items()):  # another thread may import more
         if isinstance(dtype, torch.dtype):
             name = str(dtype).removeprefix("torch.")
             _NAMES[dtype] = name
