@@ -7,14 +7,14 @@ Such a call is answered only by a process that leaves; it fails when its process
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.distributed.calls import call, raised, settle
+from xpool.distributed.calls import Raised, call, raised, settle
 from xpool.distributed.current import get_world, the_world
 from xpool.distributed.errors import GroupTimeout, PeerLost
 from xpool.errors import OptionError
@@ -154,10 +154,11 @@ def _told(name: str, reason: str) -> None:
 @dataclass
 class _Meeting:
     expected: tuple[str, ...]
+    of_survivors: bool  # goes on without those who are lost
     arrived: dict[str, Future[Any]] = field(default_factory=dict)
 
-    def missing(self) -> list[str]:
-        return [name for name in self.expected if name not in self.arrived]
+    def missing(self, lost: Container[str] = ()) -> list[str]:
+        return [name for name in self.expected if name not in self.arrived and name not in lost]
 
     def answer(self, value: Any) -> None:
         for future in self.arrived.values():
@@ -165,17 +166,22 @@ class _Meeting:
 
 
 class Meetings:
-    """Meetings that take place in this process: each ends when all have come, or cannot."""
+    """Meetings that take place in this process: each ends when all have come, or cannot.
+
+    The answer is a `Raised`, or the names of those who are lost: for a meeting of survivors.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[Any, _Meeting] = {}  # guarded by _lock
 
-    def arrive(self, key: Any, name: str, expected: tuple[str, ...]) -> Future[Any]:
-        """``name`` has come; the future is answered with None or a `Raised`."""
+    def arrive(
+        self, key: Any, name: str, expected: tuple[str, ...], of_survivors: bool
+    ) -> Future[Any]:
+        """``name`` has come; the future will be answered."""
         future: Future[Any] = Future()
         with self._lock:
-            meeting = self._open.setdefault(key, _Meeting(expected))
+            meeting = self._open.setdefault(key, _Meeting(expected, of_survivors))
             if meeting.expected != expected:
                 text = (
                     f"{key[1]!r} is being made with the members {list(meeting.expected)}, and by "
@@ -184,12 +190,23 @@ class Meetings:
                 future.set_result(raised(OptionError(text)))
                 return future
             meeting.arrived[name] = future
-            lost = [one for one in expected if one in the_world().peers.lost()]
-            if not lost and meeting.missing():
-                return future
-            del self._open[key]
-        meeting.answer(raised(_lost_error(key, lost)) if lost else None)
+            answer = self._answer(key, meeting)
+        if answer is not None:
+            meeting.answer(answer)
         return future
+
+    def _answer(self, key: Any, meeting: _Meeting) -> list[str] | Raised | None:
+        """End a meeting if it can; under the lock."""
+        gone = the_world().peers.lost()
+        lost = [one for one in meeting.expected if one in gone]
+        if lost and not meeting.of_survivors:
+            answer: list[str] | Raised = raised(_lost_error(key, lost))
+        elif meeting.missing(lost):
+            return None
+        else:
+            answer = lost
+        del self._open[key]
+        return answer
 
     def withdraw(self, key: Any, name: str) -> list[str]:
         """``name`` gives up, which ends the meeting; return who had not come."""
@@ -203,12 +220,13 @@ class Meetings:
         return missing
 
     def lose(self, name: str) -> None:
-        """End the meetings that ``name`` can not come to any more."""
+        """End the meetings that waited for ``name``, who is lost."""
         with self._lock:
-            hopeless = [key for key, one in self._open.items() if name in one.expected]
-            ended = [(key, self._open.pop(key)) for key in hopeless]
-        for key, meeting in ended:
-            meeting.answer(raised(_lost_error(key, [name])))
+            concerned = [(key, one) for key, one in self._open.items() if name in one.expected]
+            answers = [(one, self._answer(key, one)) for key, one in concerned]
+        for meeting, answer in answers:
+            if answer is not None:
+                meeting.answer(answer)
 
 
 def _lost_error(key: Any, lost: list[str]) -> PeerLost:
@@ -218,31 +236,41 @@ def _lost_error(key: Any, lost: list[str]) -> PeerLost:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _arrive(key: Any, name: str, expected: tuple[str, ...]) -> Future[Any]:
-    return the_world().meetings.arrive(key, name, expected)
+def _arrive(key: Any, name: str, expected: tuple[str, ...], of_survivors: bool) -> Future[Any]:
+    return the_world().meetings.arrive(key, name, expected, of_survivors)
 
 
 def _withdraw(key: Any, name: str) -> list[str]:
     return the_world().meetings.withdraw(key, name)
 
 
-def meet(host: str, key: tuple[Any, ...], expected: tuple[str, ...], timeout: float = -1) -> None:
+def meet(
+    host: str,
+    key: tuple[Any, ...],
+    expected: tuple[str, ...],
+    timeout: float = -1,
+    *,
+    of_survivors: bool = False,
+) -> list[str]:
     """Wait, in all of ``expected``, until all have called this; ``host`` is one of them.
 
-    ``key`` is what is done, for whom, and what tells this meeting from the next.
+    ``key`` is what is done, for whom, and what tells this meeting from the next. A meeting of
+    survivors does not wait for those who are lost, and returns, the same in all, who they are.
 
     Raises:
-        PeerLost: one of them has died.
+        PeerLost: one of them has died; of a meeting of survivors, the host.
         GroupTimeout: one of them did not come within ``timeout`` seconds (as in `call`).
         OptionError: the others expect somebody else.
     """
     world = the_world()
     world.peers.check(host)
     outer: Future[Any] = Future()
-    inner = rpc.rpc_async(host, _arrive, args=(key, world.name, expected), timeout=timeout)
+    arrival = key, world.name, expected, of_survivors
+    inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
     inner.add_done_callback(lambda done: settle(outer, done, host, meet, timeout))
     try:
-        outer.wait()
+        lost: list[str] = outer.wait()
+        return lost
     except GroupTimeout:
         missing = call(host, _withdraw, (key, world.name), timeout=MOMENT).wait()
         if not missing:

@@ -22,6 +22,8 @@ from xpool.errors import OptionError
 
 __all__ = ["World", "join"]
 
+_LIMIT = 10  # seconds for torch's RPC to end, when nobody has anything left to say
+
 
 class World:
     """This process's place among the processes that work together; one at a time in each.
@@ -284,21 +286,26 @@ class World:
         """
         self._check_started(True, "", "")
         if graceful and self.has_rpc:
-            try:
-                meet(self.peers.lead(), ("stop", "the world"), tuple(self.names), timeout=0)
-            except PeerLost:
-                graceful = False
+            graceful = not self._last_meeting()
         self.started = False
         self._tear_down(graceful)
+
+    def _last_meeting(self) -> list[str]:
+        """Wait for all who are still there to stop; return those who are not."""
+        key = ("stop", "the world")
+        while True:
+            lead = self.peers.lead()
+            try:
+                return meet(lead, key, tuple(self.names), timeout=0, of_survivors=True)
+            except PeerLost:
+                if lead == self.peers.lead():
+                    raise
 
     def _tear_down(self, graceful: bool) -> None:
         try:
             if "rpc" in self._running:
                 self.peers.leave(tell=not graceful)
-                try:
-                    rpc.shutdown(graceful, timeout=self.rpc_timeout)
-                except RuntimeError:
-                    pass  # it was not up, or someone died in this very moment; it is down now
+                _shut_down_rpc(graceful)
             for group in list(self._collective):
                 group.destroy()
             if "dist" in self._running and dist.is_initialized():
@@ -320,6 +327,26 @@ class World:
     def __repr__(self) -> str:
         state = "" if self.started else ", not started"
         return f"<World {self.name!r}, rank {self.rank} of {self.world_size}{state}>"
+
+
+def _shut_down_rpc(graceful: bool) -> None:
+    def shut_down() -> None:
+        try:
+            rpc.shutdown(graceful, timeout=_LIMIT)
+        except RuntimeError:
+            pass  # it was not up, or someone died in this very moment; it is down now
+
+    # torch waits for the functions that others have called here, however long they run.
+    thread = threading.Thread(target=shut_down, name="xpool-rpc-shutdown", daemon=True)
+    thread.start()
+    thread.join(2 * _LIMIT if graceful else _LIMIT)
+    if thread.is_alive():
+        warnings.warn(
+            "This process has left its world while functions that others had called still ran in "
+            "it; it can join no other world with RPC before they have returned.",
+            ResourceWarning,
+            stacklevel=4,
+        )
 
 
 def join(
