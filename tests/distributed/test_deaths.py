@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ import torch
 from support.ranks import Ranks, in_world
 
 from xpool import TimeoutError, WorkerDied
-from xpool.distributed import CollectiveGroup, GroupTimeout, PeerLost, World, join
+from xpool.distributed import CollectiveGroup, GroupError, GroupTimeout, PeerLost, World, join
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
@@ -318,3 +319,102 @@ def test_sudden_end_of_everyone(ranks: Ranks):
 def sleeps(world: World) -> None:
     world.create_collective_group(range(3)).barrier()
     signal.pause()
+
+
+STAGES = ["torch.distributed.init_process_group", "torch.distributed.rpc.init_rpc", "watch"]
+
+
+def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple[str, str, float]:
+    from xpool.distributed import get_world
+    from xpool.distributed.peers import Peers
+
+    if rank == 1:
+        where, _, name = stage.rpartition(".")
+        module = Peers if not where else importlib.import_module(where)
+        setattr(module, name, lambda *_, **__: die())
+    limits = {"dist_timeout": 3, "rpc_timeout": 3}
+    try:
+        with World(f"w{rank}", rank, 3, dist_init_method=address, **limits) as world:
+            world.create_rpc_group("group", world.get_members())
+        error = ""
+    except GroupError as exc:
+        error = str(exc)
+    assert get_world() is None
+    total = torch.ones(1)
+    with World(f"w{rank}", rank // 2, 2, dist_init_method=later) as world:
+        world.create_collective_group([0, 1]).all_reduce(total)
+        names = ", ".join(world.get_members())
+    return error, names, total.item()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_death_while_joining(ranks: Ranks, stage: str):
+    """A rank that dies in the middle of joining is an error for the others, who may join again."""
+    later = ranks.address()
+    outcomes = ranks.run(3, dies_while_joining, ranks.address(), stage, later)
+    assert isinstance(outcomes[1], WorkerDied)
+    for error, names, total in (outcomes[0], outcomes[2]):
+        assert error
+        assert (names, total) == ("w0, w2", 2)
+
+
+def all_at_once(world: World, seconds: float) -> str:
+    """Call and reduce without end; one rank kills itself some time later."""
+    group = world.create_rpc_group("group", world.get_members())
+    collective = world.create_collective_group(world.get_ranks(), timeout=TIMEOUT)
+    if world.rank == 1:
+        threading.Timer(seconds, die).start()
+
+    def calls() -> None:
+        while True:
+            for name in world.get_members():
+                group.rpc_sync(name, torch.add, args=(torch.ones(1000), 1))
+            group.barrier()
+
+    def reduces() -> None:
+        while True:
+            collective.all_reduce(torch.ones(1000))
+
+    def ends(work: Any) -> None:
+        try:
+            work()
+        except PeerLost as exc:
+            ended.append(str(exc))
+
+    ended: list[str] = []
+    threads = [threading.Thread(target=ends, args=(work,)) for work in (calls, reduces)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    collective.destroy()
+    return " ".join(ended)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.1, 0.3, 0.5])
+def test_death_in_the_middle(ranks: Ranks, seconds: float):
+    """Whatever is going on when a rank dies, ends for the others."""
+    outcomes = ranks.world(4, all_at_once, seconds, rpc_timeout=TIMEOUT)
+    assert isinstance(outcomes[1], WorkerDied)
+    for text in (outcomes[0], *outcomes[2:]):
+        assert isinstance(text, str), text
+        assert "'w1' has died" in text
+
+
+def leaves_some_pending(world: World) -> float:
+    group = world.create_collective_group([0, 1], timeout=TIMEOUT)
+    group.barrier()
+    begin = time.monotonic()
+    if world.rank == 0:
+        pending = [group.all_reduce(torch.ones(1), async_op=True), group.irecv(torch.ones(1))]
+        group.destroy()
+        for one in pending:
+            with pytest.raises(GroupError, match="was destroyed"):
+                one.wait()
+    return time.monotonic() - begin
+
+
+def test_destroying_with_work_pending(ranks: Ranks):
+    """A group that is destroyed lets go of what was pending in it."""
+    assert ranks.good_world(2, leaves_some_pending)[0] < SECONDS

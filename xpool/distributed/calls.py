@@ -16,7 +16,10 @@ from xpool.errors import RemoteTraceback
 from xpool.pickle import decode, dumps, encode_exception, loads
 from xpool.pickle.hooks import goes_by_name
 
-__all__ = ["Raised", "call", "portable", "raised", "settle", "transport_error"]
+__all__ = ["DIED", "Raised", "call", "portable", "raised", "settle", "transport_error"]
+
+
+DIED = "has died or cannot be reached"
 
 
 class Raised:
@@ -117,7 +120,7 @@ def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Excep
         return exc  # torch's own, from unpickling on the other side
     if "tensorpipe" in text:
         peers = the_world().peers
-        peers.lose(to, "has died" if "eof" in text or "closed" in text else "cannot be reached")
+        peers.lose(to, DIED)
         return PeerLost(f"{name} has no answer from {to!r}: {peers.describe(to)} ({text})")
     error = GroupError(f"{name} has no answer from {to!r}: {text}")
     error.__cause__ = RemoteTraceback(str(exc))

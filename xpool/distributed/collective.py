@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ __all__ = ["CollectiveGroup", "Pending", "explain"]
 
 _ABORT_TAG = 0x7AB0  # of a message that nobody sends
 _HEARSAY = 0.5  # seconds for the news of a death to come, so that the error can name who died
+_MESSAGES = ("isend", "irecv")
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
@@ -30,10 +33,10 @@ class Pending:
     It has the attributes of torch's ``Work`` too.
     """
 
-    def __init__(
-        self, group: CollectiveGroup, what: str, work: Any, then: Callable[[], object] | None
-    ) -> None:
-        self._group, self._what, self._work, self._then = group, what, work, then
+    def __init__(self, group: CollectiveGroup, what: str, work: Any) -> None:
+        self._group, self._what, self._work = group, what, work
+        self._then: Callable[[], object] | None = None  # what is left to do here
+        self._src: int | None = None
 
     def wait(self, timeout: timedelta | None = None) -> Any:
         """Wait for the end, at most ``timeout``, else the group's own.
@@ -49,7 +52,7 @@ class Pending:
         then, self._then = self._then, None
         if then is not None:
             then()
-        return True
+        return True if self._src is None else self._src
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -58,26 +61,14 @@ class Pending:
         return f"<Pending {self._what} of {self._group!r}>"
 
 
-class _Receiving(Pending):
-    """`irecv` from a rank that is known."""
-
-    def __init__(self, group: CollectiveGroup, work: Any, src: int) -> None:
-        super().__init__(group, "irecv", work, None)
-        self._src = src
-
-    def wait(self, timeout: timedelta | None = None) -> int:
-        super().wait(timeout)
-        return self._src
-
-
 class _ReceivingAny(Pending):
     """`irecv` from any rank: gloo would not end it when a member dies.
 
     So a thread waits for the message, and the caller for that thread or the group's end.
     """
 
-    def __init__(self, group: CollectiveGroup, work: Any) -> None:
-        super().__init__(group, "irecv", work, None)
+    def __init__(self, group: CollectiveGroup, what: str, work: Any) -> None:
+        super().__init__(group, what, work)
         self._received = False
         self._error: Exception | None = None
         self._over = group._over_event()
@@ -152,6 +143,10 @@ class CollectiveGroup:
         # Guarded by _lock: why the group is of no use any more, and who waits for any message.
         self._broken: GroupError | None = None
         self._events: set[threading.Event] = set()
+        # Guarded by _lock: what may be going on.  torch works at collectives of which nobody
+        # holds the `Pending` any more; messages end with it.
+        self._works: deque[Any] = deque()
+        self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
 
     # -- two ranks --------------------------------------------------------------------------
 
@@ -175,9 +170,9 @@ class CollectiveGroup:
         if src is not None:
             self._check_rank("src", src)
             pending = self._launch("irecv", lambda: dist.irecv(into, src, self.group, tag))
-            return _Receiving(self, pending._work, src)
-        pending = self._launch("irecv", lambda: self.group.recv_anysource([into], tag))
-        return _ReceivingAny(self, pending._work)
+            pending._src = src
+            return pending
+        return self._launch("irecv", lambda: self.group.recv_anysource([into], tag), _ReceivingAny)
 
     # -- all ranks --------------------------------------------------------------------------
 
@@ -322,7 +317,7 @@ class CollectiveGroup:
 
     def destroy(self) -> None:
         """Let go of the group's connections; the group is of no use afterwards."""
-        self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=False)
+        self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=self._is_busy())
         if not self.destroyed:
             self.destroyed = True
             if self.current_rank is not None and dist.is_initialized():
@@ -393,7 +388,9 @@ class CollectiveGroup:
         if rank not in self._ranks:
             raise OptionError(f"{what}={rank!r} is not in the group; its ranks: {self._ranks}.")
 
-    def _launch(self, what: str, start: Callable[[], Any]) -> Pending:
+    def _launch(
+        self, what: str, start: Callable[[], Any], kind: type[Pending] = Pending
+    ) -> Pending:
         if self.current_rank is None:
             raise NotAMember(
                 f"Rank {self._world.rank} is not in the group, whose ranks are {self._ranks}."
@@ -401,7 +398,22 @@ class CollectiveGroup:
         if self._broken is not None:
             raise self._error(what)
         with self._watched(what, launching=True):
-            return Pending(self, what, start(), None)
+            pending = kind(self, what, start())
+        with self._lock:
+            if what in _MESSAGES:
+                self._pending.add(pending)
+            else:
+                # All members' operations are in the same order, and end so.
+                while self._works and self._works[0].is_completed():
+                    self._works.popleft()
+                self._works.append(pending._work)
+        return pending
+
+    def _is_busy(self) -> bool:
+        """Whether something is pending, which would keep the connections open."""
+        with self._lock:
+            works = [*self._works, *(one._work for one in self._pending)]
+            return any(not work.is_completed() for work in works)
 
     def _run(self, what: str, async_op: bool, op: Callable[..., Any], *args: Any) -> Pending | None:
         pending = self._launch(what, lambda: op(*args, group=self.group, async_op=True))

@@ -14,7 +14,7 @@ from typing import Any
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.distributed.calls import Raised, call, raised, settle
+from xpool.distributed.calls import DIED, Raised, call, raised, settle
 from xpool.distributed.current import get_world, the_world
 from xpool.distributed.errors import GroupTimeout, PeerLost
 from xpool.errors import OptionError
@@ -95,7 +95,7 @@ class Peers:
         try:
             reason = done.value()
         except RuntimeError:
-            reason = "has died"
+            reason = DIED
         self.lose(name, reason)
 
     def lose(self, name: str, reason: str) -> None:

@@ -105,31 +105,41 @@ class World:
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
         self.rank_name_map = dict(enumerate(self.names))
         self.peers = Peers(self.names, self.name, self._on_loss, has_rpc=self.has_rpc)
-        if self.has_dist:
-            self._running.append("dist")
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("xpool/dist", self._store),
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout=timedelta(seconds=self.dist_timeout),
-            )
-        if self.has_rpc:
-            self._running.append("rpc")
-            with warnings.catch_warnings():
-                # torch's own doing: its RPC agent meets through a class that it deprecates.
-                warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
-                rpc.init_rpc(
-                    self.name,
-                    backend=rpc.BackendType.TENSORPIPE,
+        try:
+            if self.has_dist:
+                self._running.append("dist")
+                dist.init_process_group(
+                    backend,
+                    timeout=timedelta(seconds=limit),
                     rank=self.rank,
                     world_size=self.world_size,
-                    rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                        init_method=rpc_address, rpc_timeout=self.rpc_timeout
-                    ),
+                    store=dist.PrefixStore("xpool/dist", self._store),
                 )
-            self.peers.watch()
+            if self.has_rpc:
+                self._running.append("rpc")
+                limit = self.rpc_timeout
+                self._start_rpc(rpc_address)
+        except RuntimeError as exc:
+            error = explain(self, tuple(self.names), str(exc), limit)
+            raise type(error)(f"{self.name!r} could not join the world: {error}.") from exc
         self.started = True
+
+    def _start_rpc(self, address: str) -> None:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=self.rpc_timeout)
+        constants = rpc.backend_registry.rpc_constants
+        limit = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
+        with warnings.catch_warnings():
+            # torch's own doing: its RPC agent meets through a class that it deprecates.
+            warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
+            # And waits there for half an hour, whatever the options say, for one that has died.
+            constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=self.rpc_timeout)
+            try:
+                rpc.init_rpc(
+                    self.name, rpc.BackendType.TENSORPIPE, self.rank, self.world_size, options
+                )
+            finally:
+                constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
+        self.peers.watch()
 
     # -- who is there -------------------------------------------------------------------------
 
