@@ -82,7 +82,7 @@ def test_a_task_that_does_not_end_is_killed(process_kind, make_pool, how):
 def test_a_stopped_process(process_kind, make_pool, mailbox):
     """A worker that SIGSTOP holds cannot say where it is; it is killed all the same."""
     pool = make_pool(process_kind, 1)
-    error = stopped(pool.apply_async(work.stop_self, (mailbox.path,), timeout=LIMIT))
+    error = stopped(pool.apply_async(work.stop_self, (mailbox.path,), timeout=1), 1)
     assert error.pid == int(mailbox.line()) and wait_gone([error.pid]) == []
     assert pool.apply(work.square, (3,)) == 9
 
@@ -259,7 +259,8 @@ def test_a_thread_is_left_to_itself(thread_kind, make_pool, mailbox, gate):
     pool = make_pool(thread_kind, 1)
     error = stopped(pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), timeout=LIMIT))
     mailbox.line()
-    assert "pass_gate" in error.stack.split("\n")[0] and "xpool" not in error.stack
+    assert "pass_gate" in error.stack.split("\n")[0]
+    assert "crew.py" not in error.stack and "hooks.py" not in error.stack
     assert error.worker == 0 and error.pid == os.getpid()
     assert pool.apply(work.square, (3,), timeout=30) == 9
     old = [t for t in threading.enumerate() if t.name.endswith("-worker-0")]
@@ -268,6 +269,13 @@ def test_a_thread_is_left_to_itself(thread_kind, make_pool, mailbox, gate):
     eventually(lambda: sum(t.is_alive() for t in old) == 1, "the thread left alone has ended")
     assert pool.apply(work.square, (3,)) == 9
     assert pool.statistics()["succeeded"] == 2
+
+
+def test_a_thread_that_waits_for_another_pool(thread_kind, make_pool, gate):
+    """Where it is inside xpool is part of where it is."""
+    inner = make_pool(thread_kind, 1).apply_async(work.pass_gate, (gate.path,))
+    error = stopped(make_pool(thread_kind, 1).apply_async(inner.get, timeout=LIMIT))
+    assert "in wait" in error.stack.split("\n")[0] and "in get" in error.stack
 
 
 def test_an_item_of_a_map_in_threads(thread_kind, make_pool, gate):

@@ -52,6 +52,7 @@ GRACE = 0.002
 
 
 _WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")
+_OURS = tuple(f'"{_WORKER}{name}.py"' for name in ("loop", "calls"))
 
 
 class Encoded(Parcel):
@@ -88,7 +89,7 @@ def _decode(payload: bytes | memoryview) -> Any:
 def own_part(stack: str) -> str:
     """Return the task's own part of what faulthandler wrote: without its title, and our frames."""
     lines = [line for line in stack.splitlines() if line.startswith("  ")]
-    ours = [i for i, line in enumerate(lines) if _WORKER in line]
+    ours = [i for i, line in enumerate(lines) if any(o in line for o in _OURS)]
     # The last of ours stays where it called a function in C, which has no frame.
     return "\n".join(lines[: max(1, ours[0])] if ours else lines)
 

@@ -29,7 +29,7 @@ from xpool.worker.context import WorkerInfo, enter, leave
 
 __all__ = ["Entry", "ThreadCrew"]
 
-_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "pool", "hooks.py"))
 
 
 class Entry:
@@ -350,7 +350,7 @@ class ThreadCrew:
 def _stack(frame: FrameType | None) -> str:
     """Return where a thread is, most recent call first, as faulthandler says it; without us."""
     lines = []
-    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+    while frame is not None and frame.f_code.co_filename not in _OURS:
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         frame = frame.f_back
