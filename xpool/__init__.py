@@ -12,10 +12,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from xpool.errors import (
+        DeviceError as DeviceError,
+    )
+    from xpool.errors import (
         InternalError as InternalError,
     )
     from xpool.errors import (
         OptionError as OptionError,
+    )
+    from xpool.errors import (
+        PoolBroken as PoolBroken,
     )
     from xpool.errors import (
         PoolClosed as PoolClosed,
@@ -31,6 +37,9 @@ if TYPE_CHECKING:
     )
     from xpool.errors import (
         TaskNotPicklable as TaskNotPicklable,
+    )
+    from xpool.errors import (
+        TaskStopped as TaskStopped,
     )
     from xpool.errors import (
         TaskTimeout as TaskTimeout,
@@ -53,6 +62,9 @@ if TYPE_CHECKING:
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
     from xpool.pool.p2p import P2PPool as P2PPool
     from xpool.pool.process import Pool as Pool
+    from xpool.pool.spawn import ProcessContext as ProcessContext
+    from xpool.pool.spawn import spawn as spawn
+    from xpool.pool.spawn import start_processes as start_processes
     from xpool.pool.thread import ThreadPool as ThreadPool
     from xpool.results import (
         AsyncResult as AsyncResult,
@@ -70,14 +82,16 @@ if TYPE_CHECKING:
 
 _homes = {
     "xpool.errors": (
-        "InternalError OptionError PoolClosed RemoteTraceback ResultNotPicklable TaskCancelled "
-        "TaskNotPicklable TaskTimeout TimeoutError WorkerDied WorkerStartFailed XPoolError"
+        "DeviceError InternalError OptionError PoolBroken PoolClosed RemoteTraceback "
+        "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TimeoutError "
+        "WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool.jobs.states": "PoolStates",
     "xpool.pool.base": "BasePool",
     "xpool.pool.context": "CtxPool CtxThreadPool",
     "xpool.pool.p2p": "P2PPool",
     "xpool.pool.process": "Pool",
+    "xpool.pool.spawn": "ProcessContext spawn start_processes",
     "xpool.pool.thread": "ThreadPool",
     "xpool.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
     "xpool.worker.context": "current_worker",

@@ -5,7 +5,8 @@
     XPoolError
     |-- the caller ------------------------------------------------------------
     |   |-- PoolClosed          also ValueError    the pool takes no more work
-    |   `-- OptionError         also ValueError    an argument that makes no sense
+    |   |-- OptionError         also ValueError    an argument that makes no sense
+    |   `-- DeviceError         also RuntimeError  a device that cannot be had
     |-- the task ----------------------------------------------------------------
     |   |-- TaskNotPicklable    also PicklingError it cannot be sent to a worker
     |   |-- ResultNotPicklable  also MaybeEncodingError  it cannot be sent back
@@ -13,12 +14,14 @@
     |   `-- TaskCancelled
     |-- the worker --------------------------------------------------------------
     |   |-- WorkerDied          it ended while it ran the task
-    |   `-- WorkerStartFailed   it cannot be started: the pool is stopped
+    |   |-- WorkerStartFailed   it cannot be started: the pool is stopped
+    |   `-- PoolBroken          workers die and nothing gets done: the pool is stopped
     `-- xpool ---------------------------------------------------------------------
         `-- InternalError       a bug of ours, with the story
 
 A task's own exception is none of these: it is raised as it is, with the worker's
-traceback as its ``__cause__`` (a `RemoteTraceback`).
+traceback as its ``__cause__`` (a `RemoteTraceback`).  `TaskStopped` is none either: it is
+what a task itself is interrupted with.
 
 All are picklable and keep their fields.  Each job gets an instance of its own, so that
 no two callers add their frames to the same traceback.
@@ -32,13 +35,16 @@ from multiprocessing import TimeoutError
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 
 __all__ = [
+    "DeviceError",
     "InternalError",
     "OptionError",
+    "PoolBroken",
     "PoolClosed",
     "RemoteTraceback",
     "ResultNotPicklable",
     "TaskCancelled",
     "TaskNotPicklable",
+    "TaskStopped",
     "TaskTimeout",
     "TimeoutError",
     "WorkerDied",
@@ -75,6 +81,13 @@ class OptionError(XPoolError, ValueError):
     """An argument has a value that makes no sense; the message names it."""
 
 
+class DeviceError(XPoolError, RuntimeError):
+    """A device cannot be had: it is not there, in use, or its framework is missing or does not fit.
+
+    The message says what to do.
+    """
+
+
 class TaskNotPicklable(XPoolError, pickle.PicklingError):
     """The function or an argument cannot be sent to a worker; ``__cause__`` says why."""
 
@@ -94,11 +107,44 @@ class ResultNotPicklable(XPoolError, MaybeEncodingError):  # type: ignore[misc]
 
 
 class TaskTimeout(XPoolError, TimeoutError):
-    """The task ran longer than its ``timeout=``; its worker was stopped and replaced."""
+    """The task ran longer than its ``timeout=`` and was stopped.
+
+    Fields: ``seconds`` (the limit), ``worker`` (index of the slot), ``pid`` (of the worker; None:
+    not known), ``task`` (what ran, as text), ``stack`` (where it was then, as text: the call that
+    was made last comes first; empty when the worker could not tell).
+    """
+
+    def __init__(
+        self, seconds: float, worker: int, pid: int | None, task: str, stack: str = ""
+    ) -> None:
+        super().__init__(seconds, worker, pid, task, stack)
+        self.seconds, self.worker, self.pid, self.task = seconds, worker, pid, task
+        self.stack = stack
+
+    def __str__(self) -> str:
+        where = (
+            f"It was here (most recent call first):\n{self.stack}"
+            if self.stack
+            else ("Where it was is not known: the worker did not answer a signal.")
+        )
+        return (
+            f"{self.task} ran longer than its limit of {self.seconds:g} s in worker {self.worker} "
+            f"(pid {self.pid}) and was stopped; give it a longer timeout= or look why it takes so "
+            f"long. {where}"
+        )
 
 
 class TaskCancelled(XPoolError):
     """The task was cancelled before it had a result."""
+
+
+class TaskStopped(BaseException):
+    """Raised inside a task to stop it: its time is over, or it was cancelled.
+
+    For ``finally`` and ``with`` to run; the caller never sees it.  No `Exception`, as
+    `KeyboardInterrupt` is none, so that ``except Exception`` does not stop the stopping.  A task
+    that catches it and goes on is killed, with its worker, a moment later.
+    """
 
 
 class WorkerDied(XPoolError):
@@ -106,12 +152,16 @@ class WorkerDied(XPoolError):
 
     Fields: ``pid`` (int or None), ``exitcode`` (as `multiprocessing.Process.exitcode`:
     negative for a signal, None when unknown), ``worker`` (index of the slot), ``task``
-    (what it was running, as text).
+    (what it was running, as text), ``killed`` (how many workers have died of this task by
+    now: with ``retries=`` it may be several).
     """
 
-    def __init__(self, pid: int | None, exitcode: int | None, worker: int, task: str) -> None:
-        super().__init__(pid, exitcode, worker, task)
+    def __init__(
+        self, pid: int | None, exitcode: int | None, worker: int, task: str, killed: int = 1
+    ) -> None:
+        super().__init__(pid, exitcode, worker, task, killed)
         self.pid, self.exitcode, self.worker, self.task = pid, exitcode, worker, task
+        self.killed = killed
 
     @property
     def signal(self) -> str | None:
@@ -123,10 +173,13 @@ class WorkerDied(XPoolError):
     def __str__(self) -> str:
         reason = exit_reason(self.exitcode)
         hint = _HINTS.get(self.exitcode, "The task itself ended the process.")
-        return (
-            f"Worker {self.worker} (pid {self.pid}) died, {reason}, while it ran {self.task}. "
-            f"{hint} Only this task is lost; pass retries=n to have it run again."
-        )
+        story = f"Worker {self.worker} (pid {self.pid}) died, {reason}, while it ran {self.task}. "
+        if self.killed > 1:
+            return (
+                f"{story}{hint} This task has killed {self.killed} workers, one after the other: "
+                "the fault is its own. It is not run again; run it alone to see what it does."
+            )
+        return f"{story}{hint} Only this task is lost; pass retries=n to have it run again."
 
 
 _HINTS: dict[int | None, str] = {
@@ -155,6 +208,25 @@ class WorkerStartFailed(XPoolError):
         return (
             f"Worker {self.worker} could not be started in {self.attempts} attempts: "
             f"{self.reason}. The pool has stopped; mend the cause and make a new pool."
+        )
+
+
+class PoolBroken(XPoolError):
+    """Workers died one after the other and no task was finished meanwhile: the pool has stopped.
+
+    Fields: ``deaths`` (how many), ``seconds`` (in how short a time), ``last`` (the last of them,
+    as text).
+    """
+
+    def __init__(self, deaths: int, seconds: float, last: str) -> None:
+        super().__init__(deaths, seconds, last)
+        self.deaths, self.seconds, self.last = deaths, seconds, last
+
+    def __str__(self) -> str:
+        return (
+            f"{self.deaths} workers died within {self.seconds:.1f} s and no task was finished "
+            f"between; the last: {self.last}. The pool has stopped; mend the cause and make a new "
+            "pool, or allow more with restart_budget=."
         )
 
 

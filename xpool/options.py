@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool.errors import OptionError
 
 __all__ = [
     "START_ATTEMPTS",
+    "Exceptions",
+    "Terms",
     "check_callable",
     "check_chunksize",
     "check_count",
+    "check_exceptions",
     "check_iterable",
+    "check_seconds",
     "check_share_method",
     "default_chunksize",
     "default_processes",
@@ -24,6 +28,20 @@ __all__ = [
 
 START_ATTEMPTS = 3
 """Workers that may fail to start in one place, one after the other, before the pool gives up."""
+
+Exceptions = type[BaseException] | tuple[type[BaseException], ...]
+"""One class of exceptions, or several, as in an ``except`` clause."""
+
+
+class Terms(NamedTuple):
+    """How a job is to be run, beyond what it is."""
+
+    retries: int = 0
+    worker: int | None = None  # `P2PPool`: bound to this one; -1: to the least loaded
+    waits: bool = False  # the submitting thread waits for it at once
+    timeout: float | None = None  # seconds for one call of the function; None: any time
+    retry_on: tuple[type[BaseException], ...] = ()  # what is tried again besides deaths
+
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)
 
@@ -49,6 +67,32 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     if number < least:
         raise OptionError(f"{name} must be at least {least}, not {number}")
     return int(number)
+
+
+def check_seconds(name: str, value: Any) -> float | None:
+    """Return ``value`` as seconds, more than zero; None for no limit (None or infinity).
+
+    Raises:
+        TypeError: it is no number.
+        OptionError: it is zero, negative or not a number (a `ValueError`).
+    """
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number of seconds or None, not {value!r}")
+    seconds = float(value)
+    if not seconds > 0:
+        raise OptionError(f"{name} must be more than 0 seconds, not {value!r}; None: no limit")
+    return None if seconds == math.inf else seconds
+
+
+def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:
+    """Return an exception class, or a tuple of such, as a tuple; raise `TypeError` for others."""
+    classes = value if isinstance(value, tuple) else (value,)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, BaseException)):
+            raise TypeError(f"{name} must be an exception class or a tuple of such, not {value!r}")
+    return classes
 
 
 def check_callable(name: str, value: Any) -> None:

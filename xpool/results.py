@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xpool.errors import TimeoutError
+from xpool.errors import TaskCancelled, TimeoutError
 from xpool.interrupt import uninterrupted
+from xpool.options import Terms
 
 __all__ = [
     "LOST_SIGNAL",
@@ -131,6 +132,9 @@ class Job:
     func = 0
     """Number of the function that the workers keep for this job; 0: none."""
 
+    terms = Terms()
+    """How its tasks are to be run."""
+
     def __init__(self, number: int, label: str, pool: Any) -> None:
         self.number = number
         self.label = label
@@ -182,6 +186,7 @@ class AsyncResult(Job):
         self._opened = False
         # Identity of the thread that runs the callback: for it the result is ready already.
         self._calling: int | None = None
+        self._cancelled = False
 
     def __repr__(self) -> str:
         state = "ready" if self._ready else "waiting"
@@ -225,6 +230,18 @@ class AsyncResult(Job):
             return self._value
         raise self._value
 
+    def cancel(self) -> bool:
+        """End this with `TaskCancelled`; return whether it has ended so, False: it was ready.
+
+        What waits of it is never run.  What runs is stopped: `TaskStopped` is raised in it, and
+        when it does not end of that, its worker is killed and replaced.  A thread cannot be
+        stopped: its task is left to itself, and another thread takes its place.
+        """
+        pool = self._pool
+        if pool is not None and not self.settled:
+            pool._cancel(self)
+        return self._cancelled
+
     def _open(self) -> None:
         if self._opened:
             return
@@ -262,6 +279,7 @@ class AsyncResult(Job):
     def fail(self, exc: BaseException) -> None:
         if not self.settled:
             self._success, self._value, self._opened = False, exc, True
+            self._cancelled = isinstance(exc, TaskCancelled)
             self.settled = True
 
     def release(self) -> None:
@@ -348,6 +366,11 @@ class MapResult(AsyncResult):
         super()._settle(success, value)
         self._pieces = {}
 
+    def fail(self, exc: BaseException) -> None:
+        super().fail(exc)
+        if self._opened:
+            self._pieces = {}
+
 
 class IMapIterator(Iterator[Any]):
     """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
@@ -366,6 +389,8 @@ class IMapIterator(Iterator[Any]):
         # Called with the number of items handed out, where a buffersize is to be kept.
         self.taken: Callable[[int], object] | None = None
         self.chunksize = 1
+        # The pool's side of it, and what stops the drawing of its input.
+        self.cancelling: tuple[Job, Callable[[], object]] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
@@ -404,6 +429,20 @@ class IMapIterator(Iterator[Any]):
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):
                 raise TimeoutError(f"no next result of {self.label} after {timeout} s")
+
+    def cancel(self) -> bool:
+        """Run no more; return whether there was something to cancel.
+
+        `next` raises `TaskCancelled` after the results that have arrived.  What runs is stopped
+        as in `AsyncResult.cancel`, and nothing more is drawn from the input.
+        """
+        pool, cancelling = self._pool, self.cancelling
+        if pool is None or cancelling is None:
+            return False
+        job, stop_drawing = cancelling
+        cancelled: bool = pool._cancel(job)
+        stop_drawing()
+        return cancelled
 
     def _movable(self) -> bool:
         return bool(

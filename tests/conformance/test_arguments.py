@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from support import work
-from support.kinds import KINDS, STDLIB
+from support.kinds import KINDS, STDLIB, VERBS
 
 pytestmark = pytest.mark.xpool_only
 
@@ -142,15 +144,46 @@ def test_bad_retries(pool, retries):
         pool.apply(work.square, (1,), retries=retries)
 
 
-@pytest.mark.parametrize("timeout", [-1, "1"])
-def test_bad_timeout(pool, timeout):
-    """`timeout` must be a number that is not negative."""
-    import inspect
+BAD_SECONDS = [-1, 0, "1", b"1", [1], float("nan")]
 
-    if "timeout" not in inspect.signature(type(getattr(pool, "_pool", pool)).apply).parameters:
-        pytest.skip("timeout is not built yet")
+
+@pytest.mark.parametrize("timeout", BAD_SECONDS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_bad_timeout(pool, verb, timeout):
+    """`timeout` must be a number of seconds above zero, or None, on every verb."""
     with pytest.raises((TypeError, ValueError), match="timeout"):
-        pool.apply(work.square, (1,), timeout=timeout)
+        getattr(pool, verb)(work.square, (1,), timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", [5, 5.5, True, float("inf"), None, Fraction(5)])
+def test_good_timeout(pool, timeout):
+    """Any kind of number does; None and infinity are no limit."""
+    assert pool.apply(work.square, (3,), timeout=timeout) == 9
+
+
+@pytest.mark.parametrize("on", [3, "OSError", [OSError], OSError(), (OSError, int)])
+@pytest.mark.parametrize("verb", VERBS)
+def test_bad_retry_on(pool, verb, on):
+    """`retry_on` must be an exception class or a tuple of such, on every verb."""
+    with pytest.raises(TypeError, match="retry_on"):
+        getattr(pool, verb)(work.square, (1,), retries=1, retry_on=on)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("option", ["task_timeout", "initializer_timeout"])
+@pytest.mark.parametrize("seconds", BAD_SECONDS)
+def test_bad_limits_of_the_pool(name, option, seconds):
+    """The constructor's limits are refused by name."""
+    with pytest.raises((TypeError, ValueError), match=option):
+        _class(name)(1, **{option: seconds})
+
+
+@pytest.mark.parametrize("name", PROCESS)
+@pytest.mark.parametrize("budget", [0, -1, 1.5, "3"])
+def test_bad_restart_budget(name, budget):
+    """A restart budget is a positive integer or None."""
+    with pytest.raises((TypeError, ValueError), match="restart_budget"):
+        _class(name)(1, restart_budget=budget)
 
 
 @pytest.mark.parametrize("verb", ["apply", "apply_async"])

@@ -236,6 +236,14 @@ def test_errors_pickle_with_their_fields():
     assert (failed.worker, failed.attempts, failed.reason) == (0, 3, "no")
     sent = pickle.loads(pickle.dumps(xpool.ResultNotPicklable("exc", "value")))
     assert sent.exc == repr("exc") or sent.exc == "exc"
-    for name in ("PoolClosed", "TaskNotPicklable", "TaskTimeout", "TaskCancelled", "InternalError"):
+    broken = pickle.loads(pickle.dumps(xpool.PoolBroken(7, 1.5, "worker 0")))
+    assert (broken.deaths, broken.seconds, broken.last) == (7, 1.5, "worker 0")
+    late = pickle.loads(pickle.dumps(xpool.TaskTimeout(0.5, 1, 12, "task f", "  here")))
+    assert (late.seconds, late.worker, late.pid) == (0.5, 1, 12)
+    assert (late.task, late.stack) == ("task f", "  here") and "  here" in str(late)
+    assert died.killed == 1 and "one after the other" not in str(died)
+    again = pickle.loads(pickle.dumps(xpool.WorkerDied(12, -9, 1, "task f", 3)))
+    assert again.killed == 3 and "killed 3 workers" in str(again)
+    for name in ("PoolClosed", "TaskNotPicklable", "TaskCancelled", "InternalError"):
         error = pickle.loads(pickle.dumps(getattr(xpool, name)("why")))
         assert type(error).__name__ == name and "why" in str(error)

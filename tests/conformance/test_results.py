@@ -129,26 +129,11 @@ def test_timeout_errors_are_one_class():
     assert xpool.TimeoutError is multiprocessing.TimeoutError
 
 
-def _need(verb, option):
-    """Skip, visibly, where an addition of the contract is not built yet."""
-    import inspect
-
-    import xpool
-
-    if option == "cancel":
-        there = hasattr(xpool.AsyncResult, "cancel")
-    else:
-        there = option in inspect.signature(getattr(xpool.Pool, verb)).parameters
-    if not there:
-        pytest.skip(f"{option} is not built yet")
-
-
 @pytest.mark.xpool_only
 def test_cancel_of_a_waiting_task(pool, mailbox, gate, log):
     """A task that has not begun can be cancelled: it never runs and `get` says so."""
     from xpool import TaskCancelled
 
-    _need("apply_async", "cancel")
     busy = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, i)) for i in range(2)]
     mailbox.lines(2)
     waiting = [pool.apply_async(work.logged, (str(log), i)) for i in range(10)]
@@ -164,7 +149,6 @@ def test_cancel_of_a_waiting_task(pool, mailbox, gate, log):
 @pytest.mark.xpool_only
 def test_cancel_of_a_finished_task(pool):
     """A task that is done cannot be cancelled and keeps its result."""
-    _need("apply_async", "cancel")
     result = pool.apply_async(work.square, (3,))
     result.wait()
     assert not result.cancel()
@@ -177,7 +161,6 @@ def test_timeout_of_a_task(process_kind, make_pool, mailbox, how):
     """``timeout=`` ends a task that runs too long; the pool goes on with a new worker."""
     from xpool import TaskTimeout
 
-    _need(how, "timeout")
     pool = make_pool(process_kind, 1)
     with pytest.raises(TaskTimeout):
         if how == "apply":

@@ -6,11 +6,16 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from xpool.devices import DeviceContext, devices
-from xpool.errors import OptionError
+from xpool.devices import DeviceContext, Host, devices
+from xpool.errors import DeviceError, OptionError
+
+from .hosts import XLA, gpu_host, tpu_host
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +25,7 @@ def no_threads_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xpool.devices._usable_cores", lambda: 8)
+    monkeypatch.setattr("xpool.devices.host.usable_cpus", lambda: tuple(range(8)))
 
 
 @pytest.mark.parametrize(("n", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
@@ -64,16 +69,75 @@ def test_a_senseless_number_is_ignored(monkeypatch: pytest.MonkeyPatch, value: s
     assert devices("cpu", n=10_000)[0].threads == 1
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu", "xla"])
-def test_later_kinds_say_so(kind: str):
-    """A kind that is planned is refused with what to do meanwhile."""
-    with pytest.raises(OptionError, match=r"not in this version yet.*kind='cpu'"):
-        devices(kind)
+EIGHT = Host(cpus=tuple(range(8)))
+
+
+def test_auto_takes_the_best_that_there_is():
+    """TPUs before GPUs before the CPU, each only with a framework that can use it."""
+    cuda, tpu = gpu_host(2), tpu_host("v5e", 4)
+    assert {c.kind for c in devices(host=EIGHT)} == {"cpu"}
+    assert {c.kind for c in devices(host=cuda)} == {"cuda"}
+    assert {c.kind for c in devices(host=replace(cuda, cuda_build=False))} == {"cpu"}
+    hidden = replace(cuda, environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert {c.kind for c in devices(host=hidden)} == {"cpu"}
+    assert {c.kind for c in devices(host=replace(cuda, chips=tpu.chips))} == {"cuda"}
+    assert {c.kind for c in devices(host=tpu)} == {"tpu"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "n", "each", "expected"),
+    [({}, None, 1, 8), ({"CPU_NUM_DEVICES": "4"}, None, 1, 4), ({"CPU_NUM_DEVICES": "4"}, 2, 1, 2),
+     ({"CPU_NUM_DEVICES": "4"}, None, 2, 2)],
+)  # fmt: skip
+def test_torch_xla_on_the_cpu(environ: dict[str, str], n: int | None, each: int, expected: int):
+    """Each worker has a CPU client of its own; how many follows torch_xla's own variable."""
+    host = replace(EIGHT, packages=XLA, environ=environ)
+    contexts = devices("xla", n, per_worker=each, host=host)
+    assert len(contexts) == expected
+    env = contexts[0].env
+    assert (env["PJRT_DEVICE"], env["CPU_NUM_DEVICES"]) == ("CPU", str(each))
+    assert (env["TPU_PROCESS_ADDRESSES"], env["PJRT_LOCAL_PROCESS_COUNT"]) == (None, "1")
+
+
+def test_torch_xla_takes_the_client_that_is_set():
+    """`PJRT_DEVICE` decides; without it a TPU is taken where there is one."""
+    host = tpu_host("v5e", 4)
+    assert {c.kind for c in devices("xla", host=host)} == {"tpu"}
+    on_cpu = replace(host, environ={"PJRT_DEVICE": "CPU"})
+    assert {c.kind for c in devices("xla", host=on_cpu)} == {"xla"}
+    with pytest.raises(DeviceError, match="PJRT_DEVICE=NEURON"):
+        devices("xla", host=replace(host, environ={"PJRT_DEVICE": "NEURON"}))
+    with pytest.raises(OptionError, match=r"no group across processes; xpool\.xla\.spawn"):
+        devices("xla", independent=False, host=on_cpu)
+    with pytest.raises(OptionError, match=r"devices\('tpu'\)"):
+        devices("xla", framework="torch_tpu", host=host)
+
+
+def test_a_compilation_cache_for_each_worker(tmp_path: Path):
+    """One argument gives each worker, and whoever replaces it, a cache of its own."""
+    contexts = devices("xla", 2, cache=tmp_path, host=replace(EIGHT, packages=XLA))
+    paths = [c.env["XLA_PERSISTENT_CACHE_PATH"] for c in contexts]
+    assert paths == [f"{tmp_path}/worker-0", f"{tmp_path}/worker-1"]
+    with pytest.raises(OptionError, match="torch_xla's compilation cache"):
+        devices("cpu", cache=tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"per_worker": 2}, {"independent": False}])
+def test_arguments_that_the_cpu_has_no_use_for(options: dict[str, Any]):
+    """They are refused, not ignored."""
+    with pytest.raises(OptionError, match="takes no per_worker="):
+        devices("cpu", **options)
+
+
+def test_unknown_framework():
+    """A framework that nobody knows is refused with those that are known."""
+    with pytest.raises(OptionError, match="must be 'torch_xla' or 'torch_tpu', not 'jax'"):
+        devices("tpu", framework="jax")
 
 
 def test_unknown_kind():
     """A kind that nobody knows is refused with those that are known."""
-    with pytest.raises(ValueError, match=r"'gpu'.*use 'cpu' or 'auto'"):
+    with pytest.raises(ValueError, match=r"'gpu'.*use 'auto' or \['cpu', 'cuda', 'tpu', 'xla'\]"):
         devices("gpu")
 
 

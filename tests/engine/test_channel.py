@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from xpool.queue.channel import Inlet, Outlet, Source
 from xpool.queue.messages import TO_PARENT
-from xpool.queue.outbox import CAPACITY, NO_LIMIT, Outbox, entries, make_file
+from xpool.queue.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 
 
 @pytest.fixture
@@ -165,3 +166,31 @@ def test_the_limit_is_obeyed(box):
     assert box.enter(0) and box.began == 1
     box.limit = 1
     assert not box.enter(1)
+    # Should it die now, nobody takes the item that it was refused for one that it ran.
+    assert box.began == 1
+
+
+def test_asking_to_break_off(box):
+    """Only the item that was entered last can be meant; the stack is what was written since."""
+    box.enter(0)
+    assert not box.told_to_stop() and box.stack() == ""
+    box.ask(1)
+    assert box.told_to_stop()
+    box.enter(1)
+    assert not box.told_to_stop()
+    box._map[STACK_AT : STACK_AT + 9] = "where ä".encode() + b"\xff"
+    assert box.stack() == "where ä\ufffd"
+    box.ask(0)
+    assert not box.told_to_stop() and box.stack()
+    box.ask(2)
+    assert box.told_to_stop() and box.stack() == ""
+
+
+def test_the_clock_of_the_box(box):
+    """The parent sees since when something runs, by the clock that both have."""
+    assert box.since is None
+    before = time.monotonic()
+    box.tick()
+    assert before <= box.since <= time.monotonic()
+    box.rest()
+    assert box.since is None

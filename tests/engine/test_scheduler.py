@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpool import InternalError
-from xpool.jobs.scheduler import HANDFUL, MOST_BYTES, MOST_ITEMS, Scheduler, Span
+from xpool.jobs.budget import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, RestartBudget, back_off
+from xpool.jobs.scheduler import HANDFUL, MOST_BYTES, MOST_ITEMS, Limit, Past, Scheduler, Span
 
 ITEM = b"x" * 10
 
@@ -145,6 +146,130 @@ def test_withdrawing():
     sched.answered(0, 1, HANDFUL)
     assert [g.job for g in sched.refill(0)] == [2]
     assert sched.least_loaded() == 0
+
+
+def test_what_is_held_of_a_withdrawn_job_is_not_queued_again():
+    """Not after the death of its worker, not when it is taken back, skipped or tried again."""
+    for event in ("death", "back", "skipped", "again"):
+        sched = ready(1)
+        sched.cost = 1e-6
+        sched.put(span(job=1, n=4, retries=3))
+        sched.put(span(job=2, n=4))
+        sched.next_grants()
+        sched.refill(0)
+        assert sched.withdraw(1) == [0]
+        held = {grant.job: grant.withdrawn for grant in sched.hands[0].held}
+        assert held == {1: True, 2: False}
+        if event == "death":
+            lost = sched.gone(0, began=1)
+            assert lost is not None
+            sched.again(*lost)
+            assert {s.job for s in sched.shared} == {2}
+        elif event == "back":
+            sched.pause(0)
+            sched.take_back(0, 1)
+        elif event == "skipped":
+            sched.skipped(0, 2)
+        else:
+            grant, _ = sched.answered(0, 1)
+            sched.again(grant, 0, when=1.0)
+            assert sched.due(2.0) is None
+        assert 1 not in {s.job for s in sched.shared}
+
+
+def test_withdrawing_what_waits_for_its_time():
+    """A task between two tries is forgotten, too; those of other jobs stay."""
+    sched = ready(1)
+    for job in (1, 2):
+        sched.put(span(job=job, retries=1))
+    sched.cost = 1e-6
+    sched.next_grants()
+    sched.refill(0)
+    for when in (5.0, 4.0):
+        grant, _ = sched.answered(0, 1)
+        sched.again(grant, 0, when=when)
+    assert sched.withdraw(1) == [] and sched.waiting() == 1
+    assert sched.due(9.0) is None and [s.job for s in sched.shared] == [2]
+
+
+def test_a_second_try_waits_its_time():
+    """Not before its time, then in front; with one try less, its limit, and what it did."""
+    sched = ready(1)
+    sched.put(Span(1, 0, 0, [ITEM], 3, 0, Limit(2.5, True)))
+    ((w, grant),) = sched.next_grants()
+    lost = sched.gone(w, began=1)
+    assert lost == (grant, 0)
+    sched.again(grant, 0, when=10.0)
+    sched.ready(0, None)
+    assert sched.due(9.0) == 10.0 and sched.next_grants() == [] and sched.waiting() == 1
+    assert sched.due(10.0) is None
+    ((w, again),) = sched.next_grants()
+    assert (again.retries, again.limit, again.bound) == (2, Limit(2.5, True), 0)
+    assert again.past == Past(tries=1, killed=1)
+    sched.answered(0, 1)
+    sched.again(again, 0, killed=False)
+    ((_, third),) = sched.next_grants()
+    assert third.past == Past(tries=2, killed=1) and third.retries == 1
+
+
+def test_second_tries_come_in_the_order_of_their_times():
+    """Whoever's pause ends first is queued first; the next time is told."""
+    sched = ready(1)
+    sched.cost = 1e-6
+    sched.put(span(n=3, retries=1))
+    ((_, grant),) = sched.next_grants()
+    sched.answered(0, 3)
+    for position, when in ((0, 3.0), (1, 1.0), (2, 2.0)):
+        sched.again(grant, position, when=when)
+    order = []
+    for now in (1.0, 2.0, 3.0):
+        sched.due(now)
+        order.append(sched.shared[0].first)
+    assert order == [1, 2, 0] and sched.due(9.0) is None
+    sched.clear()
+    assert sched.waiting() == 0
+
+
+def test_which_item_runs():
+    """The item that was begun last, until its answer is there."""
+    sched = ready(1)
+    sched.cost = 1e-6
+    sched.put(span(job=1, n=2))
+    sched.put(span(job=2, n=2))
+    sched.next_grants()
+    sched.refill(0)
+    first, second = sched.hands[0].held
+    assert sched.running(0, began=0) is None
+    assert sched.running(0, began=2) == (first, 1)
+    assert sched.running(0, began=3) == (second, 0)
+    sched.answered(0, 2)
+    assert sched.running(0, began=2) is None
+    assert sched.running(0, began=3) == (second, 0)
+    sched.answered(0, 2)
+    assert sched.running(0, began=4) is None
+
+
+def test_the_restart_budget():
+    """Used up by deaths in a row; given back by a task that is finished, and by time."""
+    budget = RestartBudget(3)
+    assert [budget.death(t) for t in (0.0, 1.0, 2.0)] == [False] * 3
+    budget.finished = True
+    assert [budget.death(t) for t in (3.0, 4.0, 5.0)] == [False] * 3
+    assert budget.death(6.5) and budget.deaths == 4 and budget.span() == 3.5
+    budget = RestartBudget(1)
+    assert not budget.death(0.0)
+    assert not budget.death(WINDOW + 1) and budget.deaths == 1
+    assert budget.death(WINDOW + 2)
+
+
+@given(st.integers(1, 10**6), st.floats(0, 1))
+def test_back_off(tries, chance):
+    """Pauses double up to the longest, and differ by chance by half of them at most."""
+    pause = back_off(tries, chance)
+    assert FIRST_PAUSE / 2 <= pause <= LONGEST_PAUSE
+    full = back_off(tries, 1.0)
+    assert full / 2 <= pause <= full
+    assert back_off(tries + 1, 1.0) == min(LONGEST_PAUSE, 2 * full)
 
 
 def test_answers_that_nobody_owes():

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from support import work
-from support.kinds import STDLIB
+from support.kinds import STDLIB, VERBS
 from support.waiting import eventually
 
 from .own_pools import QueueThreadPool
@@ -196,6 +196,47 @@ def test_tasks_have_the_documented_shape(own, make_pool, monkeypatch):
     seen.clear()
     assert pool.map(work.square, range(6), chunksize=2) == [0, 1, 4, 9, 16, 25]
     assert [task[1] for task in seen] == [0, 1, 2] and len({task[0] for task in seen}) == 1
+
+
+@pytest.mark.parametrize(
+    "terms", [{"timeout": 5}, {"retries": 1}, {"retry_on": OSError}], ids=lambda terms: str(*terms)
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_terms_that_cannot_be_kept(shared, verb, terms):
+    """A pool with workers of its own cannot stop a task or run it again, and says so."""
+    with pytest.raises(ValueError, match=f"retries= are not for {type(shared).__name__}"):
+        getattr(shared, verb)(work.square, (1,), **terms)
+
+
+def test_cancel(shared, mailbox, gate):
+    """A job can be cancelled: the caller is free at once, its workers run on."""
+    from xpool import TaskCancelled
+
+    victims = [shared.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(3)]
+    mailbox.lines(2)
+    assert all(victim.cancel() for victim in victims)
+    for victim in victims:
+        with pytest.raises(TaskCancelled):
+            victim.get(0)
+    gate.open(3)
+    assert shared.apply(work.square, (3,)) == 9
+
+
+def test_terms_under_an_own_hook(make_pool, log):
+    """A subclass of `Pool` that overrides the hook keeps timeouts and second tries."""
+    from xpool import Pool, TaskTimeout
+
+    class Watching(Pool):
+        def pool_inqueue_put(self, task):
+            return super().pool_inqueue_put(task)
+
+    pool = make_pool(Watching, 1)
+    with pytest.raises(TaskTimeout):
+        pool.apply(work.count_up, timeout=0.2)
+    with pytest.raises(TaskTimeout):
+        pool.map(work.spin_on_three, range(5), timeout=0.2)
+    task = (str(log), 2, OSError, "third")
+    assert pool.apply(work.raise_times, task, retries=2, retry_on=OSError) == "third"
 
 
 def test_counting_subclass_of_the_built_in_pool(make_pool):

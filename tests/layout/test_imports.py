@@ -23,7 +23,7 @@ ROWS = [
     {"fleet"},
     {"engine"},
     {"pool"},
-    {"adapters"},
+    {"adapters", "xla"},
     {"testing"},
 ]
 RANK = {room: rank for rank, row in enumerate(ROWS) for room in row}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -389,3 +392,92 @@ def fail_if_exists(path: str) -> None:
 def sleep_long(*_: Any) -> None:
     """Take longer than any test waits."""
     time.sleep(120)
+
+
+# Tasks that do not end ---------------------------------------------------------------------------
+
+
+def count_up(log: str | None = None, box: str | None = None) -> None:
+    """Use the processor for ever; say so; leave a line when that is broken off."""
+    n = 0
+    try:
+        if box is not None:
+            post(box, "counts")
+        while True:
+            n += 1
+    finally:
+        if log is not None:
+            log_line(log, "cleaned")
+
+
+def count_up_stubbornly() -> None:
+    """Use the processor for ever, whatever is raised."""
+    n = 0
+    while True:
+        try:
+            while True:
+                n += 1
+        except BaseException:
+            n = 0
+
+
+def spin_in_c(*_: Any) -> None:
+    """Use the processor for ever in C code that neither looks at signals nor lets go of the GIL."""
+    collections.deque(itertools.repeat(0), maxlen=0)
+
+
+def spin_on(bad: Any, x: Any) -> Any:
+    """Count up for ever for one value, return the others."""
+    if x == bad:
+        count_up()
+    return x
+
+
+def spin_on_three(x: Any) -> Any:
+    """Count up for ever for 3, return the others."""
+    return spin_on(3, x)
+
+
+def spin_once(flag: str, x: Any = None) -> Any:
+    """Count up for ever the first time; later return `x`."""
+    if first(flag):
+        count_up()
+    return x
+
+
+def stop_self(box: str) -> None:
+    """Stop this process as SIGSTOP does."""
+    post(box, str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is held by SIGSTOP."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def first(flag: str) -> bool:
+    """Whether this is the first call with this path, in any process."""
+    try:
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def raise_times(log: str, times: int, error: type[Exception], x: Any = None) -> Any:
+    """Log a line; raise the first `times` times, as the log counts them; then return `x`."""
+    log_line(log, "ran")
+    with open(log) as file:
+        if len(file.read().split()) <= times:
+            raise error("not yet")
+    return x
+
+
+def killed_times(log: str, times: int) -> None:
+    """Log a line; be killed the first `times` times, as the log counts them."""
+    log_line(log, "ran")
+    with open(log) as file:
+        if len(file.read().split()) <= times:
+            end("SIGKILL")

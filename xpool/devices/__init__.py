@@ -1,130 +1,112 @@
-"""What a worker is bound to: one device, as a context for `CtxPool` and `CtxThreadPool`.
+"""What a worker is bound to: one device, as a context for `CtxPool`.
 
 ::
 
     from xpool import CtxPool
     from xpool.devices import devices
 
-    contexts = devices("cpu", n=4)             # one for each worker
-    pool = CtxPool(worker_contexts=contexts)
+    pool = CtxPool(worker_contexts=devices("tpu"))     # one worker for each chip
 
-A worker context is any object.  One that has these two attributes is a binding, for worker
-*processes*:
+A worker context is any object.  One that has these attributes is a binding, for worker *processes*:
 
 ``env``
-    A mapping of environment variables.  The worker sets them before it imports anything
-    else, since frameworks read theirs once, while they are imported.
+    A mapping of environment variables.  The worker sets them before it imports anything else, since
+    frameworks read theirs once, while they are imported.  A value of None deletes the variable, and
+    all deletions come first; a name that ends in ``*`` stands for all that begin so.
+``cpus``
+    Numbers of the cores to run on, if any; set as early.  May be left out.
 ``enter()``
-    Called once in the worker, when the context has arrived and before the pool's
-    initializer runs.  Whatever it raises counts as a failed start of the worker.
+    Called once in the worker, when the context has arrived and before the pool's initializer runs.
+    Whatever it raises counts as a failed start of the worker.
 
-`DeviceContext` has both, and so can a class of your own; ``examples/evaluate.py`` wraps a
+`DeviceContext` has them, and so can a class of your own; ``examples/evaluate.py`` wraps a
 `DeviceContext` in a context that also holds a model.
 
-This version binds workers to CPU cores only.  Importing this module imports no framework.
+Nothing here opens a device or imports a framework: that is the worker's.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from xpool.devices.context import DeviceContext
+from xpool.devices.host import Chip, Host
+from xpool.devices.kinds import KINDS, best
+from xpool.devices.nvml import Gpu
 from xpool.errors import OptionError
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["DeviceContext", "devices"]
-
-_LATER = ("cuda", "tpu", "xla")
+__all__ = ["Chip", "DeviceContext", "Gpu", "Host", "devices"]
 
 
-@dataclass(frozen=True, repr=False)
-class DeviceContext:
-    """One worker's device: which it is, and what to set so that the worker owns it.
+def devices(
+    kind: str = "auto",
+    n: int | None = None,
+    *,
+    per_worker: int = 1,
+    independent: bool = True,
+    framework: str | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    host: Host | None = None,
+) -> list[DeviceContext]:
+    """Contexts for ``n`` workers, each bound to a device of its own.
 
-    Picklable, and equal to its copies.  A replacement worker gets its predecessor's.
-    """
+    Args:
+        kind: ``"cuda"``, ``"tpu"``, ``"cpu"``; ``"xla"``: what torch_xla would take, a TPU or else
+            its CPU client; ``"auto"``: TPUs if there are any, else GPUs, else the CPU.
+        n: number of workers.  None: as many as there are devices; on the CPU one for each core that
+            this process may use, and for torch_xla's CPU client ``CPU_NUM_DEVICES`` if that is set.
+        per_worker: devices of each worker.
+        independent: whether each worker is a topology of its own, or all form one replica group
+            (collective operations across workers), whose members start and end together; TPU only.
+        framework: ``"torch_xla"`` or ``"torch_tpu"``, for TPUs; None: the one that is installed.
+        cache: folder of torch_xla's persistent compilation cache; each worker, and what replaces
+            it, has a folder of its own in it.  None: no such cache.
+        host: the machine; None: this one.
 
-    kind: str
-    """``"cpu"`` in this version."""
-
-    ordinal: int
-    """Position among the contexts made together, from 0."""
-
-    threads: int
-    """Threads that one operation may use inside this worker."""
-
-    env: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Variables the worker sets before it imports anything else."""
-
-    @property
-    def device(self) -> torch.device:
-        """The `torch.device` to put tensors on.  Imports torch, if nothing else has."""
-        import torch
-
-        return torch.device(self.kind)
-
-    def enter(self) -> None:
-        """Bind the calling worker: called once in it, before the pool's initializer.
-
-        A worker that starts from a preloaded server has torch imported already, too early
-        for ``OMP_NUM_THREADS``; so the number is set there by hand.  A worker that has not
-        imported torch is not made to: it will find the variable when it does.
-        """
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            torch.set_num_threads(self.threads)
-
-    def __repr__(self) -> str:
-        return f"DeviceContext({self.kind}:{self.ordinal}, threads={self.threads})"
-
-
-def devices(kind: str = "auto", n: int | None = None) -> list[DeviceContext]:
-    """Contexts for ``n`` workers, each bound to a device of the kind.
-
-    ``kind`` is ``"cpu"`` or ``"auto"`` (the best kind that there is: the CPU, in this
-    version).  ``n`` is one for each core that this process may use when left out.  The
-    cores are shared out: each worker's operations get ``cores // n`` threads, at least
+    Masks of this process are respected: worker i gets the i-th device that it may see.  The cores
+    are shared out: ``threads`` is cores (near the device, where that is known) by workers, at least
     one, unless ``OMP_NUM_THREADS`` is set, which is then kept.
 
-    Raises `OptionError` (a `ValueError`) for a kind that is unknown or not in this version
-    and for ``n`` below 1, `TypeError` for an ``n`` that is no integer.
+    If torch_tpu is chosen and this process has not imported torch, it sets
+    ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` here, so that torch, when imported, leaves torch_tpu alone.
+
+    Raises:
+        DeviceError: there is no such device, it is in use, a mask names none, or its framework is
+            missing or does not fit; the message says what to do.
+        OptionError (a `ValueError`): an argument makes no sense.
+        TypeError: ``n`` or ``per_worker`` is no integer.
     """
-    if kind in _LATER:
-        raise OptionError(
-            f"devices(kind={kind!r}): not in this version yet. Use kind='cpu', or give CtxPool "
-            "contexts of your own whose `env` masks the device and whose `enter()` opens it."
-        )
-    if kind not in ("cpu", "auto"):
-        raise OptionError(f"devices(kind={kind!r}): no such kind; use 'cpu' or 'auto'.")
-    cores = _usable_cores()
-    if n is None:
-        n = cores
-    if not isinstance(n, int) or isinstance(n, bool):
-        raise TypeError(f"devices(n={n!r}): n is the number of workers, an int.")
-    if n < 1:
-        raise OptionError(f"devices(n={n}): there must be at least 1 worker.")
-    chosen = _users_threads()
-    if chosen is not None:
-        return [DeviceContext("cpu", i, chosen) for i in range(n)]
-    threads = max(1, cores // n)
-    env = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return [DeviceContext("cpu", i, threads, dict(env)) for i in range(n)]
+    if kind not in ("auto", *KINDS):
+        raise OptionError(f"devices(kind={kind!r}): no such kind; use 'auto' or {list(KINDS)}.")
+    for name, value in (("n", n), ("per_worker", per_worker)):
+        _check_number(name, value)
+    if framework not in (None, "torch_xla", "torch_tpu"):
+        raise OptionError(f"framework must be 'torch_xla' or 'torch_tpu', not {framework!r}")
+    if host is None:
+        host = Host.here(gpus=kind in ("cuda", "auto"))
+    if kind == "auto":
+        kind = best(host)
+    found = KINDS[kind](host, n, per_worker, independent, framework)
+    if cache is not None:
+        found = [_with_cache(context, os.fspath(cache)) for context in found]
+    return found
 
 
-def _usable_cores() -> int:
-    """Cores that this process may run on, which in a container are fewer than there are."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _check_number(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        what = "workers" if name == "n" else "devices of each worker"
+        raise TypeError(f"devices({name}={value!r}): {name} is the number of {what}, an int.")
+    if value < 1:
+        what = "worker" if name == "n" else "device for each worker"
+        raise OptionError(f"devices({name}={value}): there must be at least 1 {what}.")
 
 
-def _users_threads() -> int | None:
-    """The number in ``OMP_NUM_THREADS`` (its first, when nested levels are given), or None."""
-    match = re.match(r"\s*([1-9][0-9]*)", os.environ.get("OMP_NUM_THREADS", ""))
-    return int(match.group(1)) if match else None
+def _with_cache(context: DeviceContext, folder: str) -> DeviceContext:
+    if context.framework != "torch_xla":
+        raise OptionError("cache= is torch_xla's compilation cache; these workers do not use it")
+    path = os.path.join(os.path.abspath(folder), f"worker-{context.ordinal}")
+    env = {**context.env, "XLA_PERSISTENT_CACHE_PATH": path, "XLA_PERSISTENT_CACHE_READ_ONLY": "0"}
+    return replace(context, env=env)

@@ -5,25 +5,32 @@ All of it is called with the engine's lock held.
 
 from __future__ import annotations
 
+import os
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from xpool.engine.watch import Watch
-from xpool.errors import InternalError
+from xpool.errors import InternalError, TaskTimeout
 from xpool.fleet.slot import Slot
+from xpool.jobs.budget import RestartBudget, back_off
 from xpool.jobs.scheduler import Grant, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.pickle import decode
+from xpool.pickle.frame import FRAMED, Leased, adopt
 from xpool.queue.messages import (
     ANSWER,
+    BODY_AGAIN,
     BODY_ERROR,
     ENTRY,
     FAILED,
-    OUTBOX_ERROR,
+    OUTBOX_MIXED,
     READY,
     SKIPPED,
+    TASKS,
+    TIMED,
     TO_PARENT,
     WIRE,
     Parts,
@@ -35,13 +42,16 @@ from xpool.queue.messages import (
 from xpool.queue.outbox import NO_LIMIT, entries
 from xpool.results import Parcel, Unopened
 
-__all__ = ["Encoded", "Exchange"]
+__all__ = ["Encoded", "Exchange", "own_part"]
 
 LOOK = 0.010
 """Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
 
 GRACE = 0.002
 """Seconds until a word written to a shared page is certainly seen: microseconds, in truth."""
+
+
+_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")
 
 
 class Encoded(Parcel):
@@ -78,11 +88,25 @@ def _decode(payload: bytes | memoryview) -> Any:
         return Unopened(exc)
 
 
+def own_part(stack: str) -> str:
+    """Return the task's own part of what faulthandler wrote: without its title, and our frames."""
+    lines = [line for line in stack.splitlines() if line.startswith("  ")]
+    ours = [i for i, line in enumerate(lines) if _WORKER in line]
+    # The last of ours stays where it called a function in C, which has no frame.
+    return "\n".join(lines[: max(1, ours[0])] if ours else lines)
+
+
 class Exchange:
     """The part of the engine that moves things; `Engine` adds processes and waiting."""
 
     def __init__(
-        self, workers: int, lifetime: int | None, watch: Watch, slot: Callable[[int], Slot]
+        self,
+        workers: int,
+        lifetime: int | None,
+        describe: Callable[[int, int], str],
+        restart_budget: int,
+        watch: Watch,
+        slot: Callable[[int], Slot],
     ) -> None:
         self.lock = threading.Lock()
         self.slots = [slot(i) for i in range(workers)]
@@ -91,6 +115,9 @@ class Exchange:
         self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
         self._watch = watch
         self._lifetime = lifetime
+        self._describe = describe
+        self._budget = RestartBudget(restart_budget)
+        self._random = random.Random()  # not the program's: it may have been seeded
         self._funcs: dict[int, tuple[int, bytes | memoryview]] = {}
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
@@ -138,7 +165,8 @@ class Exchange:
             return
         retiring = slot.state is WorkerStates.RETIRING
         slot.happens(WorkerEvent.HELLO)
-        slot.failures, slot.reason = 0, None
+        slot.greeted, slot.stop = True, None
+        slot.failures, slot.killed, slot.reason = 0, 0, None
         if not retiring:
             self.sched.ready(slot.index, self._lifetime)
             self._give_idle()
@@ -149,25 +177,82 @@ class Exchange:
     ) -> None:
         boxed = count - slot.ahead
         slot.ahead = 0
+        self._budget.finished = True
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
-            self._take(slot, mark, bool(errors & OUTBOX_ERROR), boxed, seconds)
+            self._take(slot, mark, bool(errors & OUTBOX_MIXED), boxed, seconds)
         if body:
-            grant, first = self.sched.answered(slot.index, 1, seconds)
-            ok = not errors & BODY_ERROR
-            self.results.append((grant.job, first, (ok, Encoded(body, 1, False))))
+            again = bool(errors & BODY_AGAIN)
+            self._answer(slot, bool(errors & BODY_ERROR), body, seconds, again)
         self._after_answers(slot)
 
-    def _take(self, slot: Slot, mark: int, errors: bool, n: int, seconds: float) -> None:
-        """Move answers out of an outbox; those without error travel on in one piece."""
+    def _encoded(self, slot: Slot, payload: bytes | memoryview) -> Encoded:
+        """One answer; of the blocks that it names, hold is taken now, before it may be dropped."""
+        if payload[0] == FRAMED:
+            payload = adopt(payload)
+            if type(payload) is Leased:
+                slot.box.adopt()
+                self.tidy_later()
+        return Encoded(payload, 1, False)
+
+    def tidy_later(self) -> None:
+        """Note that blocks of the arena are in use: their memory goes back when they are not."""
+
+    def _take(self, slot: Slot, mark: int, mixed: bool, n: int, seconds: float) -> None:
+        """Move answers out of an outbox; plain ones travel on in one piece."""
         data = slot.box.take(mark)
-        if not errors:
+        if not mixed and slot.stop is None:
             grant, first = self.sched.answered(slot.index, n, seconds * n)
             self.results.append((grant.job, first, (True, Encoded(data, n, True))))
             return
         for error, payload in entries(data):
-            grant, first = self.sched.answered(slot.index, 1, seconds)
-            self.results.append((grant.job, first, (not error, Encoded(payload, 1, False))))
+            self._answer(slot, error, payload, seconds)
+
+    def _answer(
+        self,
+        slot: Slot,
+        error: bool,
+        payload: bytes | memoryview,
+        seconds: float = 0.0,
+        again: bool = False,
+    ) -> None:
+        """Take one answer; ``again``: it is an error that the task is to be tried again after."""
+        grant, index = self.sched.answered(slot.index, 1, seconds)
+        position = index - grant.first
+        answer = self._encoded(
+            slot, payload
+        )  # also one that nobody will open: it has to be adopted
+        if slot.stop is not None and grant.seq + position == slot.stop.seq:
+            self._broken_off(slot, grant, position)
+        elif again and grant.retries > 0:
+            self._again(grant, position, killed=False)
+        else:
+            self.results.append((grant.job, index, (not error, answer)))
+
+    def _broken_off(self, slot: Slot, grant: Grant, position: int) -> None:
+        """Answer a task that was asked to stop and has, or died of it.
+
+        What the worker says of it no longer matters: its time was over before it said that.
+        """
+        slot.stop = None
+        stack = slot.box.stack()
+        slot.box.ask(0)
+        limit = grant.limit
+        if grant.withdrawn or limit is None:
+            return  # cancelled: its job is answered
+        if limit.again and grant.retries > 0:
+            self._again(grant, position, killed=False)
+            return
+        index = grant.first + position
+        task = self._describe(grant.job, index)
+        error = TaskTimeout(limit.seconds, slot.index, slot.pid, task, own_part(stack))
+        self.results.append((grant.job, index, (False, error)))
+
+    def _again(self, grant: Grant, position: int, killed: bool) -> None:
+        """Have a task run once more, after a pause."""
+        when = self._watch.now() + back_off(grant.past.tries + 1, self._random.random())
+        self.sched.again(grant, position, killed=killed, when=when)
+        self._watch.alarm(when)
 
     def _after_answers(self, slot: Slot) -> None:
         w = slot.index
@@ -177,7 +262,8 @@ class Exchange:
         if hand.size == 0 and hand.paused:
             slot.box.limit = NO_LIMIT
             slot.revoking = False
-            self.sched.resume(w)
+            if slot.state is WorkerStates.READY:
+                self.sched.resume(w)
         if slot.state is not WorkerStates.READY:
             return
         grants = self.sched.refill(w)
@@ -211,8 +297,8 @@ class Exchange:
         """Move answers out of an outbox that no message has told of; return how many."""
         found = entries(slot.box.take(mark))
         for error, payload in found:
-            grant, first = self.sched.answered(slot.index, 1)
-            self.results.append((grant.job, first, (not error, Encoded(payload, 1, False))))
+            self._answer(slot, error, payload)
+        self._budget.finished |= bool(found)
         return len(found)
 
     # -- tasks out ---------------------------------------------------------------------------------
@@ -240,12 +326,25 @@ class Exchange:
             slot.known.add(func)
             mode, payload = self._funcs[func]
             self._send(slot, func_frame(func, mode, payload))
-        self._send(slot, tasks_frame(func, grant.items))
+        kind = TASKS
+        if grant.limit is not None:
+            kind = TIMED
+            self._check_by(slot, self._watch.now() + grant.limit.seconds)
+        self._send(slot, tasks_frame(func, grant.items, kind))
         if self.sched.hands[slot.index].size > 1:
             self._deep[slot.index] = None
             self._expect_silence(slot)
         if grant.feeder is not None:
             grant.feeder.taken(grant.items)
+
+    def _check_by(self, slot: Slot, when: float) -> None:
+        """Have the limits of what a worker runs looked at, at that time or before.
+
+        So there is one alarm for each limit and worker, not one for each task.
+        """
+        if slot.check_at is None or when < slot.check_at:
+            slot.check_at = when
+            self._watch.alarm(when)
 
     def _send(self, slot: Slot, parts: Parts) -> None:
         outlet = slot.outlet

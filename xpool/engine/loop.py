@@ -31,16 +31,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from xpool.engine.exchange import Exchange
+from xpool.engine.limits import Limits
 from xpool.engine.watch import Watch
-from xpool.errors import WorkerDied, WorkerStartFailed, exit_reason
+from xpool.errors import PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
 from xpool.fleet.slot import Slot
 from xpool.interrupt import uninterrupted
 from xpool.jobs.scheduler import Grant, Span
 from xpool.jobs.states import WorkerEvent, WorkerStates
+from xpool.memory.arena import IDLE, Arena
 from xpool.options import START_ATTEMPTS
 from xpool.pickle import decode
+from xpool.pickle.frame import Leased
 from xpool.queue.messages import boot_frame
 
 __all__ = ["Engine"]
@@ -51,8 +53,15 @@ SYSTEM_ATTEMPTS = 6
 STOP_GRACE = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
 
+KILLED_STARTS = 8
+"""Workers that may be killed in one place while they start, at intervals that grow to a second.
+More than may fail by themselves: a kill says little about the next one."""
 
-class Engine(Exchange):
+CULPRIT = 5
+"""Workers that one task may kill, whatever its ``retries``."""
+
+
+class Engine(Limits):
     """The workers of one pool and the work that they share out.
 
     ``watch`` and ``slot`` are the engine's only ways to the system: clock, descriptors and
@@ -63,26 +72,34 @@ class Engine(Exchange):
         self,
         workers: int,
         launcher: Launcher,
-        orders: Callable[[int, int], bytes],
+        orders: Callable[[int, int, int | None], bytes],
         *,
+        arena: Arena | None,
         name: str,
         daemon: bool,
         inherited: Any,
         lifetime: int | None,
         describe: Callable[[int, int], str],
+        restart_budget: int = 100,
+        initializer_timeout: float | None = None,
         watch: Watch | None = None,
         slot: Callable[[int], Slot] = Slot,
     ) -> None:
-        super().__init__(workers, lifetime, watch or Watch(), slot)
+        super().__init__(workers, lifetime, describe, restart_budget, watch or Watch(), slot)
         self.failure: BaseException | None = None
         self.dropped = False
         self.died = 0
         self._launcher = launcher
         self._orders = orders
+        self._arena = arena
+        self._trim_at: float | None = None
+        self._trim_after = IDLE
+        if arena is not None:
+            arena.begin()
         self._name = name
         self._daemon = daemon
         self._inherited = inherited
-        self._describe = describe
+        self._start_limit = initializer_timeout
         self._numbers = 0
         self._ending = False  # no process is started any more
 
@@ -122,12 +139,6 @@ class Engine(Exchange):
             self._numbers += 1
             self._funcs[self._numbers] = mode, payload
             return self._numbers
-
-    @uninterrupted
-    def withdraw(self, job: int) -> None:
-        """Give nobody what still waits of a job that has failed."""
-        with self.lock:
-            self.sched.withdraw(job)
 
     @uninterrupted
     def forget(self, func: int) -> None:
@@ -239,11 +250,25 @@ class Engine(Exchange):
         if self._ending:
             return
         name = f"{self._name}-worker-{slot.index}"
-        slot.start(self._launcher, name, self._daemon, self._inherited)
+        arena = self._arena
+        seat = None if arena is None else arena.take_seat()
+        try:
+            there = arena if seat is not None else None
+            slot.start(self._launcher, name, self._daemon, self._inherited, there)
+        except BaseException:
+            self._bury(seat)
+            raise
+        slot.seat = seat
         assert slot.handle is not None
         self._watch.add(slot.inlet.fd, self._receive_from(slot))
         self._watch_end(slot)
-        self._send(slot, boot_frame(self._orders(slot.index, slot.generation)))
+        self._send(slot, boot_frame(self._orders(slot.index, slot.generation, seat)))
+        if self._start_limit is not None:
+            self._check_by(slot, self._watch.now() + self._start_limit)
+
+    def _bury(self, seat: int | None) -> None:
+        if seat is not None and self._arena is not None:
+            self._arena.bury(seat)
 
     @uninterrupted
     def retire_all(self) -> None:
@@ -291,12 +316,16 @@ class Engine(Exchange):
         """Let go of the engine's own descriptors; all workers have ended."""
         with self.lock:
             self._watch.close()
+            if self._arena is not None:
+                self._arena.end()
+                self._arena = None
 
     def after_fork_in_child(self) -> None:
         """These workers are the parent's; their descriptors are closed here already."""
         self.lock = threading.Lock()  # some thread of the parent may have held it
         self._ending = self._stopped = True
         self.sched.clear()
+        self._arena = None
         for slot in self.slots:
             slot.handle = None
 
@@ -312,7 +341,36 @@ class Engine(Exchange):
                 now = self._watch.now()
                 self._kill_stubborn(now)
                 self._look_around(now)
+                self._mind_limits(now)
+                self._try_again(now)
                 self._start_overdue(now)
+                if self._trim_at is not None:
+                    self._watch.alarm(self._trim_at)
+        if self._trim_at is not None and self._watch.now() >= self._trim_at:
+            self._trim()
+
+    def sent(self, payload: bytes | memoryview) -> int:
+        """Return how many bytes of memory a message holds; it was made for a worker."""
+        if type(payload) is not Leased:
+            return len(payload)
+        with self.lock:
+            self.tidy_later()
+        return sum(block.capacity for block in payload.blocks.values())
+
+    def tidy_later(self) -> None:
+        self._trim_after = IDLE
+        if self._trim_at is None:
+            self._trim_at = self._watch.now() + IDLE
+            self._watch.alarm(self._trim_at)
+
+    def _trim(self) -> None:
+        """Give back memory that lay unused; without the lock, since that takes its time."""
+        arena, self._trim_at = self._arena, None
+        if arena is not None and arena.trim():
+            self._trim_after = min(2 * self._trim_after, 60.0)
+            with self.lock:
+                self._trim_at = self._watch.now() + self._trim_after
+                self._watch.alarm(self._trim_at)
 
     # -- deaths ------------------------------------------------------------------------------------
 
@@ -336,24 +394,46 @@ class Engine(Exchange):
         if not self._stopped:
             self._take_late(slot, box.tail)
         lost = self.sched.gone(w, box.began)
-        pid, exitcode = handle.pid, handle.exitcode
-        before_ready = slot.state is WorkerStates.STARTING
+        exitcode = handle.exitcode
+        state = slot.state
+        died = f"worker {w} (pid {handle.pid}), {exit_reason(exitcode)}"
+        asked = slot.stop is not None  # to break off what it ran: then we have killed it
+        if lost is not None:
+            self._lose(slot, *lost, handle.pid, exitcode)
         self._deep.pop(w, None)
         for fd in (slot.inlet.fd, slot.outlet.fd, handle.sentinel):
             self._watch.remove(fd)
         slot.gone()
-        if lost is not None:
-            self._lose(*lost, pid, exitcode, w)
+        self._bury(slot.seat)
+        slot.seat = None
         if self._ending:
             return
-        self.died += not before_ready
-        if before_ready:
-            slot.failures += 1
-            if slot.failures >= START_ATTEMPTS:
-                self._fail(slot, exitcode)
+        if state is WorkerStates.STARTING:
+            self._not_started(slot, exitcode)
+        else:
+            self.died += state is WorkerStates.READY
+            now = self._watch.now()
+            if state is WorkerStates.READY and not asked and self._budget.death(now):
+                budget = self._budget
+                self.failure = PoolBroken(budget.deaths, budget.span(), died)
+                self._ending = True
                 return
-        self._start_again(slot)
+            self._start_again(slot)
         self._give_idle()
+
+    def _not_started(self, slot: Slot, exitcode: int | None) -> None:
+        """Start a worker anew that ended before it was ready, unless that is hopeless."""
+        if slot.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM):
+            # By an operator, the kernel short of memory, a test: the next may live.
+            slot.killed += 1
+        else:
+            slot.failures += 1
+        if slot.failures >= START_ATTEMPTS or slot.killed >= KILLED_STARTS:
+            self._fail(slot, exitcode)
+        elif slot.killed > 1:
+            self._start_at(slot, self._watch.now() + min(1.0, 0.05 * 2**slot.killed))
+        else:
+            self._start_again(slot)
 
     def _finish_off(self, slot: Slot) -> None:
         """Nobody can tell whether the worker has ended (its server was killed): see to it.
@@ -378,8 +458,11 @@ class Engine(Exchange):
             if slot.failures > SYSTEM_ATTEMPTS:
                 self._fail(slot, None)
             else:
-                slot.start_at = self._watch.now() + 0.05 * 2**slot.failures
-                self._watch.alarm(slot.start_at)
+                self._start_at(slot, self._watch.now() + 0.05 * 2**slot.failures)
+
+    def _start_at(self, slot: Slot, when: float) -> None:
+        slot.start_at = when
+        self._watch.alarm(when)
 
     def _start_overdue(self, now: float) -> None:
         for slot in self.slots:
@@ -391,13 +474,18 @@ class Engine(Exchange):
                     self._watch.alarm(slot.start_at)
 
     def _lose(
-        self, grant: Grant, position: int, pid: int | None, exitcode: int | None, w: int
+        self, slot: Slot, grant: Grant, position: int, pid: int | None, exitcode: int | None
     ) -> None:
-        if grant.retries > 0 and not self._ending:
-            self.sched.again(grant, position)
+        if slot.stop is not None and grant.seq + position == slot.stop.seq:
+            self._broken_off(slot, grant, position)
+            return
+        killed = grant.past.killed + 1
+        if grant.retries > 0 and killed < CULPRIT and not self._ending:
+            self._again(grant, position, killed=True)
             return
         index = grant.first + position
-        error = WorkerDied(pid, exitcode, w, self._describe(grant.job, index))
+        task = self._describe(grant.job, index)
+        error = WorkerDied(pid, exitcode, slot.index, task, killed)
         self.results.append((grant.job, index, (False, error)))
 
     def _fail(self, slot: Slot, exitcode: int | None) -> None:
@@ -414,6 +502,6 @@ class Engine(Exchange):
                     "; look at its output on stderr. A script must keep its own work behind "
                     'if __name__ == "__main__":'
                 )
-        self.failure = WorkerStartFailed(slot.index, slot.failures, reason)
+        self.failure = WorkerStartFailed(slot.index, slot.failures + slot.killed, reason)
         self.failure.__cause__ = cause if isinstance(cause, BaseException) else None
         self._ending = True

@@ -1,18 +1,71 @@
-"""Worker threads: the crew of the thread pools."""
+"""Worker threads: the crew of the thread pools.
+
+A thread cannot be stopped.  One whose task is over its time, or was cancelled, is left to itself:
+the task is answered, another thread takes its place, and when it comes back some day, it ends.  Who
+answers a task with a limit is decided by who takes it out of `_held`: one operation, done by one of
+the two.  What comes late of a job that was cancelled finds that job answered, and is dropped.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import os
 import queue
+import random
+import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
-from xpool.errors import WorkerStartFailed
-from xpool.options import START_ATTEMPTS
+from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
+from xpool.jobs.budget import back_off
+from xpool.options import START_ATTEMPTS, Terms
+from xpool.results import Job
 from xpool.worker.context import WorkerInfo, enter, leave
 
-__all__ = ["ThreadCrew"]
+__all__ = ["Entry", "ThreadCrew"]
+
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+
+
+class Entry:
+    """A task that is run under terms: with a limit of time, or to be tried again.
+
+    ``chunked``: its function is called with a function and many arguments for it.
+    """
+
+    def __init__(self, task: Any, terms: Terms, chunked: bool = False, tries: int = 0) -> None:
+        self.task, self.terms, self.chunked, self.tries = task, terms, chunked, tries
+        self.since = 0.0
+
+    def begin(self) -> Any:
+        """Start the clock; return the task to run, whose clock starts anew at each item."""
+        self.since = time.monotonic()
+        if not self.chunked or self.terms.timeout is None:
+            return self.task
+        job, index, func, (inner, *rest), kwds = self.task
+
+        def ticking(*args: Any) -> Any:
+            self.since = time.monotonic()
+            return inner(*args)
+
+        return job, index, func, (ticking, *rest), kwds
+
+
+class _Member:
+    """One thread of the crew."""
+
+    __slots__ = ("index", "job", "left", "thread")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.thread: threading.Thread | None = None
+        self.job = 0  # of which it runs a task; 0: none
+        self.left = False  # to itself: it ends when it has done what it does
 
 
 class ThreadCrew:
@@ -27,7 +80,10 @@ class ThreadCrew:
         lifetime: int | None,
         contexts: list[Any] | None,
         name: str,
+        jobs: Mapping[int, Job],
+        initializer_timeout: float | None = None,
     ) -> None:
+        # Tasks as they are, or entries; None asks a thread to end.
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.results: deque[Any] = deque()
         self.failure: BaseException | None = None
@@ -36,49 +92,137 @@ class ThreadCrew:
         self._work = work
         self._initializer = initializer
         self._initargs = initargs
+        self._initializer_timeout = initializer_timeout
         self._lifetime = lifetime
         self._contexts = contexts
         self._name = name
+        self._jobs = jobs
         self._signal = threading.Semaphore(0)
         self._failures = 0
         self._ending = False
-        # The threads by index; a replacement takes the place of the one that ended.
+        # What is done now that has a limit of time, and by whom.
+        self._held: dict[int, tuple[_Member, Entry]] = {}
+        self._numbers = itertools.count()
+        self._random = random.Random()
+        # Guards what follows.  The threads by index; a replacement takes the place of the one
+        # that ended; how many were left to themselves.  When to look for tasks over their time or
+        # to be tried again, and the latter.
         self._lock = threading.Lock()
-        self._threads: dict[int, threading.Thread] = {}
+        self._threads: dict[int, _Member] = {}
+        self._left = 0
+        self._alarm: float | None = None
+        self._later: list[tuple[float, int, Entry]] = []
 
     def start_missing(self) -> None:
         """Start a thread for every index that has none."""
         with self._lock:
             for index in range(self._size):
                 if index not in self._threads and not self._ending:
-                    thread = threading.Thread(
+                    member = self._threads[index] = _Member(index)
+                    member.thread = threading.Thread(
                         target=self._run,
-                        args=(index,),
+                        args=(member,),
                         name=f"{self._name}-worker-{index}",
                         daemon=True,
                     )
-                    self._threads[index] = thread
-                    thread.start()
+                    member.thread.start()
 
-    def _run(self, index: int) -> None:
+    # -- in a worker's thread ----------------------------------------------------------------------
+
+    def _run(self, me: _Member) -> None:
+        index = me.index
         context = self._contexts[index] if self._contexts is not None else None
         enter(WorkerInfo(index, self._name, context), thread=True)
         try:
-            try:
-                if self._initializer is not None:
-                    self._initializer(*self._initargs)
-            except BaseException as exc:
-                self._failed(index, exc)
-                return
-            self._failures = 0
-            self._work(self.tasks.get, self.put, None, (), self._lifetime)
+            if self._initialize(me):
+                self._failures = 0
+                get, put = self._ends(me)
+                self._work(get, put, None, (), self._lifetime)
         finally:
             leave()
             with self._lock:
-                del self._threads[index]
-            if not self._ending and self.failure is None:
+                if not me.left:
+                    del self._threads[index]
+            if not me.left and not self._ending and self.failure is None:
                 self.start_missing()
             self.wake()
+
+    def _initialize(self, me: _Member) -> bool:
+        if self._initializer is None:
+            return True
+        key = self._hold(me, Entry(None, Terms(timeout=self._initializer_timeout)))
+        try:
+            self._initializer(*self._initargs)
+        except BaseException as exc:
+            if self._held.pop(key, None) is not None:
+                self._failed(me.index, exc)
+            return False
+        return self._held.pop(key, None) is not None
+
+    def _ends(self, me: _Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+        """Return what a thread takes tasks with, and what it answers with."""
+        jobs, tasks, results, signal = self._jobs, self.tasks, self.results, self._signal
+        entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # in hand, with their keys
+
+        def get() -> Any:
+            while not me.left:
+                task = tasks.get()
+                if task is None:
+                    return None
+                entry = None
+                if type(task) is Entry:
+                    entry, task = task, task.task
+                job = jobs.get(task[0])
+                if job is not None and not job.settled:
+                    me.job = task[0]
+                    if entry is not None:
+                        entries[task[:2]] = self._hold(me, entry), entry
+                        return entry.begin()
+                    return task
+            return None
+
+        def put(result: Any) -> None:
+            me.job = 0
+            if entries:
+                key, entry = entries.pop(result[:2], (-1, None))
+                if entry is not None and (
+                    self._held.pop(key, None) is None or self._retried(entry, result[2])
+                ):
+                    return
+            results.append(result)
+            signal.release()
+
+        return get, put
+
+    def _hold(self, me: _Member, entry: Entry) -> int:
+        """Note what a thread begins; return the key of the note."""
+        key = next(self._numbers)
+        entry.since = time.monotonic()
+        self._held[key] = me, entry
+        if entry.terms.timeout is not None:
+            self._wake_by(entry.since + entry.terms.timeout)
+        return key
+
+    def _wake_by(self, when: float) -> None:
+        with self._lock:
+            if self._alarm is not None and self._alarm <= when:
+                return
+            self._alarm = when
+        self.wake()
+
+    def _retried(self, entry: Entry, answer: tuple[bool, Any]) -> bool:
+        """Have a task that failed run again after a pause, if its terms say so."""
+        ok, value = answer
+        terms, tries = entry.terms, entry.tries + 1
+        exc = getattr(value, "exc", value)  # it may be packed for its way
+        if ok or tries > terms.retries or not isinstance(exc, (WorkerDied, *terms.retry_on)):
+            return False
+        again = Entry(entry.task, terms, entry.chunked, tries)
+        when = time.monotonic() + back_off(tries, self._random.random())
+        with self._lock:
+            heapq.heappush(self._later, (when, next(self._numbers), again))
+        self._wake_by(when)
+        return True
 
     def _failed(self, index: int, exc: BaseException) -> None:
         self._failures += 1
@@ -87,14 +231,72 @@ class ThreadCrew:
             failure.__cause__ = exc
             self.failure = failure
 
+    # -- in the engine's thread, or a caller's -----------------------------------------------------
+
     def put(self, result: Any) -> None:
-        """Take a result from a worker."""
+        """Take a result."""
         self.results.append(result)
         self._signal.release()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until there is a result, or something else to look at."""
+        alarm = self._alarm
+        if alarm is not None:
+            left = max(0.0, alarm - time.monotonic())
+            timeout = left if timeout is None else min(left, timeout)
         self._signal.acquire(timeout=timeout)
+        if alarm is not None and time.monotonic() >= alarm:
+            self._mind(time.monotonic())
+
+    def _mind(self, now: float) -> None:
+        """Answer what is over its time, and queue what is to be tried again."""
+        with self._lock:
+            while self._later and self._later[0][0] <= now:
+                self.tasks.put(heapq.heappop(self._later)[2])
+            self._alarm = self._later[0][0] if self._later else None
+        for key, (member, entry) in self._held.copy().items():
+            if entry.terms.timeout is not None:
+                due = entry.since + entry.terms.timeout
+                if now < due:
+                    self._wake_by(due)
+                elif self._held.pop(key, None) is not None:
+                    self._too_late(member, entry, entry.terms.timeout)
+
+    def _too_late(self, member: _Member, entry: Entry, seconds: float) -> None:
+        thread = member.thread
+        assert thread is not None
+        stack = _stack(sys._current_frames().get(thread.ident or 0))
+        self._leave([member])
+        task, job, index = "The initializer", 0, 0
+        if entry.task is not None:
+            job, index = entry.task[:2]
+            known = self._jobs.get(job)
+            task = f"task {index}" if known is None else known.describe(index)
+        error = TaskTimeout(seconds, member.index, os.getpid(), task, stack)
+        if entry.task is None:
+            self._failed(member.index, error)
+            self.wake()
+        elif not self._retried(entry, (False, error)):
+            self.put((job, index, (False, error)))
+        if self.failure is None:
+            self.start_missing()
+
+    def _leave(self, members: list[_Member]) -> None:
+        """Leave these threads to themselves."""
+        with self._lock:
+            for member in members:
+                if self._threads.get(member.index) is member:
+                    del self._threads[member.index]
+                    member.left = True
+                    self._left += 1
+
+    def withdraw(self, job: int) -> None:
+        """Leave the threads to themselves that run something of this job; it has ended."""
+        with self._lock:
+            members = [member for member in self._threads.values() if member.job == job]
+        if members:
+            self._leave(members)
+            self.start_missing()
 
     def wake(self) -> None:
         """Make `wait` return."""
@@ -108,7 +310,8 @@ class ThreadCrew:
     def release(self) -> None:
         """Let each thread end when the queue is empty."""
         self._ending = True
-        for _ in range(self._size):
+        # One that is left to itself may just have come to wait for a task, as the others.
+        for _ in range(self._size + self._left):
             self.tasks.put(None)
 
     def terminate(self) -> None:
@@ -130,8 +333,9 @@ class ThreadCrew:
         """Wait for all threads."""
         while not self.ended:
             self.wait()
-        for thread in list(self._threads.values()):
-            thread.join()
+        for member in list(self._threads.values()):
+            if member.thread is not None:
+                member.thread.join()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -141,3 +345,13 @@ class ThreadCrew:
         self._lock = threading.Lock()
         self._ending = True
         self._threads = {}
+
+
+def _stack(frame: FrameType | None) -> str:
+    """Return where a thread is, most recent call first, as faulthandler says it; without us."""
+    lines = []
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 A launcher is given one end of a socket pair for the child and returns a handle; everything else a
 worker needs reaches it through that socket.  A handle answers four questions (pid, ended, exit
-code, the descriptor to wait on) and takes two orders (terminate, kill).
+code, the descriptor to wait on) and takes one order (a signal).
 """
 
 from __future__ import annotations
@@ -284,10 +284,11 @@ class _Process:
         return True
 
     def signal(self, signum: int) -> None:
-        if signum == signal.SIGKILL:
-            self._process.kill()
-        else:
-            self._process.terminate()
+        if not self.ended() and self.pid is not None:
+            try:
+                os.kill(self.pid, signum)
+            except ProcessLookupError:
+                return  # since we looked; its sentinel tells
 
     def close(self) -> None:
         if self.exitcode is not None:

@@ -12,15 +12,16 @@ import select
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool.fleet.launch import Handle, Launcher
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
+from xpool.memory.arena import Arena
 from xpool.queue.channel import Inlet, Outlet
 from xpool.queue.messages import TO_PARENT
 from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
 
-__all__ = ["Slot"]
+__all__ = ["Slot", "Stop"]
 
 _parents_only: set[int] = set()
 
@@ -53,6 +54,13 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
+class Stop(NamedTuple):
+    """What a worker was asked to break off: its item ``seq``, and until when it has time to."""
+
+    seq: int
+    until: float
+
+
 class Slot:
     """One worker as the parent sees it.  Guarded by the engine's lock."""
 
@@ -61,13 +69,15 @@ class Slot:
         self.state = WorkerStates.ABSENT
         self.generation = 0  # processes started here so far
         self.failures = 0  # of them, since the last that became ready, how many did not
-        self.reason: Any = None  # what the last of these said, pickled
+        self.killed = 0  # or were killed, by nobody knows whom, before they could
         self.stopping_since: float | None = None
         self.start_at: float | None = None  # when to try again, where the system refused
+        self.seat: int | None = None  # its place in the arena
         self._fresh()
 
     def _fresh(self) -> None:
         self.handle: Handle | None = None
+        self.reason: Any = None  # what it said that kept it from starting, pickled
         self.known: set[int] = set()  # functions that this process has
         self.forget: list[int] = []  # and may drop, said with the next message
         # While a worker is silent: when to look at its outbox, what the last look saw there,
@@ -76,6 +86,10 @@ class Slot:
         self.seen = (0, 0)
         self.ahead = 0
         self.revoking = False
+        # When to look whether what it runs is over its time, and what it was asked to break off.
+        self.check_at: float | None = None
+        self.stop: Stop | None = None
+        self.greeted = False  # it has said that it is ready
         self.driven = 0  # the job whose caller receives from it himself; 0: none
         self.driver = 0  # and the thread of that caller
         self.unchecked = False  # its sentinel has news that wait for the end of that
@@ -99,6 +113,7 @@ class Slot:
         name: str,
         daemon: bool,
         inherited: Any,
+        arena: Arena | None,
     ) -> None:
         """Start a process; raise `OSError` with nothing left over when that is not possible."""
         self._fresh()
@@ -124,7 +139,10 @@ class Slot:
             box.limit = NO_LIMIT
             ours, boot = socket.socketpair()
             with ours:
-                socket.send_fds(ours, [b"W"], [task_r, answer_w, life_r, page])
+                fds = [task_r, answer_w, life_r, page]
+                if arena is not None:
+                    fds.append(arena.file.fd)
+                socket.send_fds(ours, [b"W"], fds)
                 _mine(ours.fileno())
                 try:
                     self.handle = launcher.launch(boot, name, daemon, inherited)

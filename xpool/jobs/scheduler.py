@@ -15,18 +15,22 @@ may run long gets one item.  A share of what waits is the upper bound, so that t
 map are spread over all workers.  When the guess was wrong and a worker sits on items behind a long
 one, the engine takes them back (`surplus`, `take_back`) as soon as another worker has nothing.
 
+Tasks that are tried again wait their time in a heap; the clock is the caller's.
+
 Guarded by the engine's lock, all of it, except `Span.items`, to which a feeder appends on its own.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool.errors import InternalError
 
-__all__ = ["Grant", "Hand", "Item", "Scheduler", "Span"]
+__all__ = ["Grant", "Hand", "Item", "Limit", "Past", "Scheduler", "Span"]
 
 HANDFUL = 0.004
 """Seconds of work that a worker has in hand.  Ten times the time a busy parent takes to answer."""
@@ -41,10 +45,32 @@ Item = Any
 """A payload as the channel takes it: bytes, for now always."""
 
 
-class Span:
-    """Consecutive items of one job that wait.  ``first`` is the index of the leftmost."""
+class Limit(NamedTuple):
+    """How long an item may run, and whether it is tried again when it ran longer."""
 
-    __slots__ = ("bound", "feeder", "first", "func", "items", "job", "queued", "retries")
+    seconds: float
+    again: bool = False
+
+
+class Past(NamedTuple):
+    """What an item has been through: how often it was tried, and how many workers it killed."""
+
+    tries: int = 0
+    killed: int = 0
+
+
+_NEW = Past()
+
+
+class Span:
+    """Consecutive items of one job that wait.  ``first`` is the index of the leftmost.
+
+    ``limit``: how long each may run, None: any time; for the engine, not looked at here.
+    """
+
+    __slots__ = (
+        "bound", "feeder", "first", "func", "items", "job", "limit", "past", "queued", "retries",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -54,6 +80,8 @@ class Span:
         items: Iterable[Item],
         retries: int = 0,
         bound: int | None = None,
+        limit: Limit | None = None,
+        past: Past = _NEW,
     ) -> None:
         self.job = job
         self.func = func
@@ -61,6 +89,8 @@ class Span:
         self.items: deque[Item] = deque(items)
         self.retries = retries
         self.bound = bound
+        self.limit = limit
+        self.past = past
         # True while it stands in a queue of the scheduler.  An open span that ran dry leaves the
         # queue, so that a slow iterable does not stand in front of other jobs.
         self.queued = False
@@ -72,7 +102,8 @@ class Grant:
     """A piece of a span in one worker's hand.  ``seq`` numbers its first item for that worker."""
 
     __slots__ = (
-        "bound", "done", "feeder", "first", "func", "items", "job", "retries", "seq", "taken",
+        "bound", "done", "feeder", "first", "func", "items", "job", "limit", "past", "retries",
+        "seq", "taken", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, span: Span, items: list[Item], seq: int) -> None:
@@ -83,6 +114,10 @@ class Grant:
         self.retries = span.retries
         self.bound = span.bound
         self.feeder = span.feeder
+        self.limit = span.limit
+        self.past = span.past
+        # Its job has ended: none of its items is queued again.
+        self.withdrawn = False
         self.seq = seq
         self.done = 0
         # Items from this one on were taken back: the worker will answer them as skipped.
@@ -126,6 +161,9 @@ class Scheduler:
         # Items that wait in `own`, for each worker; and spans that stand in any queue.
         self._bound = [0] * workers
         self._queued = 0
+        # Spans that wait for their time, then for a worker: (when, a number, span).
+        self._later: list[tuple[float, int, Span]] = []
+        self._numbers = itertools.count()
         self.cost = float("inf")
         """Seconds a task takes, by the last answers; what a handful is measured with."""
 
@@ -157,7 +195,8 @@ class Scheduler:
 
     def waiting(self) -> int:
         """Return how many items wait for a worker."""
-        return sum(len(s.items) for q in (self.shared, *self.own) for s in q)
+        queued = sum(len(s.items) for q in (self.shared, *self.own) for s in q)
+        return queued + sum(len(span.items) for _, _, span in self._later)
 
     # -- work goes out ---------------------------------------------------------------------
 
@@ -298,20 +337,50 @@ class Scheduler:
                     raise InternalError(f"worker {w} was running two tasks at once")
                 lost = grant, start
                 start += 1
-            if start < grant.taken:
+            if start < grant.taken and not grant.withdrawn:
                 back.append(_piece(grant, start, grant.taken))
         for span in reversed(back):
             self.put_back(span)
         hand.reset(None)
         return lost
 
-    def again(self, grant: Grant, position: int) -> None:
-        """Queue an item once more that its worker did not survive; costs one of its retries."""
+    def again(
+        self, grant: Grant, position: int, *, killed: bool = True, when: float | None = None
+    ) -> None:
+        """Queue an item once more that failed; costs one of its retries.
+
+        ``killed``: its worker did not survive it.  ``when``: not before that time, see `due`.
+        """
+        if grant.withdrawn:
+            return
         span = _piece(grant, position, position + 1)
         span.retries -= 1
-        self.put_back(span)
+        span.past = Past(grant.past.tries + 1, grant.past.killed + killed)
+        if when is None:
+            self.put_back(span)
+        else:
+            heapq.heappush(self._later, (when, next(self._numbers), span))
+
+    def due(self, now: float) -> float | None:
+        """Queue what has waited until ``now``; return when the next is due, None: nothing waits."""
+        while self._later and self._later[0][0] <= now:
+            self.put_back(heapq.heappop(self._later)[2])
+        return self._later[0][0] if self._later else None
 
     # -- taking back from a worker that sits on its hand ------------------------------------
+
+    def running(self, w: int, began: int) -> tuple[Grant, int] | None:
+        """Return the grant and position of the item that the worker is in, None: in none.
+
+        ``began`` counts the items that it has begun; the last of them may have its answer.
+        """
+        for grant in self.hands[w].held:
+            position = began - 1 - grant.seq
+            if position < grant.done:
+                return None
+            if position < len(grant.items):
+                return grant, position
+        return None
 
     def surplus(self, w: int, began: int) -> bool:
         """Say whether the worker holds items that it has not begun and others could run."""
@@ -345,7 +414,8 @@ class Scheduler:
         for grant in hand.held:
             start = max(grant.done, limit - grant.seq)
             if start < grant.taken:
-                back.append(_piece(grant, start, grant.taken))
+                if not grant.withdrawn:
+                    back.append(_piece(grant, start, grant.taken))
                 count += grant.taken - start
                 grant.taken = start
         for span in reversed(back):
@@ -364,12 +434,15 @@ class Scheduler:
         for _ in range(n):
             grant = hand.held[0]
             position = grant.done
-            if position < grant.taken:
+            if position < grant.taken and not grant.withdrawn:
                 self.put_back(_piece(grant, position, position + 1))
             self.answered(w, 1)
 
-    def withdraw(self, job: int) -> None:
-        """Forget what waits of a job that has failed; what workers hold of it, they will answer."""
+    def withdraw(self, job: int) -> list[int]:
+        """Forget what waits of a job that has ended, and queue none of it again.
+
+        Returns the workers that hold some of it: they will answer it.
+        """
         for queue in (self.shared, *self.own):
             for span in [s for s in queue if s.job == job]:
                 span.queued = False
@@ -379,6 +452,16 @@ class Scheduler:
             keep = [s for s in queue if s.job != job]
             queue.clear()
             queue.extend(keep)
+        self._later = [entry for entry in self._later if entry[2].job != job]
+        heapq.heapify(self._later)
+        holders = []
+        for w, hand in enumerate(self.hands):
+            grants = [grant for grant in hand.held if grant.job == job]
+            for grant in grants:
+                grant.withdrawn = True
+            if grants:
+                holders.append(w)
+        return holders
 
     def clear(self) -> None:
         """Forget everything that waits and is held: the pool ends."""
@@ -387,6 +470,7 @@ class Scheduler:
             queue.clear()
         self._bound = [0] * len(self.own)
         self._queued = 0
+        self._later.clear()
         for w, hand in enumerate(self.hands):
             self.retire(w)
             hand.held.clear()
@@ -401,4 +485,6 @@ def _piece(grant: Grant, start: int, stop: int) -> Span:
         grant.items[start:stop],
         grant.retries,
         grant.bound,
+        grant.limit,
+        grant.past,
     )

@@ -64,13 +64,14 @@ def _pickler_class() -> Any:
             # dill would write a memory address, or open the file again over there.
             if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
+            answer = reducer_override(self, obj)
+            if answer is not NotImplemented or isinstance(obj, type):
+                return answer
             if kind.__module__.partition(".")[0] == "numpy":
                 # dill has ways of its own for these, which know nothing of buffers.
-                if isinstance(obj, type):
-                    return reducer_override(self, obj)
                 reduce = copyreg.dispatch_table.get(kind)
                 return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
-            return reducer_override(self, obj)
+            return NotImplemented
 
         def save_global(self, obj: Any, name: str | None = None) -> None:
             module = getattr(obj, "__module__", None)

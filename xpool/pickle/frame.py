@@ -1,38 +1,124 @@
-"""The layout of a message that carries buffers beside its pickle.
+"""The layout of a message that is more than a pickle.
 
 ::
 
-    b"\\x01"  3 spare bytes  u32 count  u64 length x (1 + count)  pickle  buffer  buffer ...
+    b"\\x01"  u8 flags  2 spare bytes  u32 count  u64 token
+    (u64 place, u64 length) x (1 + count)  what lies inline
 
-All numbers are little-endian.  The first length is that of the pickle.  Each buffer begins
-at a multiple of `ALIGN` from the start of the message.  A message without buffers is a
-plain pickle instead: its first byte is `PLAIN`, the PROTO opcode.
+All numbers are little-endian.  The first entry of the table is the pickle, the others are its
+buffers (protocol 5).  A ``place`` is the name of a block of the arena that has this token, or
+`MISSING`: then the bytes follow the table, each beginning at a multiple of `ALIGN` from the start
+of the message.  A message without buffers and blocks is a plain pickle: its first byte is `PLAIN`,
+the PROTO opcode.
+
+`KEPT` among the flags: the sender keeps what lies in blocks, to send it again; so the receiver
+copies it, instead of using it in place.  `SHARED` in a length: the block is memory that both sides
+use (share mode), and is never copied.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pickle import PickleBuffer
 
+from xpool.memory.arena import MISSING, Arena, Block
 from xpool.memory.fresh import LARGE, fresh
+from xpool.pickle.policy import Layout, in_block
 
-__all__ = ["ALIGN", "FRAMED", "PLAIN", "pack", "unpack"]
+__all__ = ["ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "pack", "unpack"]
 
 PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
+KEPT = 1
+SHARED = 1 << 63
 
-_HEAD = struct.Struct("<B3xI")
+_HEAD = struct.Struct("<BBxxIQ")
+_ENTRY = struct.Struct("<QQ")
 
 
-def pack(chunks: Sequence[bytes], buffers: Sequence[PickleBuffer]) -> bytes | memoryview:
-    """Join the pieces of a pickle and its buffers; every byte is copied once."""
+class Leased(bytes):
+    """A message of which parts lie in blocks, and the hold of this process on them."""
+
+    blocks: dict[int, Block]
+    """By name."""
+
+    @property
+    def owners(self) -> set[int]:
+        """The workers on whose devices the tensors lie to which there are handles in it."""
+        return {block.owner for block in self.blocks.values() if block.owner is not None}
+
+
+def pack(
+    chunks: Sequence[bytes],
+    buffers: Sequence[PickleBuffer],
+    layout: Layout,
+    shared: Mapping[int, Block],
+) -> bytes | memoryview:
+    """Join the pieces of a pickle and its buffers; every byte is copied once.
+
+    Where ``layout`` have a lessor, large parts go into blocks; when one of them cannot, all lie in
+    the message.  ``shared``: by the `id` of a buffer, the block that it is, for share mode; such a
+    message always names blocks.
+    """
     views = [buffer.raw() for buffer in buffers]
-    lengths = [sum(map(len, chunks)), *(view.nbytes for view in views)]
-    head = _HEAD.pack(FRAMED, len(views)) + struct.pack(f"<{len(lengths)}Q", *lengths)
+    size = sum(map(len, chunks))
+    blocks: list[Block | None] = [None]
+    blocks += [shared.get(id(buffer)) for buffer in buffers]
+    leased = _lease(chunks, size, views, blocks, layout)
+    table, inline, held = [], [], {}
+    for block, view in zip(leased, [None, *views], strict=True):
+        length = size if view is None else view.nbytes
+        if block is None:
+            table.append((MISSING, length))
+            if view is not None:
+                inline.append(view)
+        else:
+            held[block.name] = block
+            table.append((block.name, length | SHARED if block in blocks else length))
+    token = next(iter(held.values())).arena.token if held else 0
+    flags = KEPT if layout.kept and held else 0
+    head = _HEAD.pack(FRAMED, flags, len(views), token)
+    head += b"".join(_ENTRY.pack(*entry) for entry in table)
+    message = _join(head, () if leased[0] is not None else chunks, inline)
+    if held:
+        message = Leased(message)
+        message.blocks = held
+    return message
+
+
+def _lease(
+    chunks: Sequence[bytes],
+    size: int,
+    views: Sequence[memoryview],
+    blocks: list[Block | None],
+    layout: Layout,
+) -> list[Block | None]:
+    """Return the blocks of the pickle and of the buffers: as given, or filled with them now."""
+    if layout.lessor is None:
+        return blocks
+    leased = list(blocks)
+    if in_block(size):
+        leased[0] = block = layout.lessor(size)
+        if block is None:
+            return blocks
+        at, target = 0, block.view(size)
+        for chunk in chunks:
+            target[at : at + len(chunk)] = chunk
+            at += len(chunk)
+    for i, view in enumerate(views, 1):
+        if leased[i] is None:
+            leased[i] = block = layout.lessor(view.nbytes)
+            if block is None:
+                return blocks
+            block.view(view.nbytes)[:] = view
+    return leased
+
+
+def _join(head: bytes, chunks: Sequence[bytes], views: Sequence[memoryview]) -> bytes | memoryview:
     parts: list[bytes | memoryview] = [head, *chunks]
-    size = len(head) + lengths[0]
+    size = sum(map(len, parts))
     for view in views:
         pad = -size % ALIGN
         parts.append(bytes(pad))
@@ -40,16 +126,29 @@ def pack(chunks: Sequence[bytes], buffers: Sequence[PickleBuffer]) -> bytes | me
         size += pad + view.nbytes
     if size < LARGE:
         return b"".join(parts)
-    message = memoryview(fresh(size))
+    whole = memoryview(fresh(size))
     at = 0
     for part in parts:
-        message[at : at + len(part)] = part
+        whole[at : at + len(part)] = part
         at += len(part)
-    return message
+    return whole
 
 
-def unpack(message: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Return the pickle and the buffers, as slices of the message.
+def adopt(message: bytes | memoryview) -> bytes | memoryview:
+    """Take hold of the blocks of a message, if there are any: it will be opened later."""
+    if message[0] != FRAMED or type(message) is Leased:
+        return message
+    _, token, table = _table(memoryview(message))
+    if not token:
+        return message
+    arena = Arena.find(token)
+    leased = Leased(message)
+    leased.blocks = {place: arena.adopt(place) for place, _ in table if place != MISSING}
+    return leased
+
+
+def _table(message: memoryview) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return flags, token and table of a message.
 
     Raises:
         ValueError: the message is cut short or is not a framed one.
@@ -57,18 +156,47 @@ def unpack(message: memoryview) -> tuple[memoryview, list[memoryview]]:
     size = len(message)
     if size < _HEAD.size or message[0] != FRAMED:
         raise ValueError("not a message of xpool: neither a pickle nor a framed table")
-    _, count = _HEAD.unpack_from(message)
-    start = _HEAD.size + 8 * (1 + count)
-    if size < start:
+    _, flags, count, token = _HEAD.unpack_from(message)
+    if size < _HEAD.size + (1 + count) * _ENTRY.size:
         raise ValueError("a message of xpool was cut short in its table")
-    lengths = struct.unpack_from(f"<{1 + count}Q", message, _HEAD.size)
-    pickled = message[start : start + lengths[0]]
-    end = start + lengths[0]
-    buffers = []
-    for length in lengths[1:]:
-        begin = end + -end % ALIGN
-        end = begin + length
-        buffers.append(message[begin:end])
-    if size < end:
-        raise ValueError(f"a message of xpool was cut short: {size} bytes of {end}")
-    return pickled, buffers
+    stop = _HEAD.size + (1 + count) * _ENTRY.size
+    return flags, token, list(_ENTRY.iter_unpack(message[_HEAD.size : stop]))
+
+
+def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[memoryview]]:
+    """Return the pickle and the buffers: slices of the message, or of the blocks that it names.
+
+    Raises:
+        ValueError: the message is cut short or is not a framed one.
+        LookupError: it lies in memory that this process does not have.
+    """
+    view = memoryview(message).cast("B")
+    flags, token, table = _table(view)
+    if view.readonly and any(place == MISSING for place, _ in table[1:]):
+        view = memoryview(bytearray(view))  # the receiver may write to what it gets
+    held = message.blocks if type(message) is Leased else {}
+    arena = Arena.find(token) if token else None
+    end = _HEAD.size + len(table) * _ENTRY.size
+    parts: list[memoryview] = []
+    for place, length in table:
+        if place == MISSING:
+            begin = end + -end % ALIGN if parts else end
+            end = begin + length
+            if end > len(view):
+                raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
+            parts.append(view[begin:end])
+            continue
+        if arena is None:
+            raise ValueError("a message of xpool names a block, and no arena")
+        size = length & ~SHARED
+        block = held.get(place) or arena.adopt(place)
+        part = block.view(size)
+        if len(part) < size:
+            raise ValueError(f"a message names {size} bytes of block {place}, which has less")
+        if flags & KEPT and parts and not length & SHARED:
+            copy = memoryview(fresh(size))
+            copy[:] = part
+            block.check()  # what was copied was the message's own
+            part = copy
+        parts.append(part)
+    return parts[0], parts[1:]

@@ -20,7 +20,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xpool.pickle import main
-from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, Context, by_name, register, static_modules
+from xpool.pickle.hooks import (
+    BUILDERS,
+    FOR_SUBCLASSES,
+    LAZY,
+    Context,
+    by_name,
+    register,
+    static_modules,
+)
 
 __all__ = ["global_names"]
 
@@ -68,7 +76,9 @@ def _make_space(name: Any) -> dict[str, Any]:
 @register(FunctionType)
 def reduce_function(pickler: Context, function: FunctionType) -> Any:
     """By name where the receiver finds it so, else by value."""
-    name = by_name(function)
+    name: Any = BUILDERS.get(function)
+    if name is None:
+        name = by_name(function)
     if name is not None:
         return name
     names = global_names(function.__code__)

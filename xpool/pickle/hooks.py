@@ -13,16 +13,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
 from typing import Any, Protocol
 
+from xpool.memory.arena import Block
 from xpool.pickle.main import MAIN_NAMES, guarded_names, main_is_importable
+from xpool.pickle.policy import Layout
 
 __all__ = [
+    "BUILDERS",
     "FOR_SUBCLASSES",
     "LAZY",
     "REDUCERS",
     "Context",
+    "builder",
     "by_name",
     "goes_by_name",
     "reducer_override",
@@ -39,6 +42,8 @@ class Context(Protocol):
     names: set[str]  # globals of __main__ that the by-value functions and classes use
     spaces: dict[int, Any]  # globals that belong to no module, by id
     tensors: Any  # what tensors.py remembers of this run, or None
+    layout: Layout
+    shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is (share mode)
 
 
 Reducer = Callable[[Any, Any], Any]
@@ -52,8 +57,17 @@ LAZY: dict[str, Callable[[], None]] = {}
 #: Names of the modules that `mark_static_module` was given.
 static_modules: set[str] = set()
 
-#: Reducers that answer for subclasses too: of type, BaseException and `_WRAPPERS`.
+#: Reducers that answer for subclasses too, unless a nearer base has one.
 FOR_SUBCLASSES: dict[type, Reducer] = {}
+
+#: Our own functions that build small things, with their names: they are in many messages.
+BUILDERS: dict[Callable[..., Any], str] = {}
+
+
+def builder(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function of this package that goes by name, whatever else is done to functions."""
+    BUILDERS[function] = function.__name__
+    return function
 
 
 def register(*types: type) -> Callable[[Reducer], Reducer]:
@@ -67,27 +81,20 @@ def register(*types: type) -> Callable[[Reducer], Reducer]:
     return add
 
 
-_WRAPPERS = (property, classmethod, staticmethod, ModuleType)
-
-
 def reducer_override(pickler: Any, obj: Any) -> Any:
     """The method that both picklers have."""
     kind = type(obj)
     reducer = REDUCERS.get(kind)
     if reducer is not None:
         return reducer(pickler, obj)
-    if issubclass(kind, type):
-        return FOR_SUBCLASSES[type](pickler, obj)
-    if issubclass(kind, BaseException):
-        return FOR_SUBCLASSES[BaseException](pickler, obj)
-    if issubclass(kind, _WRAPPERS):
-        return FOR_SUBCLASSES[next(one for one in _WRAPPERS if issubclass(kind, one))](pickler, obj)
-    if LAZY:
-        load = LAZY.get(kind.__module__)
+    for base in kind.__mro__:
+        reducer = FOR_SUBCLASSES.get(base)
+        if reducer is not None:
+            return reducer(pickler, obj)
+        load = LAZY.get(base.__module__)
         if load is not None:
-            load()
-            if kind in REDUCERS:
-                return REDUCERS[kind](pickler, obj)
+            load()  # which takes itself out of the table
+            return reducer_override(pickler, obj)
     return NotImplemented
 
 

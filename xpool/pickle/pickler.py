@@ -14,28 +14,47 @@ from pickle import PickleBuffer, PicklingError
 from types import ModuleType
 from typing import Any
 
-from xpool.errors import XPoolError
+from xpool.errors import OptionError, XPoolError
+from xpool.memory.arena import Arena, Block
 from xpool.pickle import (
+    arrays,
     classes,
     diagnose,
     exceptions,
     frame,
     functions,
+    handles,
     hooks,
     prelude,
     tensors,
     typevars,
 )
 from xpool.pickle.main import main_is_importable
-from xpool.pickle.policy import Placement, Policy, check_copy_tensor, placement
+from xpool.pickle.policy import (
+    BY_PIPE,
+    INLINE_BELOW,
+    Layout,
+    Placement,
+    in_block,
+    placement,
+)
+from xpool.pickle.short import SHORT
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "loads", "mark_static_module"]
 
-_FAMILIES = (classes, exceptions, functions, tensors, typevars)  # importing them registers
+_FAMILIES = (
+    arrays,
+    classes,
+    exceptions,
+    functions,
+    handles,
+    tensors,
+    typevars,
+)  # importing them registers
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
-_FRAMED = Policy()
-_PLAIN = Policy(out_of_band=False)
+_LONG = frozenset({str, bytes})
+_PLAIN = Layout(out_of_band=False)
 _MAIN = b"__main__"
 
 _dumps: Callable[[Any, int], bytes] = pickle.dumps
@@ -54,23 +73,37 @@ class _FastPickler(pickle.Pickler):
     recurse = False
     blob = False
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self.chunks: list[bytes] = []
         self.buffers: list[PickleBuffer] = []
+        self.shared: dict[int, Block] = {}
         self.names: set[str] = set()
         self.spaces: dict[int, Any] = {}
         self.tensors: Any = None
         sink = _Sink()
         sink.write = self.chunks.append  # type: ignore[attr-defined]
-        callback = partial(_place, self.buffers, policy) if policy.out_of_band else None
+        callback = _placer(layout, self.buffers, self.shared)
         super().__init__(sink, 5, buffer_callback=callback)  # type: ignore[arg-type]
 
     reducer_override = hooks.reducer_override
 
 
-def _place(buffers: list[PickleBuffer], policy: Policy, buffer: PickleBuffer) -> bool:
-    """Called by a pickler for each buffer: true keeps it in the pickle."""
-    if placement(buffer.raw().nbytes, policy) is Placement.INLINE:
+def _placer(
+    layout: Layout, buffers: list[PickleBuffer], shared: dict[int, Block]
+) -> Callable[[PickleBuffer], bool] | None:
+    """What a pickler calls for each buffer: true keeps it in the pickle."""
+    if layout.out_of_band or layout.arena is not None:
+        return partial(_place, layout.out_of_band, buffers, shared)
+    return None
+
+
+def _place(
+    out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
+) -> bool:
+    if id(buffer) not in shared and (
+        not out_of_band or placement(buffer.raw().nbytes) is Placement.INLINE
+    ):
         return True
     buffers.append(buffer)
     return False
@@ -79,55 +112,66 @@ def _place(buffers: list[PickleBuffer], policy: Policy, buffer: PickleBuffer) ->
 class _Result:
     """One pickled object: what a message is made of."""
 
-    __slots__ = ("buffers", "chunks", "names")
+    __slots__ = ("buffers", "chunks", "names", "shared")
 
-    def __init__(self, chunks: list[bytes], buffers: list[PickleBuffer], names: set[str]) -> None:
-        self.chunks, self.buffers, self.names = chunks, buffers, names
+    def __init__(
+        self,
+        chunks: list[bytes],
+        buffers: list[PickleBuffer],
+        names: set[str],
+        shared: dict[int, Block],
+    ) -> None:
+        self.chunks, self.buffers, self.names, self.shared = chunks, buffers, names, shared
 
 
 # Picklers at rest.  Making one costs more than pickling a small tuple.  list.pop and append
 # are atomic, so no lock: a pickler belongs to whoever popped it, and an object whose
 # __reduce__ pickles something itself simply gets another one.
 _at_rest: list[_FastPickler] = []
-_LARGE = 1 << 16  # a pickler's memory of a larger message is not worth keeping
 
 
 def encode(
-    obj: Any, *, recurse: bool = False, copy_tensor: bool = True, main_globals: bool = True
+    obj: Any, *, recurse: bool = False, main_globals: bool = True, layout: Layout = BY_PIPE
 ) -> bytes | memoryview:
     """Pickle an object for another process: a plain pickle, or a table of `frame`.
 
+    What is returned must be kept until the receiver has opened it: it may hold blocks.
+
     Args:
         recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        copy_tensor: must be true in this version.
         main_globals: false for a message to the parent, which does not take globals of
             ``__main__`` from its workers: they are then not even looked for.
+        layout: how to lay it out; their ``out_of_band`` is true.
 
     Raises:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
-        OptionError: ``copy_tensor`` is false.
     """
-    if type(obj) in _ATOMS:
+    kind = type(obj)
+    if kind in _ATOMS and (kind not in _LONG or len(obj) < INLINE_BELOW):
         return _dumps(obj, 5)
-    if not copy_tensor:
-        check_copy_tensor(copy_tensor)
+    write = SHORT.get(kind)
+    if write is not None and layout.arena is None:
+        short = write(obj, True)
+        if short is not None:
+            return short
     if recurse:
-        result = _pickle(obj, _FRAMED, recurse)
+        result = _pickle(obj, layout, recurse)
     else:
         try:
             pickler = _at_rest.pop()
+            pickler.layout = layout
         except IndexError:
-            pickler = _FastPickler(_FRAMED)
+            pickler = _FastPickler(layout)
         try:
             pickler.dump(obj)
         except Exception as error:
-            result = _pickle(obj, _FRAMED, False, error)
+            result = _pickle(obj, layout, False, error)
         else:
             data = _at_once(pickler)
             if data is not None:
                 return data
-            result = _finish(pickler, obj, _FRAMED, False)
-    return _message(result, _FRAMED, main_globals)
+            result = _finish(pickler, obj, layout, False)
+    return _message(result, layout, main_globals)
 
 
 def _at_once(pickler: _FastPickler) -> bytes | memoryview | None:
@@ -140,11 +184,12 @@ def _at_once(pickler: _FastPickler) -> bytes | memoryview | None:
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if not main_is_importable() and _MAIN in data:
         return None
-    small = len(data) < _LARGE
-    if buffers:
-        data = frame.pack(chunks, buffers)
+    small = len(data) < INLINE_BELOW
+    if buffers or not (small or pickler.layout.lessor is None):
+        data = frame.pack(chunks, buffers, pickler.layout, pickler.shared)
         buffers.clear()
-    if small:
+        pickler.shared.clear()
+    if small:  # a pickler's memory of a larger message is not worth keeping
         if spans is not None:
             pickler.tensors = None
         if pickler.spaces:
@@ -165,21 +210,44 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise EOFError("an empty message")
     if data[0] == frame.PLAIN:
         return _loads(data)
-    view = memoryview(data)
-    if view.readonly:
-        view = memoryview(bytearray(view))
-    pickled, buffers = frame.unpack(view.cast("B"))
+    pickled, buffers = frame.unpack(data)
     return pickle.loads(pickled, buffers=buffers)
 
 
 def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     """Pickle an object; `loads`, and `pickle.loads` too, gives it back.
 
-    Lambdas, local functions and classes go by value.  Arguments and errors as of `encode`.
+    Lambdas, local functions and classes go by value.
+
+    Args:
+        recurse: as in dill: a by-value function takes along copies of the globals it uses.
+        copy_tensor: false: storages of tensors move to shared memory, and a handle is written.
+            Such a pickle is for `loads` in this process, in its workers or in their parent, as
+            long as what this function returned is kept.
+
+    Raises:
+        TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
+        OptionError: ``copy_tensor`` is false, and there is no shared memory here.
     """
-    check_copy_tensor(copy_tensor)
-    message = _message(_pickle(obj, _PLAIN, recurse), _PLAIN, True)
-    return bytes(message)  # as it is: without buffers beside it, it is bytes already
+    write = SHORT.get(type(obj))
+    if write is not None and copy_tensor:
+        short = write(obj, False)
+        if short is not None:
+            return short
+    layout = _PLAIN if copy_tensor else _PLAIN._replace(arena=_arena())
+    message = _message(_pickle(obj, layout, recurse), layout, True)
+    assert isinstance(message, bytes)  # nothing large lies beside it
+    return message
+
+
+def _arena() -> Arena:
+    arena = Arena.here()
+    if arena is None:
+        raise OptionError(
+            "copy_tensor=False: this process cannot have memory that it shares with others (it "
+            "takes Linux, and no limit on addresses, ulimit -v); use copy_tensor=True"
+        )
+    return arena
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
@@ -193,19 +261,22 @@ class Pickler:
     Args:
         file: has ``write(bytes)``.
         recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        copy_tensor: must be true in this version (`OptionError`).
+        copy_tensor: as of `dumps`; what the pickles hold is held as long as this pickler lives.
     """
 
     def __init__(self, file: Any, recurse: bool = False, copy_tensor: bool = True) -> None:
-        check_copy_tensor(copy_tensor)
-        self._file, self._recurse = file, recurse
+        self._file, self._recurse, self._copy_tensor = file, recurse, copy_tensor
+        self._held: list[bytes] = []
 
     def dump(self, obj: Any) -> None:
-        """Write one object; `pickle.load` reads it."""
-        self._file.write(dumps(obj, self._recurse))
+        """Write one object; `pickle.load` reads it, if it holds no handles."""
+        data = dumps(obj, self._recurse, self._copy_tensor)
+        self._file.write(data)
+        if type(data) is frame.Leased:
+            self._held.append(data)
 
     def __repr__(self) -> str:
-        return f"Pickler({self._file!r}, recurse={self._recurse})"
+        return f"Pickler({self._file!r}, recurse={self._recurse}, copy_tensor={self._copy_tensor})"
 
 
 def mark_static_module(module: ModuleType) -> None:
@@ -224,7 +295,7 @@ def mark_static_module(module: ModuleType) -> None:
 
 def _pickle(
     obj: Any,
-    policy: Policy,
+    layout: Layout,
     recurse: bool,
     error: Exception | None = None,
     *,
@@ -232,40 +303,40 @@ def _pickle(
 ) -> _Result:
     """Pickle with the C pickler (unless that gave ``error`` already), else with dill's."""
     if error is None:
-        fast = _FastPickler(policy)
+        fast = _FastPickler(layout)
         fast.recurse, fast.blob = recurse, blob
         try:
             fast.dump(obj)
         except Exception as first:
             error = first
         else:
-            return _finish(fast, obj, policy, blob)
+            return _finish(fast, obj, layout, blob)
     if isinstance(error, (XPoolError, MemoryError)):
         raise error
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error)
-    return _by_dill(obj, policy, recurse, error, blob)
+    return _by_dill(obj, layout, recurse, error, blob)
 
 
-def _finish(fast: _FastPickler, obj: Any, policy: Policy, blob: bool) -> _Result:
+def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result:
     spans = fast.tensors
     if spans is not None and spans.again:
-        again = _FastPickler(policy)
+        again = _FastPickler(layout)
         again.recurse, again.blob, again.tensors = fast.recurse, blob, spans.merged()
         again.dump(obj)
         fast = again
     if not main_is_importable() and any(_MAIN in chunk for chunk in fast.chunks) and not blob:
         # Something went by its name in __main__, which the receiver does not have.
         error = PicklingError("an object is pickled by its name in __main__")
-        return _by_dill(obj, policy, fast.recurse, error, blob)
-    return _Result(fast.chunks, fast.buffers, fast.names)
+        return _by_dill(obj, layout, fast.recurse, error, blob)
+    return _Result(fast.chunks, fast.buffers, fast.names, fast.shared)
 
 
-def _by_dill(obj: Any, policy: Policy, recurse: bool, error: Exception, blob: bool) -> _Result:
+def _by_dill(obj: Any, layout: Layout, recurse: bool, error: Exception, blob: bool) -> _Result:
     spans = None
     while True:
         try:
-            slow, result = _run_dill(obj, policy, recurse, blob, spans)
+            slow, result = _run_dill(obj, layout, recurse, blob, spans)
         except (XPoolError, MemoryError):
             raise
         except ImportError as missing:
@@ -281,16 +352,16 @@ def _by_dill(obj: Any, policy: Policy, recurse: bool, error: Exception, blob: bo
 
 
 def _run_dill(
-    obj: Any, policy: Policy, recurse: bool, blob: bool, spans: Any
+    obj: Any, layout: Layout, recurse: bool, blob: bool, spans: Any
 ) -> tuple[Any, _Result]:
     from xpool.pickle import fallback
 
     file, buffers = io.BytesIO(), list[PickleBuffer]()
-    callback = partial(_place, buffers, policy) if policy.out_of_band else None
-    slow = fallback.make_pickler(file, recurse, callback)
-    slow.blob, slow.tensors = blob, spans
+    shared = dict[int, Block]()
+    slow = fallback.make_pickler(file, recurse, _placer(layout, buffers, shared))
+    slow.blob, slow.tensors, slow.layout, slow.shared = blob, spans, layout, shared
     slow.dump(obj)
-    return slow, _Result([file.getvalue()], buffers, slow.names)
+    return slow, _Result([file.getvalue()], buffers, slow.names, shared)
 
 
 def fails(obj: Any) -> BaseException | None:
@@ -305,7 +376,7 @@ def fails(obj: Any) -> BaseException | None:
     return None
 
 
-def _message(result: _Result, policy: Policy, main_globals: bool) -> bytes | memoryview:
+def _message(result: _Result, layout: Layout, main_globals: bool) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     if result.names and main_globals:
         entries = prelude.collect(result.names)
@@ -316,7 +387,9 @@ def _message(result: _Result, policy: Policy, main_globals: bool) -> bytes | mem
             callback = outer.append if buffers else None
             chunks = [pickle.dumps(wrapped, 5, buffer_callback=callback)]
             buffers = outer
-    return frame.pack(chunks, buffers) if buffers else b"".join(chunks)
+    if buffers or (layout.lessor is not None and in_block(sum(map(len, chunks)))):
+        return frame.pack(chunks, buffers, layout, result.shared)
+    return b"".join(chunks)
 
 
 def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:

@@ -1,19 +1,19 @@
-"""What to do with a block of bytes that someone wants to send: a pure function of its size.
+"""What to do with a block of bytes that someone wants to send: pure functions of its size.
 
-This is the seam for a transport of big blocks (shared memory): it would add a `Placement`
-and decide here when to use it.  Nothing else in the package compares sizes.
+Nothing else in the package compares sizes.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from xpool.errors import OptionError
+from xpool.memory.arena import Arena, Block
 
-__all__ = ["INLINE_BELOW", "Placement", "Policy", "check_copy_tensor", "placement"]
+__all__ = ["INLINE_BELOW", "BY_PIPE", "Placement", "Layout", "in_block", "placement"]
 
-#: Bytes.  Below this, a copy in the message costs less than an entry in its table.
+#: Bytes.  Below this, a copy in the message costs less than a block of shared memory.
 INLINE_BELOW = 64 * 1024
 
 
@@ -24,29 +24,42 @@ class Placement(enum.Enum):
     OUT_OF_BAND = "beside the pickle, copied once, used in place by the receiver"
 
 
-@dataclass(frozen=True)
-class Policy:
-    """How one message is to be laid out."""
+class Layout(NamedTuple):
+    """How the messages of one pool are laid out."""
+
+    lessor: Callable[[int], Block | None] | None = None
+    """Gives a block for so many bytes, or None; where there is no lessor all travels by pipe."""
+
+    arena: Arena | None = None
+    """Share mode: where the storages of tensors are moved.  None: copy mode."""
+
+    method: str | None = None
+    """``share_method=``: "cpu", "cuda" or None, each tensor by its own kind."""
+
+    keep: Callable[[Any, Any], Any] | None = None
+    """Share mode, in a worker: reduces a tensor on a device, which it keeps, to a handle."""
+
+    pool: str | None = None
+    """Whose handles may be sent: the token of a pool."""
+
+    target: int | None = None
+    """The worker that the message is for, where handles of others are to be replaced by copies."""
 
     out_of_band: bool = True
-    inline_below: int = INLINE_BELOW
+    """Whether buffers may lie beside the pickle."""
+
+    kept: bool = False
+    """The sender may send the message again: the receiver copies, what it got is not its own."""
 
 
-def placement(nbytes: int, policy: Policy) -> Placement:
+BY_PIPE = Layout()
+
+
+def placement(nbytes: int) -> Placement:
     """Say where a buffer of ``nbytes`` bytes (of an array or of a CPU tensor) goes."""
-    if not policy.out_of_band or nbytes < policy.inline_below:
-        return Placement.INLINE
-    return Placement.OUT_OF_BAND
+    return Placement.INLINE if nbytes < INLINE_BELOW else Placement.OUT_OF_BAND
 
 
-def check_copy_tensor(copy_tensor: bool) -> None:
-    """Refuse what this version cannot do.
-
-    Raises:
-        OptionError: ``copy_tensor`` is false.
-    """
-    if not copy_tensor:
-        raise OptionError(
-            "copy_tensor=False asks for tensors to be shared with the receiver, which this "
-            "version cannot do: it always copies. Leave copy_tensor out, or pass True."
-        )
+def in_block(nbytes: int) -> bool:
+    """Whether a pickle of ``nbytes`` bytes goes into a block, where there is a lessor."""
+    return nbytes >= INLINE_BELOW

@@ -1,61 +1,49 @@
-"""Torch tensors, copied: exactly their own elements, as a protocol-5 buffer.
+"""Torch tensors, copied: exactly their own elements.
 
-torch is never imported here on the sending side: an object of torch's must exist before
-`register` is called.
+A tensor is taken apart in steps, each with its own way back:
 
-Tensors of one message whose elements lie in overlapping parts of one storage arrive as
-views of one storage.  The first pass over the message sends each tensor alone and notes
-what it touched; if two overlap and the first does not cover the second, the message is
-pickled once more, this time knowing the union of each overlapping group (`Spans`).
+1. what it is besides its values (a Parameter, a leaf that requires grad, a conjugate view, a
+   subclass, attributes): sent around the bare tensor (`_dressed`, `layouts`);
+2. a layout made of other tensors (sparse, nested, quantized): sent as these (`layouts`);
+3. elements at steps in a storage: sent as bytes (`_dense`), or as a place in a `Piece` where
+   other objects of the message lie in the same memory (see `extents`).
 
-Tensors that are not strided, are quantized, on the meta device, or of a subclass take
-torch's own reduction.  Those on a device arrive as CPU tensors.
+All bytes of dense memory, those of arrays too, go through `bytes_of`.  torch is never
+imported here on the sending side: an object of torch's must exist before `register` is called.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from dataclasses import dataclass, field
+from functools import partial
 from pickle import PickleBuffer
-from typing import Any, NamedTuple
+from typing import Any
 
 from xpool.errors import TaskNotPicklable
-from xpool.pickle.hooks import LAZY, REDUCERS, Context
+from xpool.pickle import layouts
+from xpool.pickle.extents import Extent, Piece, Seen, extent
+from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder
+from xpool.pickle.policy import INLINE_BELOW
+from xpool.pickle.sharing import move, open_storage, share
+from xpool.pickle.short import SHORT, Head, tail
 
-__all__ = ["Spans"]
+__all__ = ["Memory", "bytes_of", "piece_of"]
+
+_SPREAD = 4
+"""Strides with gaps are kept unless the gaps make the tensor this many times larger."""
+
+_GRAD, _PARAMETER, _CONJ, _NEG = 1, 2, 4, 8
 
 
-class _Sent(NamedTuple):
-    start: int  # first byte of the storage that was sent
-    stop: int
-    tensor: Any  # the object whose bytes these are
-    base: int  # byte of the storage at which the sent buffer begins; -1 when it was compacted
+#: Names of the dtypes whose tensors have nothing about them but elements (no conjugate bit).
+_SIMPLE: dict[Any, str] = {}
+_NAMES: dict[Any, str] = {}
+_FROM_BUFFER: dict[str, Any] = {}
 
-
-@dataclass
-class Spans:
-    """What one run of a pickler knows about storages, by address."""
-
-    unions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    sent: dict[int, list[_Sent]] = field(default_factory=dict)
-    again: bool = False  # an overlap was met that this run could not keep
-
-    def merged(self) -> Spans:
-        """What the second run has to know: overlapping ranges, merged."""
-        unions = {}
-        for address, entries in self.sent.items():
-            if len(entries) < 2:
-                continue
-            groups: list[list[int]] = []
-            for one in sorted(entries, key=lambda entry: entry.start):
-                if groups and one.start < groups[-1][1]:
-                    groups[-1][1] = max(groups[-1][1], one.stop)
-                    groups[-1][2] += 1
-                else:
-                    groups.append([one.start, one.stop, 1])
-            unions[address] = [(start, stop) for start, stop, count in groups if count > 1]
-        return Spans(unions)
+# Looked up in torch once: looking things up is much of what a small tensor costs.
+_strided: Any = None
+_has_names: Any = None  # in older versions of torch axes may have names
 
 
 def register() -> None:
@@ -63,9 +51,14 @@ def register() -> None:
     torch = sys.modules["torch"]
     for name in _MODULES:
         LAZY.pop(name, None)
+    _learn(torch)
     REDUCERS[torch.Tensor] = _reduce
-    REDUCERS[torch.nn.Parameter] = _reduce
+    SHORT[torch.Tensor] = _short
+    REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
+    REDUCERS[Piece] = _reduce_piece
+    FOR_SUBCLASSES[torch.Tensor] = layouts.reduce_subclass
+    FOR_SUBCLASSES[torch.storage.TypedStorage] = layouts.reduce_typed_storage
 
 
 _MODULES = ("torch", "torch.nn.parameter", "torch.storage")
@@ -73,186 +66,352 @@ for _module in _MODULES:
     LAZY[_module] = register
 
 
-def _reduce(pickler: Context, tensor: Any) -> Any:
-    torch = sys.modules["torch"]
+def _learn(torch: Any) -> None:
+    global _strided, _has_names
+    _strided = torch.strided
+    _has_names = getattr(torch.Tensor, "has_names", None)
+    for name, dtype in vars(torch).items():
+        if isinstance(dtype, torch.dtype):
+            name = str(dtype).removeprefix("torch.")
+            _NAMES[dtype] = name
+            _FROM_BUFFER[name] = partial(torch.frombuffer, dtype=dtype)
+            if not dtype.is_complex and not name.startswith("q"):
+                _SIMPLE[dtype] = name
+
+
+# -- the one place where elements become bytes -------------------------------------------------
+
+# Looks at memory from an address on.  Never read beyond what is asked for.
+_Window = ctypes.c_char * (sys.maxsize >> 1)
+
+
+def bytes_of(start: int, size: int, owner: Any) -> bytearray | PickleBuffer:
+    """Return ``size`` bytes of memory (> 0) as what pickles into a writable buffer.
+
+    Args:
+        start: their address, not 0.
+        owner: kept alive as long as the result; it keeps the memory where it is.
+    """
+    window = _Window.from_address(start)
+    if size < INLINE_BELOW:
+        return bytearray(window[:size])  # type: ignore[arg-type]
+    window.owner = owner  # type: ignore[attr-defined]
+    return PickleBuffer(memoryview(window)[:size])
+
+
+class Memory:
+    """A `Piece` where it has arrived."""
+
+    __slots__ = ("_storage", "buffer")
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self._storage: Any = None
+
+    @property
+    def storage(self) -> Any:
+        """The torch storage that all tensors of the piece share."""
+        if self._storage is None:
+            self._storage = _from_buffer("uint8", self.buffer).untyped_storage()
+        return self._storage
+
+
+def _reduce_piece(pickler: Context, piece: Piece) -> Any:
+    return Memory, (bytes_of(piece.start, piece.stop - piece.start, piece),)
+
+
+def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
+    """Note where an object lies; return the piece that it shares with others, if it does."""
+    seen = pickler.tensors
+    if seen is None:
+        seen = pickler.tensors = Seen()
+    if seen.plan is not None:
+        piece: Piece | None = seen.plan.get(found)
+        return piece
+    seen.append((*found, obj))
+    return None
+
+
+# -- dense tensors -------------------------------------------------------------------------------
+
+
+def _simple(tensor: Any) -> str | None:
+    """The name of the dtype of a tensor that is nothing but contiguous elements, or None."""
+    name = _SIMPLE.get(tensor.dtype)
     if (
-        tensor.layout is not torch.strided
-        or tensor.is_meta
-        or tensor.is_quantized
+        name is None
+        or not tensor.is_cpu
+        or tensor.layout is not _strided
         or tensor.is_nested
+        or tensor.requires_grad
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+        or tensor.__dict__
+        or (_has_names is not None and _has_names(tensor))
     ):
-        return NotImplemented
-    flags = 0 if type(tensor) is torch.Tensor else _PARAMETER
-    plain = tensor
+        return None
+    return name
+
+
+def _reduce(pickler: Context, tensor: Any) -> Any:
+    """A tensor of exactly that type; the most frequent kind of it without detours."""
+    name = _simple(tensor)
+    if name is None or pickler.layout.arena is not None:
+        return reduce_any(pickler, tensor)
+    seen = pickler.tensors
+    if seen is None:
+        seen = pickler.tensors = Seen()
+    shape = tuple(tensor.shape)
+    start = tensor.data_ptr()
+    # An axis of length 1 may have any stride.
+    if seen.plan is not None or 1 in shape or not start:
+        return reduce_any(pickler, tensor)
+    size = tensor.nbytes
+    seen.append((start, start + size, (), tensor))
+    data = bytes_of(start, size, tensor)
+    return _tensor, ((data, name) if len(shape) == 1 else (data, name, shape))
+
+
+def _short(tensor: Any, by_number: bool) -> bytes | None:
+    name = _simple(tensor)
+    if name is None:
+        return None
+    size = tensor.nbytes
+    shape = tuple(tensor.shape)
+    start = tensor.data_ptr()
+    if size >= INLINE_BELOW or 1 in shape or not start:
+        return None
+    end = tail(name) if len(shape) == 1 else tail(name, shape)
+    data: bytes = _Window.from_address(start)[:size]  # type: ignore[assignment]
+    return _head(size, by_number) + data + end
+
+
+def reduce_any(pickler: Context, tensor: Any) -> Any:
+    """A tensor or Parameter of any kind."""
+    if tensor.requires_grad or tensor._backward_hooks:
+        check(tensor)
+    torch = sys.modules["torch"]
+    flags = 0
+    if tensor.is_conj():
+        flags |= _CONJ
+    if tensor.is_neg():
+        flags |= _NEG
     if tensor.requires_grad:
-        if not tensor.is_leaf:
-            raise TaskNotPicklable(
-                f"A tensor of shape {tuple(tensor.shape)} is the result of a computation that "
-                "tracks gradients; the graph behind it cannot be sent to another process. "
-                "Send x.detach() instead."
-            )
         flags |= _GRAD
-        plain = tensor.detach()
+    if type(tensor) is torch.nn.Parameter:
+        flags |= _PARAMETER
+    if not flags and not tensor.__dict__:
+        return _bare(pickler, torch, tensor)
+    bare = tensor.detach()
+    if flags & _CONJ:
+        bare = bare.conj()
+    if flags & _NEG:
+        bare = torch._neg_view(bare)
+    if tensor.__dict__:
+        return _dressed, (bare, flags), tensor.__dict__, None, None, _set_attributes
+    return _dressed, (bare, flags)
+
+
+def check(tensor: Any) -> None:
+    """Refuse what holds on to the graph of this process.
+
+    Raises:
+        TaskNotPicklable: the tensor was computed, tracking gradients, or has hooks.
+    """
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TaskNotPicklable(
+            f"{_about(tensor)} is the result of a computation that tracks gradients; the graph "
+            "behind it cannot be sent to another process. Send x.detach() instead."
+        )
+    hooks = [*(tensor._backward_hooks or {}).values()]
+    hooks += [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
+    hooks = [hook for hook in hooks if not hasattr(hook, "__torch_unserializable__")]
+    if hooks:
+        raise TaskNotPicklable(
+            f"{_about(tensor)} has hooks for its gradient ({hooks[0]!r}), which cannot be sent "
+            "to another process. Remove them (the handle that register_hook returned has "
+            "remove()), send x.detach(), or say that a hook may be left behind by decorating it "
+            "with torch.utils.hooks.unserializable_hook."
+        )
+
+
+def _about(tensor: Any) -> str:
+    shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
+    return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
+
+
+def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
+    """A tensor that is its values and nothing else."""
+    made_of = layouts.parts(torch, tensor)
+    if made_of is not None:
+        return made_of
+    name = _NAMES[tensor.dtype]
+    if tensor.is_meta:
+        return _meta, (name, tuple(tensor.shape), tensor.stride())
+    if _has_names is not None and _has_names(tensor):
+        raise TaskNotPicklable(
+            f"{_about(tensor)} has named axes {tensor.names}, which cannot be sent to another "
+            "process. Send x.rename(None), and the names beside it."
+        )
+    if pickler.layout.arena is not None:
+        _check_method(pickler.layout.method, tensor)
     if not tensor.is_cpu:
-        args = _alone(torch, plain.detach().cpu(), flags)
-    elif plain.is_conj() or plain.is_neg():
-        args = _alone(torch, plain.detach().resolve_conj().resolve_neg(), flags)
-    elif plain.numel() == 0:
-        args = (None, _name(plain), tuple(plain.shape), None, 0, flags)
-    else:
-        args = _shared(pickler, torch, tensor, plain, flags)
-        if isinstance(args[0], torch.Tensor):
-            return _with_attributes(tensor, _view, args)
-    return _with_attributes(tensor, _tensor, args)
+        if pickler.layout.keep is not None:
+            return pickler.layout.keep(pickler, tensor)
+        tensor = _on_host(tensor)
+    if tensor.numel() == 0:
+        return _empty, (name, tuple(tensor.shape), tensor.stride())
+    return _dense(pickler, torch, tensor, name)
 
 
-_GRAD, _PARAMETER = 1, 2
+def _check_method(method: str | None, tensor: Any) -> None:
+    if method is not None and method != tensor.device.type:
+        raise TaskNotPicklable(
+            f"{_about(tensor)} cannot be shared by share_method={method!r}, which is for tensors "
+            f"on {method}. Move it there, leave share_method out (each tensor by its own kind), or "
+            "send copies: is_copy_tensor=True."
+        )
+
+
+def _on_host(tensor: Any) -> Any:
+    """A copy in the memory of this machine of a tensor on a device."""
+    return tensor.cpu()
+
+
+def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
+    start = tensor.data_ptr()
+    if not start:
+        tensor = _with_memory(tensor)
+        start = tensor.data_ptr()
+    shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
+    if pickler.layout.arena is not None:
+        storage = tensor.untyped_storage()
+        move(pickler.layout.arena, storage, partial(_about, tensor))
+        return _at, (storage, tensor.storage_offset(), name, shape, strides)
+    found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
+    piece = piece_of(pickler, found, tensor)
+    if piece is not None:
+        return _view, (piece, start - piece.start, name, shape, strides)
+    _, stop, gaps = found
+    if not gaps:
+        return _tensor, (bytes_of(start, own, tensor), name, shape, strides)
+    # Once along the axes that repeat the same elements.
+    once = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
+    compact = tensor.as_strided(once, strides).contiguous()
+    data = bytes_of(compact.data_ptr(), compact.nbytes, compact)
+    if stop - start <= _SPREAD * own:
+        return _spread, (data, name, once, shape, strides)
+    pairs = zip(compact.stride(), strides, strict=True)
+    return _tensor, (data, name, shape, tuple(new if old else 0 for new, old in pairs))
+
+
+def _with_memory(tensor: Any) -> Any:
+    if tensor._is_zerotensor():  # autograd's way to say zeros without memory
+        return tensor.clone()
+    raise TaskNotPicklable(
+        f"{_about(tensor)} has no memory behind it: its storage was resized to nothing. "
+        "Give it its values back, or leave it out."
+    )
 
 
 def _reduce_storage(pickler: Context, storage: Any) -> Any:
     """As a tensor of bytes, since torch's own pickle of a storage does not load."""
+    if pickler.layout.arena is not None and storage.device.type == "cpu":
+        return open_storage, share(pickler, storage)
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return _storage_of, (flat,)
 
 
+# -- the receiving side ----------------------------------------------------------------------------
+
+
+def _from_buffer(name: str, buffer: Any) -> Any:
+    make = _FROM_BUFFER.get(name)
+    if make is None:
+        import torch
+
+        _learn(torch)
+        make = _FROM_BUFFER[name]
+    return make(buffer)
+
+
+@builder
+def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> Any:
+    """A tensor that uses a buffer; without strides, contiguous; without a shape, flat."""
+    make = _FROM_BUFFER.get(name)
+    made = make(buffer) if make is not None else _from_buffer(name, buffer)
+    # In place, so that the tensor is not a view of another one.  The sizes one by one:
+    # torch is slow to find out what a tuple is.
+    if shape is None:
+        return made
+    if strides is not None:
+        return made.as_strided_(shape, strides)
+    return made.resize_(*shape) if shape else made.resize_(shape)
+
+
+_head = Head(_tensor, 1)
+
+
+@builder
+def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    dtype = getattr(torch, name)
+    index, odd = divmod(offset, dtype.itemsize)
+    if not odd:
+        return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
+    # Not at a multiple of its element size, which a tensor of this storage cannot say.
+    return _from_buffer(name, memoryview(memory.buffer)[offset:]).as_strided_(shape, strides)
+
+
+@builder
+def _at(storage: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    return torch.empty(0, dtype=getattr(torch, name)).set_(storage, offset, shape, strides)
+
+
+@builder
+def _spread(buffer: Any, name: str, once: Any, shape: Any, strides: Any) -> Any:
+    import torch
+
+    compact = _tensor(buffer, name, once)
+    made = torch.empty_strided(once, strides, dtype=compact.dtype).copy_(compact)
+    return made.as_strided_(shape, strides)
+
+
+@builder
+def _empty(name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device="cpu")
+
+
+@builder
+def _meta(name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device="meta")
+
+
+@builder
 def _storage_of(tensor: Any) -> Any:
     return tensor.untyped_storage()
 
 
-def _with_attributes(tensor: Any, make: Any, args: Any) -> Any:
-    if tensor.__dict__:
-        return make, args, tensor.__dict__, None, None, _set_attributes
-    return make, args
+@builder
+def _dressed(tensor: Any, flags: int) -> Any:
+    import torch
+
+    if flags & _NEG:
+        tensor = torch._neg_view(tensor).detach()
+    if flags & _CONJ:
+        tensor = tensor.conj().detach()
+    if flags & _PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _GRAD))
+    return tensor.requires_grad_() if flags & _GRAD else tensor
 
 
 def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
     tensor.__dict__.update(attributes)
-
-
-def _name(tensor: Any) -> str:
-    name = _names.get(tensor.dtype)
-    if name is None:
-        name = _names[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
-    return name
-
-
-_names: dict[Any, str] = {}
-
-
-def _shared(pickler: Context, torch: Any, tensor: Any, plain: Any, flags: int) -> Any:
-    """Arguments for `_view` when an earlier tensor has the bytes, else for `_tensor`."""
-    size = plain.element_size()
-    start = plain.storage_offset() * size
-    count = plain.numel()
-    strides = None
-    if plain.is_contiguous():
-        stop = start + count * size
-        dense = True
-    else:
-        strides = plain.stride()
-        last = sum((n - 1) * step for n, step in zip(plain.shape, strides, strict=True))
-        stop = start + (last + 1) * size
-        # Dense in another order (transposed, channels last): no element is missing inside.
-        dense = stop - start == count * size and _no_repeats(plain)
-    spans = pickler.tensors
-    if spans is None:
-        spans = pickler.tensors = Spans()
-    storage = plain.untyped_storage()
-    address = storage.data_ptr()
-    entries = spans.sent.get(address)
-    if entries is None:
-        entries = spans.sent[address] = []
-    for one in entries:
-        if one.start < stop and start < one.stop:
-            if one.base >= 0 and one.start <= start and stop <= one.stop:
-                offset = start - one.base
-                return one.tensor, offset, _name(plain), tuple(plain.shape), strides, flags
-            spans.again = True
-    base, end = (start, stop) if dense else (-1, -1)
-    if spans.unions:
-        for union_start, union_stop in spans.unions.get(address, ()):
-            if union_start <= start and stop <= union_stop:
-                base, end = union_start, union_stop
-    entries.append(_Sent(start, stop, tensor, -1) if base < 0 else _Sent(base, end, tensor, base))
-    if base < 0 or (strides is None and end - base == count * size):
-        return _alone(torch, plain, flags)
-    whole = torch.empty(0, dtype=torch.uint8).set_(storage, base, (end - base,), (1,))
-    buffer = PickleBuffer(_array(whole))
-    return buffer, _name(plain), tuple(plain.shape), plain.stride(), start - base, flags
-
-
-def _no_repeats(tensor: Any) -> bool:
-    """Whether the strides, in some order, are those of a contiguous tensor."""
-    expected = 1
-    axes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    for step, length in axes:
-        if length != 1:
-            if step != expected:
-                return False
-            expected *= length
-    return True
-
-
-def _alone(torch: Any, plain: Any, flags: int) -> Any:
-    plain = plain.contiguous()
-    name, shape = _name(plain), tuple(plain.shape)
-    if name not in _OF_NUMPY:
-        # Not view(-1): that keeps the odd stride that an axis of length 1 may have.
-        plain = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
-    return PickleBuffer(_array(plain)), name, shape, None, 0, flags
-
-
-_OF_NUMPY = frozenset(
-    {"float64", "float32", "float16", "complex64", "complex128", "bool"}
-    | {"int8", "int16", "int32", "int64", "uint8"}
-)
-
-
-def _array(tensor: Any) -> Any:
-    try:
-        return tensor.numpy()
-    except RuntimeError:  # this torch was built without numpy, or cannot load it
-        size = tensor.numel() * tensor.element_size()
-        return bytearray(ctypes.string_at(tensor.data_ptr(), size))
-
-
-# -- the receiving side -------------------------------------------------------------------
-
-
-def _tensor(buffer: Any, dtype: str, shape: Any, strides: Any, offset: int, flags: int) -> Any:
-    import torch
-
-    kind = getattr(torch, dtype)
-    if buffer is None:
-        made = torch.empty(shape, dtype=kind)
-    elif strides is None:
-        size = 1
-        for length in shape:
-            size *= length
-        made = torch.frombuffer(buffer, dtype=kind, count=size).view(shape)
-    else:
-        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
-        made = _place(torch, storage, offset, kind, shape, strides)
-    return _finish(torch, made, flags)
-
-
-def _view(base: Any, offset: int, dtype: str, shape: Any, strides: Any, flags: int) -> Any:
-    import torch
-
-    kind = getattr(torch, dtype)
-    made = _place(torch, base.untyped_storage(), offset, kind, shape, strides)
-    return _finish(torch, made, flags)
-
-
-def _place(torch: Any, storage: Any, offset: int, kind: Any, shape: Any, strides: Any) -> Any:
-    empty = torch.empty(0, dtype=kind)
-    if strides is None:
-        strides = torch.empty(shape, device="meta").stride()
-    return empty.set_(storage, offset // kind.itemsize, shape, strides)
-
-
-def _finish(torch: Any, tensor: Any, flags: int) -> Any:
-    if flags & _PARAMETER:
-        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _GRAD))
-    return tensor.requires_grad_() if flags else tensor

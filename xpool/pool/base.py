@@ -23,7 +23,14 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
-from xpool.errors import InternalError, OptionError, PoolClosed, XPoolError
+from xpool.errors import (
+    InternalError,
+    OptionError,
+    PoolClosed,
+    TaskCancelled,
+    TimeoutError,
+    XPoolError,
+)
 from xpool.interrupt import install, uninterrupted
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.options import (
@@ -249,12 +256,26 @@ class BasePool(Verbs):
         if self._state is not PoolStates.RUN:
             self._wake()
 
-    def _fail_jobs(self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True) -> None:
-        """Answer all these jobs with an error, each with an instance of its own."""
+    def _cancel(self, job: Job) -> bool:
+        """Answer a job with `TaskCancelled`, and have its tasks stopped; False: it was answered."""
+        story = f"{job.label} was cancelled before it had a result"
+        if not self._fail_jobs([job], TaskCancelled(story)):
+            return False
+        self._withdraw(job)
+        return True
+
+    @uninterrupted
+    def _fail_jobs(self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True) -> int:
+        """Answer all these jobs with an error, each with an instance of its own.
+
+        Returns how many had no answer yet.
+        """
+        failed = 0
         for job in jobs:
             with self._delivering:
                 if job.settled:
                     continue
+                failed += 1
                 job.fail(_own(exc))
                 self._counts["failed"] += 1
                 if call_back:
@@ -262,6 +283,7 @@ class BasePool(Verbs):
                 else:
                     self._forget(job)
                     job.release()
+        return failed
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -288,10 +310,11 @@ class BasePool(Verbs):
                 while not self._finished.wait(LOST_SIGNAL):
                     continue
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended; `close` or `terminate` must have been called.
 
         Raises:
+            multiprocessing.TimeoutError: they have not after ``timeout`` seconds (None: any time).
             ValueError: the pool still runs.
             RuntimeError: called from a callback of the pool, which would wait for itself.
         """
@@ -299,8 +322,12 @@ class BasePool(Verbs):
             raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
         if self._callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
-        join_thread(self._thread)
-        self._callbacks.join()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not (join_thread(self._thread, deadline) and self._callbacks.join(deadline)):
+            raise TimeoutError(
+                f"{self.name} has not ended after {timeout} s: {self!r}; terminate() stops what "
+                "its workers do"
+            )
 
     def __reduce__(self) -> Any:
         raise NotImplementedError(

@@ -10,16 +10,21 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 
 from xpool.results import LOST_SIGNAL, AsyncResult, local
 
 __all__ = ["Callbacks", "join_thread"]
 
 
-def join_thread(thread: threading.Thread) -> None:
-    """Wait for a thread to end, open to Ctrl-C at any moment."""
+def join_thread(thread: threading.Thread, deadline: float | None = None) -> bool:
+    """Wait for a thread to end, open to Ctrl-C at any moment; False: not before the deadline."""
     while thread.is_alive():
-        thread.join(LOST_SIGNAL)
+        left = LOST_SIGNAL if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return False
+        thread.join(min(left, LOST_SIGNAL))
+    return True
 
 
 class Callbacks:
@@ -78,8 +83,7 @@ class Callbacks:
         """Let the thread end when it has run what is queued."""
         self._queue.put(None)
 
-    def join(self) -> None:
-        """Wait for the threads to end; `stop` was called."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                join_thread(thread)
+    def join(self, deadline: float | None = None) -> bool:
+        """Wait for the threads to end; `stop` was called.  False: not before the deadline."""
+        me = threading.current_thread()
+        return all(join_thread(t, deadline) for t in self._threads if t is not me)

@@ -48,7 +48,10 @@ class CtxPool(Pool):
 
 
 class CtxThreadPool(ThreadPool):
-    """A `ThreadPool` in which every worker owns a context: ``func(ctx, *args, **kwds)``."""
+    """A `ThreadPool` in which every worker owns a context: ``func(ctx, *args, **kwds)``.
+
+    The other arguments are those of `ThreadPool`.
+    """
 
     def __init__(
         self,
@@ -58,11 +61,11 @@ class CtxThreadPool(ThreadPool):
         maxtasksperchild: int | None = None,
         *,
         worker_contexts: Sequence[Any],
-        name: str | None = None,
+        **options: Any,
     ) -> None:
         self._contexts = list(check_iterable("worker_contexts", worker_contexts))
         n = resolve_processes(processes, self._contexts)
-        super().__init__(n, initializer, initargs, maxtasksperchild, name=name)
+        super().__init__(n, initializer, initargs, maxtasksperchild, **options)
 
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts

@@ -7,11 +7,9 @@ from typing import Any
 
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import Span
-from xpool.options import check_count
-from xpool.pickle import encode
+from xpool.options import Exceptions, Terms, check_count
 from xpool.pool.feeder import Window
-from xpool.pool.process import _MODES, Pool
-from xpool.pool.verbs import Terms
+from xpool.pool.process import Pool, limit_of
 from xpool.results import AsyncResult, Job
 
 __all__ = ["P2PPool"]
@@ -32,10 +30,12 @@ class P2PPool(Pool):
         kwds: Mapping[str, Any] | None = None,
         *,
         worker: int | None = None,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> Any:
         """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
-        terms = self._terms(retries, worker, waits=True)
+        terms = self._terms(timeout, retries, retry_on, self._bind(worker), waits=True)
         return self._call(func, args, kwds, None, None, terms).get()
 
     def apply_async(
@@ -47,42 +47,49 @@ class P2PPool(Pool):
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         worker: int | None = None,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> AsyncResult:
         """As `BasePool.apply_async`, on the worker with index ``worker`` if it is given.
 
         Raises:
             OptionError (a `ValueError`): there is no such worker.
         """
-        return self._call(func, args, kwds, callback, error_callback, self._terms(retries, worker))
+        terms = self._terms(timeout, retries, retry_on, self._bind(worker))
+        return self._call(func, args, kwds, callback, error_callback, terms)
 
-    def _terms(self, retries: int, worker: int | None, waits: bool = False) -> Terms:
+    def _bind(self, worker: int | None) -> int:
         if worker is None:
-            return Terms(retries, -1, waits)
+            return -1
         if check_count("worker", worker, least=0) >= self._size:
             raise OptionError(
                 f"worker must be from 0 to {self._size - 1} in this pool, not {worker}"
             )
-        return Terms(retries, worker, waits)
+        return worker
 
     def _submit_span(self, span: Span) -> None:
+        if span.bound is not None:
+            self._engine.submit(span)
+            return
         # The engine binds each item on its own, so they go to it one by one.
         for i, item in enumerate(span.items, span.first):
-            self._engine.submit(Span(span.job, span.func, i, (item,), span.retries, -1))
+            self._engine.submit(Span(span.job, span.func, i, (item,), span.retries, -1, span.limit))
 
     def _open_stream(
         self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
-        engine, recurse = self._engine, self._recurse
-        number = job.func = engine.learn(_MODES[False, chunked], self._encode(func))
+        engine, packer = self._engine, self._packer
+        number = job.func = self._learn(func, False, chunked, terms)
+        limit = limit_of(terms)
 
         def put(index: int, task: Any) -> int:
-            payload = encode(task, recurse=recurse)
-            span = Span(job.number, number, index, (payload,), terms.retries, -1)
+            payload, worker = packer.pack_task(task, terms.retries > 0, -1)
+            span = Span(job.number, number, index, (payload,), terms.retries, worker, limit)
             span.feeder = window
             engine.submit(span)
-            return len(payload)
+            return engine.sent(payload)
 
         return put

@@ -13,20 +13,27 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
-from xpool.errors import OptionError, TaskNotPicklable
+from xpool.errors import OptionError, TaskNotPicklable, TaskTimeout
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
-from xpool.jobs.scheduler import Span
-from xpool.options import check_share_method, default_processes
-from xpool.pickle import encode
+from xpool.jobs.scheduler import Limit, Span
+from xpool.options import (
+    Terms,
+    check_count,
+    check_seconds,
+    check_share_method,
+    default_processes,
+)
+from xpool.pickle.handles import pools
 from xpool.pickle.main import main_is_importable, main_location
 from xpool.pool.base import BasePool, at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
-from xpool.pool.verbs import Terms
+from xpool.pool.packing import Packer, find_arena
 from xpool.queue.messages import Mode
 from xpool.results import Job
+from xpool.worker.calls import Retried
 
-__all__ = ["Pool"]
+__all__ = ["Pool", "limit_of"]
 
 PRELOAD = ("numpy", "numpy.random", "torch")
 """Modules that the fork server imports when the program has: slow to import, safe to fork."""
@@ -41,10 +48,20 @@ class Pool(BasePool):
             "forkserver" (the same server), "spawn", "fork", or a context of `multiprocessing`.
         is_recursive: pickle the globals of functions that must go by value as dill's ``recurse``.
         is_daemon: False lets workers have children, pools of their own among them.
-        is_copy_tensor: send tensors by value.  (Sharing them is not in this version.)
-        share_method: "cpu", "cuda", "xla" or None; for ``is_copy_tensor=False``.
+        is_copy_tensor: True: what arrives is the receiver's own.  False: the storages of tensors
+            move to shared memory, and both sides see each other's writes.
+        share_method: which tensors are shared when ``is_copy_tensor`` is False: "cpu", "cuda",
+            "xla", or None, each by its own kind.
+        memory_limit: bytes of shared memory past which this pool sends large values through the
+            pipe, counted for the whole program; None: half of what was available when the first
+            pool was made; 0: always through the pipe.
         seed: each worker's `random`, numpy and torch generators get seeds of their own, derived
             from this number when it is given, else from the system's entropy.
+        task_timeout: seconds for the calls of verbs that are given no ``timeout=``; None: any time.
+        initializer_timeout: seconds that a worker may take until it is ready, from its first line,
+            imports and initializer included; None: any time.
+        restart_budget: how many workers may die in a minute without any task being finished; with
+            the next death the pool stops (`PoolBroken`).  None: 100, or 4 for each worker.
         name: of the pool, its threads and its workers; made up by default.
 
     Raises:
@@ -64,14 +81,16 @@ class Pool(BasePool):
         is_daemon: bool = True,
         is_copy_tensor: bool = True,
         share_method: str | None = None,
+        memory_limit: int | None = None,
         seed: int | None = None,
+        task_timeout: float | None = None,
+        initializer_timeout: float | None = None,
+        restart_budget: int | None = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
-        if not is_copy_tensor:
-            raise OptionError(
-                "is_copy_tensor=False: sharing tensors is not in this version; leave it out"
-            )
+        self._token = os.urandom(8).hex()
+        arena, limit, layout = find_arena(is_copy_tensor, share_method, memory_limit, self._token)
         if seed is not None and not isinstance(seed, int):
             raise TypeError(f"seed must be an int or None, not {seed!r}")
         if is_daemon and multiprocessing.current_process().daemon:
@@ -82,11 +101,24 @@ class Pool(BasePool):
         self._context = context
         self._recurse = is_recursive
         self._daemon = is_daemon
+        self._arena = arena
+        self._memory_limit = limit
+        self._packer = Packer(is_recursive, layout)
+        pools[self._token] = self
+        self._copy_tensor = is_copy_tensor
+        self._share_method = share_method
+        self._task_timeout = check_seconds("task_timeout", task_timeout)
+        self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
+        if restart_budget is not None:
+            check_count("restart_budget", restart_budget)
+        self._restart_budget = restart_budget
         self._seed = os.urandom(16) if seed is None else str(seed).encode()
         cls = type(self)
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = cls.pool_inqueue_put is Pool.pool_inqueue_put
         super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
+
+    _keeps_terms = True
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -95,7 +127,9 @@ class Pool(BasePool):
         launcher = _launcher(self._context)
         blob, inherited = None, None
         try:
-            blob = self._encode_option("initializer or initargs", (self.initializer, self.initargs))
+            blob = self._packer.pack_option(
+                "initializer or initargs", (self.initializer, self.initargs)
+            )
         except TaskNotPicklable as exc:
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):
@@ -108,11 +142,14 @@ class Pool(BasePool):
             self._size,
             launcher,
             _Orders(self, launcher, blob),
+            arena=self._arena,
             name=self.name,
             daemon=self._daemon,
             inherited=inherited,
             lifetime=self.maxtasksperchild,
             describe=functools.partial(_describe, self._jobs),
+            restart_budget=self._restart_budget or max(100, 4 * self._size),
+            initializer_timeout=self._initializer_timeout,
         )
         self._crew = self._engine
 
@@ -121,8 +158,10 @@ class Pool(BasePool):
         if task is None:
             self._engine.retire_all()
             return
-        job, chunk, func, args, kwds = task
-        self._engine.submit(Span(job, 0, chunk, [self._encode((func, args, kwds))]))
+        number, chunk, func, args, kwds = task
+        job = self._jobs.get(number)
+        if job is not None:
+            self._engine.submit(self._call_span(job, chunk, (func, args, kwds), job.terms))
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result; the value is still pickled, a `Parcel`."""
@@ -160,15 +199,6 @@ class Pool(BasePool):
         """What each worker owns, by index; None: nothing."""
         return None
 
-    def _encode(self, obj: Any) -> bytes | memoryview:
-        return encode(obj, recurse=self._recurse)
-
-    def _encode_option(self, name: str, obj: Any) -> bytes:
-        try:
-            return bytes(self._encode(obj))
-        except TaskNotPicklable as exc:
-            raise TaskNotPicklable(f"{name}: {exc}") from exc
-
     def _submit_call(
         self,
         job: Job,
@@ -180,8 +210,7 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_call(job, func, args, kwds, terms)
             return
-        payload = self._encode((func, args, kwds))
-        span = Span(job.number, 0, 0, (payload,), terms.retries, terms.worker)
+        span = self._call_span(job, 0, (func, args, kwds), terms)
         if terms.waits:
             self._engine.call(span)
             self._pump()
@@ -200,21 +229,44 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
-        job.func = self._engine.learn(_MODES[starred, chunked], self._encode(func))
-        spans = [Span(job.number, job.func, 0, (), terms.retries)]
+        job.func = self._learn(func, starred, chunked, terms)
+        limit = limit_of(terms)
+        spans = [Span(job.number, job.func, 0, (), terms.retries, None, limit)]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
-                spans[-1].items.append(self._encode(chunk))
+                payload, worker = self._packer.pack_task(chunk, terms.retries > 0, None)
             except Exception as error:
                 # It fails alone; what comes after it is a span of its own.
                 failed.append((i, error))
-                spans.append(Span(job.number, job.func, i + 1, (), terms.retries))
+                spans.append(Span(job.number, job.func, i + 1, (), terms.retries, None, limit))
+                continue
+            self._engine.sent(payload)
+            if worker is None:
+                spans[-1].items.append(payload)
+            else:
+                spans.append(
+                    Span(job.number, job.func, i, (payload,), terms.retries, worker, limit)
+                )
+                spans.append(Span(job.number, job.func, i + 1, (), terms.retries, None, limit))
         for span in spans:
             if span.items:
                 self._submit_span(span)
         for i, exc in failed:
             self._deliver(job.number, i, False, exc)
+
+    def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> Span:
+        if terms.retry_on:
+            call = (Retried(call[0], terms.retry_on), *call[1:])
+        payload, worker = self._packer.pack_task(call, terms.retries > 0, terms.worker)
+        self._engine.sent(payload)
+        return Span(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
+
+    def _learn(self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms) -> int:
+        """Have the engine keep a function for the workers."""
+        if terms.retry_on:
+            func = Retried(func, terms.retry_on)
+        return self._engine.learn(_MODES[starred, chunked], self._packer.pack(func, True))
 
     def _submit_span(self, span: Span) -> None:
         self._engine.submit(span)
@@ -224,9 +276,8 @@ class Pool(BasePool):
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
-        engine = self._engine
-        job.func = engine.learn(_MODES[False, chunked], self._encode(func))
-        return _Stream(engine, job, window, terms.retries, self._recurse).put
+        job.func = self._learn(func, False, chunked, terms)
+        return _Stream(self, job, window, terms).put
 
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(job.number)
@@ -271,26 +322,38 @@ _MODES = {
 }
 
 
+def limit_of(terms: Terms) -> Limit | None:
+    """Return the limit of each task under these terms; None: there is none."""
+    if terms.timeout is None:
+        return None
+    return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
+
+
 class _Stream:
     """Puts the tasks of an `imap` where the workers take them."""
 
-    def __init__(
-        self, engine: Engine, job: Job, window: Window, retries: int, recurse: bool
-    ) -> None:
-        self._engine = engine
-        self._span = Span(job.number, job.func, 0, (), retries)
+    def __init__(self, pool: Pool, job: Job, window: Window, terms: Terms) -> None:
+        # Not the pool itself: the feeder must not keep it from going.
+        self._engine = pool._engine
+        self._span = Span(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
         self._span.feeder = window
         self._next = 0
         self._window = window
-        self._recurse = recurse
+        self._packer = pool._packer
+        self._kept = terms.retries > 0
 
     def put(self, index: int, task: Any) -> int:
-        payload = encode(task, recurse=self._recurse)
+        payload, worker = self._packer.pack_task(task, self._kept, None)
         span = self._span
+        if worker is not None:
+            bound = Span(span.job, span.func, index, (payload,), span.retries, worker, span.limit)
+            bound.feeder = self._window
+            self._engine.submit(bound)
+            return self._engine.sent(payload)
         if index != self._next:
             # An item between could not be sent: a span has no gaps.
-            old, self._span = span, Span(span.job, span.func, index, (), span.retries)
-            span = self._span
+            old = span
+            span = self._span = Span(old.job, old.func, index, (), old.retries, None, old.limit)
             span.feeder = old.feeder
         self._next = index + 1
         span.items.append(payload)
@@ -298,7 +361,7 @@ class _Stream:
         # queued, and we look at the marks after appending: one of us sees the other.
         if not span.queued or self._engine.sched.idle:
             self._engine.feed(span)
-        return len(payload)
+        return self._engine.sent(payload)
 
 
 class _Orders:
@@ -309,18 +372,25 @@ class _Orders:
         self._contexts: list[bytes] | None = None
         if contexts is not None:
             self._contexts = [
-                pool._encode_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
+                pool._packer.pack_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
             ]
         self._bind = [dict(getattr(c, "env", None) or {}) for c in contexts or ()]
+        self._cpus = [tuple(getattr(c, "cpus", None) or ()) for c in contexts or ()]
         self._initializer = initializer
         self._bare = launcher.bare
         self._pool = pool.name
         self._daemon = pool._daemon
         self._recurse = pool._recurse
         self._seed = pool._seed
+        self._arena = pool._arena
+        self._limit = pool._memory_limit
+        self._copy_tensor = pool._copy_tensor
+        self._share_method = pool._share_method
+        self._token = pool._token
         self._threads = max(1, default_processes() // pool._size)
 
-    def __call__(self, index: int, generation: int) -> bytes:
+    def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
+        arena = self._arena
         process = multiprocessing.current_process()
         orders = {
             "index": index,
@@ -328,6 +398,7 @@ class _Orders:
             "name": f"{self._pool}-worker-{index}",
             "environ": dict(os.environ),
             "bind": self._bind[index] if self._bind else {},
+            "cpus": (self._cpus[index] if self._cpus else ()) or _own_cpus(),
             "cwd": os.getcwd(),
             "path": list(sys.path),
             "argv": list(sys.argv),
@@ -339,9 +410,19 @@ class _Orders:
             "seed": self._seed + f"/{index}/{generation}".encode(),
             "threads": self._threads,
             "initializer": self._initializer,
+            "arena": None if arena is None or seat is None else arena.facts(seat, self._limit),
+            "copy_tensor": self._copy_tensor,
+            "share_method": self._share_method,
+            "token": self._token,
             "context": None if self._contexts is None else self._contexts[index],
         }
         return pickle.dumps(orders)
+
+
+def _own_cpus() -> tuple[int, ...]:
+    """The cores of this process now: a fork server's children have those of when it started."""
+    # Asked of the main thread; that of the engine has what it had when the pool was made.
+    return tuple(os.sched_getaffinity(os.getpid())) if sys.platform == "linux" else ()
 
 
 def _describe(jobs: dict[int, Job], number: int, index: int) -> str:
@@ -385,11 +466,13 @@ def unguarded_script() -> str | None:
 
 
 def _refuse_fork_of_runtime() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    from xpool.devices.frameworks import running_runtime  # only here: most programs need it never
+
+    runtime = running_runtime()
+    if runtime is not None:
         raise OptionError(
-            "context='fork': this process has initialised CUDA, which does not survive a fork; "
-            "leave context out, or use 'spawn'"
+            f"context='fork': this process has started the {runtime} runtime, which does not "
+            "survive a fork; leave context out, or use 'spawn'"
         )
 
 

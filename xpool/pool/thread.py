@@ -6,9 +6,11 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool.fleet.crew import ThreadCrew
+from xpool.fleet.crew import Entry, ThreadCrew
+from xpool.options import check_seconds
 from xpool.pool.base import BasePool
-from xpool.pool.hooks import Result, Task
+from xpool.pool.hooks import Result, Task, each, star_each
+from xpool.results import Job
 
 __all__ = ["ThreadPool"]
 
@@ -16,11 +18,15 @@ __all__ = ["ThreadPool"]
 class ThreadPool(BasePool):
     """A pool of threads.  A thread cannot be stopped: `terminate` lets running tasks end.
 
+    A task that is over its ``timeout=``, or is cancelled while it runs, is answered at once, and
+    its thread is left to itself: it runs on until the task ends, while another has its place.
+
     Takes the arguments of `Pool`, so that one can stand in for the other; those that are about
     processes and pickling have no effect here.
     """
 
     _terminate_waits = False
+    _keeps_terms = True
 
     def __init__(
         self,
@@ -29,8 +35,12 @@ class ThreadPool(BasePool):
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
         *,
+        task_timeout: float | None = None,
+        initializer_timeout: float | None = None,
         name: str | None = None,
     ) -> None:
+        self._task_timeout = check_seconds("task_timeout", task_timeout)
+        self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
         super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
 
     def setup_queues(self) -> None:
@@ -43,6 +53,8 @@ class ThreadPool(BasePool):
             self.maxtasksperchild,
             self._worker_contexts(),
             self.name,
+            self._jobs,
+            self._initializer_timeout,
         )
         self._crew = self._threads
 
@@ -54,6 +66,12 @@ class ThreadPool(BasePool):
 
     def pool_inqueue_put(self, task: Task | None) -> None:
         """Queue a task."""
+        if task is not None:
+            job = self._jobs.get(task[0])
+            if job is not None and (job.terms.timeout is not None or job.terms.retries):
+                chunked = task[2] in (each, star_each)
+                self._threads.tasks.put(Entry(task, job.terms, chunked))
+                return
         self._threads.tasks.put(task)
 
     def pool_outqueue_get(self, timeout: float) -> Result:
@@ -81,6 +99,9 @@ class ThreadPool(BasePool):
     def join_workers(self) -> None:
         """Wait for the threads."""
         self._threads.join()
+
+    def _withdraw(self, job: Job) -> None:
+        self._threads.withdraw(job.number)
 
     def _release_workers(self) -> None:
         self._threads.release()

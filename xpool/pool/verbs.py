@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from xpool.errors import OptionError
 from xpool.jobs.states import PoolStates
 from xpool.options import (
+    Exceptions,
+    Terms,
     check_callable,
     check_chunksize,
     check_count,
+    check_exceptions,
     check_iterable,
+    check_seconds,
     default_chunksize,
     label,
 )
@@ -20,17 +25,9 @@ from xpool.pool.feeder import Feeder, Window
 from xpool.pool.hooks import Hooks, each, star, star_each
 from xpool.results import AsyncResult, IMapIterator, IMapUnorderedIterator, Job, MapResult, Stream
 
-__all__ = ["Terms", "Verbs"]
+__all__ = ["Verbs"]
 
 It = TypeVar("It", bound=IMapIterator)
-
-
-class Terms(NamedTuple):
-    """How a job is to be run, beyond what it is."""
-
-    retries: int = 0
-    worker: int | None = None  # `P2PPool`: bound to this one; -1: to the least loaded
-    waits: bool = False  # the submitting thread waits for it at once
 
 
 class Verbs(Hooks):
@@ -41,6 +38,9 @@ class Verbs(Hooks):
     _state: PoolStates
     _job_numbers: itertools.count[int]
     _feeders: set[Feeder]
+    _task_timeout: float | None = None
+    # Whether this pool knows when its workers begin a task, and can stop them.
+    _keeps_terms = False
 
     # -- the verbs ---------------------------------------------------------------------------------
 
@@ -50,13 +50,22 @@ class Verbs(Hooks):
         args: Iterable[Any] = (),
         kwds: Mapping[str, Any] | None = None,
         *,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> Any:
         """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
 
-        ``retries``: how often it may run again when its worker dies (also below).
+        Of all verbs that start work:
+
+        * ``timeout``: seconds that each call of ``func`` may take, from when a worker begins it;
+          then it is stopped and its task fails with `TaskTimeout`.  None: the pool's
+          ``task_timeout``; infinity: any time.
+        * ``retries``: how often the task may run again when its worker dies, or when it raises
+          one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
         """
-        return self._call(func, args, kwds, None, None, Terms(retries, waits=True)).get()
+        terms = self._terms(timeout, retries, retry_on, waits=True)
+        return self._call(func, args, kwds, None, None, terms).get()
 
     def apply_async(
         self,
@@ -66,7 +75,9 @@ class Verbs(Hooks):
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> AsyncResult:
         """Have ``func(*args, **kwds)`` called in a worker; return its result to come.
 
@@ -76,7 +87,8 @@ class Verbs(Hooks):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        return self._call(func, args, kwds, callback, error_callback, Terms(retries))
+        terms = self._terms(timeout, retries, retry_on)
+        return self._call(func, args, kwds, callback, error_callback, terms)
 
     def map(
         self,
@@ -84,14 +96,17 @@ class Verbs(Hooks):
         iterable: Iterable[Any],
         chunksize: int | None = None,
         *,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> list[Any]:
         """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
 
         A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
         The error of a task is raised when all have been answered.
         """
-        return self._map(func, iterable, chunksize, False, None, None, Terms(retries)).get()  # type: ignore[no-any-return]
+        terms = self._terms(timeout, retries, retry_on)
+        return self._map(func, iterable, chunksize, False, None, None, terms).get()  # type: ignore[no-any-return]
 
     def map_async(
         self,
@@ -101,10 +116,13 @@ class Verbs(Hooks):
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> MapResult:
         """As `map`, but return the result to come; callbacks as in `apply_async`."""
-        return self._map(func, iterable, chunksize, False, callback, error_callback, Terms(retries))
+        terms = self._terms(timeout, retries, retry_on)
+        return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
 
     def starmap(
         self,
@@ -112,10 +130,13 @@ class Verbs(Hooks):
         iterable: Iterable[Iterable[Any]],
         chunksize: int | None = None,
         *,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> list[Any]:
         """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
-        return self._map(func, iterable, chunksize, True, None, None, Terms(retries)).get()  # type: ignore[no-any-return]
+        terms = self._terms(timeout, retries, retry_on)
+        return self._map(func, iterable, chunksize, True, None, None, terms).get()  # type: ignore[no-any-return]
 
     def starmap_async(
         self,
@@ -125,10 +146,13 @@ class Verbs(Hooks):
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> MapResult:
         """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
-        return self._map(func, iterable, chunksize, True, callback, error_callback, Terms(retries))
+        terms = self._terms(timeout, retries, retry_on)
+        return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
 
     def imap(
         self,
@@ -137,14 +161,17 @@ class Verbs(Hooks):
         chunksize: int = 1,
         *,
         buffersize: int | None = None,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> IMapIterator:
         """Return an iterator over the results, in order, while the input is still drawn.
 
         ``buffersize``: at most so many items are drawn ahead of the consumer; None: as many as
         the workers have use for, and results wait without limit.
         """
-        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, Terms(retries))
+        terms = self._terms(timeout, retries, retry_on)
+        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
 
     def imap_unordered(
         self,
@@ -153,13 +180,35 @@ class Verbs(Hooks):
         chunksize: int = 1,
         *,
         buffersize: int | None = None,
+        timeout: float | None = None,
         retries: int = 0,
+        retry_on: Exceptions = (),
     ) -> IMapUnorderedIterator:
         """As `imap`, with results as they come."""
-        terms = Terms(retries)
+        terms = self._terms(timeout, retries, retry_on)
         return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms)
 
     # -- from verb to job --------------------------------------------------------------------------
+
+    def _terms(
+        self,
+        timeout: float | None,
+        retries: int,
+        retry_on: Exceptions,
+        worker: int | None = None,
+        waits: bool = False,
+    ) -> Terms:
+        timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
+        if retries:
+            check_count("retries", retries, least=0)
+        if retry_on:
+            retry_on = check_exceptions("retry_on", retry_on)
+        if (timeout is not None or retries or retry_on) and not self._keeps_terms:
+            raise OptionError(
+                f"timeout= and retries= are not for {type(self).__name__}, whose workers are its "
+                "own: only they could stop a task or run it again"
+            )
+        return Terms(retries, worker, waits, timeout, retry_on or ())  # type: ignore[arg-type]
 
     def _call(
         self,
@@ -171,11 +220,12 @@ class Verbs(Hooks):
         terms: Terms,
     ) -> AsyncResult:
         self._check_running()
-        self._check_call(func, callback, error_callback, terms)
+        self._check_call(func, callback, error_callback)
         if type(args) is not tuple:
             args = check_iterable("args", args)
         kwds = dict(kwds) if kwds else {}
         job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
+        job.terms = terms
         self._enter(job, 1)
         try:
             self._submit_call(job, func, args, kwds, terms)
@@ -194,7 +244,7 @@ class Verbs(Hooks):
         terms: Terms,
     ) -> MapResult:
         self._check_running()
-        self._check_call(func, callback, error_callback, terms)
+        self._check_call(func, callback, error_callback)
         items: Sequence[Any]
         # Slices of a range stay ranges, and cost nothing to send.
         items = iterable if isinstance(iterable, (list, tuple, range)) else list(iterable)
@@ -204,6 +254,7 @@ class Verbs(Hooks):
         tasks = -(-len(items) // size)
         number = next(self._job_numbers)
         job = MapResult(number, label(func), self, tasks, size > 1, callback, error_callback)
+        job.terms = terms
         self._enter(job, tasks)
         if not items:
             job.settled = True
@@ -229,7 +280,7 @@ class Verbs(Hooks):
         terms: Terms,
     ) -> It:
         self._check_running()
-        self._check_call(func, None, None, terms)
+        self._check_call(func, None, None)
         size = check_chunksize(chunksize)
         if buffersize is not None:
             size = min(size, check_count("buffersize", buffersize))
@@ -242,6 +293,8 @@ class Verbs(Hooks):
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
         gone = window.stop if buffersize is not None else _nothing
         job = Stream(results, next(self._job_numbers), gone)
+        results.cancelling = job, window.stop
+        job.terms = terms
         self._enter(job, 0)
         try:
             put = self._open_stream(job, func, size > 1, window, terms)
@@ -278,15 +331,13 @@ class Verbs(Hooks):
     def _withdraw(self, job: Job) -> None:
         """Take back what was submitted of a job, where that can be done."""
 
-    def _check_call(self, func: Any, callback: Any, error_callback: Any, terms: Terms) -> None:
+    def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None:
         if not callable(func):
             check_callable("func", func)
         if callback is not None:
             check_callable("callback", callback)
         if error_callback is not None:
             check_callable("error_callback", error_callback)
-        if terms.retries:
-            check_count("retries", terms.retries, least=0)
 
     # -- from job to tasks: by the hooks; the process pools have shortcuts -------------------------
 
@@ -349,7 +400,7 @@ class Verbs(Hooks):
     def _complete(self, job: Job) -> None:
         raise NotImplementedError
 
-    def _fail_jobs(self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True) -> None:
+    def _fail_jobs(self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True) -> int:
         raise NotImplementedError
 
 

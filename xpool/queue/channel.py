@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from xpool.memory.fresh import fresh
 from xpool.queue.messages import Parts
@@ -185,14 +185,18 @@ class Inlet:
 
 
 class Source:
-    """The worker's end of the pipe from the parent: blocks until what was asked for is there."""
+    """The worker's end of the pipe from the parent: blocks until what was asked for is there.
 
-    __slots__ = ("_at", "_buffer", "_fd")
+    ``before_waiting(fd)``, where it is set, is called when the next frame has not come yet.
+    """
+
+    __slots__ = ("_at", "_buffer", "_fd", "before_waiting")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._buffer = b""
         self._at = 0
+        self.before_waiting: Callable[[int], None] | None = None
 
     def read(self, n: int) -> bytes | memoryview:
         """Return the next ``n`` bytes; raise `EOFError` when the parent is gone."""
@@ -203,6 +207,8 @@ class Source:
         if n > READ:
             return self._read_large(n)
         buffer = self._buffer[at:]
+        if not buffer and self.before_waiting is not None:
+            self.before_waiting(self._fd)
         while len(buffer) < n:
             data = os.read(self._fd, READ)
             if not data:

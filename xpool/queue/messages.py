@@ -7,6 +7,7 @@ To a worker::
 
     kind u8, count u32, size u64 | body of `size` bytes
     TASKS   count items: func u64, count sizes u64, then the payloads
+    TIMED   as TASKS, for items with a limit of time: the worker notes when it begins each
     FUNC    func u64, mode u8, payload of the function
     FORGET  count function numbers u64
     STOP    nothing
@@ -17,7 +18,8 @@ From a worker::
     kind u8, errors u8, count u32, size u64, mark u64, nanos u64 | `size` bytes
     ANSWER  `count` answers lie in the outbox, which now ends at `mark`; after them one more in the
             body when size > 0 (an entry without its size).  `errors`: bit 0, some in the outbox
-            are errors; bit 1, the body is one.  `nanos`: time spent on all of these.
+            are errors, or name blocks of the arena; bit 1, the body is an error; bit 2, one of
+            those that are tried again.  `nanos`: time spent on all of these.
     SKIPPED `count` items were not begun, as told
     READY   body: pickled facts about the worker
     FAILED  body: the exception that kept it from starting
@@ -31,10 +33,10 @@ from __future__ import annotations
 import struct
 
 __all__ = [
-    "ANSWER", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC",
-    "FUNC_HEAD", "OUTBOX_ERROR", "READY", "SKIPPED", "STOP", "TASKS", "TO_PARENT",
-    "TO_WORKER", "U64", "WIRE", "Mode", "Parts", "boot_frame", "forget_frame", "func_frame",
-    "stop_frame", "tasks_frame",
+    "ANSWER", "BODY_AGAIN", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC",
+    "FUNC_HEAD", "OUTBOX_MIXED", "READY", "SKIPPED", "STOP", "TASKS", "TIMED",
+    "TO_PARENT", "TO_WORKER", "U64", "WIRE", "Mode", "Parts", "boot_frame", "forget_frame",
+    "func_frame", "stop_frame", "tasks_frame",
 ]  # fmt: skip
 
 Parts = list[bytes | memoryview]
@@ -50,9 +52,9 @@ U64 = struct.Struct("<Q")
 ENTRY = struct.Struct("<I")
 ERROR_BIT = 0x8000_0000
 
-TASKS, FUNC, FORGET, STOP, BOOT = 1, 2, 3, 4, 5
+TASKS, FUNC, FORGET, STOP, BOOT, TIMED = 1, 2, 3, 4, 5, 6
 ANSWER, SKIPPED, READY, FAILED = 11, 12, 13, 14
-OUTBOX_ERROR, BODY_ERROR = 1, 2
+OUTBOX_MIXED, BODY_ERROR, BODY_AGAIN = 1, 2, 4
 
 
 class Mode:
@@ -65,15 +67,15 @@ class Mode:
     STARCHUNK = 4  # payload [args, ...]: [func(*args), ...]
 
 
-def tasks_frame(func: int, items: list[bytes | memoryview]) -> Parts:
-    """Return the parts of a TASKS frame."""
+def tasks_frame(func: int, items: list[bytes | memoryview], kind: int = TASKS) -> Parts:
+    """Return the parts of a TASKS or TIMED frame."""
     n = len(items)
     if n == 1:
         size = len(items[0])
-        return [_ONE_TASK.pack(TASKS, 1, 16 + size, func, size), items[0]]
+        return [_ONE_TASK.pack(kind, 1, 16 + size, func, size), items[0]]
     sizes = struct.pack(f"<Q{n}Q", func, *map(len, items))
     size = len(sizes) + sum(map(len, items))
-    return [TO_WORKER.pack(TASKS, n, size) + sizes, *items]
+    return [TO_WORKER.pack(kind, n, size) + sizes, *items]
 
 
 def func_frame(func: int, mode: int, payload: bytes | memoryview) -> Parts:

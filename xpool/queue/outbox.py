@@ -9,30 +9,57 @@ Who writes what (each word has one writer, so nothing needs a lock)::
 
     began   worker   items it has entered, ever
     tail    worker   bytes of answers written, ever
+    since   worker   when it began what it does now, in ns of the monotonic clock; 0: not timed
     limit   parent   the worker enters no item from this number on
     head    parent   bytes of answers taken out, ever
+    adopted parent   answers with blocks of the arena of which it has taken hold, ever
+    stop    parent   the item that the worker is to break off, plus 1; 0: none
+    stack   both     where the worker was when it got `STOP_SIGNAL`, as text
 
 Order between processors: the parent reads `tail` only as far as a message through the pipe said
 (the two system calls order the memory), or after the worker's death, or - for a worker that is
 silent in a long task - as far as it read at its last look, milliseconds before.  `limit` is the
 same the other way round: what it forbids is believed only at the look after the one that set it.
+So `began` must be written before `limit` is read, and is taken back when that says no.
+
+The stack is written by faulthandler's signal handler, in C: it needs neither the interpreter nor a
+lock, so a task that is stuck in C code can tell where, too.  It writes to the file, at an offset
+beyond the answers; the parent reads it there when the task has ended one way or the other.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import signal
 import sys
 import tempfile
+import time
 
 from xpool.queue.messages import ENTRY, ERROR_BIT
 
-__all__ = ["CAPACITY", "NO_LIMIT", "Outbox", "entries", "make_file"]
+__all__ = [
+    "CAPACITY",
+    "NO_LIMIT",
+    "STACK_AT",
+    "STOP_SIGNAL",
+    "Outbox",
+    "entries",
+    "make_file",
+]
+
+STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
+"""Asks a worker where it is, and to break off the item that `stop` names.  None that programs use:
+libraries take SIGUSR1 and SIGUSR2, the C library the first of the real-time ones."""
 
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
-_BEGAN, _TAIL, _LIMIT, _HEAD = 0, 8, 16, 24  # one cache line each, in words of 8 bytes
+STACK_AT = HEADER + CAPACITY
+STACK = 64 * 1024  # a hundred frames at most, sent whole or cut; only what is used takes memory
+SIZE = STACK_AT + STACK
+# One cache line each, in words of 8 bytes.
+_BEGAN, _TAIL, _LIMIT, _HEAD, _SINCE, _STOP, _ADOPTED = 0, 8, 16, 24, 32, 40, 48
 
 
 def make_file() -> int:
@@ -42,7 +69,7 @@ def make_file() -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, HEADER + CAPACITY)
+    os.ftruncate(fd, SIZE)
     return fd
 
 
@@ -52,10 +79,10 @@ class Outbox:
     capacity = CAPACITY
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, HEADER + CAPACITY)
+        self._map = mmap.mmap(fd, SIZE)
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("Q")
-        self._data = view[HEADER:]
+        self._data = view[HEADER:STACK_AT]
         # The worker's own notes: how far it has written, and may without looking again.
         self._written = 0
         self._room = 0
@@ -72,10 +99,25 @@ class Outbox:
         """Say that item ``seq`` is begun; False when the parent does not want it begun."""
         words = self.words
         words[_BEGAN] = seq + 1
-        return seq < words[_LIMIT]
+        if seq < words[_LIMIT]:
+            return True
+        words[_BEGAN] = seq  # should we die now, it is not lost: it never ran
+        return False
 
-    def append(self, payload: bytes | memoryview, error: bool) -> bool:
-        """Write one answer; False when there is no room, and nothing was written."""
+    def tick(self) -> None:
+        """Start the clock of what is begun now."""
+        self.words[_SINCE] = time.monotonic_ns()
+
+    def rest(self) -> None:
+        """Stop the clock: what was timed is over."""
+        self.words[_SINCE] = 0
+
+    def told_to_stop(self) -> bool:
+        """Whether the item that was entered last is the one to break off."""
+        return self.words[_STOP] == self.words[_BEGAN]
+
+    def append(self, payload: bytes | memoryview, error: int) -> bool:
+        """Write one answer, an error if ``error`` is not 0; False: there was no room for it."""
         n = len(payload)
         tail = self._written
         end = tail + 4 + n
@@ -100,6 +142,11 @@ class Outbox:
         """Bytes of answers written, ever."""
         return self.words[_TAIL]
 
+    @property
+    def adopted(self) -> int:
+        """Answers with blocks that the parent has taken hold of, ever."""
+        return self.words[_ADOPTED]
+
     # -- the parent's side -------------------------------------------------------------------
 
     @property
@@ -117,9 +164,29 @@ class Outbox:
         self.words[_LIMIT] = seq
 
     @property
+    def since(self) -> float | None:
+        """When the worker began what it does now (`time.monotonic`), where that is timed."""
+        since = self.words[_SINCE]
+        return since * 1e-9 if since else None
+
+    def ask(self, began: int) -> None:
+        """Name the item to break off: the one that made `began` this; 0: none any more."""
+        if began:
+            self._map[STACK_AT:SIZE] = bytes(STACK)
+        self.words[_STOP] = began
+
+    def stack(self) -> str:
+        """Return what the worker wrote since it was asked."""
+        return self._map[STACK_AT:SIZE].split(b"\0", 1)[0].decode(errors="replace")
+
+    @property
     def head(self) -> int:
         """Bytes of answers taken out, ever."""
         return self.words[_HEAD]
+
+    def adopt(self) -> None:
+        """Say that one more answer with blocks is held here: the worker may let go."""
+        self.words[_ADOPTED] += 1
 
     def take(self, mark: int) -> bytes:
         """Take out all up to ``mark`` bytes, ever: whole entries, for `entries` to split."""

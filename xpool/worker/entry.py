@@ -6,13 +6,14 @@ descriptors and its instructions, sets the environment, and then goes on to `xpo
 A test holds what may be imported here.
 
 How a worker comes by its descriptors, whatever started it: one end of a socket pair, over which
-the parent has sent four of them.
+the parent has sent them.
 
 ====================  ======================================================================
 tasks, read end       frames from the parent; ends when the parent is gone
 answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
 outbox                the page of `xpool.queue.outbox`
+arena                 the file of `xpool.memory.arena`, where there is one
 ====================  ======================================================================
 """
 
@@ -24,34 +25,43 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["main", "set_environment"]
 
 _HEAD = struct.Struct("<BxxxIQ")  # as in xpool.queue.messages, which is not to be imported yet
 
 
-def main(boot: int, inherited: tuple[Any, tuple[Any, ...]] | None = None) -> int:
+def main(
+    boot: int,
+    inherited: tuple[Any, tuple[Any, ...]] | None = None,
+    *,
+    late: Callable[[], None] | None = None,
+) -> int:
     """Be a worker until told to stop; return the exit code.
 
     ``boot`` is the descriptor of the socket; ``inherited`` is (initializer, initargs) where
-    these could not be sent and came the way the process was started.
+    these could not be sent and came the way the process was started; ``late`` is to be called
+    when the device is bound.
     """
     with socket.socket(fileno=boot) as sock:
-        _, fds, _, _ = socket.recv_fds(sock, 1, 4)
+        _, fds, _, _ = socket.recv_fds(sock, 1, 5)
     if len(fds) < 4:
         return 0  # the parent was gone before it began
-    tasks, answers, lifeline, outbox = fds
+    tasks, answers, lifeline, outbox, *arena = fds
     die_with_parent(lifeline)
     signal.signal(signal.SIGINT, _ignore)
     head = _read(tasks, _HEAD.size)
     orders: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
     _bind(orders)
+    if late is not None:
+        late()
 
     from xpool.worker.loop import run
 
-    return run(orders, tasks, answers, outbox, inherited)
+    return run(orders, tasks, answers, outbox, arena, inherited)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
@@ -100,15 +110,35 @@ def die_with_parent(fd: int) -> None:
 
 
 def _bind(orders: dict[str, Any]) -> None:
-    """Make this process what the parent is now: environment, folder, path; then the device's."""
+    """Make this process what the parent is now, and what its context says: environment, cores."""
     environ = orders["environ"]
     for name in set(os.environ) - set(environ):
         del os.environ[name]
     os.environ.update(environ)
-    os.environ.update(orders["bind"])
+    set_environment(orders["bind"])
+    if orders["cpus"]:
+        try:
+            os.sched_setaffinity(0, orders["cpus"])
+        except OSError as exc:
+            print(f"xpool: worker cannot run on cores {orders['cpus']}: {exc}", file=sys.stderr)
     try:
         os.chdir(orders["cwd"])
     except OSError as exc:
         print(f"xpool: worker cannot enter {orders['cwd']}: {exc}", file=sys.stderr)
     sys.path[:] = orders["path"]
     sys.argv[:] = orders["argv"]
+
+
+def set_environment(env: Mapping[str, str | None]) -> None:
+    """Change this process's variables as a worker context's ``env`` says: delete, then set.
+
+    A value of None deletes; a name that ends in ``*`` stands for all that begin so.
+    """
+    for pattern, value in env.items():
+        if value is None:
+            found = [pattern] if pattern in os.environ else []
+            if pattern.endswith("*"):
+                found = [name for name in os.environ if name.startswith(pattern[:-1])]
+            for name in found:
+                del os.environ[name]
+    os.environ.update({name: value for name, value in env.items() if value is not None})

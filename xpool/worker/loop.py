@@ -7,30 +7,37 @@ a worker that is killed between any two instructions leaves nothing locked.
 from __future__ import annotations
 
 import os
+import select
 import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
 from typing import Any
 
-from xpool.errors import ResultNotPicklable
+from xpool.errors import ResultNotPicklable, TaskStopped
+from xpool.memory.arena import IDLE, Arena
 from xpool.pickle import decode, encode
 from xpool.pickle.exceptions import encode_exception
+from xpool.pickle.frame import Leased
+from xpool.pickle.handles import Keeper
 from xpool.pickle.main import mark_replica
+from xpool.pickle.policy import BY_PIPE, Layout
 from xpool.queue.channel import Source, write_all
 from xpool.queue.messages import (
     ANSWER,
+    BODY_AGAIN,
     BODY_ERROR,
     FAILED,
     FORGET,
     FUNC,
     FUNC_HEAD,
-    OUTBOX_ERROR,
+    OUTBOX_MIXED,
     READY,
     SKIPPED,
     STOP,
     TASKS,
+    TIMED,
     TO_PARENT,
     TO_WORKER,
     U64,
@@ -38,9 +45,11 @@ from xpool.queue.messages import (
     Mode,
 )
 from xpool.queue.outbox import Outbox
-from xpool.worker import main_module
+from xpool.worker import calls, main_module
+from xpool.worker.calls import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.seeds import Seeds
+from xpool.worker.stopping import listen
 
 __all__ = ["run"]
 
@@ -48,6 +57,7 @@ SILENCE = 0.001
 """Seconds that a finished answer may lie in the outbox while the worker goes on."""
 
 _NONE = encode(None)  # what most functions return that are called for their effect
+_STOPPED = _NONE  # nobody opens it: the parent has an answer of its own
 
 SMALL = 16 * 1024
 """Bytes; a larger answer goes through the pipe at once."""
@@ -58,13 +68,17 @@ def run(
     tasks: int,
     answers: int,
     outbox: int,
+    arena: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
-    """Serve until told to stop; return the exit code."""
-    out = _Answers(answers, Outbox(outbox))
-    os.close(outbox)
+    """Serve until told to stop; return the exit code.  ``arena``: its descriptor, or nothing."""
+    box = Outbox(outbox)
+    out = _Answers(answers, box)
+    listen(box, outbox, _Worker._run.__code__)
+    box.tick()
     try:
-        worker = _Worker(orders, Source(tasks), out, inherited)
+        shared = Arena.join(arena[0], orders["arena"]) if arena else None
+        worker = _Worker(orders, Source(tasks), out, shared, inherited)
     except SystemExit as exc:
         reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
         out.frame(FAILED, encode_exception(reason, traceback.format_exc()))
@@ -72,6 +86,7 @@ def run(
     except BaseException as exc:
         out.frame(FAILED, encode_exception(exc, traceback.format_exc()))
         return 1
+    box.rest()
     out.frame(READY, encode({"wire": WIRE, "pid": os.getpid()}))
     code = 0
     try:
@@ -110,6 +125,9 @@ class _Answers:
         self._fd = fd
         self._count = 0  # answers in the outbox that the parent was not told of
         self._errors = 0
+        # Answers with blocks, kept until the parent has taken hold of these, and their numbers.
+        self._kept: deque[tuple[int, Leased]] = deque()
+        self._leased = 0
         self._since = time.perf_counter()  # when the first of these was begun
         self._rung = self._since
 
@@ -122,24 +140,44 @@ class _Answers:
         if not self._count:
             self._since = time.perf_counter()
 
-    def answer(self, payload: bytes | memoryview, error: bool, last: bool) -> None:
-        """Answer the task in hand; ``last``: the next one has not come yet."""
-        if not last and len(payload) <= SMALL and self.box.append(payload, error):
+    def answer(self, payload: bytes | memoryview, error: int, last: bool) -> None:
+        """Answer the task in hand; ``last``: the next one has not come yet.
+
+        ``error``: 0, or `BODY_ERROR`, with `BODY_AGAIN` if the task may be tried again.
+        """
+        leased = type(payload) is Leased
+        if leased:
+            self._leased += 1
+            self._kept.append((self._leased, payload))  # type: ignore[arg-type]
+        if self._kept:
+            self.forget_adopted()
+        if (
+            not last
+            and len(payload) <= SMALL
+            and error < BODY_AGAIN
+            and self.box.append(payload, error)
+        ):
             self._count += 1
-            if error:
-                self._errors = OUTBOX_ERROR
+            if error or leased:
+                self._errors = OUTBOX_MIXED
             if time.perf_counter() - self._rung > SILENCE:
                 self.ring()
         else:
             self.ring(payload, error)
 
-    def ring(self, payload: bytes | memoryview = b"", error: bool = False) -> None:
+    def forget_adopted(self) -> None:
+        """Let go of the answers whose blocks the parent holds."""
+        adopted, kept = self.box.adopted, self._kept
+        while kept and kept[0][0] <= adopted:
+            kept.popleft()
+
+    def ring(self, payload: bytes | memoryview = b"", error: int = 0) -> None:
         """Tell the parent of all answers in the outbox, and of one more."""
         if not self._count and not payload:
             return
         now = time.perf_counter()
         nanos = int((now - self._since) * 1e9)
-        errors = self._errors | BODY_ERROR if error else self._errors
+        errors = self._errors | error
         head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
         self._count = self._errors = 0
         self._since = self._rung = now
@@ -158,12 +196,15 @@ class _Worker:
         orders: dict[str, Any],
         source: Source,
         out: _Answers,
+        arena: Arena | None,
         inherited: tuple[Any, tuple[Any, ...]] | None,
     ) -> None:
+        self._arena = arena
+        self._layout = _layout(arena, orders)
         self._source = source
         self._out = out
         self._seq = 0
-        self._funcs: dict[int, tuple[Callable[..., Any], int]] = {}
+        self._funcs: dict[int, tuple[Any, int]] = {}
         self._recurse: bool = orders["recurse"]
         _become(orders)
         Seeds(orders["seed"])
@@ -187,11 +228,16 @@ class _Worker:
 
     def serve(self) -> None:
         read = self._source.read
+        if self._arena is not None:
+            self._source.before_waiting = self._tidy
         while True:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
                 self._tasks(count, read(size))
                 _flush()  # what tasks print is seen then, also when the pool is terminated
+            elif kind == TIMED:
+                self._tasks(count, read(size), self._timed)
+                _flush()
             elif kind == FUNC:
                 self._learn(read(size))
             elif kind == FORGET:
@@ -201,21 +247,47 @@ class _Worker:
                 return
 
     def _learn(self, body: bytes | memoryview) -> None:
-        """Keep a function for the tasks that will name it; one that cannot be had fails them."""
+        """Keep a function for the tasks that will name it, as it came."""
         number, mode = FUNC_HEAD.unpack_from(body)
+        self._funcs[number] = _Closed(number, mode, bytes(body[FUNC_HEAD.size :])), mode
+
+    def _open(self, closed: _Closed) -> Any:
+        """Unpickle a function, in its first task; one that cannot be had fails its tasks."""
         try:
-            func = decode(body[FUNC_HEAD.size :])
+            func = decode(closed.payload)
         except Exception as exc:
             func = _Unavailable(exc)
         if self._prefix:
-            func = _Prefixed(func, self._prefix)
-        self._funcs[number] = func, mode
+            if type(func) is Retried:
+                func = Retried(Prefixed(func.func, self._prefix), func.on)
+            else:
+                func = Prefixed(func, self._prefix)
+        self._funcs[closed.number] = func, closed.mode
+        return func
 
-    def _tasks(self, count: int, body: bytes | memoryview) -> None:
+    def _tidy(self, fd: int) -> None:
+        """Before waiting for the parent: let go of what it holds, and of memory unused for long."""
+        arena = self._arena
+        assert arena is not None
+        if not arena.busy:
+            return
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        seconds = IDLE
+        while not poller.poll(seconds * 1000):
+            self._out.forget_adopted()
+            kept = Keeper.here is not None and Keeper.here.sweep()
+            if not arena.trim() and not kept:
+                return
+            seconds = min(2 * seconds, 60.0)
+
+    def _tasks(self, count: int, body: bytes | memoryview, run: Any = None) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
         func, mode = self._funcs.get(sizes[0], _WITHDRAWN) if sizes[0] else (None, Mode.CALL)
         out, enter_item = self._out, self._out.box.enter
+        if run is None:
+            run = self._run
         out.begin()
         for k in range(1, count + 1):
             seq = self._seq
@@ -224,15 +296,39 @@ class _Worker:
                 out.skip(count + 1 - k)
                 return
             self._seq = seq + 1
+            if type(func) is _Closed:
+                func, mode = self._funcs[func.number]
             stop = at + sizes[k]
-            payload, error = self._run(func, mode, body[at:stop] if count > 1 else body[at:])
+            try:
+                payload, error = run(func, mode, body[at:stop] if count > 1 else body[at:])
+            except TaskStopped:  # it came when the task was over, and was being answered
+                payload, error = _STOPPED, BODY_ERROR
+                out.box.rest()
             at = stop
             out.answer(payload, error, k == count)
 
+    def _timed(
+        self, func: Any, mode: int, payload: bytes | memoryview
+    ) -> tuple[bytes | memoryview, int]:
+        """As `_run`, and let the parent see since when: of each item, in a chunk."""
+        box = self._out.box
+        box.tick()
+        try:
+            if type(func) is _Closed:
+                func = self._open(func)
+            if mode in (Mode.CHUNK, Mode.STARCHUNK):
+                ticking = Ticking(func.func if type(func) is Retried else func, box)
+                func = Retried(ticking, func.on) if type(func) is Retried else ticking
+            return self._run(func, mode, payload)
+        finally:
+            box.rest()
+
     def _run(
         self, func: Any, mode: int, payload: bytes | memoryview
-    ) -> tuple[bytes | memoryview, bool]:
+    ) -> tuple[bytes | memoryview, int]:
         try:
+            if type(func) is _Closed:
+                func = self._open(func)
             task = decode(payload)
             if mode == Mode.EACH:
                 value = func(task)
@@ -248,24 +344,27 @@ class _Worker:
         except SystemExit:
             raise
         except BaseException as exc:
-            return encode_exception(exc, _worker_traceback(exc)), True
+            error = BODY_ERROR
+            if type(func) is Retried and isinstance(exc, func.on):
+                error |= BODY_AGAIN
+            return encode_exception(exc, _worker_traceback(exc)), error
         del task
         if value is None:
-            return _NONE, False
+            return _NONE, 0
         try:
-            return encode(value, recurse=self._recurse, main_globals=False), False
+            return encode(value, recurse=self._recurse, main_globals=False, layout=self._layout), 0
         except SystemExit:
             raise
         except BaseException as exc:
             cause = exc.__cause__ or exc
             failure = ResultNotPicklable(cause, _short_repr(value))
-            return encode_exception(failure, _worker_traceback(exc)), True
+            return encode_exception(failure, _worker_traceback(exc)), BODY_ERROR
 
 
 def _worker_traceback(exc: BaseException) -> str:
     """Return the traceback as text, without the frames of this file at its top."""
     tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, calls.__file__):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(exc), exc, tb))
 
@@ -278,16 +377,13 @@ def _short_repr(value: Any) -> str:
     return text if len(text) <= 500 else text[:500] + "..."
 
 
-class _Prefixed:
-    """A function that gets the worker's context in front of its arguments."""
+class _Closed:
+    """A function that no task has called yet: still pickled."""
 
-    __slots__ = ("_func", "_prefix")
+    __slots__ = ("mode", "number", "payload")
 
-    def __init__(self, func: Callable[..., Any], prefix: tuple[Any, ...]) -> None:
-        self._func, self._prefix = func, prefix
-
-    def __call__(self, *args: Any) -> Any:
-        return self._func(*self._prefix, *args)
+    def __init__(self, number: int, mode: int, payload: bytes) -> None:
+        self.number, self.mode, self.payload = number, mode, payload
 
 
 class _Unavailable:
@@ -304,6 +400,15 @@ class _Unavailable:
 
 
 _WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile")), Mode.EACH
+
+
+def _layout(arena: Arena | None, orders: dict[str, Any]) -> Layout:
+    if arena is None:
+        return BY_PIPE
+    if orders["copy_tensor"]:
+        return Layout(lessor=arena.lease)
+    keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
+    return Layout(arena.lease, arena, orders["share_method"], keep=keeper.reduce)
 
 
 def _become(orders: dict[str, Any]) -> None:

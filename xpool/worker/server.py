@@ -13,29 +13,39 @@ the server ends; its workers have lifelines of their own.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import importlib.metadata
 import os
 import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterable
 
 from xpool.worker import entry
 
 __all__ = ["main"]
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Read by torch when it is imported: whether to load the backends that packages such as torch_tpu
+register.  Not here: they read their variables then, and the worker's are not known yet."""
 
 
 def main(fd: int, preload: list[str]) -> int:
     """Serve until the parent closes its end; a child that is forked returns its own exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked SIGCHLD
+    os.environ[AUTOLOAD] = "0"  # of this process; a worker's variables are its parent's
     for name in preload:
         try:
             importlib.import_module(name)
         except Exception as exc:
             # The worker that needs it will raise the same, where it can be attributed.
             print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
+    backends = importlib.metadata.entry_points(group="torch.backends") if "torch" in preload else ()
+    late = functools.partial(_load, backends) if backends else None
     gc.collect()
     gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
     wake_r, wake_w = os.pipe()
@@ -64,7 +74,7 @@ def main(fd: int, preload: list[str]) -> int:
                     selector.close()
                     for other in (sock.detach(), wake_r, wake_w, status, *statuses.values()):
                         os.close(other)
-                    return _child(boot)
+                    return _child(boot, late)
                 os.close(boot)
                 statuses[pid] = status
                 _tell(status, pid)
@@ -74,10 +84,20 @@ def _note(signum: int, frame: object) -> None:
     """Let the wake-up descriptor do its work; the default would not write to it."""
 
 
-def _child(boot: int) -> int:
+def _load(backends: Iterable[importlib.metadata.EntryPoint]) -> None:
+    """Load what torch would have loaded while it was imported, were it not for `AUTOLOAD`."""
+    if os.environ.get(AUTOLOAD, "1") == "1":
+        for backend in backends:
+            try:
+                backend.load()()
+            except Exception as exc:
+                print(f"xpool: worker cannot load {backend.name}: {exc!r}", file=sys.stderr)
+
+
+def _child(boot: int, late: Callable[[], None] | None) -> int:
     code = 1
     try:
-        code = entry.main(boot)
+        code = entry.main(boot, late=late)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1
     except BaseException:

@@ -120,7 +120,8 @@ class EngineWorld(World):
         self.engine = Engine(
             n,
             None,  # type: ignore[arg-type]
-            lambda index, generation: b"orders",
+            lambda index, generation, seat: b"orders",
+            arena=None,
             name="world",
             daemon=True,
             inherited=None,

@@ -297,7 +297,9 @@ class SimSlot(Slot):
         self._world = world
         super().__init__(index)
 
-    def start(self, launcher: Any, name: str, daemon: bool, inherited: Any) -> None:
+    def start(
+        self, launcher: Any, name: str, daemon: bool, inherited: Any, arena: Any = None
+    ) -> None:
         self._fresh()
         world, kernel = self._world, self._world.kernel
         if self.generation and world.refuses():

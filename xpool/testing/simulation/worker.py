@@ -20,7 +20,7 @@ from xpool.queue.messages import (
     FORGET,
     FUNC,
     FUNC_HEAD,
-    OUTBOX_ERROR,
+    OUTBOX_MIXED,
     READY,
     SKIPPED,
     STOP,
@@ -230,7 +230,7 @@ class Worker:
         if not last and small and self.box.append(payload, error):
             self._count += 1
             if error:
-                self._errors = OUTBOX_ERROR
+                self._errors = OUTBOX_MIXED
             self.unsafe = None
             yield None
             if self.world.now - self._rung > SILENCE:

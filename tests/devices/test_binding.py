@@ -1,0 +1,237 @@
+"""A worker sets its device's variables before anything is imported that could read them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xpool import CtxPool, DeviceError, WorkerStartFailed, current_worker
+from xpool.devices import devices
+
+METHODS = ["forkserver", "spawn", "fork"]
+
+
+class Bound:
+    """A context that is unpickled, and so imported, after the binding."""
+
+    def __init__(self, **env: str | None) -> None:
+        self.env = env
+        self.cpus: tuple[int, ...] = ()
+
+    def __reduce__(self) -> Any:
+        # To be unpickled, the context needs a module that looks when it is imported.
+        return _restore, (self.env, self.cpus)
+
+    def enter(self) -> None:
+        from . import witness
+
+        self.seen = witness.ENVIRON
+        self.modules = witness.MODULES
+
+
+def _restore(env: dict[str, str | None], cpus: tuple[int, ...]) -> Bound:
+    from . import witness  # noqa: F401 -- recorded at this moment
+
+    bound = Bound(**env)
+    bound.cpus = cpus
+    return bound
+
+
+def seen(context: Bound, name: str) -> str | None:
+    return context.seen.get(name)
+
+
+def cpus(context: Bound) -> list[int]:
+    from . import witness
+
+    return witness.CPUS
+
+
+def die(context: Bound) -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_variables_are_there_before_any_import(
+    make_pool: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, method: str
+):
+    """A module that is imported to unpickle the context finds set and deleted what `env` says."""
+    monkeypatch.setenv("XPOOL_TEST_STALE", "from the parent")
+    monkeypatch.setenv("XPOOL_TEST_MANY_A", "1")
+    monkeypatch.setenv("XPOOL_TEST_MANY_B", "2")
+    monkeypatch.setenv("XPOOL_TEST_KEPT", "kept")
+    contexts = [
+        Bound(
+            XPOOL_TEST_STALE=None,
+            **{"XPOOL_TEST_MANY_*": None},
+            XPOOL_TEST_MANY_B=f"own {i}",
+            XPOOL_TEST_DEVICE=str(i),
+        )
+        for i in range(2)
+    ]
+    pool = make_pool(CtxPool, worker_contexts=contexts, context=method)
+    for _ in range(8):
+        device = pool.apply(seen, ("XPOOL_TEST_DEVICE",))
+        assert device in ("0", "1")
+    assert pool.apply(seen, ("XPOOL_TEST_STALE",)) is None
+    assert pool.apply(seen, ("XPOOL_TEST_MANY_A",)) is None
+    assert (pool.apply(seen, ("XPOOL_TEST_MANY_B",)) or "").startswith("own ")
+    assert pool.apply(seen, ("XPOOL_TEST_KEPT",)) == "kept"
+
+
+def test_nothing_of_ours_is_imported_before(tmp_path: Path):
+    """In a fresh process, the binding is done when the first module outside the standard library
+    is imported: recorded by an import hook that is there from the start."""
+    hook = tmp_path / "sitecustomize.py"
+    hook.write_text(
+        textwrap.dedent(
+            """
+            import os, sys
+
+            class Recorder:
+                def find_spec(self, name, path=None, target=None):
+                    early = ("sitecustomize", "usercustomize", "xpool", "xpool.worker",
+                             "xpool.worker.entry", "xpool.worker.server", "xpool.fleet",
+                             "xpool.fleet.launch", "xpool.errors")
+                    top = name.partition(".")[0]
+                    if name in early or top in sys.stdlib_module_names or top == "_distutils_hack":
+                        return None
+                    if "XPOOL_TEST_SEEN" in os.environ:
+                        with open(os.environ["XPOOL_TEST_SEEN"], "a") as file:
+                            bound = os.environ.get("XPOOL_TEST_DEVICE", "unset")
+                            print(os.getpid(), name, bound, file=file)
+                    return None
+
+            sys.meta_path.insert(0, Recorder())
+            """
+        )
+    )
+    log = tmp_path / "seen"
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os
+            from xpool import CtxPool
+
+            class Bound:
+                env = {"XPOOL_TEST_DEVICE": "7"}
+                def enter(self):
+                    import json
+
+            if __name__ == "__main__":
+                os.environ["XPOOL_TEST_SEEN"] = os.environ["XPOOL_TEST_LOG"]
+                with CtxPool(worker_contexts=[Bound()], context="forkserver") as pool:
+                    print(pool.apply(lambda c: (os.getpid(), os.environ["XPOOL_TEST_DEVICE"])))
+            """
+        )
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    env = {**os.environ, "PYTHONPATH": path, "XPOOL_TEST_LOG": str(log)}
+    out = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, env=env
+    )
+    pid, device = eval(out.stdout)
+    assert device == "7"
+    lines = [line.split() for line in log.read_text().splitlines()]
+    worker = [(name, bound) for number, name, bound in lines if int(number) == pid]
+    assert worker, "the worker imports something when it is bound"
+    assert {bound for _, bound in worker} == {"7"}, worker
+
+
+def test_a_replacement_gets_the_same_binding(make_pool: Callable[..., Any]):
+    """The worker that takes a dead one's place has the same variables."""
+    pool = make_pool(CtxPool, worker_contexts=[Bound(XPOOL_TEST_DEVICE="5")])
+    with pytest.raises(Exception, match="exit code 3"):
+        pool.apply(die)
+    assert pool.apply(seen, ("XPOOL_TEST_DEVICE",)) == "5"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
+@pytest.mark.parametrize("method", METHODS)
+def test_cores_are_bound_before_any_import(make_pool: Callable[..., Any], method: str):
+    """A worker whose context names cores runs on them, as does what it imports."""
+    core = max(os.sched_getaffinity(0))
+    context = Bound()
+    context.cpus = (core,)
+    pool = make_pool(CtxPool, worker_contexts=[context], context=method)
+    assert pool.apply(cpus) == [core]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
+def test_workers_follow_their_parents_cores():
+    """A worker runs where its parent may now, not where the fork server might when it began."""
+    code = (
+        "import os; from xpool import Pool\n"
+        "with Pool(1) as pool: first = pool.apply(os.sched_getaffinity, (0,))\n"
+        "mine = {max(os.sched_getaffinity(0))}; os.sched_setaffinity(0, mine)\n"
+        "with Pool(1) as pool: print(pool.apply(os.sched_getaffinity, (0,)) == mine)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "True\n"
+
+
+class Unopenable:
+    """A device that another process holds."""
+
+    env: dict[str, str] = {}
+
+    def enter(self) -> None:
+        raise DeviceError("worker 0 cannot open tpu device 0: in use. End the other process.")
+
+
+def test_a_device_that_cannot_be_opened_ends_the_pool(make_pool: Callable[..., Any]):
+    """The error comes once, in the parent, with the reason and the remedy; nothing respawns."""
+    pool = make_pool(CtxPool, worker_contexts=[Unopenable()])
+    with pytest.raises(WorkerStartFailed, match="in use. End the other process") as caught:
+        pool.apply(seen, ("x",))
+    assert isinstance(caught.value.__cause__, DeviceError)
+    assert caught.value.attempts == 3
+
+
+def who(context: Any) -> tuple[int, str, bool]:
+    return context.ordinal, str(current_worker().device), current_worker().context is context
+
+
+@pytest.mark.torch
+def test_the_device_in_the_worker(make_pool: Callable[..., Any]):
+    """`ctx.device` is a `torch.device`, and `current_worker()` has the same."""
+    pool = make_pool(CtxPool, worker_contexts=devices("cpu", n=2))
+    assert pool.apply(who) in [(0, "cpu", True), (1, "cpu", True)]
+
+
+def test_devices_of_a_worker_are_not_asked_for_outside():
+    """In the parent, asking for all devices would start a runtime, so it is refused."""
+    with pytest.raises(RuntimeError, match="in the worker only"):
+        _ = devices("cpu", n=1)[0].devices
+
+
+NO_RUNTIME = """
+import sys
+from xpool import DeviceError
+from xpool.devices import devices
+for kind in ("cpu", "cuda", "tpu", "xla", "auto"):
+    try:
+        devices(kind)
+    except DeviceError:
+        pass
+loaded = {"torch", "torch_xla", "torch_tpu", "libtpu", "_XLAC"} & set(sys.modules)
+maps = open("/proc/self/maps").read()
+print(sorted(loaded), "libcuda" in maps, "libtpu" in maps, "libtorch" in maps)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_devices_starts_no_runtime():
+    """Counting devices of any kind imports no framework and maps no runtime's library."""
+    out = subprocess.run(
+        [sys.executable, "-c", NO_RUNTIME], capture_output=True, text=True, check=True
+    )
+    assert out.stdout == "[] False False False\n"

@@ -1,0 +1,126 @@
+"""What a worker that owns a GPU is told to set, and what is said when it cannot have one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from xpool.devices import DeviceContext, Gpu, Host, devices
+from xpool.errors import DeviceError, OptionError
+
+from .hosts import gpu_host
+
+MASK, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+
+
+def masks(contexts: list[DeviceContext]) -> list[str | None]:
+    return [context.env[MASK] for context in contexts]
+
+
+def test_a_gpu_for_each_worker():
+    """Without a mask, GPUs by their number on the PCI bus."""
+    contexts = devices("cuda", host=gpu_host(4))
+    assert masks(contexts) == ["0", "1", "2", "3"]
+    assert {c.env[ORDER] for c in contexts} == {"PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "order", "expected", "sets_order"),
+    [
+        ("3,1", None, ["3", "1"], False),
+        ("3,1", "PCI_BUS_ID", ["3", "1"], False),
+        (" 2 ", "FASTEST_FIRST", ["2"], False),
+        ("GPU-222", None, ["GPU-22222222"], True),
+        ("GPU-11111111,GPU-0", None, ["GPU-11111111", "GPU-00000000"], True),
+        ("0,-1,2", None, ["0"], False),
+    ],
+)
+def test_the_parents_mask(mask: str, order: str | None, expected: list[str], sets_order: bool):
+    """Worker i gets the i-th device that its parent may see, by the name that means it there."""
+    environ = {MASK: mask} | ({ORDER: order} if order else {})
+    contexts = devices("cuda", host=gpu_host(4, environ=environ))
+    assert masks(contexts) == expected
+    assert all((ORDER in c.env) is sets_order for c in contexts)
+
+
+def test_mig_instances():
+    """A GPU in MIG mode is its instances; those that are not are called by their identity then."""
+    host = gpu_host(2, mig={0: ("MIG-a", "MIG-b")})
+    assert masks(devices("cuda", host=host)) == ["MIG-a", "MIG-b", "GPU-11111111"]
+    chosen = replace(host, environ={MASK: "MIG-b"})
+    assert masks(devices("cuda", host=chosen)) == ["MIG-b"]
+    with pytest.raises(OptionError, match="one MIG instance"):
+        devices("cuda", per_worker=2, host=host)
+
+
+def test_several_gpus_for_a_worker():
+    """A worker of two GPUs is masked to both."""
+    contexts = devices("cuda", per_worker=2, host=gpu_host(4))
+    assert masks(contexts) == ["0,1", "2,3"]
+    assert contexts[1].name == "2,3"
+
+
+def test_nodes_where_the_numbers_are_known():
+    """A worker is bound near its GPU when it is certain which that is, and only then."""
+    gpus = (Gpu("GPU-a", node=0), Gpu("GPU-b", node=1))
+    host = replace(gpu_host(2), gpus=gpus, cpus=(0, 1, 2, 3), nodes={0: (0, 1), 1: (2, 3)})
+    assert [c.cpus for c in devices("cuda", host=host)] == [(0, 1), (2, 3)]
+    by_number = replace(host, environ={MASK: "1,0"})
+    assert [c.node for c in devices("cuda", host=by_number)] == [None, None]
+    by_bus = replace(host, environ={MASK: "1,0", ORDER: "PCI_BUS_ID"})
+    assert [c.node for c in devices("cuda", host=by_bus)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ("4", r"names '4', which this machine does not have; it has 0: GPU-0"),
+        ("GPU-9", "names 'GPU-9'"),
+        ("MIG-9", "names 'MIG-9'"),
+        ("", "hides every GPU; unset it"),
+        ("-1", "hides every GPU"),
+        ("1,1", "names a device twice"),
+    ],
+)
+def test_a_mask_that_names_no_device(mask: str, message: str):
+    """A mask with a device that is not there is refused with those that are."""
+    with pytest.raises(DeviceError, match=message):
+        devices("cuda", host=gpu_host(4, environ={MASK: mask}))
+
+
+def test_devices_that_cannot_be_used():
+    """A GPU that takes one process at a time and has it, or takes none, is told of at once."""
+    host = gpu_host(1)
+    used = replace(host, gpus=(Gpu("GPU-a", mode="exclusive", users=(41,)),))
+    with pytest.raises(DeviceError, match="in use by pid 41.*nvidia-smi -c DEFAULT"):
+        devices("cuda", host=used)
+    free = replace(host, gpus=(Gpu("GPU-a", mode="exclusive"),))
+    assert len(devices("cuda", host=free)) == 1
+    closed = replace(host, gpus=(Gpu("GPU-a", mode="prohibited"),))
+    with pytest.raises(DeviceError, match="takes no compute work"):
+        devices("cuda", host=closed)
+
+
+def test_no_driver_no_gpu_no_build():
+    """Each thing that can be missing has an error of its own."""
+    with pytest.raises(DeviceError, match="no NVIDIA driver answers here"):
+        devices("cuda", host=replace(gpu_host(0), gpus=None))
+    with pytest.raises(DeviceError, match="no GPU that can be used"):
+        devices("cuda", host=gpu_host(0))
+    with pytest.raises(DeviceError, match=r"torch 2\.13\.0 is built without CUDA"):
+        devices("cuda", host=replace(gpu_host(1), cuda_build=False))
+    with pytest.raises(DeviceError, match="torch is not installed"):
+        devices("cuda", host=Host())
+
+
+def test_a_mask_where_nobody_can_be_asked():
+    """Without NVML a mask is believed: the worker will find out."""
+    host = replace(gpu_host(0, environ={MASK: "0,GPU-x"}), gpus=None)
+    assert masks(devices("cuda", host=host)) == ["0", "GPU-x"]
+
+
+def test_no_group_of_gpus():
+    """Groups of GPU workers are torch.distributed's."""
+    with pytest.raises(OptionError, match=r"torch\.distributed"):
+        devices("cuda", independent=False, host=gpu_host(2))

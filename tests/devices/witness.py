@@ -1,0 +1,10 @@
+"""A module that looks at its process when it is imported, as frameworks do."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ENVIRON = dict(os.environ)
+CPUS = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+MODULES = set(sys.modules)

@@ -1,0 +1,231 @@
+"""Cancelling: a job ends with TaskCancelled at once, and what runs of it is stopped."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+from support import work
+from support.waiting import eventually, wait_gone
+
+from .test_saboteurs import check_usable
+from .test_time_limits import STUCK
+
+pytestmark = pytest.mark.xpool_only
+
+
+def cancelled(result):
+    """Whether a result says at once that it was cancelled."""
+    from xpool import TaskCancelled
+
+    with pytest.raises(TaskCancelled):
+        result.get(0)
+    return not result.successful()
+
+
+@pytest.mark.parametrize("how", STUCK)
+def test_a_running_task(process_kind, make_pool, how, log, mailbox, gate):
+    """It is stopped, however stuck; the tasks behind it are done; all slots work."""
+    pool = make_pool(process_kind, 2)
+    victims = [pool.apply_async(STUCK[how]) for _ in range(2)]
+    rest = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
+    assert all(victim.cancel() for victim in victims)
+    assert all(cancelled(victim) for victim in victims)
+    assert [r.get(30) for r in rest] == list(range(20))
+    assert sorted(map(int, log.read_text().split())) == list(range(20))
+    check_usable(pool, mailbox, gate, 2)
+
+
+def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, log, mailbox):
+    """Its `finally` runs, and the worker goes on."""
+    pool = make_pool(process_kind, 1)
+    pid = pool.apply(work.pid)
+    victim = pool.apply_async(work.count_up, (str(log), mailbox.path))
+    mailbox.line()
+    assert victim.cancel() and cancelled(victim)
+    assert pool.apply(work.pid) == pid
+    assert log.read_text() == "cleaned\n"
+
+
+def test_a_stopped_process(process_kind, make_pool, mailbox):
+    """A worker that SIGSTOP holds is killed."""
+    pool = make_pool(process_kind, 1)
+    victim = pool.apply_async(work.stop_self, (mailbox.path,))
+    pid = int(mailbox.line())
+    eventually(lambda: work.is_stopped(pid), "the worker is stopped")
+    assert victim.cancel() and wait_gone([pid]) == []
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_twice_and_too_late(pool):
+    """The second `cancel` says the same as the first; a finished task has its result."""
+    result = pool.apply_async(work.square, (3,))
+    result.wait(30)
+    assert not result.cancel() and not result.cancel() and result.get() == 9
+    failed = pool.apply_async(work.fail)
+    failed.wait(30)
+    assert not failed.cancel()
+    with pytest.raises(KeyError):
+        failed.get()
+
+
+def test_again(kind, make_pool, mailbox, gate):
+    """A job that was cancelled stays so."""
+    pool = make_pool(kind, 1)
+    victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    assert victim.cancel() and victim.cancel() and cancelled(victim)
+
+
+def test_a_map(kind, make_pool, log, mailbox, gate):
+    """All of a map ends: what waits is never run, what runs is stopped, and others go on."""
+    pool = make_pool(kind, 2)
+    mapped = pool.starmap_async(
+        work.post_and_gate, [(mailbox.path, gate.path, i) for i in range(50)], 1
+    )
+    other = pool.map_async(work.square, range(50), 1)
+    mailbox.lines(2)
+    assert mapped.cancel() and cancelled(mapped)
+    assert other.get(30) == [i * i for i in range(50)]
+    assert mailbox.empty()
+
+
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_a_lazy_map(kind, make_pool, verb, mailbox, gate):
+    """After the results that came, it raises TaskCancelled; the input is drawn no further."""
+    from xpool import TaskCancelled
+
+    pool = make_pool(kind, 1)
+    drawn = []
+
+    def numbers():
+        while True:
+            drawn.append(len(drawn))
+            yield (mailbox.path, gate.path)
+
+    results = getattr(pool, verb)(work_at_gate, numbers())
+    mailbox.line()
+    gate.open(1)
+    assert next(results) == "passed"
+    mailbox.line()
+    assert results.cancel()
+    for _ in range(2):
+        with pytest.raises(TaskCancelled):
+            next(results)
+    assert not results.cancel()
+    eventually(
+        lambda: not any(t.name.endswith("-feeder") for t in threading.enumerate()),
+        "the thread that draws the input has ended",
+    )
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def work_at_gate(paths):
+    work.post_and_gate(*paths)
+    return "passed"
+
+
+def test_the_callback(kind, make_pool, mailbox, gate):
+    """The error callback is told, once."""
+    from xpool import TaskCancelled
+
+    pool = make_pool(kind, 1)
+    good, bad = [], []
+    victim = pool.apply_async(
+        work.post_and_gate, (mailbox.path, gate.path), callback=good.append,
+        error_callback=bad.append,
+    )  # fmt: skip
+    mailbox.line()
+    assert victim.cancel()
+    victim.wait(30)
+    assert not good and len(bad) == 1 and isinstance(bad[0], TaskCancelled)
+
+
+def test_whoever_waits_wakes(kind, make_pool, mailbox, gate):
+    """A thread in `get` is woken by another's `cancel`."""
+    from xpool import TaskCancelled
+
+    pool = make_pool(kind, 1)
+    victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    caught = []
+
+    def wait():
+        try:
+            victim.get(30)
+        except TaskCancelled as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert victim.cancel()
+    thread.join()
+    assert len(caught) == 1
+
+
+def test_while_it_is_answered(kind, make_pool):
+    """Cancelled at any moment of its life, from another thread: one answer, and `cancel` is true
+    exactly when that is TaskCancelled."""
+    from xpool import TaskCancelled
+
+    pool = make_pool(kind, 2)
+    draw = random.Random(7)
+    answers = []
+    for _ in range(30):
+        results = [
+            pool.apply_async(work.square, (i,), callback=answers.append,
+                             error_callback=answers.append)
+            for i in range(20)
+        ]  # fmt: skip
+        order = draw.sample(range(20), 20)
+        said: dict[int, bool] = {}
+        thread = threading.Thread(
+            target=lambda order=order, results=results, said=said: [
+                said.setdefault(i, results[i].cancel()) for i in order
+            ]
+        )
+        thread.start()
+        ended = {}
+        for i, result in enumerate(results):
+            try:
+                assert result.get(30) == i * i
+                ended[i] = False
+            except TaskCancelled:
+                ended[i] = True
+        thread.join()
+        assert said == ended
+    assert len(answers) == 600
+    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
+
+
+def test_after_the_end(kind, make_pool, mailbox, gate):
+    """What `terminate` has answered cannot be cancelled."""
+    pool = make_pool(kind, 1)
+    victim = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    pool.terminate()
+    assert not victim.cancel()
+
+
+def test_close_does_not_wait_for_it(kind, make_pool, mailbox, gate):
+    """After `cancel`, nothing keeps `close` and `join` from ending."""
+    pool = make_pool(kind, 2)
+    victims = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(4)]
+    mailbox.lines(2)
+    assert all(victim.cancel() for victim in victims)
+    pool.close()
+    pool.join(20)
+
+
+def test_what_waits_for_its_next_try(kind, make_pool, log):
+    """A task between two tries is withdrawn as well."""
+    pool = make_pool(kind, 1)
+    victim = pool.apply_async(
+        work.raise_times, (str(log), 100, OSError), retries=100, retry_on=OSError
+    )
+    eventually(lambda: log.read_text().count("ran") >= 3, "the third try")
+    assert victim.cancel() and cancelled(victim)
+    assert pool.apply(work.square, (3,)) == 9
+    pool.close()
+    pool.join(20)

@@ -1,0 +1,189 @@
+"""Second tries: after deaths, after chosen exceptions; not for ever, and not by the whole pool."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import pytest
+from support import work
+
+from .test_saboteurs import story
+
+pytestmark = pytest.mark.xpool_only
+
+
+class Unsteady(OSError):
+    """An exception of the caller's own."""
+
+
+@pytest.mark.parametrize("on", [OSError, (KeyError, OSError)])
+def test_chosen_exceptions(kind, make_pool, log, on):
+    """A task that raises one of them is run again, at most `retries` times."""
+    pool = make_pool(kind, 2)
+    task = (str(log), 2, Unsteady, "third")
+    assert pool.apply(work.raise_times, task, retries=2, retry_on=on) == "third"
+    assert log.read_text().count("ran") == 3
+    log.write_text("")
+    with pytest.raises(Unsteady, match="not yet"):
+        pool.apply(work.raise_times, (str(log), 9, Unsteady), retries=2, retry_on=on)
+    assert log.read_text().count("ran") == 3
+
+
+def test_other_exceptions(kind, make_pool, log):
+    """Anything else is the answer."""
+    pool = make_pool(kind, 1)
+    with pytest.raises(OSError, match="not yet"):
+        pool.apply(work.raise_times, (str(log), 9, OSError), retries=5, retry_on=KeyError)
+    with pytest.raises(OSError, match="not yet"):
+        pool.apply(work.raise_times, (str(log), 9, OSError), retry_on=OSError)
+    assert log.read_text().count("ran") == 2
+
+
+@pytest.mark.parametrize("chunksize", [1, 3])
+def test_verbs(kind, make_pool, tmp_path, chunksize):
+    """On all verbs; of a chunk, all is run again when one of its items raises."""
+    pool = make_pool(kind, 2)
+    for verb in ("map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"):
+        task = functools.partial(raise_once, str(tmp_path / verb))
+        items = [(i,) for i in range(9)] if verb.startswith("starmap") else range(9)
+        results = getattr(pool, verb)(task, items, chunksize, retries=chunksize, retry_on=OSError)
+        results = results.get(30) if verb.endswith("async") else list(results)
+        assert sorted(results) == list(range(9))
+
+
+def raise_once(flag, x):
+    if work.first(f"{flag}-{x}"):
+        raise OSError(x)
+    return x
+
+
+def test_the_traceback_is_the_tasks(process_kind, make_pool):
+    """What is raised in the end tells of the task, not of what was put around it."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(KeyError) as caught:
+        pool.apply(work.fail, retries=1, retry_on=KeyError)
+    text = str(caught.value.__cause__)
+    assert "in fail" in text and "worker" not in text
+
+
+def test_closures_and_local_classes(process_kind, make_pool, log):
+    """The classes travel with the function, whatever they are."""
+
+    class Local(Exception):
+        pass
+
+    path = str(log)
+
+    def task():
+        with open(path, "a+") as file:
+            file.write("x")
+            file.seek(0)
+            if len(file.read()) < 3:
+                raise Local
+        return "third"
+
+    pool = make_pool(process_kind, 1)
+    assert pool.apply(task, retries=2, retry_on=Local) == "third"
+
+
+def test_after_a_time_limit(kind, make_pool, tmp_path):
+    """A task that was too late is tried again when `retry_on` says so, not otherwise."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(kind, 1)
+    late = work.spin_once if kind.processes else stay_once
+    args = (str(tmp_path / "flag"), "second")
+    assert pool.apply(late, args, timeout=0.3, retries=1, retry_on=TaskTimeout) == "second"
+    with pytest.raises(TaskTimeout):
+        pool.apply(late, (str(tmp_path / "other"),), timeout=0.3, retries=1)
+
+
+def stay_once(flag, x=None):
+    if work.first(flag):
+        time.sleep(1.5)
+    return x
+
+
+def test_others_run_in_the_pause(kind, make_pool, log):
+    """A pause costs no worker: with one worker, hundreds of tasks are done meanwhile."""
+    pool = make_pool(kind, 1)
+    again = pool.apply_async(
+        work.raise_times, (str(log), 4, OSError, "fifth"), retries=4, retry_on=OSError
+    )
+    assert pool.map(work.square, range(500), 1) == [i * i for i in range(500)]
+    assert not again.ready()
+    assert again.get(30) == "fifth"
+
+
+def test_the_culprit(process_kind, make_pool, log):
+    """A task that kills every worker is told to have done so, and is not tried for ever."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(WorkerDied, match="has killed 5 workers") as caught:
+        pool.apply(work.end_or_return, ("os._exit", 1, str(log), 1), retries=10**6)
+    assert caught.value.killed == 5
+    assert log.read_text().split() == ["1"] * 5
+    with pytest.raises(WorkerDied) as caught:
+        pool.apply(work.end_or_return, ("os._exit", 1, str(log), 1), retries=2)
+    assert caught.value.killed == 3
+    assert pool.apply(work.square, (3,)) == 9
+
+
+# The budget of the pool --------------------------------------------------------------------------
+
+
+def test_a_pool_whose_workers_die_and_die(process_kind, make_pool):
+    """When more have died than the budget allows and nothing was finished, the pool stops."""
+    from xpool import PoolBroken, PoolClosed, WorkerDied
+
+    pool = make_pool(process_kind, 2, restart_budget=4)
+    results = [pool.apply_async(work.end, ("os._exit",)) for _ in range(20)]
+    errors = []
+    for result in results:
+        with pytest.raises((WorkerDied, PoolBroken)) as caught:
+            result.get(30)
+        errors.append(caught.value)
+    assert 5 <= sum(isinstance(error, WorkerDied) for error in errors) <= 6
+    broken = errors[-1]
+    assert isinstance(broken, PoolBroken) and broken.deaths == 5 and "exit code 4" in broken.last
+    with pytest.raises(PoolClosed) as caught:
+        pool.apply(work.square, (3,))
+    assert "5 workers died" in story(caught.value)
+    pool.close()
+    pool.join()
+
+
+def test_a_pool_that_gets_something_done(process_kind, make_pool):
+    """Each task that is finished, well or with an exception, gives the whole budget back."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1, restart_budget=2)
+    for i in range(12):
+        with pytest.raises(WorkerDied):
+            pool.apply(work.end, ("SIGKILL",))
+        if i % 4 == 1:
+            assert pool.apply(work.square, (3,)) == 9
+        elif i % 4 == 3:
+            with pytest.raises(KeyError):
+                pool.apply(work.fail)
+
+
+def test_stopping_tasks_costs_no_budget(process_kind, make_pool):
+    """Workers that the pool itself kills, for their time is over, do not count."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(process_kind, 1, restart_budget=1)
+    for _ in range(4):
+        with pytest.raises(TaskTimeout):
+            pool.apply(work.spin_in_c, timeout=0.05)
+    assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.parametrize("times", [3, 6])
+def test_workers_killed_while_they_start(process_kind, make_pool, log, times):
+    """Who kills a worker in its initializer a few times, from outside, does not stop the pool."""
+    pool = make_pool(process_kind, 1, work.killed_times, (str(log), times))
+    assert pool.apply_async(work.square, (3,)).get(40) == 9
+    assert log.read_text().count("ran") == times + 1

@@ -1,0 +1,353 @@
+"""Tasks that run too long: stopped, answered with the stack, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import os
+import signal
+import threading
+
+import pytest
+from support import work
+from support.waiting import eventually, wait_gone
+
+from .test_saboteurs import check_usable, story
+
+pytestmark = pytest.mark.xpool_only
+
+LIMIT = 0.3
+STUCK = {"counts": work.count_up, "stubborn": work.count_up_stubbornly, "in C": work.spin_in_c}
+
+
+def stopped(result, seconds=LIMIT):
+    """Wait for a result that must be a TaskTimeout; return the error."""
+    from xpool import TaskTimeout
+
+    with pytest.raises(TaskTimeout) as caught:
+        result.get(30)
+    assert caught.value.seconds == seconds
+    return caught.value
+
+
+# What becomes of the task, its worker, and the others --------------------------------------------
+
+
+@pytest.mark.parametrize("how", STUCK)
+def test_a_stuck_task_is_stopped(process_kind, make_pool, how, log, mailbox, gate):
+    """It gets TaskTimeout with the stack; each other task is done once; all slots work."""
+    pool = make_pool(process_kind, 2)
+    before = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
+    victim = pool.apply_async(STUCK[how], timeout=LIMIT)
+    after = [pool.apply_async(work.logged, (str(log), i)) for i in range(20, 40)]
+    error = stopped(victim)
+    assert STUCK[how].__name__ in error.stack and "xpool" not in error.stack.split("\n")[0]
+    assert STUCK[how].__name__ in error.task and error.stack in str(error)
+    assert 0 <= error.worker < 2 and error.pid not in (None, os.getpid())
+    assert [r.get(30) for r in before + after] == list(range(40))
+    assert sorted(map(int, log.read_text().split())) == list(range(40))
+    check_usable(pool, mailbox, gate, 2)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("how", ["counts", "in C"])
+def test_other_start_methods(make_pool, method, how):
+    """The same with the other start methods."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 1, context=method)
+    assert STUCK[how].__name__ in stopped(pool.apply_async(STUCK[how], timeout=LIMIT)).stack
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, log):
+    """Its `finally` has run, and the worker goes on."""
+    pool = make_pool(process_kind, 1)
+    pid = pool.apply(work.pid)
+    assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
+    assert log.read_text() == "cleaned\n"
+    assert pool.apply(work.pid) == pid
+
+
+@pytest.mark.parametrize("how", ["stubborn", "in C"])
+def test_a_task_that_does_not_end_is_killed(process_kind, make_pool, how):
+    """Its worker is gone, and another has its slot."""
+    pool = make_pool(process_kind, 1)
+    error = stopped(pool.apply_async(STUCK[how], timeout=LIMIT))
+    assert wait_gone([error.pid]) == []
+    assert pool.apply(work.pid) != error.pid and pool.apply(work.who)[0] == error.worker
+
+
+def test_a_stopped_process(process_kind, make_pool, mailbox):
+    """A worker that SIGSTOP holds cannot say where it is; it is killed all the same."""
+    pool = make_pool(process_kind, 1)
+    error = stopped(pool.apply_async(work.stop_self, (mailbox.path,), timeout=LIMIT))
+    assert error.pid == int(mailbox.line()) and wait_gone([error.pid]) == []
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate):
+    """The clock starts when a worker begins the task."""
+    pool = make_pool(process_kind, 2)
+    held = [pool.apply_async(work.post_and_gate, (mailbox.path, gate.path)) for _ in range(2)]
+    mailbox.lines(2)
+    waiting = pool.apply_async(work.square, (3,), timeout=LIMIT)
+    gate.open(1)
+    stopped(pool.apply_async(work.count_up, timeout=LIMIT))  # so the limit is over
+    gate.open(1)
+    assert waiting.get(30) == 9 and [r.get(30) for r in held] == [None, None]
+
+
+def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
+    """A chunk takes longer than the limit, each of its items does not: all is well."""
+    pool = make_pool(process_kind, 1)
+    slow = functools.partial(work.slow_square, 0.1)
+    assert pool.map(slow, range(12), 12, timeout=1) == [i * i for i in range(12)]
+    assert list(pool.imap(slow, range(12), 12, timeout=1)) == [i * i for i in range(12)]
+
+
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_one_bad_item_of_a_map(process_kind, make_pool, chunksize, log):
+    """A map with an item that is stuck fails with TaskTimeout when all others are done."""
+    pool = make_pool(process_kind, 2)
+    error = stopped(pool.map_async(work.spin_on_three, range(40), chunksize, timeout=LIMIT))
+    assert "spin_on" in error.stack and ("chunk 0" if chunksize == 4 else "item 3") in error.task
+    assert pool.map(work.square, range(10), timeout=LIMIT) == [i * i for i in range(10)]
+
+
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_one_bad_item_of_a_lazy_map(process_kind, make_pool, verb):
+    """A lazy map raises TaskTimeout for the item, and yields all others."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(process_kind, 2)
+    results = getattr(pool, verb)(work.spin_on_three, range(200), timeout=LIMIT)
+    good, bad = [], 0
+    while True:
+        try:
+            good.append(next(results))
+        except TaskTimeout:
+            bad += 1
+        except StopIteration:
+            break
+    assert sorted(good) == [i for i in range(200) if i != 3] and bad == 1
+    assert verb == "imap_unordered" or good == sorted(good)
+
+
+def test_many_stuck_tasks(process_kind, make_pool, log):
+    """Stuck tasks among others, in one stream: each ends once, as it must."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(process_kind, 2)
+    results = [
+        pool.apply_async(
+            work.spin_in_c if i % 8 == 0 else work.logged, (str(log), i), timeout=LIMIT
+        )
+        for i in range(32)
+    ]
+    for i, result in enumerate(results):
+        if i % 8 == 0:
+            with pytest.raises(TaskTimeout):
+                result.get(30)
+        else:
+            assert result.get(30) == i
+    assert sorted(map(int, log.read_text().split())) == [i for i in range(32) if i % 8]
+
+
+def test_at_the_limit(process_kind, make_pool):
+    """Tasks that take just about as long as they may end once each: in time, or stopped."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(process_kind, 2)
+    answers: collections.Counter[int] = collections.Counter()
+    results = [
+        pool.apply_async(
+            work.slow_square,
+            (0.02 + 0.0002 * (i % 10 - 5), i),
+            callback=lambda _, i=i: answers.update([i]),
+            error_callback=lambda _, i=i: answers.update([i]),
+            timeout=0.02,
+        )
+        for i in range(200)
+    ]
+    late = 0
+    for i, result in enumerate(results):
+        try:
+            assert result.get(30) == i * i
+        except TaskTimeout as error:
+            late += 1
+            assert error.seconds == 0.02
+    assert late > 0
+    assert answers == dict.fromkeys(range(200), 1)
+    assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
+
+
+def test_the_default_of_the_pool(process_kind, make_pool):
+    """`task_timeout=` holds for all verbs, unless they say otherwise."""
+    pool = make_pool(process_kind, 1, task_timeout=LIMIT)
+    stopped(pool.apply_async(work.count_up))
+    stopped(pool.map_async(work.spin_on_three, range(5), 1))
+    stopped(pool.apply_async(work.count_up, timeout=0.1), 0.1)
+    assert pool.apply(work.slow_square, (2 * LIMIT, 3), timeout=math.inf) == 9
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def test_a_limit_after_close(process_kind, make_pool):
+    """`close` and `join` end although a task is stuck: it has a limit."""
+    pool = make_pool(process_kind, 2)
+    results = [pool.apply_async(f, timeout=LIMIT) for f in STUCK.values()]
+    pool.close()
+    pool.join()
+    for result in results:
+        stopped(result)
+
+
+@pytest.mark.parametrize("how", STUCK)
+def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbox, how):
+    """`terminate` does not wait for the grace, and everything is answered."""
+    from xpool import XPoolError
+
+    pool = make_pool(process_kind, 2)
+    results = [pool.apply_async(STUCK[how], timeout=0.05) for _ in range(4)]
+    results[0].wait(0.1)
+    pool.terminate()
+    pool.join()
+    for result in results:
+        with pytest.raises(XPoolError):
+            result.get(0)
+
+
+def test_killed_while_it_is_asked(process_kind, make_pool):
+    """A worker that somebody kills in its grace: the task has its TaskTimeout, once."""
+    pool = make_pool(process_kind, 1)
+    for _ in range(5):
+        pid = pool.apply(work.pid)
+        result = pool.apply_async(work.count_up_stubbornly, timeout=0.1)
+        result.wait(0.12)
+        if not result.ready():
+            os.kill(pid, signal.SIGKILL)
+        error = stopped(result, 0.1)
+        assert error.pid == pid
+        assert pool.apply(work.square, (3,)) == 9
+
+
+def test_results_larger_than_a_pipe_are_not_too_late(process_kind, make_pool):
+    """Sending the answer does not count: the task has ended."""
+    pool = make_pool(process_kind, 2)
+    assert [len(x) for x in pool.map(work.large, [20_000_000] * 4, 1, timeout=5)] == [
+        20_000_000
+    ] * 4
+
+
+def test_tasks_behind_a_stuck_one_bound_to_a_worker(make_pool, log):
+    """What is bound to the worker of a stuck task is done there, by its successor."""
+    from xpool import P2PPool
+
+    pool = make_pool(P2PPool, 2)
+    victim = pool.apply_async(work.spin_in_c, worker=1, timeout=LIMIT)
+    behind = [pool.apply_async(work.who, worker=1, timeout=5) for _ in range(10)]
+    assert stopped(victim).worker == 1
+    assert {r.get(30)[0] for r in behind} == {1}
+
+
+# Threads -----------------------------------------------------------------------------------------
+
+
+def test_a_thread_is_left_to_itself(thread_kind, make_pool, mailbox, gate):
+    """Its task is answered with the stack; another thread has its place; its result is dropped."""
+    pool = make_pool(thread_kind, 1)
+    error = stopped(pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), timeout=LIMIT))
+    mailbox.line()
+    assert "pass_gate" in error.stack.split("\n")[0] and "xpool" not in error.stack
+    assert error.worker == 0 and error.pid == os.getpid()
+    assert pool.apply(work.square, (3,), timeout=30) == 9
+    old = [t for t in threading.enumerate() if t.name.endswith("-worker-0")]
+    assert len(old) == 2
+    gate.open(1)
+    eventually(lambda: sum(t.is_alive() for t in old) == 1, "the thread left alone has ended")
+    assert pool.apply(work.square, (3,)) == 9
+    assert pool.statistics()["succeeded"] == 2
+
+
+def test_an_item_of_a_map_in_threads(thread_kind, make_pool, gate):
+    """One limit for each item, and the late answer of a chunk is not counted twice."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(thread_kind, 1)
+    slow = functools.partial(work.slow_square, 0.1)
+    assert pool.map(slow, range(12), 12, timeout=1) == [i * i for i in range(12)]
+    with pytest.raises(TaskTimeout, match="chunk 1"):
+        pool.map(functools.partial(pass_gate_at, gate.path, 3), range(6), 2, timeout=LIMIT)
+    results = pool.imap(functools.partial(pass_gate_at, gate.path, 3), range(6), timeout=LIMIT)
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(TaskTimeout):
+        next(results)
+    assert list(results) == [4, 5]
+
+
+def pass_gate_at(gate, bad, x):
+    if x == bad:
+        work.pass_gate(gate)
+    return x
+
+
+# Initializers and join ---------------------------------------------------------------------------
+
+
+def test_an_initializer_that_does_not_end(process_kind, make_pool, log):
+    """It is killed and tried again, then the pool stops and says where it was."""
+    from xpool import TaskTimeout, WorkerStartFailed
+
+    pool = make_pool(process_kind, 1, work.count_up, (str(log),), initializer_timeout=LIMIT)
+    with pytest.raises(WorkerStartFailed) as caught:
+        pool.apply_async(work.square, (3,)).get(40)
+    error = caught.value
+    assert "count_up" in story(error) and error.attempts >= 2
+    assert isinstance(error.__cause__, TaskTimeout) and error.__cause__.seconds == LIMIT
+
+
+def test_an_initializer_that_does_not_end_at_first(process_kind, make_pool, tmp_path):
+    """A start that hangs once is tried again, and the pool works."""
+    pool = make_pool(
+        process_kind, 1, work.spin_once, (str(tmp_path / "flag"),), initializer_timeout=LIMIT
+    )
+    assert pool.apply_async(work.square, (3,)).get(30) == 9
+
+
+def test_an_initializer_that_is_quick_enough(process_kind, make_pool):
+    """The limit is for the start alone: tasks may take longer."""
+    pool = make_pool(process_kind, 1, work.remember, (3,), initializer_timeout=5)
+    assert pool.apply(work.recall) == [(3,)]
+
+
+def test_an_initializer_that_does_not_end_in_threads(thread_kind, make_pool, gate):
+    """The same in threads, which are left to themselves."""
+    from xpool import TaskTimeout, WorkerStartFailed
+
+    pool = make_pool(thread_kind, 1, work.pass_gate, (gate.path,), initializer_timeout=LIMIT)
+    with pytest.raises(WorkerStartFailed, match="pass_gate") as caught:
+        pool.apply_async(work.square, (3,)).get(40)
+    assert isinstance(caught.value.__cause__, TaskTimeout)
+
+
+def test_join_with_a_limit(pool_of_its_own, mailbox, gate):
+    """`join(timeout)` raises TimeoutError while workers work; the next `join` may succeed."""
+    from xpool import TimeoutError
+
+    pool = pool_of_its_own
+    held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 3))
+    mailbox.line()
+    pool.close()
+    with pytest.raises(TimeoutError, match="terminate"):
+        pool.join(0.05)
+    with pytest.raises(TimeoutError):
+        pool.join(timeout=0)
+    gate.open(1)
+    pool.join(30)
+    assert held.get(0) == 3
+
+
+@pytest.fixture
+def pool_of_its_own(kind, make_pool):
+    return make_pool(kind, 2)

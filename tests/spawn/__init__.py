@@ -1,0 +1,1 @@
+"""`xpool.spawn` and what start-up is shared with."""

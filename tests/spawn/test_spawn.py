@@ -1,0 +1,237 @@
+"""`spawn` and `start_processes`: torch.multiprocessing's meaning, with results."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from typing import Any
+
+import pytest
+from support import work
+from support.waiting import Gate, Mailbox, wait_gone
+
+import xpool
+from xpool import OptionError, Pool, WorkerDied, WorkerStartFailed, XPoolError
+
+METHODS = [None, "forkserver", "spawn", "fork"]
+
+
+def tell(index: int, *args: Any) -> tuple[Any, ...]:
+    return index, args, os.getpid()
+
+
+def put(index: int, queue: Any) -> None:
+    queue.put(index)
+
+
+def turn(index: int, box: str, gates: list[str]) -> int:
+    """Post, and return when the gate of this index is open."""
+    work.post(box, f"{index} {os.getpid()}")
+    work.pass_gate(gates[index])
+    return 10 * index
+
+
+def end(index: int, box: str, gates: list[str], bad: int, how: str) -> int:
+    value = turn(index, box, gates)
+    if index == bad:
+        work.end(how)
+    return value
+
+
+def square_all(index: int) -> list[int]:
+    with Pool(2) as pool:
+        return pool.map(work.square, range(3))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_results_by_index(warm: None, method: str | None):
+    """Each process gets its index and the arguments, and its result has its index's place."""
+    results = xpool.start_processes(tell, ("a", 2), nprocs=3, start_method=method)
+    assert [r[:2] for r in results] == [(i, ("a", 2)) for i in range(3)]
+    assert len({r[2] for r in results} | {os.getpid()}) == 4
+
+
+def test_closures():
+    """What a pool's task may be, `fn` may be."""
+    offset = 5
+    assert xpool.spawn(lambda i: i + offset, nprocs=2) == [5, 6]
+
+
+def test_one_process_by_default():
+    """As in torch, ``nprocs`` is 1 when left out; the function runs elsewhere all the same."""
+    [(index, args, pid)] = xpool.spawn(tell)
+    assert (index, args) == (0, ())
+    assert pid != os.getpid()
+
+
+@pytest.mark.parametrize("method", [None, "spawn"])
+def test_queues_in_the_arguments(warm: None, method: str | None):
+    """Locks and queues of multiprocessing can be arguments, as with torch's spawn."""
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    try:
+        assert xpool.spawn(put, (queue,), nprocs=2, start_method=method) == [None, None]
+        assert sorted([queue.get(), queue.get()]) == [0, 1]
+    finally:
+        queue.close()
+
+
+@pytest.fixture
+def gates(tmp_path: Any, nothing_leaks: None) -> Any:
+    made = [Gate(tmp_path / f"gate{i}") for i in range(3)]
+    yield made
+    for gate in made:
+        gate.close()
+
+
+def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
+    """Processes may end in any order; `join` tells when all have, and results are by index."""
+    args = (mailbox.path, [gate.path for gate in gates])
+    context = xpool.spawn(turn, args, nprocs=3, join=False)
+    told = dict(line.split() for line in mailbox.lines(3))
+    assert context.pids() == [int(told[str(i)]) for i in range(3)]
+    assert context.join(timeout=0) is False
+    with pytest.raises(XPoolError, match="3 of 3 have not ended"):
+        context.results()
+    for i in (2, 0, 1):
+        assert context.join(timeout=0.01) is False
+        gates[i].open()
+    while not context.join(timeout=20):
+        pass
+    assert context.results() == [0, 10, 20]
+    assert context.join() is True
+    assert wait_gone(context.pids()) == []
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("bad", [0, 2])
+def test_the_first_failure_stops_the_others(mailbox: Mailbox, gates: list[Gate], bad: int):
+    """One raises while the others wait for ever: they are stopped, and its error comes out."""
+    from torch.multiprocessing import ProcessRaisedException
+
+    args = (mailbox.path, [gate.path for gate in gates], bad, "raise")
+    context = xpool.spawn(end, args, nprocs=3, join=False)
+    pids = {int(line.split()[1]) for line in mailbox.lines(3)}
+    gates[bad].open()
+    with pytest.raises(ProcessRaisedException) as caught:
+        context.join()
+    error = caught.value
+    assert error.error_index == bad
+    assert error.error_pid in pids
+    assert f"-- Process {bad} terminated with the following error:\nTraceback" in error.msg
+    assert isinstance(error.__cause__, RuntimeError)
+    assert wait_gone(pids) == []
+    with pytest.raises(ProcessRaisedException) as again:
+        context.join()
+    assert again.value is error
+    with pytest.raises(ProcessRaisedException):
+        context.results()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("how", "code", "name"), [("sys.exit", 7, None), ("kill", -signal.SIGKILL, "SIGKILL")]
+)
+def test_a_process_that_ends(
+    mailbox: Mailbox, gates: list[Gate], how: str, code: int, name: str | None
+):
+    """A process that leaves by `sys.exit` or a signal: its index, pid, code and signal's name."""
+    from torch.multiprocessing import ProcessExitedException
+
+    def leave(index: int, box: str, gates: list[str]) -> None:
+        turn(index, box, gates)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(7)
+
+    args = (mailbox.path, [gate.path for gate in gates])
+    context = xpool.spawn(leave, args, nprocs=2, join=False)
+    told = dict(line.split() for line in mailbox.lines(2))
+    gates[1].open()
+    with pytest.raises(ProcessExitedException) as caught:
+        context.join()
+    error = caught.value
+    assert (error.error_index, error.error_pid) == (1, int(told["1"]))
+    assert (error.exit_code, error.signal_name) == (code, name)
+    assert isinstance(error.__cause__, WorkerDied)
+
+
+@pytest.mark.parametrize("leave", [lambda i: sys.exit(0), lambda i: sys.exit()])
+def test_a_clean_exit_is_a_good_end(leave: Any):
+    """`sys.exit` without an error is no failure; there is no result then."""
+    assert xpool.spawn(leave, nprocs=2) == [None, None]
+
+
+def test_an_interrupt_in_a_process_is_a_good_end():
+    """As in torch, a process that ends by KeyboardInterrupt is not reported."""
+
+    def interrupted(index: int) -> None:
+        raise KeyboardInterrupt
+
+    assert xpool.spawn(interrupted, nprocs=2) == [None, None]
+
+
+@pytest.mark.torch
+def test_others_may_end_in_the_grace_period(mailbox: Mailbox, gates: list[Gate]):
+    """With a grace period, those that end by themselves after a failure are not stopped."""
+    from torch.multiprocessing import ProcessRaisedException
+
+    def last_words(index: int, box: str, gates: list[str]) -> None:
+        work.post(box, "here")
+        work.pass_gate(gates[index])
+        if index == 0:
+            raise ValueError
+        work.post(box, "last words")
+
+    args = (mailbox.path, [gate.path for gate in gates])
+    context = xpool.spawn(last_words, args, nprocs=2, join=False)
+    mailbox.lines(2)
+    gates[0].open()
+    gates[1].open()
+    with pytest.raises(ProcessRaisedException):
+        context.join(grace_period=20)
+    assert mailbox.line() == "last words"
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_daemons_have_no_children(daemon: bool):
+    """Processes may have pools of their own, unless they are daemons."""
+    if not daemon:
+        assert xpool.spawn(square_all, nprocs=2) == [[0, 1, 4]] * 2
+        return
+    pytest.importorskip("torch")
+    with pytest.raises(Exception, match="daemonic processes are not allowed to have children"):
+        xpool.spawn(square_all, daemon=True)
+
+
+def test_a_process_that_cannot_start():
+    """Arguments that cannot be unpickled there: the reason, after a bounded number of tries."""
+    with pytest.raises(WorkerStartFailed, match="RuntimeError: sabotage"):
+        xpool.spawn(tell, (work.make_ends_when_unpickled("raise"),), nprocs=2)
+
+
+def test_a_dropped_context(mailbox: Mailbox, gates: list[Gate]):
+    """As in torch, processes whose context nobody holds run to their end; then nothing is left."""
+    args = (mailbox.path, [gate.path for gate in gates])
+    context = xpool.spawn(turn, args, nprocs=2, join=False)
+    pids = [int(line.split()[1]) for line in mailbox.lines(2)]
+    del context
+    gc.collect()
+    for gate in gates:
+        gate.open()
+    assert wait_gone(pids) == []
+
+
+@pytest.mark.parametrize("nprocs", [0, -1])
+def test_senseless_numbers(nprocs: int):
+    """A number of processes below 1 is refused."""
+    with pytest.raises(OptionError, match="nprocs must be at least 1"):
+        xpool.spawn(tell, nprocs=nprocs)
+
+
+def test_senseless_function():
+    """What cannot be called is refused here, not in the processes."""
+    with pytest.raises(TypeError, match="fn must be a callable"):
+        xpool.spawn("tell")  # type: ignore[arg-type]

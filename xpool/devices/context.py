@@ -1,0 +1,156 @@
+"""`DeviceContext`: one worker's device, and how the worker opens it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from xpool.errors import DeviceError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceContext"]
+
+_opened = False
+"""Whether a context has been entered in this process."""
+
+
+@dataclass(frozen=True, repr=False)
+class DeviceContext:
+    """One worker's device: which it is, and what to set so that the worker owns it.
+
+    Picklable, and equal to its copies.  A replacement worker gets its predecessor's.
+    """
+
+    kind: str
+    """``"cpu"``, ``"cuda"``, ``"tpu"`` or ``"xla"`` (torch_xla on another client than TPU)."""
+
+    ordinal: int
+    """Position among the contexts made together, from 0."""
+
+    threads: int
+    """Threads that one operation may use inside this worker."""
+
+    env: Mapping[str, str | None] = field(default_factory=dict, hash=False)
+    """Variables that the worker sets before it imports anything else.  Those with None are deleted
+    first; a name that ends in ``*`` stands for all that begin so."""
+
+    name: str = ""
+    """What the device is called on this machine: ``"2"``, ``"0,1"``, ``"GPU-..."``; or empty."""
+
+    framework: str = "torch"
+    """What opens it: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
+
+    count: int = 1
+    """Devices that the worker has: more with ``per_worker=``, and two for each chip of TPU v2, v3
+    and 7x."""
+
+    cpus: tuple[int, ...] = ()
+    """Cores that the worker is bound to, those near its device; empty: the parent's."""
+
+    node: int | None = None
+    """The device's NUMA node, where known."""
+
+    group: int = 0
+    """Workers in its replica group, on all hosts; 0: it is independent."""
+
+    @property
+    def device(self) -> torch.device:
+        """The `torch.device` to put tensors on.  Imports torch, if nothing else has."""
+        import torch
+
+        if self.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("xla" if self.framework == "torch_xla" else self.kind, 0)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """All `count` devices of this worker.
+
+        Raises:
+            RuntimeError: called outside the worker, where asking would start a runtime.
+        """
+        if not _opened:
+            raise RuntimeError("DeviceContext.devices is known in the worker only; use .device")
+        import torch
+
+        if self.framework == "torch_xla":
+            xm = import_module("torch_xla.core.xla_model")
+            return [torch.device(name) for name in xm.get_xla_supported_devices()]
+        if self.count == 1:
+            return [self.device]
+        return [torch.device(self.kind, i) for i in range(self.count)]
+
+    def enter(self) -> None:
+        """Bind the calling worker: called once in it, before the pool's initializer.
+
+        Opens the device's runtime.  A worker that starts from a preloaded server has torch imported
+        already, too early for ``OMP_NUM_THREADS``; so the number is set there by hand.  A CPU
+        worker that has not imported torch is not made to: it will find the variable when it does.
+
+        Raises:
+            DeviceError: the device cannot be opened; the message says what to look at.
+        """
+        global _opened
+        if self.kind != "cpu":
+            try:
+                _OPENERS[self.framework](self)
+            except Exception as exc:
+                raise DeviceError(
+                    f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
+                    f"{exc}. {_REMEDY[self.kind]}"
+                ) from exc
+        _opened = True
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(self.threads)
+
+    def _title(self) -> str:
+        return f"{self.kind} device {self.name or self.ordinal} with {self.framework}"
+
+    def __repr__(self) -> str:
+        facts = [f"{self.kind}:{self.ordinal}"]
+        if self.name and self.name != str(self.ordinal):
+            facts.append(f"device {self.name}")
+        if self.framework != "torch":
+            facts.append(self.framework)
+        facts.append(f"threads={self.threads}")
+        if self.node is not None:
+            facts.append(f"node={self.node}")
+        if self.group:
+            facts.append(f"group of {self.group}")
+        return f"DeviceContext({', '.join(facts)})"
+
+
+_REMEDY = {
+    "cuda": "nvidia-smi shows which processes use it; torch must be a CUDA build (torch.version).",
+    "tpu": "A chip takes one process at a time: end the other one, this program's parent included "
+    "if it has touched the device; `fuser /dev/vfio/* /dev/accel*` shows it.",
+    "xla": "PJRT_DEVICE and <CLIENT>_NUM_DEVICES say which client torch_xla takes.",
+}
+
+
+def _open_cuda(context: DeviceContext) -> None:
+    import torch
+
+    torch.cuda.set_device(0)
+
+
+def _open_torch_xla(context: DeviceContext) -> None:
+    torch_xla = import_module("torch_xla")
+    xm = import_module("torch_xla.core.xla_model")
+    # An independent worker replicates nothing; without this its optimizer would wait for others.
+    every: list[Any] = xm.get_xla_supported_devices() if context.group else []
+    xm.set_replication(torch_xla.device(), every)
+
+
+def _open_torch_tpu(context: DeviceContext) -> None:
+    import_module("torch_tpu")  # registers the device with torch
+    import_module("torch").empty(1, device=context.device)
+
+
+_OPENERS = {"torch": _open_cuda, "torch_xla": _open_torch_xla, "torch_tpu": _open_torch_tpu}

@@ -1,0 +1,143 @@
+"""Which GPU a worker gets, and what masks the others: pure functions.
+
+What `CUDA_VISIBLE_DEVICES` means is in NVIDIA's CUDA C++ Programming Guide, "CUDA Environment
+Variables", and for MIG in the MIG User Guide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xpool.devices.host import Host
+from xpool.devices.nvml import Gpu
+from xpool.errors import DeviceError, OptionError
+
+__all__ = ["Seen", "cuda_env", "see"]
+
+MASK = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A device that the parent may see."""
+
+    name: str
+    """What names it in `CUDA_VISIBLE_DEVICES`: a number, ``GPU-...`` or ``MIG-...``."""
+
+    gpu: Gpu | None = None
+    """The GPU that it is or is part of, where that is known for certain."""
+
+
+def see(host: Host) -> list[Seen]:
+    """Return the devices that the parent may see, in the order in which it would count them.
+
+    Raises:
+        DeviceError: there are none, the mask names one that does not exist, or one cannot be used.
+    """
+    mask = host.environ.get(MASK)
+    if mask is None:
+        seen = _all(host)
+    else:
+        seen = [_named(name, host, mask) for name in _entries(mask)]
+        if not seen:
+            raise DeviceError(
+                f"{MASK}={mask!r} hides every GPU; unset it, or name the devices to use"
+            )
+        if len({one.name for one in seen}) < len(seen):
+            raise DeviceError(f"{MASK}={mask!r} names a device twice; name each once")
+    for one in seen:
+        _check_usable(one)
+    return seen
+
+
+def cuda_env(devices: Sequence[Seen], environ: dict[str, str]) -> dict[str, str | None]:
+    """Return what a worker needs that owns these devices.
+
+    A number in the parent's mask counts in the parent's order, which is therefore kept; where we
+    counted ourselves, the order is that of the PCI bus, as nvidia-smi shows it.
+    """
+    if len(devices) > 1 and any(d.name.startswith("MIG-") for d in devices):
+        raise OptionError(
+            f"per_worker={len(devices)}: CUDA lets a process use one MIG instance; "
+            "leave per_worker out"
+        )
+    env: dict[str, str | None] = {MASK: ",".join(d.name for d in devices)}
+    if MASK not in environ or not any(d.name.isdigit() for d in devices):
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    return env
+
+
+def _all(host: Host) -> list[Seen]:
+    if host.gpus is None:
+        raise DeviceError(
+            "devices('cuda'): no NVIDIA driver answers here (libnvidia-ml.so.1). Install the "
+            f"driver, start the container with its GPUs, or name the devices in {MASK}"
+        )
+    seen = []
+    any_mig = any(gpu.mig is not None for gpu in host.gpus)
+    for i, gpu in enumerate(host.gpus):
+        if gpu.mig is not None:
+            seen += [Seen(uuid, gpu) for uuid in gpu.mig]
+        elif gpu.uuid:
+            # Numbers of GPUs shift when others are in MIG mode; identities do not.
+            seen.append(Seen(gpu.uuid if any_mig else str(i), gpu))
+    if not seen:
+        raise DeviceError(
+            "devices('cuda'): this machine has no GPU that can be used (nvidia-smi -L lists them; "
+            "a GPU in MIG mode needs instances: nvidia-smi mig -cgi)"
+        )
+    return seen
+
+
+def _entries(mask: str) -> list[str]:
+    """Return the names in a mask; as CUDA reads it, a -1 or an empty one ends the list."""
+    names = []
+    for part in mask.split(","):
+        name = part.strip()
+        if not name or name.startswith("-"):
+            break
+        names.append(name)
+    return names
+
+
+def _named(name: str, host: Host, mask: str) -> Seen:
+    gpus = host.gpus
+    if gpus is None:
+        return Seen(name)  # nobody to ask: the worker will find out
+    if name.isdigit():
+        if int(name) < len(gpus):
+            by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+            return Seen(name, gpus[int(name)] if by_bus else None)
+    elif name.startswith("MIG-"):
+        for gpu in gpus:
+            for uuid in gpu.mig or ():
+                if uuid.startswith(name):
+                    return Seen(uuid, gpu)
+        if name.startswith("MIG-GPU-"):
+            return Seen(name)  # the form of drivers before 470, which NVML does not give
+    else:
+        for gpu in gpus:
+            if gpu.uuid and gpu.uuid.startswith(name):
+                return Seen(gpu.uuid, gpu)
+    have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
+    raise DeviceError(
+        f"{MASK}={mask!r} names {name!r}, which this machine does not have; it has {have}"
+    )
+
+
+def _check_usable(one: Seen) -> None:
+    gpu = one.gpu
+    if gpu is None:
+        return
+    if gpu.mode == "prohibited":
+        raise DeviceError(
+            f"GPU {one.name} takes no compute work (compute mode: prohibited); "
+            "as root: nvidia-smi -c DEFAULT, or leave it out of " + MASK
+        )
+    if gpu.mode == "exclusive" and gpu.users:
+        pids = ", ".join(str(pid) for pid in gpu.users)
+        raise DeviceError(
+            f"GPU {one.name} is in use by pid {pids}, and takes one process at a time (compute "
+            f"mode: exclusive); end that, leave the GPU out of {MASK}, or: nvidia-smi -c DEFAULT"
+        )

@@ -1,0 +1,263 @@
+"""The kinds of device: which ones a machine gives its workers, and what each worker is to set."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+from xpool.devices import cuda, tpu
+from xpool.devices.context import DeviceContext
+from xpool.devices.frameworks import check_torch_xla, pick_tpu_framework, refuse_xrt
+from xpool.devices.host import Host
+from xpool.errors import DeviceError, OptionError
+
+__all__ = ["KINDS", "best"]
+
+TPU_PORT = 8476
+"""First port of a replica group that spans hosts, which must agree on it: torch_xla's."""
+
+
+def best(host: Host) -> str:
+    """Return the kind that ``"auto"`` means on this machine."""
+    if host.chips and {"torch_xla", "torch_tpu"} & set(host.packages):
+        return "tpu"
+    if host.gpus and host.cuda_build and host.environ.get(cuda.MASK, "0").strip() not in ("", "-1"):
+        return "cuda"
+    return "cpu"
+
+
+def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[range]:
+    """Return which devices each worker gets, by position."""
+    most = total // per_worker
+    if n is None:
+        n = most
+    if n > most or n == 0:
+        each = f" of {per_worker} each" if per_worker > 1 else ""
+        raise OptionError(f"{max(n, 1)} workers{each} are too many: there are {total} {what}")
+    return [range(i * per_worker, (i + 1) * per_worker) for i in range(n)]
+
+
+def _contexts(
+    host: Host, kind: str, framework: str, parts: Sequence[_Part], group: int = 0
+) -> list[DeviceContext]:
+    """Add to each worker's part its cores and threads."""
+    chosen = _users_threads(host)
+    near = [host.near(part.node) for part in parts]
+    made = []
+    for i, part in enumerate(parts):
+        sharing = near.count(near[i]) if near[i] else len(parts)
+        threads = chosen or max(1, len(near[i] or host.cpus) // sharing)
+        env = dict(part.env)
+        if chosen is None:
+            env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        made.append(
+            DeviceContext(
+                kind,
+                i,
+                threads,
+                env,
+                name=part.name,
+                framework=framework,
+                count=part.count,
+                cpus=near[i],
+                node=part.node,
+                group=group,
+            )
+        )
+    return made
+
+
+class _Part:
+    """What one worker gets, before the cores are shared out."""
+
+    def __init__(
+        self,
+        name: str,
+        env: dict[str, str | None] | None = None,
+        count: int = 1,
+        nodes: Sequence[int | None] = (),
+    ) -> None:
+        self.name = name
+        self.count = count
+        self.env = env or {}
+        self.node = nodes[0] if nodes and len(set(nodes)) == 1 else None
+
+
+def _users_threads(host: Host) -> int | None:
+    """The number in ``OMP_NUM_THREADS`` (its first, when nested levels are given), or None."""
+    match = re.match(r"\s*([1-9][0-9]*)", host.environ.get("OMP_NUM_THREADS", ""))
+    return int(match.group(1)) if match else None
+
+
+def _cpu(
+    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+) -> list[DeviceContext]:
+    if per_worker != 1 or not independent or framework:
+        raise OptionError("devices('cpu') takes no per_worker=, independent= or framework=")
+    return _contexts(host, "cpu", "torch", [_Part("")] * (n or len(host.cpus)))
+
+
+def _cuda(
+    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+) -> list[DeviceContext]:
+    if not independent or framework:
+        raise OptionError(
+            "devices('cuda') takes no independent= or framework=: torch.distributed makes a group "
+            "of workers in the initializer"
+        )
+    if "torch" not in host.packages:
+        raise DeviceError("devices('cuda'): torch is not installed here: pip install torch")
+    seen = cuda.see(host)
+    if not host.cuda_build:
+        raise DeviceError(
+            f"devices('cuda'): torch {host.packages['torch']} is built without CUDA; install a "
+            "build with it (https://pytorch.org/get-started), or use devices('cpu')"
+        )
+    parts = []
+    for which in _share_out(len(seen), n, per_worker, "GPUs that this process may see"):
+        own = [seen[i] for i in which]
+        env = cuda.cuda_env(own, dict(host.environ))
+        nodes = [one.gpu.node if one.gpu else None for one in own]
+        parts.append(_Part(env[cuda.MASK] or "", env, per_worker, nodes))
+    return _contexts(host, "cuda", "torch", parts)
+
+
+def _xla(
+    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+) -> list[DeviceContext]:
+    refuse_xrt(host.environ)
+    if framework == "torch_tpu":
+        raise OptionError("devices('xla') is torch_xla's; for torch_tpu say devices('tpu')")
+    client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
+    if client == "TPU":
+        return _tpu(host, n, per_worker, independent, "torch_xla")
+    check_torch_xla(host.packages)
+    if client != "CPU":
+        raise DeviceError(
+            f"PJRT_DEVICE={client}: how many devices that client has is not known before it runs. "
+            "Set PJRT_DEVICE to TPU or CPU, or give CtxPool contexts of your own"
+        )
+    if not independent:
+        raise OptionError(
+            "independent=False: torch_xla's CPU client makes no group across processes; "
+            "xpool.xla.spawn runs one of threads, CPU_NUM_DEVICES of them, in one process"
+        )
+    if n is None:
+        set_number = host.environ.get("CPU_NUM_DEVICES", "")
+        n = int(set_number) // per_worker if set_number.isdigit() else len(host.cpus)
+        n = max(1, n)
+    env = dict.fromkeys(tpu.SCRUB) | {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(per_worker),
+        "PJRT_LOCAL_PROCESS_COUNT": "1",
+    }
+    return _contexts(host, "xla", "torch_xla", [_Part("", env, per_worker) for _ in range(n)])
+
+
+def _tpu(
+    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+) -> list[DeviceContext]:
+    refuse_xrt(host.environ)
+    if not host.chips:
+        raise DeviceError(
+            "devices('tpu'): no TPU chip is to be seen here (PCI devices of vendor 0x1ae0, and in "
+            "a container their groups under /dev/vfio). Start the container with its TPU devices, "
+            "or use devices('xla') for torch_xla's CPU client"
+        )
+    framework = pick_tpu_framework(host.packages, framework)
+    usable = _masked_chips(host)
+    shares = _share_out(len(usable), n, per_worker, "TPU chips that this process may use")
+    own = [[usable[i] for i in which] for which in shares]
+    for c in sorted({c for chips in own for c in chips}):
+        chip = host.chips[c]
+        if chip.user:
+            raise DeviceError(
+                f"TPU chip {c} (/{chip.file}) is in use by {chip.user}, and takes one process at "
+                "a time; end that, or leave the chip out of TPU_VISIBLE_CHIPS"
+            )
+    at = _slice(host)
+    if independent:
+        envs = [tpu.independent_env(at, chips, framework) for chips in own]
+        group = 0
+    else:
+        if per_worker != 1:
+            raise OptionError("independent=False: a replica group has one worker for each chip")
+        group = len(own) * len(at.hosts)
+        chips = [c for part in own for c in part]
+        ports = _ports(len(own) + 1, at)
+        envs = [
+            tpu.group_env(at, rank, chips, ports[1:], framework, ports[0])
+            for rank in range(len(own))
+        ]
+    if framework == "torch_tpu" and "torch" not in sys.modules:
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    parts = [
+        _Part(
+            ",".join(map(str, chips)),
+            env,
+            len(chips) * tpu.DEVICES.get(at.generation, 1),
+            [host.chips[c].node for c in chips],
+        )
+        for chips, env in zip(own, envs)
+    ]
+    return _contexts(host, "tpu", framework, parts, group)
+
+
+def _masked_chips(host: Host) -> list[int]:
+    """Return the indices of the chips that the parent's mask leaves."""
+    for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
+        mask = host.environ.get(name, "").strip()
+        if not mask:
+            continue
+        chips = [int(part) if part.strip().isdigit() else -1 for part in mask.split(",")]
+        if any(not 0 <= chip < len(host.chips) for chip in chips) or len({*chips}) < len(chips):
+            raise DeviceError(
+                f"{name}={mask!r} does not name chips of this host, each once; they are 0 to "
+                f"{len(host.chips) - 1}: unset it to use all"
+            )
+        return chips
+    return list(range(len(host.chips)))
+
+
+def _slice(host: Host) -> tpu.Slice:
+    """Return the slice that the variables of a GKE pod or of a launcher describe, if they do."""
+    names = tuple(h for h in host.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if h)
+    generation = host.chips[0].generation
+    accelerator = host.environ.get("TPU_ACCELERATOR_TYPE", "")
+    if len(names) < 2:
+        return tpu.Slice(generation, len(host.chips), accelerator=accelerator)
+    index = host.environ.get("TPU_WORKER_ID", "")
+    bounds = host.environ.get("TPU_HOST_BOUNDS", "")
+    if not (index.isdigit() and int(index) < len(names) and re.fullmatch(r"\d+,\d+,\d+", bounds)):
+        raise DeviceError(
+            f"TPU_WORKER_HOSTNAMES names {len(names)} hosts; TPU_WORKER_ID must then be 0 to "
+            f"{len(names) - 1}, not {index!r}, and TPU_HOST_BOUNDS x,y,z, not {bounds!r}. For this "
+            "host alone set TPU_WORKER_HOSTNAMES=localhost"
+        )
+    x, y, z = (int(d) for d in bounds.split(","))
+    return tpu.Slice(generation, len(host.chips), int(index), names, (x, y, z), accelerator)
+
+
+def _ports(count: int, at: tpu.Slice) -> list[int]:
+    """Return ports for a group: free ones, or where several hosts must agree, fixed ones."""
+    if len(at.hosts) > 1:
+        return list(range(TPU_PORT - 1, TPU_PORT - 1 + count))
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind(("localhost", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+KINDS: dict[str, Callable[..., list[DeviceContext]]] = {
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "tpu": _tpu,
+    "xla": _xla,
+}

@@ -1,0 +1,130 @@
+"""CUDA devices, asked of NVML: the driver's management library, which opens no context.
+
+Structures and constants are those of ``nvml.h`` (NVML API reference).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpool.devices.numa import numa_node
+
+__all__ = ["LIBRARY", "Gpu", "find_gpus"]
+
+LIBRARY = "libnvidia-ml.so.1"
+
+_PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3  # nvmlComputeMode_t
+_UUID_SIZE = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as NVML lists it, in PCI order."""
+
+    uuid: str
+    """``GPU-...``"""
+
+    mig: tuple[str, ...] | None = None
+    """Its MIG instances, ``MIG-...``; None: not in MIG mode."""
+
+    node: int | None = None
+    """Its NUMA node, where known."""
+
+    mode: str = ""
+    """``"prohibited"``, ``"exclusive"`` (one process at a time) or empty."""
+
+    users: tuple[int, ...] = ()
+    """Processes that compute on it."""
+
+
+class _PciInfo(ctypes.Structure):
+    _fields_ = [
+        ("busIdLegacy", ctypes.c_char * 16),
+        ("domain", ctypes.c_uint),
+        ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint),
+        ("pciDeviceId", ctypes.c_uint),
+        ("pciSubSystemId", ctypes.c_uint),
+        ("busId", ctypes.c_char * 32),
+    ]
+
+
+class _ProcessInfo(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("usedGpuMemory", ctypes.c_ulonglong),
+        ("gpuInstanceId", ctypes.c_uint),
+        ("computeInstanceId", ctypes.c_uint),
+    ]
+
+
+def find_gpus(root: Path = Path("/"), library: str = LIBRARY) -> tuple[Gpu, ...] | None:
+    """Return the GPUs of this machine; None when there is no NVML, or no driver behind it."""
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() != 0:
+        return None
+    try:
+        count = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return None
+        return tuple(_gpu(nvml, i, root) for i in range(count.value))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: ctypes.CDLL, index: int, root: Path) -> Gpu:
+    device = ctypes.c_void_p()
+    if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
+        return Gpu("")  # not ours to use, but the numbers of the others must stay
+    mode = ctypes.c_uint()
+    nvml.nvmlDeviceGetComputeMode(device, ctypes.byref(mode))
+    names = {_PROHIBITED: "prohibited", _EXCLUSIVE_PROCESS: "exclusive"}
+    return Gpu(
+        _uuid(nvml, device),
+        _mig(nvml, device),
+        _node(nvml, device, root),
+        names.get(mode.value, ""),
+        _users(nvml, device),
+    )
+
+
+def _uuid(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(_UUID_SIZE)
+    nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_SIZE))
+    return text.value.decode()
+
+
+def _mig(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[str, ...] | None:
+    now, later = ctypes.c_uint(), ctypes.c_uint()
+    if nvml.nvmlDeviceGetMigMode(device, ctypes.byref(now), ctypes.byref(later)) or not now.value:
+        return None
+    most = ctypes.c_uint()
+    nvml.nvmlDeviceGetMaxMigDeviceCount(device, ctypes.byref(most))
+    instances = []
+    for i in range(most.value):
+        instance = ctypes.c_void_p()
+        args = device, ctypes.c_uint(i), ctypes.byref(instance)
+        if nvml.nvmlDeviceGetMigDeviceHandleByIndex(*args) == 0:
+            instances.append(_uuid(nvml, instance))
+    return tuple(instances)
+
+
+def _node(nvml: ctypes.CDLL, device: ctypes.c_void_p, root: Path) -> int | None:
+    info = _PciInfo()
+    if nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(info)) != 0:
+        return None
+    address = f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
+    return numa_node(root / "sys/bus/pci/devices" / address)
+
+
+def _users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[int, ...]:
+    count = ctypes.c_uint(64)
+    found = (_ProcessInfo * count.value)()
+    if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:
+        return ()
+    return tuple(info.pid for info in found[: count.value])

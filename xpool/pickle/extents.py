@@ -1,0 +1,193 @@
+"""Which objects of a message lie in the same memory: arithmetic on addresses, and no more.
+
+A tensor or an array is a start, and for each axis a step and a length.  Two of them *alias*
+when some byte belongs to elements of both.  Those that do, by themselves or through others,
+are sent as one `Piece`, the range that covers them, and arrive as views of one piece of
+memory; everything else is sent alone.
+
+Nothing is known of this before the whole message has been pickled.  So the first run of the
+pickler sends everything alone and notes what it met (`Seen`); if any of that aliases, the
+message is pickled once more, with the pieces known.  What was met is held until then:
+memory that was freed could come back as something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
+
+__all__ = ["Entry", "Extent", "Piece", "Seen", "alias", "extent", "of_array"]
+
+Extent = tuple[int, int, tuple[tuple[int, int], ...]]
+"""First byte, byte after the last, and, if there are gaps, the (step, length) of each axis in
+bytes, that of an element itself included; without gaps, or with no more bytes in the range
+than elements, ``()``."""
+
+Entry = tuple[int, int, tuple[tuple[int, int], ...], Any]
+"""An extent, and the object that it is of."""
+
+_WORTH_A_LOOK = 2  # a range this many times larger than what is in it wants an exact answer
+_MEMBERS = 200  # more than this are not compared with one another
+_STEPS = 2_000  # of the search, for one comparison
+
+
+def extent(
+    address: int, shape: Sequence[int], steps: Sequence[int], itemsize: int
+) -> tuple[Extent, int]:
+    """Return the extent of something not empty, and its distinct bytes (at most).
+
+    Args:
+        address: of the first element.
+        shape, steps: length and step in bytes of each axis; steps may be negative or 0.
+        itemsize: bytes of an element.
+    """
+    low = high = 0
+    own = itemsize
+    axes = []
+    for length, step in zip(shape, steps, strict=True):
+        if length > 1 and step:
+            own *= length
+            axes.append((abs(step), length))
+            if step > 0:
+                high += (length - 1) * step
+            else:
+                low += (length - 1) * step
+    high += itemsize
+    span = high - low
+    if span <= own:
+        return (address + low, address + high, ()), span
+    axes.append((1, itemsize))
+    return (address + low, address + high, tuple(axes)), own
+
+
+def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
+    """Whether some byte belongs to both; True, too, when that would take long to find out."""
+    if one[0] >= two[1] or two[0] >= one[1]:
+        return False
+    # start1 + sum(i * step) == start2 + sum(j * step), or with j counted from the far end:
+    # sum(i * step) + sum(j' * step) == rest, each factor between 0 and its axis' length - 1.
+    limits: dict[int, int] = {}
+    rest = two[1] - 1 - one[0]
+    for start, stop, axes, *_ in (one, two):
+        for step, length in axes or ((1, stop - start),):
+            limits[step] = limits.get(step, 0) + length - 1
+    terms = sorted(limits.items(), reverse=True)
+    reaches = [0]
+    for step, limit in reversed(terms):
+        reaches.append(reaches[-1] + step * limit)
+    reaches.reverse()
+    budget = _STEPS
+    todo = [(0, rest)]
+    while todo:
+        axis, rest = todo.pop()
+        if rest > reaches[axis]:
+            continue
+        if axis == len(terms):
+            return True
+        step, limit = terms[axis]
+        least = max(0, -((reaches[axis + 1] - rest) // step))
+        most = min(limit, rest // step)
+        budget -= 1 + max(0, most - least)
+        if budget < 0:
+            return True
+        todo.extend((axis + 1, rest - step * factor) for factor in range(least, most + 1))
+    return False
+
+
+class Piece:
+    """Memory that several objects of a message lie in: bytes ``start`` to ``stop``."""
+
+    __slots__ = ("owners", "start", "stop")
+
+    def __init__(self, members: list[Entry]) -> None:
+        self.start = min(one[0] for one in members)
+        self.stop = max(one[1] for one in members)
+        self.owners = [one[3] for one in members]  # they keep the memory where it is
+
+
+class Seen(list[Entry]):
+    """What one run of a pickler met; for the second run, also the pieces (``plan``)."""
+
+    plan: dict[Extent, Piece] | None = None
+    arrays: tuple[Any, ...] | list[Any] = ()  # of numpy: their addresses cost more than they do
+
+    def note_array(self, array: Any) -> None:
+        """Note an array that is not empty."""
+        if isinstance(self.arrays, tuple):
+            self.arrays = []
+        self.arrays.append(array)
+
+    @property
+    def again(self) -> bool:
+        """Whether the message has to be pickled once more."""
+        if self.plan is not None or len(self) + len(self.arrays) < 2:
+            return False
+        return bool(self._pieces())
+
+    def merged(self) -> Seen:
+        """What the second run has to know."""
+        known = Seen()
+        known.plan = self._pieces()
+        return known
+
+    def _pieces(self) -> dict[Extent, Piece]:
+        entries = list(self)
+        # Arrays that all own their memory cannot alias one another.
+        if self or any(array.base is not None for array in self.arrays):
+            entries += ((*of_array(array)[1], array) for array in self.arrays)
+        plan: dict[Extent, Piece] = {}
+        for members in _groups(entries):
+            piece = Piece(members)
+            for start, stop, axes, _ in members:
+                plan[start, stop, axes] = piece
+        return plan
+
+
+def of_array(array: Any) -> tuple[int, Extent, int]:
+    """Return the address of the first element of an array that is not empty, and its `extent`."""
+    address: int = array.__array_interface__["data"][0]
+    return (address, *extent(address, array.shape, array.strides, array.itemsize))
+
+
+def _groups(entries: list[Entry]) -> list[list[Entry]]:
+    """Those that alias one another, by themselves or through others, and no lone ones."""
+    entries.sort(key=itemgetter(0))
+    groups = []
+    at = 0
+    while at < len(entries):
+        first, stop = at, entries[at][1]
+        at += 1
+        while at < len(entries) and entries[at][0] < stop:
+            stop = max(stop, entries[at][1])
+            at += 1
+        if at - first > 1:
+            groups.extend(_split(entries[first:at], stop - entries[first][0]))
+    return groups
+
+
+def _split(members: list[Entry], span: int) -> list[list[Entry]]:
+    """Their ranges overlap; do they?  Asked only where a common range would be mostly gaps."""
+    if len(members) > _MEMBERS or span <= _WORTH_A_LOOK * sum(map(_bytes, members)):
+        return [members]
+    groups: list[list[Entry]] = []
+    for one in members:
+        joined = [one]
+        apart = []
+        for group in groups:
+            if any(alias(one, other) for other in group):
+                joined += group
+            else:
+                apart.append(group)
+        groups = [*apart, joined]
+    return [group for group in groups if len(group) > 1]
+
+
+def _bytes(entry: Entry) -> int:
+    start, stop, axes, _ = entry
+    if not axes:
+        return stop - start
+    own = 1
+    for _, length in axes:
+        own *= length
+    return own

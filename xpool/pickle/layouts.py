@@ -1,0 +1,161 @@
+"""Tensors that are made of other tensors, and tensors of subclasses.
+
+Each is sent as its parts, which are reduced like any tensor: so the parts keep their aliases.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from xpool.pickle.hooks import Context, builder
+
+__all__ = ["parts", "reduce_subclass", "reduce_typed_storage"]
+
+
+def parts(torch: Any, tensor: Any) -> Any:
+    """How to rebuild a bare tensor from other ones; None for elements in a storage."""
+    layout = tensor.layout
+    if layout is torch.strided:
+        if tensor.is_quantized:
+            return _quantized_parts(torch, tensor)
+        return _nested_parts(tensor) if tensor.is_nested else None
+    shape = tuple(tensor.shape)
+    if layout is torch.sparse_coo:
+        members = (tensor._indices(), tensor._values())
+        return _sparse, (*members, shape, tensor.is_coalesced())
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        rows, columns = tensor.crow_indices(), tensor.col_indices()
+        return _compressed, (rows, columns, tensor.values(), shape, layout)
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        columns, rows = tensor.ccol_indices(), tensor.row_indices()
+        return _compressed, (columns, rows, tensor.values(), shape, layout)
+    if tensor.is_mkldnn:
+        return _mkldnn, (tensor.to_dense(),)
+    return NotImplemented  # torch's own way, or its own words that there is none
+
+
+def _nested_parts(tensor: Any) -> Any:
+    where = (
+        tensor._nested_tensor_size(),
+        tensor._nested_tensor_strides(),
+        tensor._nested_tensor_storage_offsets(),
+    )
+    return _nested, (tensor.values(), *where)
+
+
+def _quantized_parts(torch: Any, tensor: Any) -> Any:
+    """The whole storage: four-bit elements have no byte of their own to begin at."""
+    scheme: Any = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        how: Any = (scheme, tensor.q_scale(), tensor.q_zero_point())
+    else:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        how = (scheme, scales, zeros, tensor.q_per_channel_axis())
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return _quantized, (tensor.untyped_storage(), tensor.dtype, *place, how)
+
+
+@builder
+def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
+    import torch
+
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=coalesced, check_invariants=False
+    )
+
+
+@builder
+def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) -> Any:
+    import torch
+
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=layout, check_invariants=False
+    )
+
+
+@builder
+def _mkldnn(dense: Any) -> Any:
+    return dense.to_mkldnn()
+
+
+@builder
+def _nested(values: Any, sizes: Any, strides: Any, offsets: Any) -> Any:
+    import torch
+
+    return torch._nested_view_from_buffer(values, sizes, strides, offsets)
+
+
+@builder
+def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
+    import torch
+
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return torch._utils._rebuild_qtensor(typed, offset, shape, strides, how, False, {})
+
+
+# -- subclasses -----------------------------------------------------------------------------------
+
+
+def reduce_subclass(pickler: Context, tensor: Any) -> Any:
+    """A tensor of a class that has no way of its own: its values, class and attributes.
+
+    A wrapper, which has no memory itself, takes torch's way: its attributes hold what it wraps.
+    """
+    from xpool.pickle.tensors import check
+
+    torch = sys.modules["torch"]
+    cls = type(tensor)
+    own_ways = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
+    if cls.__reduce_ex__ not in own_ways or cls.__reduce__ is not torch.Tensor.__reduce__:
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        check(tensor)
+        if _is_wrapper(torch, tensor):
+            return NotImplemented
+        grad = tensor.requires_grad
+        bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
+    state = torch._utils._get_obj_state(tensor)
+    if state:
+        return _subclassed, (bare, cls, grad), state, None, None, _set_state
+    return _subclassed, (bare, cls, grad)
+
+
+def _is_wrapper(torch: Any, tensor: Any) -> bool:
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        return bool(tensor.numel() > 0 and tensor.data_ptr() == 0)
+    except RuntimeError:  # it has no storage to have an address
+        return True
+
+
+@builder
+def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
+    import torch
+
+    return torch.Tensor._make_subclass(cls, bare, grad)
+
+
+def _set_state(tensor: Any, state: Any) -> None:
+    import torch
+
+    if type(tensor).__setstate__ is torch.Tensor.__setstate__:
+        torch._utils._set_obj_state(tensor, state)
+    else:
+        tensor.__setstate__(state)
+
+
+def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
+    """A storage with a dtype, also of the old classes such as ``FloatStorage``."""
+    torch = sys.modules["torch"]
+    cls = type(storage)
+    dtype = storage.dtype if cls is torch.storage.TypedStorage else None
+    return _typed_storage, (storage._untyped_storage, cls, dtype)
+
+
+@builder
+def _typed_storage(storage: Any, cls: Any, dtype: Any) -> Any:
+    if dtype is None:
+        return cls(wrap_storage=storage, _internal=True)
+    return cls(wrap_storage=storage, dtype=dtype, _internal=True)

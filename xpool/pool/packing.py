@@ -1,0 +1,79 @@
+"""How one pool pickles what it sends."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from xpool.errors import OptionError, TaskNotPicklable
+from xpool.memory.arena import Arena
+from xpool.options import check_count
+from xpool.pickle import encode
+from xpool.pickle.frame import Leased
+from xpool.pickle.policy import BY_PIPE, Layout
+
+__all__ = ["Packer", "find_arena"]
+
+Payload = bytes | memoryview
+
+
+class Packer:
+    """Recursion and layout of a pool's messages."""
+
+    def __init__(self, recurse: bool, layout: Layout) -> None:
+        self.recurse = recurse
+        self.layout = layout
+
+    def pack(self, obj: Any, kept: bool = False) -> Payload:
+        """Pickle something for a worker; ``kept``: it may be sent more than once."""
+        layout = self.layout._replace(kept=True) if kept else self.layout
+        return encode(obj, recurse=self.recurse, layout=layout)
+
+    def pack_task(self, task: Any, kept: bool, worker: int | None) -> tuple[Payload, int | None]:
+        """Pickle a task for a worker (None: any, -1: the least loaded); return with it which.
+
+        With handles to tensors on devices that is their worker.  For handles of several, and where
+        another was asked for, the tensors that lie elsewhere are copied.
+        """
+        payload = self.pack(task, kept)
+        if type(payload) is not Leased or not payload.owners:
+            return payload, worker
+        owners = payload.owners
+        target = min(owners) if worker is None or worker < 0 else worker
+        if owners != {target}:
+            layout = self.layout._replace(target=target, kept=kept)
+            payload = encode(task, recurse=self.recurse, layout=layout)
+        return payload, target
+
+    def pack_option(self, name: str, obj: Any) -> bytes:
+        """Pickle what every worker gets when it starts."""
+        layout = self.layout._replace(lessor=None)  # copied by each: not worth a block
+        try:
+            payload = encode(obj, recurse=self.recurse, layout=layout)
+        except TaskNotPicklable as exc:
+            raise TaskNotPicklable(f"{name}: {exc}") from exc
+        return payload if isinstance(payload, bytes) else bytes(payload)
+
+
+def find_arena(
+    copy_tensor: bool, method: str | None, limit: int | None, token: str
+) -> tuple[Arena | None, int, Layout]:
+    """Return the arena that a pool uses, how many bytes of it, and the layout of its messages.
+
+    Raises:
+        OptionError: tensors are to be shared, and there is no arena here.
+    """
+    if limit is not None:
+        limit = check_count("memory_limit", limit, least=0)
+    arena = Arena.own()
+    if arena is None:
+        if not copy_tensor:
+            raise OptionError(
+                "is_copy_tensor=False: this process cannot have memory that it shares with workers "
+                "(it takes Linux, and no limit on addresses, ulimit -v); leave it out"
+            )
+        return None, 0, BY_PIPE
+    if limit is None:
+        limit = arena.limit
+    lessor = functools.partial(arena.lease, limit=limit)
+    return arena, limit, Layout(lessor, None if copy_tensor else arena, method, pool=token)

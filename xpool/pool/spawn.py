@@ -1,0 +1,235 @@
+"""`spawn` and `start_processes`: one function in n processes, with each one's result.
+
+The meaning is that of `torch.multiprocessing.spawn`: ``fn(i, *args)``; when one fails the others
+are stopped, and its error is raised with its traceback.  On top of it, results come back.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xpool.errors import RemoteTraceback, WorkerDied, XPoolError, exit_reason
+from xpool.options import check_callable, check_count
+from xpool.pool.p2p import P2PPool
+from xpool.results import LOST_SIGNAL, AsyncResult
+from xpool.worker import replica
+
+__all__ = ["ProcessContext", "Replicas", "spawn", "start_processes"]
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str | None = None,
+) -> Any:
+    """Run ``fn(i, *args)`` in ``nprocs`` processes, i from 0; return the list of their results.
+
+    Args:
+        fn, args: anything that a task of a pool may be; ``args`` may hold locks and queues of
+            `multiprocessing`.
+        join: False: return a `ProcessContext` at once.
+        daemon: whether the processes are daemonic, and so may have no children.
+        start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: ``fn`` raised in one of the processes; the
+            others were stopped.  ``__cause__`` is the exception, the message has its traceback.
+        torch.multiprocessing.ProcessExitedException: a process ended by a signal or `sys.exit`
+            with another code than 0.
+        WorkerStartFailed: a process could not be started.
+    """
+    return start_processes(fn, args, nprocs, join, daemon, start_method)
+
+
+def start_processes(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str | None = None,
+) -> Any:
+    """As `spawn`; the name that `torch.multiprocessing` has for any start method."""
+    check_callable("fn", fn)
+    check_count("nprocs", nprocs)
+    pool = Replicas(fn, tuple(args), nprocs, daemon=daemon, start_method=start_method)
+    context = ProcessContext(pool, replica.run, [(i,) for i in range(nprocs)])
+    return context.wait() if join else context
+
+
+class Replicas(P2PPool):
+    """Workers that run one function once each: they start together, and end together."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        n: int,
+        *,
+        daemon: bool,
+        start_method: str | None,
+        contexts: list[Any] | None = None,
+    ) -> None:
+        self._contexts = contexts
+        super().__init__(n, replica.keep, (fn, args), context=start_method, is_daemon=daemon)
+
+    def _worker_contexts(self) -> list[Any] | None:
+        return self._contexts
+
+
+class ProcessContext:
+    """Processes that run one function each, as `torch.multiprocessing.spawn` returns it.
+
+    Dropped, they run on to their end; at the interpreter's end they are stopped.
+    """
+
+    def __init__(
+        self, pool: Replicas, run: Callable[..., Any], args: Sequence[tuple[Any, ...]]
+    ) -> None:
+        self._pool = pool
+        self._ended: list[int] = []  # in the order in which they did
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._running = set(range(len(args)))
+        self._values: list[Any] = [None] * len(args)
+        self._failure: BaseException | None = None
+        # What a worker is given first: `apply_async` returns before its process has a pid.
+        self._pids = [pool.apply_async(os.getpid, worker=i) for i in range(len(args))]
+        self._pending: list[AsyncResult] = [
+            pool.apply_async(run, each, None, *self._told(i), worker=i)
+            for i, each in enumerate(args)
+        ]
+        pool.close()  # that is all: each process ends when it has answered
+
+    def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+        ended, news = self._ended, self._news
+
+        def tell(_: Any) -> None:
+            ended.append(index)
+            news.put(None)
+
+        return tell, tell
+
+    def pids(self) -> list[int]:
+        """Return the process ids, in order of index, when all have started.
+
+        Raises:
+            WorkerStartFailed: one could not.
+        """
+        return [self._pid(i) for i in range(len(self._pids))]
+
+    def _pid(self, index: int) -> int:
+        try:
+            pid: int = self._pids[index].get()
+        except WorkerDied as exc:
+            return exc.pid or -1
+        return pid
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait until all have ended, at most ``timeout`` seconds; return whether they have.
+
+        When one fails, the others are stopped: after ``grace_period`` seconds in which they may end
+        by themselves, if it is given.
+
+        Raises:
+            As `spawn`: for the first that failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        until = None if timeout is None else time.monotonic() + timeout
+        failed = self._wait(until)
+        if failed is not None:
+            self._failure = self._error(*failed)
+            if grace_period is not None:
+                self._wait(time.monotonic() + grace_period, others=True)
+            self._stop()
+            raise self._failure
+        if self._running:
+            return False
+        self._pool.join()
+        return True
+
+    def results(self) -> list[Any]:
+        """Return what each returned, in order of index.
+
+        Raises:
+            XPoolError: they have not all ended well; call `join` until it returns True.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._running:
+            raise XPoolError(f"{len(self._running)} of {len(self._values)} have not ended; join()")
+        return list(self._values)
+
+    def wait(self) -> list[Any]:
+        """Join and return the results; stop all when interrupted."""
+        try:
+            self.join()
+        except BaseException:
+            self._stop()
+            raise
+        return self.results()
+
+    def _wait(self, until: float | None, others: bool = False) -> tuple[int, BaseException] | None:
+        """Wait until all have ended, the time is over, or one has failed; return that one."""
+        while True:
+            for index in list(self._ended):
+                if index in self._running:
+                    error = self._take(index)
+                    if error is not None and not others:
+                        return index, error
+            left = LOST_SIGNAL if until is None else min(LOST_SIGNAL, until - time.monotonic())
+            if not self._running or (left <= 0 and self._news.empty()):
+                return None
+            try:
+                self._news.get(timeout=max(0.0, left))
+            except queue.Empty:
+                continue
+
+    def _take(self, index: int) -> BaseException | None:
+        """Note how one has ended; return its failure."""
+        pending = self._pending[index]
+        failure: BaseException | None = None
+        try:
+            self._values[index] = pending.get()
+        except WorkerDied as exc:
+            # sys.exit() and sys.exit(0) are good ends, without a result.
+            failure = None if exc.exitcode == 0 else exc
+        except KeyboardInterrupt:
+            # In the process that is a good end, to torch; here it is someone's Ctrl-C.
+            if not pending.ready() or pending.successful():
+                raise
+        except Exception as exc:
+            failure = exc
+        self._running.discard(index)
+        return failure
+
+    def _stop(self) -> None:
+        self._pool.terminate()
+        self._pool.join()
+
+    def _error(self, index: int, exc: BaseException) -> BaseException:
+        """Return what `join` raises."""
+        if isinstance(exc, XPoolError) and not isinstance(exc, WorkerDied):
+            return exc
+        from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+        error: BaseException
+        if isinstance(exc, WorkerDied):
+            pid, code = exc.pid or -1, -1 if exc.exitcode is None else exc.exitcode
+            what = exit_reason(exc.exitcode) if exc.signal is None else f"signal {exc.signal}"
+            message = f"process {index} terminated with {what}"
+            error = ProcessExitedException(message, index, pid, code, exc.signal)
+        else:
+            cause = exc.__cause__
+            trace = cause.text if isinstance(cause, RemoteTraceback) else repr(exc)
+            message = f"\n\n-- Process {index} terminated with the following error:\n{trace}"
+            error = ProcessRaisedException(message, index, self._pid(index))
+        error.__cause__ = exc
+        return error

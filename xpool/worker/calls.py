@@ -1,0 +1,50 @@
+"""Functions around the caller's function: what they add is paid for only where it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xpool.queue.outbox import Outbox
+
+__all__ = ["Prefixed", "Retried", "Ticking"]
+
+
+class Prefixed:
+    """A function that gets the worker's context in front of its arguments."""
+
+    __slots__ = ("_func", "_prefix")
+
+    def __init__(self, func: Callable[..., Any], prefix: tuple[Any, ...]) -> None:
+        self._func, self._prefix = func, prefix
+
+    def __call__(self, *args: Any) -> Any:
+        return self._func(*self._prefix, *args)
+
+
+class Retried:
+    """A function whose tasks are tried again when it raises one of these exceptions.
+
+    Made by the caller, and sent in the function's place: the classes travel with it.
+    """
+
+    __slots__ = ("func", "on")
+
+    def __init__(self, func: Callable[..., Any], on: tuple[type[BaseException], ...]) -> None:
+        self.func, self.on = func, on
+
+    def __call__(self, *args: Any, **kwds: Any) -> Any:
+        return self.func(*args, **kwds)
+
+
+class Ticking:
+    """A function that starts the clock anew at each call: for the items of a chunk."""
+
+    __slots__ = ("_box", "_func")
+
+    def __init__(self, func: Callable[..., Any], box: Outbox) -> None:
+        self._func, self._box = func, box
+
+    def __call__(self, *args: Any) -> Any:
+        self._box.tick()
+        return self._func(*args)

@@ -1,0 +1,76 @@
+"""What a worker of `xpool.spawn` or `xpool.xla.spawn` runs: one function, once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__ = ["keep", "run", "run_xla"]
+
+_what: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
+
+
+def keep(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """The workers' initializer: `multiprocessing` passes locks and queues on at the start only."""
+    global _what
+    _what = fn, args
+
+
+def _take() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    assert _what is not None
+    return _what
+
+
+def run(index: int) -> Any:
+    """Return ``fn(index, *args)``."""
+    fn, args = _take()
+    return fn(index, *args)
+
+
+def run_xla(context: Any) -> dict[int, Any]:
+    """Run ``fn(ordinal, *args)`` on every device of this process; return the results by ordinal.
+
+    As torch_xla does: one thread for each device, if there are several.
+    """
+    fn, args = _take()
+    torch_xla = import_module("torch_xla")
+    xm = import_module("torch_xla.core.xla_model")
+    runtime = import_module("torch_xla.runtime")
+    devices = xm.get_xla_supported_devices()
+    xm.set_replication(torch_xla.device(), devices)
+
+    def one(device: str) -> tuple[int, Any]:
+        torch_xla._XLAC._xla_set_default_device(device)
+        runtime._init_world_size_ordinal()
+        ordinal = runtime.global_ordinal()
+        return ordinal, fn(ordinal, *args)
+
+    if len(devices) == 1:
+        return dict([one(devices[0])])
+    return dict(_in_threads(one, devices))
+
+
+def _in_threads(one: Callable[[str], tuple[int, Any]], devices: list[str]) -> list[tuple[int, Any]]:
+    """Run it for each device; raise the first error at once, whatever the others do."""
+    ends: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def guarded(device: str) -> None:
+        try:
+            ends.put((one(device), None))
+        except BaseException as exc:
+            ends.put((None, exc))
+
+    for device in devices:
+        # Daemons: when one has failed, the process ends and does not wait for the others.
+        name = f"replica-{device}"
+        threading.Thread(target=guarded, args=(device,), name=name, daemon=True).start()
+    results = []
+    for _ in devices:
+        result, error = ends.get()
+        if error is not None:
+            raise error
+        results.append(result)
+    return results

@@ -1,0 +1,42 @@
+"""How a worker is asked to break off what it runs, and to tell where it is.
+
+Two handlers of one signal, one after the other.  faulthandler's, in C, writes the stack of the main
+thread into the outbox's file, whatever the interpreter is doing; then it calls Python's, which runs
+ours as soon as the main thread gets to it, and that raises `TaskStopped` if this is still the task
+that is meant.  A task that is stuck in C code never gets to it, and is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from types import CodeType, FrameType
+
+from xpool.errors import TaskStopped
+from xpool.queue.outbox import STACK_AT, STOP_SIGNAL, Outbox
+
+__all__ = ["listen"]
+
+
+def listen(box: Outbox, fd: int, inside: CodeType) -> None:
+    """Answer `STOP_SIGNAL` from now on, by raising where a frame of ``inside`` is running.
+
+    ``fd``: the outbox's file, kept open for the stack.
+    """
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        os.lseek(fd, STACK_AT, os.SEEK_SET)  # for the next stack
+        if not box.told_to_stop():
+            return  # for a task that has ended meanwhile
+        while frame is not None:
+            if frame.f_code is inside:
+                raise TaskStopped("its time is over, or it was cancelled")
+            frame = frame.f_back
+
+    os.lseek(fd, STACK_AT, os.SEEK_SET)
+    signal.signal(STOP_SIGNAL, stop)
+    faulthandler.register(STOP_SIGNAL, file=fd, all_threads=False, chain=True)
+    if hasattr(signal, "pthread_sigmask"):
+        # A process that was forked by a thread has the signals blocked that were there.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])

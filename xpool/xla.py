@@ -1,0 +1,130 @@
+"""torch_xla's launchers, with results: `spawn`, `launch`, `MpModelWrapper`, `MpSerialExecutor`.
+
+For programs written for ``torch_xla.launch`` or ``xmp.spawn``: replicas that work together, one for
+each device.  For independent workers, with a queue before them, see `xpool.devices`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from xpool.devices import DeviceContext, Host, devices
+from xpool.devices.frameworks import running_runtime
+from xpool.errors import OptionError
+from xpool.options import check_callable, check_count
+from xpool.pool.spawn import ProcessContext, Replicas
+from xpool.worker import replica
+from xpool.worker.entry import set_environment
+from xpool.worker.wrappers import MpModelWrapper, MpSerialExecutor
+
+__all__ = ["MpModelWrapper", "MpSerialExecutor", "launch", "spawn"]
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str | None = None,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Run ``fn(index, *args)`` on every XLA device; return the list of results, in that order.
+
+    ``index`` is the replica's global ordinal, as torch_xla gives it.  There is a process for each
+    chip, and in it a thread for each of its devices: one, two on TPU v2 and v3, ``CPU_NUM_DEVICES``
+    on the CPU client.  All form one replica group.
+
+    Args:
+        nprocs: None, or the number of devices: all of them.  1: ``fn(0, *args)`` here, in this
+            process.
+        join: False: return a `ProcessContext` at once.
+        daemon: whether the processes are daemonic, and so may have no children.
+        start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
+        cache: folder of the persistent compilation cache; each process has its own folder in it.
+
+    Raises:
+        What ``fn`` raised, with its traceback as the cause; the other replicas were stopped.
+        WorkerDied: the process of a replica ended by a signal or `sys.exit`.
+        DeviceError: there is no device, it is in use, or torch_xla is missing or does not fit.
+        WorkerStartFailed: a process could not be started.
+    """
+    check_callable("fn", fn)
+    if nprocs is not None and check_count("nprocs", nprocs) == 1:
+        return [_run_here(fn, args, cache)]
+    contexts = _contexts(cache)
+    count = sum(context.count for context in contexts)
+    if nprocs not in (None, count):
+        raise OptionError(
+            f"nprocs={nprocs}: torch_xla runs one replica on each of the {count} devices; leave "
+            "nprocs out, mask devices (TPU_VISIBLE_CHIPS, CPU_NUM_DEVICES), or use "
+            "CtxPool(worker_contexts=devices('xla', n)) for independent workers"
+        )
+    pool = Replicas(
+        fn,
+        tuple(args),
+        len(contexts),
+        daemon=daemon,
+        start_method=start_method,
+        contexts=contexts,
+    )
+    context = _XlaContext(pool, replica.run_xla, [()] * len(contexts))
+    return context.wait() if join else context
+
+
+def launch(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    start_method: str | None = None,
+    debug_single_process: bool = False,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+) -> list[Any]:
+    """As `spawn`; under torchrun, which has made the processes, run ``fn`` in this one only.
+
+    ``debug_single_process``: as ``nprocs=1``.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return [fn(int(os.environ["LOCAL_RANK"]), *args)]
+    nprocs = 1 if debug_single_process else None
+    results: list[Any] = spawn(fn, args, nprocs, start_method=start_method, cache=cache)
+    return results
+
+
+class _XlaContext(ProcessContext):
+    """Replicas' processes; each returns a dict, of its devices' results by ordinal."""
+
+    def results(self) -> list[Any]:
+        """Return what each replica returned, by ordinal."""
+        merged: dict[int, Any] = {}
+        for part in super().results():
+            merged |= part or {}
+        return [merged[ordinal] for ordinal in sorted(merged)]
+
+    def _error(self, index: int, exc: BaseException) -> BaseException:
+        return exc
+
+
+def _contexts(cache: str | os.PathLike[str] | None) -> list[DeviceContext]:
+    host = Host.here(gpus=False)
+    client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
+    if client == "TPU":
+        return devices("xla", independent=False, cache=cache, host=host)
+    each = host.environ.get("CPU_NUM_DEVICES", "")
+    number = int(each) if each.isdigit() and int(each) else 1
+    return devices("xla", 1, per_worker=number, cache=cache, host=host)
+
+
+def _run_here(
+    fn: Callable[..., Any], args: Sequence[Any], cache: str | os.PathLike[str] | None
+) -> Any:
+    if running_runtime() != "XLA":
+        context = devices("xla", 1, cache=cache)[0]
+        set_environment({k: v for k, v in context.env.items() if not k.endswith("_NUM_THREADS")})
+        context.enter()
+    ordinal = import_module("torch_xla.runtime").global_ordinal()
+    return fn(ordinal, *args)
