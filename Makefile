@@ -11,6 +11,9 @@
 #   PYTHON   the interpreter to make the environment with.
 #   VENV     the environment's folder; `make clean` removes it.
 #   ARGS     more arguments, for pytest (test, core), ruff (lint) or the benchmark (bench).
+#
+#   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
+#   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
 
 PYTHON ?= python3
 TORCH  ?= torch
@@ -25,7 +28,10 @@ MAKE_VENV = $(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10)
 # Folder of the environment without torch: one for each Python version.
 CORE_VENV = .venv-core/$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
-.PHONY: help run test lint core bench docs-states clean
+XLA_VENV ?= .venv-xla
+TPU_SITE ?= .venv-tpu
+
+.PHONY: help run test test-xla test-tpu lint core bench docs-states clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -37,6 +43,13 @@ run: $(VENV)/.run
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-xla: $(XLA_VENV)/.xla
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -m xla tests/devices $(ARGS)
+
+test-tpu: $(VENV)/.test $(TPU_SITE)/.tpu
+	PYTHONPATH=$(TPU_SITE) TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+		$(VENV)/bin/python -m pytest -m torch_tpu tests/devices $(ARGS)
 
 lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check $(ARGS)
@@ -57,7 +70,7 @@ docs-states: $(VENV)/.run
 	$(VENV)/bin/python -m xpool.jobs.states > docs/states.md
 
 clean:
-	rm -rf $(VENV) .venv-core .venv-bench examples/out
+	rm -rf $(VENV) .venv-core .venv-bench $(XLA_VENV) $(TPU_SITE) examples/out
 
 # Environments.  A stamp says what has been installed, so the second time is quick.
 
@@ -81,6 +94,18 @@ $(VENV)/.lint: $(VENV)/.run
 $(CORE_VENV)/.core: pyproject.toml
 	$(call MAKE_VENV,$(CORE_VENV))
 	$(call PIP,$(CORE_VENV)) dill pytest hypothesis hatchling
+	touch $@
+
+# torch_xla is for the torch of its own number, and has no build for a torch without CUDA.
+$(XLA_VENV)/.xla:
+	$(call MAKE_VENV,$(XLA_VENV))
+	$(call PIP,$(XLA_VENV)) torch==2.9.0 torch_xla==2.9.0 numpy dill pytest hypothesis
+	touch $@
+
+# Not into the environment: where torch finds torch_tpu, it imports it.
+$(TPU_SITE)/.tpu: $(VENV)/.torch
+	$(call PIP,$(VENV)) --target $(TPU_SITE) --no-deps torch_tpu==0.2.0 libtpu==0.0.51 \
+		absl-py immutabledict frozendict portpicker pyzmq
 	touch $@
 
 .venv-bench/.bench: bench/requirements.txt pyproject.toml

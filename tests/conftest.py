@@ -54,6 +54,7 @@ MARKERS: dict[str, tuple[str, Callable[[], str | None]]] = {
     "torch": ("needs torch", lambda: _no_module("torch")),
     "gpu": ("needs a CUDA device", _no_gpu),
     "xla": ("needs torch_xla", lambda: _no_module("torch_xla")),
+    "torch_tpu": ("needs torch_tpu", lambda: _no_module("torch_tpu")),
     "peer": ("compares with other pool libraries", _no_peer),
     "slow": (
         "takes long; run with XPOOL_TEST_SLOW=1",

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -88,6 +89,24 @@ def test_preprocess_is_the_same_with_8_workers(folder: Path):
     (out1, picture1), (out8, picture8) = (preprocessed(n, folder) for n in (1, 8))
     assert out1.splitlines()[2] == out8.splitlines()[2]
     assert picture1.read_bytes() == picture8.read_bytes()
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_versions(folder: Path, workers: int):
+    """Versions are evaluated while the model is being trained, and the last; all are plotted."""
+    plot = folder / "plots" / f"{workers}.svg"
+    out = run_example("versions.py", f"--workers={workers}", f"--out={plot}")
+    versions = re.findall(
+        r"^version +(\d+): accuracy (0\.\d{4}), by worker ([\d and]+)$", out, re.M
+    )
+    numbers = [int(number) for number, _, _ in versions]
+    assert numbers == sorted(set(numbers))
+    assert numbers[-1] == 30
+    assert float(versions[-1][1]) > 0.95
+    assert f"checked: one process finds the same in each of the {len(numbers)} versions" in out
+    picture = ElementTree.parse(plot).getroot()
+    dots = picture.findall(".//{http://www.w3.org/2000/svg}circle")
+    assert [dot[0].text.split(":")[0] for dot in dots] == [f"version {n}" for n in numbers]
 
 
 def test_no_workers():

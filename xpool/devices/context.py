@@ -127,10 +127,10 @@ class DeviceContext:
 
 
 _REMEDY = {
-    "cuda": "nvidia-smi shows which processes use it; torch must be a CUDA build (torch.version).",
+    "cuda": "nvidia-smi shows which processes use it; torch must be a CUDA build (torch.version)",
     "tpu": "A chip takes one process at a time: end the other one, this program's parent included "
-    "if it has touched the device; `fuser /dev/vfio/* /dev/accel*` shows it.",
-    "xla": "PJRT_DEVICE and <CLIENT>_NUM_DEVICES say which client torch_xla takes.",
+    "if it has touched the device; `fuser /dev/vfio/* /dev/accel*` shows it",
+    "xla": "PJRT_DEVICE and <CLIENT>_NUM_DEVICES say which client torch_xla takes",
 }
 
 
@@ -149,8 +149,11 @@ def _open_torch_xla(context: DeviceContext) -> None:
 
 
 def _open_torch_tpu(context: DeviceContext) -> None:
-    import_module("torch_tpu")  # registers the device with torch
-    import_module("torch").empty(1, device=context.device)
+    import_module("torch_tpu")  # registers the device with torch, if there is a chip
+    torch = import_module("torch")
+    if not hasattr(torch, "tpu"):
+        raise RuntimeError("torch_tpu sees no chip, or no libtpu")
+    torch.empty(1, device=context.device)
 
 
 _OPENERS = {"torch": _open_cuda, "torch_xla": _open_torch_xla, "torch_tpu": _open_torch_tpu}

@@ -19,7 +19,7 @@ from xpool.jobs.budget import RestartBudget, back_off
 from xpool.jobs.scheduler import Grant, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.pickle import decode
-from xpool.pickle.frame import FRAMED, Leased, adopt
+from xpool.pickle.frame import FRAMED, Leased, adopt, inline
 from xpool.queue.messages import (
     ANSWER,
     BODY_AGAIN,
@@ -164,6 +164,7 @@ class Exchange:
             slot.kill()
             return
         retiring = slot.state is WorkerStates.RETIRING
+        slot.mapped = facts["mapped"]
         slot.happens(WorkerEvent.HELLO)
         slot.greeted, slot.stop = True, None
         slot.failures, slot.killed, slot.reason = 0, 0, None
@@ -325,12 +326,13 @@ class Exchange:
             # queued already is answered by the worker, to nobody.
             slot.known.add(func)
             mode, payload = self._funcs[func]
-            self._send(slot, func_frame(func, mode, payload))
+            self._send(slot, func_frame(func, mode, payload if slot.mapped else inline(payload)))
+        items = grant.items if slot.mapped else [inline(item) for item in grant.items]
         kind = TASKS
         if grant.limit is not None:
             kind = TIMED
             self._check_by(slot, self._watch.now() + grant.limit.seconds)
-        self._send(slot, tasks_frame(func, grant.items, kind))
+        self._send(slot, tasks_frame(func, items, kind))
         if self.sched.hands[slot.index].size > 1:
             self._deep[slot.index] = None
             self._expect_silence(slot)

@@ -36,7 +36,7 @@ class PoolEvent(enum.Enum):
     CLOSE = "close()"
     TERMINATE = "terminate(), or the pool is dropped"
     DRAINED = "the last job is answered"
-    FAILED = "a worker cannot be started"
+    FAILED = "a worker cannot be started, or they die and nothing gets done"
 
 
 class WorkerStates(enum.Enum):

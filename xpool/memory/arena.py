@@ -14,9 +14,14 @@ that gave it its seat takes out its mail and then clears its holds (`bury`); its
 still hold stay where they are.
 
 An entry of a table keeps its place and size for ever, so a table can be read by whoever sits in
-that seat next.  The stamp counts the leases of a block and is part of its name: who comes too late
-finds another stamp, not another's value.  Memory is asked for before it is written, so that a
+that seat next.  The stamp changes when a block is found free and is part of its name: who comes too
+late finds another stamp, not another's value.  Memory is asked for before it is written, so that a
 shortage is a refusal, and then the value goes through the pipe; it is never a SIGBUS.
+
+**Within the process** one lock guards the books, and nobody waits for it who might have it already:
+a finalizer leaves word (`drop`), and whoever has the lock looks for such word when he has let go of
+it; a signal handler that comes into its own thread's turn gets no block, and its holds are counted
+when that turn ends.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
+from threading import get_ident
 from typing import Any
 
 from xpool.interrupt import uninterrupted
@@ -43,6 +49,8 @@ IDLE = 5.0
 MISSING = 2**64 - 1
 """In the place of a block's name: there is none."""
 
+_AT_ONCE = 512  # blocks that are looked at in one turn, where there may be very many
+
 _MOST = 128 << 30  # bytes of addresses for a region: 480 of them fit into 47 bits of address
 
 
@@ -53,28 +61,32 @@ class Block:
     `memoryview(block)` (an array, a tensor) keeps the block alive, by whatever way.
     """
 
+    __slots__ = ()
+
     capacity: int
     arena: Arena
     number: int
-    name: int  # what a message calls it: the stamp of this lease, and the number
-    owner: int | None = None  # the worker whose tensor on a device it stands for
-    former: Any = None  # memory that must live as long as the block does
+    owner: int
+    """The worker whose tensor on a device it stands for, where it does."""
+
+    former: Any
+    """Memory that must live as long as this does."""
+
+    @property
+    def name(self) -> int:
+        """What a message calls it: the stamp of this lease, and the number."""
+        return self.arena.file.stamps[self.number] << 32 | self.number
 
     def view(self, nbytes: int) -> memoryview:
         """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
-    def check(self) -> None:
-        """Raise `LookupError` if the block has been leased anew since."""
-        stamp = self.arena.file.stamp(self.number)
-        if self.name >> 32 != stamp:
-            raise LookupError(
-                f"block {self.number} of the arena is gone: its message was withdrawn "
-                f"(lease {self.name >> 32}, now {stamp})"
-            )
-
     def __del__(self) -> None:
-        self.arena.drop(self.number)
+        try:
+            arena = self.arena
+        except AttributeError:
+            return  # an exception came while it was made: it stays held, for want of a better
+        arena.drop(self.number)
 
 
 _types: dict[int, Any] = {}  # by capacity: four an octave, so there are few
@@ -84,7 +96,8 @@ def _block_type(capacity: int) -> Any:
     made = _types.get(capacity)
     if made is None:
         bases = Block, ctypes.c_char * capacity
-        made = _types[capacity] = type(f"Block{capacity}", bases, {"capacity": capacity})
+        space = {"__slots__": ("arena", "former", "number", "owner"), "capacity": capacity}
+        made = _types[capacity] = type(f"Block{capacity}", bases, space)
     return made
 
 
@@ -101,16 +114,20 @@ class Arena:
         self.seat = seat
         self.limit = limit
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
-        self._lock = threading.Lock()
+        self._mine = self.file.holds(seat)
+        self._lock = threading.RLock()
+        self._turn = 0  # the thread that has the lock, by its identity
         # Holds of this process: how often by block, and those that were dropped since.
         self._counts: dict[int, int] = {}
         self._dropped: deque[int] = deque()
+        self._late: list[int] = []  # held by a signal handler, not counted yet
         self._pins: list[tuple[int, list[int]]] = []  # by forked children, see `_before_fork`
-        self._at: dict[int, int] = {}  # the blocks that were ever held here, by offset
-        # Of the process that made the file: seats to give away, and those in which nobody
-        # allocates, so that what is let go there can be punched.
+        # Of the process that made the file: seats to give away, those in which nobody allocates,
+        # so that what is let go there can be punched, and blocks there that were held when their
+        # owner ended.
         self._seats: list[int] = []
         self._vacant: set[int] = set()
+        self._left: set[int] = set()
         self._engines = 0
         self._region = Region(self.file, seat)
         Arena._known[token] = self
@@ -131,8 +148,8 @@ class Arena:
             return cls._own
 
     @classmethod
-    def _make(cls, limit: int) -> Arena | None:
-        region = min(max(2 * limit, 1 << 30), _MOST) // PAGE * PAGE
+    def _make(cls, limit: int, region: int = 0) -> Arena | None:
+        region = region or min(max(2 * limit, 1 << 30), _MOST) // PAGE * PAGE
         fd = -1
         try:
             fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
@@ -186,20 +203,20 @@ class Arena:
         for other in cls._known.values():
             offset = address - other._address
             if other is not arena and 0 <= offset < len(other.file.map):
-                number = other._at.get(offset)
+                number = other.file.find(offset)
                 return number is None or not other.file.only(number, other.seat)
         return False
 
     # -- the process that made it ------------------------------------------------------------------
 
+    @uninterrupted
     def begin(self) -> None:
         """Note that a pool of this process uses the arena."""
         with self._lock:
             self._engines += 1
-            if self.seat in self._vacant:
-                self._vacant.discard(self.seat)
-                self._region = Region(self.file, self.seat)  # some memory was given back
+            self._vacant.discard(self.seat)
 
+    @uninterrupted
     def end(self) -> None:
         """Note that a pool has ended; after the last all free memory goes back at once."""
         with self._lock:
@@ -209,7 +226,9 @@ class Arena:
                 self._vacant.add(self.seat)
         if last:
             self.trim(float("inf"))
+        self._settle()
 
+    @uninterrupted
     def take_seat(self) -> int | None:
         """Return a seat for a process to come; None when all are taken."""
         with self._lock:
@@ -223,45 +242,60 @@ class Arena:
     def bury(self, seat: int) -> None:
         """Clear the holds of a process that has ended, and give its seat away again.
 
-        What it has sent must have been adopted before.
+        What it has sent must have been adopted before.  Takes milliseconds, or more where a dead
+        process had many blocks: not to be called with other locks held.
         """
+        numbers = range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat))
+        self.file.clear_holds(seat)
         with self._lock:
-            self.file.clear_holds(seat)
-            for number in range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat)):
-                self._punch_if_free(number)
             self._vacant.add(seat)
+            self._left.update(n for n in numbers if self.file.filled[n])
+        self._sweep()
+        with self._lock:
             self._seats.append(seat)
+        self._settle()
+
+    def _sweep(self) -> None:
+        """Give back the memory of blocks whose owners have ended and that nobody holds."""
+        left = list(self._left)
+        for start in range(0, len(left), _AT_ONCE):
+            with self._lock:
+                for number in left[start : start + _AT_ONCE]:
+                    if number // ENTRIES not in self._vacant:
+                        self._left.discard(number)  # another process sits there now
+                    else:
+                        self._punch_if_free(number)
 
     def _punch_if_free(self, number: int) -> None:
-        if self.file.free(number):
-            self.file.punch(*self.file.entry(number))
+        if self.file.claim(number):
+            self.file.punch(number)
+            self._left.discard(number)
 
     # -- leasing and holding -----------------------------------------------------------------------
 
+    @uninterrupted
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
         """Return a block of ``nbytes`` bytes that only this process holds.
 
         Returns None when the system has no memory, or the program would use more than ``limit``
         bytes of shared memory (None: the arena's own limit).
         """
-        # A signal handler may have come into a lease of its own thread: then there is none for it.
-        if not self._lock.acquire(timeout=1.0):
-            return None
-        try:
-            return self._lease(nbytes, self.limit if limit is None else limit)
-        finally:
-            self._lock.release()
+        if self._turn == get_ident():
+            return None  # a signal handler, or a finalizer, in the midst of this thread's own turn
+        with self._lock:
+            self._turn = get_ident()
+            try:
+                if self._dropped:
+                    self._take_dropped()
+                number = self._region.take(nbytes, self.limit if limit is None else limit)
+                block = None if number is None else self._hold(number)
+            finally:
+                self._turn = 0
+        if self._dropped or self._late:
             self._settle()
+        return block
 
     @uninterrupted
-    def _lease(self, nbytes: int, limit: int) -> Block | None:
-        self._take_dropped()
-        number = self._region.take(nbytes, limit)
-        if number is None:
-            return None
-        self.file.set_stamp(number, (self.file.stamp(number) + 1) & 0xFFFF_FFFF)
-        return self._hold(number)
-
     def adopt(self, name: int) -> Block:
         """Take hold of a block that another process, or this one, holds now.
 
@@ -270,44 +304,65 @@ class Arena:
             ValueError: there is no such block.
         """
         number = name & 0xFFFF_FFFF
-        seat, index = divmod(number, ENTRIES)
-        if seat >= HOLDS or index >= self.file.entries(seat):
+        if not self.file.exists(number):
             raise ValueError(f"a message names block {number}, which does not exist")
-        try:
-            with self._lock:
-                block = self._hold(number)
-        finally:
-            self._settle()
-        block.name = name
-        block.check()
+        block = self._hold_in_turn(number)
+        stamp = self.file.stamps[number]  # looked at after the hold: see `File.claim`
+        if name >> 32 != stamp:
+            raise LookupError(
+                f"block {number} of the arena is gone: its message was withdrawn "
+                f"(lease {name >> 32}, now {stamp})"
+            )
         return block
 
+    @uninterrupted
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
-        with self._lock:
-            number = self._at.get(address - self._address)
-            if number is None or number not in self._counts:
-                return None
-            return self._hold(number)
+        number = self.file.find(address - self._address)
+        # The caller has the memory there, so what this process holds now stays held.
+        if number is None or not self._counts.get(number):
+            return None
+        return self._hold_in_turn(number)
 
-    def alone(self, block: Block) -> bool:
-        """Whether this hold is the only one on its block, of any process."""
+    def _hold_in_turn(self, number: int) -> Block:
+        if self._turn == get_ident():
+            # As in `lease`.  The count is in the hands of the turn that we came into.
+            self._late.append(number)
+            self._mine[number] = 1
+            return self._block(number)
         with self._lock:
-            self._take_dropped()
-            number = block.number
-            return self._counts[number] == 1 and self.file.only(number, self.seat)
+            self._turn = get_ident()
+            try:
+                block = self._hold(number)
+            finally:
+                self._turn = 0
+        if self._dropped or self._late:
+            self._settle()
+        return block
 
     @uninterrupted
+    def alone(self, block: Block) -> bool:
+        """Whether this hold is the only one on its block, of any process."""
+        self._settle()
+        number = block.number
+        return self._counts.get(number) == 1 and self.file.only(number, self.seat)
+
     def _hold(self, number: int) -> Block:
-        offset, capacity = self.file.entry(number)
-        block: Block = _block_type(capacity).from_buffer(self.file.map, offset)
-        block.arena = self
-        block.number = number
-        block.name = self.file.stamp(number) << 32 | number
+        # Counted before there is a `Block` that would be dropped if an exception came in between.
         counts = self._counts
-        counts[number] = counts.get(number, 0) + 1
-        self._at[offset] = number
-        self.file.set_hold(number, self.seat, 1)
+        count = counts.get(number, 0)
+        counts[number] = count + 1
+        if not count:
+            self._mine[number] = 1
+        return self._block(number)
+
+    def _block(self, number: int) -> Block:
+        capacity = self.file.capacities[number]
+        kind = _types.get(capacity) or _block_type(capacity)
+        made = kind.from_address(self._address + self.file.offsets[number])
+        made.number = number
+        made.arena = self
+        block: Block = made
         return block
 
     @uninterrupted
@@ -319,22 +374,32 @@ class Arena:
     def _settle(self) -> None:
         # Whoever has the lock looks again when he has let go of it: so nothing is left lying, and
         # a collection that strikes while its own thread has the lock does not wait for itself.
-        while self._dropped and self._lock.acquire(blocking=False):
+        me = get_ident()
+        while (self._dropped or self._late) and self._turn != me and self._lock.acquire(False):
             try:
+                self._turn = me
                 self._take_dropped()
             finally:
+                self._turn = 0
                 self._lock.release()
 
     def _take_dropped(self) -> None:
-        dropped, counts = self._dropped, self._counts
-        while dropped:
+        dropped, counts, late = self._dropped, self._counts, self._late
+        while dropped or late:
+            while late:
+                number = late.pop()
+                counts[number] = counts.get(number, 0) + 1
+                self._mine[number] = 1
+            if not dropped:
+                return
             number = dropped.popleft()
-            left = counts[number] - 1
-            if left:
-                counts[number] = left
-            else:
-                del counts[number]
-                self.file.set_hold(number, self.seat, 0)
+            count = counts[number] - 1
+            if count:
+                counts[number] = count
+                continue
+            del counts[number]
+            if number not in late:
+                self._mine[number] = 0
                 if number // ENTRIES in self._vacant:
                     self._punch_if_free(number)
 
@@ -345,18 +410,28 @@ class Arena:
         """Whether this process holds blocks, or its region has memory: `trim` may find some."""
         return bool(self._counts) or self._region.filled
 
+    @uninterrupted
     def trim(self, now: float | None = None) -> bool:
         """Give back memory of blocks that have been free for `IDLE` seconds before ``now``.
 
         Returns whether it would do to come again later.
         """
+        if self._turn == get_ident():
+            return True  # as in `lease`
+        before = (time.monotonic() if now is None else now) - IDLE
+        more = True
         with self._lock:
             self._unpin()
             self._take_dropped()
             self._region.collect_all()
-            self._region.give_back((time.monotonic() if now is None else now) - IDLE)
-            return self._region.filled or bool(self._pins)
+        while more:
+            with self._lock:
+                more = self._region.give_back(before)
+        self._sweep()
+        self._settle()
+        return self._region.filled or bool(self._pins or self._left)
 
+    @uninterrupted
     def statistics(self) -> dict[str, int]:
         """Return counts: bytes used by the whole program, blocks that this process made, those of
         them that somebody holds, and those of anybody that this process holds."""
@@ -364,12 +439,14 @@ class Arena:
             self._unpin()
             self._take_dropped()
             self._region.collect_all()
-            return {
+            found = {
                 "bytes": self.file.used(),
                 "blocks": self._region.blocks,
                 "out": self._region.out,
                 "held": len(self._counts),
             }
+        self._settle()
+        return found
 
     # -- forks -------------------------------------------------------------------------------------
     #
@@ -396,14 +473,39 @@ class Arena:
                 self._dropped.extend(held)
 
 
-_forking: list[tuple[Arena, int, int]] = []
+class _Inherited(Arena):
+    """The parent's arena in a child that the program forked: what it held there can be looked at.
+
+    Its bytes and its region are the parent's, so nothing is held or let go, and nothing allocated.
+    """
+
+    def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
+        return None
+
+    def adopt(self, name: int) -> Block:
+        raise LookupError(
+            "a message of xpool was not opened before this process was forked: open it in the "
+            "process that the message came to"
+        )
+
+    def holding(self, address: int) -> Block | None:
+        return None
+
+    def drop(self, number: int) -> None:
+        return
+
+
+_forking: dict[int, list[tuple[Arena, int, int]]] = {}  # by thread
 
 
 def _before_fork() -> None:
-    for arena in Arena._known.values():
-        # In vain only in a signal handler that has come into this thread's own turn.
-        if not arena._lock.acquire(timeout=1.0):
-            continue
+    me = get_ident()
+    turns = _forking[me] = []
+    for arena in list(Arena._known.values()):
+        if arena._turn == me:
+            continue  # a signal handler in the midst of a turn: its child must not look
+        arena._lock.acquire()
+        arena._turn = me
         arena._unpin()
         arena._take_dropped()
         r = w = -1
@@ -412,35 +514,35 @@ def _before_fork() -> None:
                 r, w = os.pipe()
             except OSError:
                 pass  # no descriptor is left: what is held now is held for good
-        _forking.append((arena, r, w))
+        turns.append((arena, r, w))
 
 
 def _after_fork_in_parent() -> None:
-    for arena, r, w in _forking:
+    for arena, r, w in _forking.pop(get_ident(), ()):
         if w >= 0:
             os.close(w)
         if arena._counts:
             arena._pin(r)
+        arena._turn = 0
         arena._lock.release()
-    _forking.clear()
+        arena._settle()
 
 
 def _after_fork_in_child() -> None:
-    for arena, r, _ in _forking:
-        for fd in (r, *(fd for fd, _ in arena._pins)):
-            if fd >= 0:
-                os.close(fd)
+    for _, r, _ in _forking.get(get_ident(), ()):
+        if r >= 0:
+            os.close(r)
     _forking.clear()
     for arena in Arena._known.values():
-        arena._lock = threading.Lock()
-        arena.drop = _not_ours  # type: ignore[method-assign]
+        for fd, _ in arena._pins:
+            if fd >= 0:
+                os.close(fd)
+        arena._lock = threading.RLock()
+        arena._turn = 0
+        arena.__class__ = _Inherited
     Arena._known = {}
     Arena._own = None
     Arena._making = threading.Lock()
-
-
-def _not_ours(number: int) -> None:
-    """In a forked child: the holds are its parent's."""
 
 
 os.register_at_fork(

@@ -41,10 +41,12 @@ for _module in _MODULES:
 
 def _described(dtype: Any) -> Any:
     """What makes the same dtype: its string where that says all, else the dtype itself."""
+    if dtype.metadata is not None:  # which equal dtypes need not have
+        return dtype
     name = _names.get(dtype)
     if name is not None:
         return name
-    if dtype.char not in _PLAIN or dtype.names or dtype.subdtype or dtype.metadata:
+    if dtype.char not in _PLAIN or dtype.names or dtype.subdtype:
         return dtype
     name = _names[dtype] = dtype.str
     return name
@@ -97,8 +99,9 @@ def _short(array: Any, by_number: bool) -> bytes | None:
     size = array.nbytes
     if size >= INLINE_BELOW or not flags.c_contiguous or not flags.writeable or not size:
         return None
-    kind = _names.get(array.dtype)
-    if kind is None:
+    dtype = array.dtype
+    kind = _names.get(dtype)
+    if kind is None or dtype.metadata is not None:
         return None
     data: bytes = array.tobytes()
     return _head(size, by_number) + data + tail(kind, array.shape)

@@ -24,9 +24,9 @@ from pickle import PickleBuffer
 
 from xpool.memory.arena import MISSING, Arena, Block
 from xpool.memory.fresh import LARGE, fresh
-from xpool.pickle.policy import Layout, in_block
+from xpool.pickle.policy import BY_PIPE, Layout, in_block
 
-__all__ = ["ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "pack", "unpack"]
+__all__ = ["ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "inline", "pack", "unpack", "weight"]
 
 PLAIN = 0x80
 FRAMED = 0x01
@@ -47,11 +47,18 @@ class Leased(bytes):
     @property
     def owners(self) -> set[int]:
         """The workers on whose devices the tensors lie to which there are handles in it."""
-        return {block.owner for block in self.blocks.values() if block.owner is not None}
+        return {block.owner for block in self.blocks.values() if hasattr(block, "owner")}
+
+
+def weight(message: bytes | memoryview) -> int:
+    """Return how many bytes of memory a message holds, in blocks or by itself."""
+    if type(message) is Leased:
+        return sum(block.capacity for block in message.blocks.values())
+    return len(message)
 
 
 def pack(
-    chunks: Sequence[bytes],
+    chunks: Sequence[bytes | memoryview],
     buffers: Sequence[PickleBuffer],
     layout: Layout,
     shared: Mapping[int, Block],
@@ -68,15 +75,16 @@ def pack(
     blocks += [shared.get(id(buffer)) for buffer in buffers]
     leased = _lease(chunks, size, views, blocks, layout)
     table, inline, held = [], [], {}
-    for block, view in zip(leased, [None, *views], strict=True):
+    for given, block, view in zip(blocks, leased, [None, *views], strict=True):
         length = size if view is None else view.nbytes
         if block is None:
             table.append((MISSING, length))
             if view is not None:
                 inline.append(view)
         else:
-            held[block.name] = block
-            table.append((block.name, length | SHARED if block in blocks else length))
+            name = block.name
+            held[name] = block
+            table.append((name, length if given is None else length | SHARED))
     token = next(iter(held.values())).arena.token if held else 0
     flags = KEPT if layout.kept and held else 0
     head = _HEAD.pack(FRAMED, flags, len(views), token)
@@ -89,7 +97,7 @@ def pack(
 
 
 def _lease(
-    chunks: Sequence[bytes],
+    chunks: Sequence[bytes | memoryview],
     size: int,
     views: Sequence[memoryview],
     blocks: list[Block | None],
@@ -116,7 +124,9 @@ def _lease(
     return leased
 
 
-def _join(head: bytes, chunks: Sequence[bytes], views: Sequence[memoryview]) -> bytes | memoryview:
+def _join(
+    head: bytes, chunks: Sequence[bytes | memoryview], views: Sequence[memoryview]
+) -> bytes | memoryview:
     parts: list[bytes | memoryview] = [head, *chunks]
     size = sum(map(len, parts))
     for view in views:
@@ -175,7 +185,6 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
     if view.readonly and any(place == MISSING for place, _ in table[1:]):
         view = memoryview(bytearray(view))  # the receiver may write to what it gets
     held = message.blocks if type(message) is Leased else {}
-    arena = Arena.find(token) if token else None
     end = _HEAD.size + len(table) * _ENTRY.size
     parts: list[memoryview] = []
     for place, length in table:
@@ -186,17 +195,27 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        if arena is None:
-            raise ValueError("a message of xpool names a block, and no arena")
         size = length & ~SHARED
-        block = held.get(place) or arena.adopt(place)
+        block = held.get(place) or Arena.find(token).adopt(place)
         part = block.view(size)
         if len(part) < size:
             raise ValueError(f"a message names {size} bytes of block {place}, which has less")
         if flags & KEPT and parts and not length & SHARED:
             copy = memoryview(fresh(size))
             copy[:] = part
-            block.check()  # what was copied was the message's own
             part = copy
         parts.append(part)
     return parts[0], parts[1:]
+
+
+def inline(message: bytes | memoryview) -> bytes | memoryview:
+    """Return the message with what lies in blocks inside it, for who does not have the arena.
+
+    What is shared stays a name: opening it there says what is missing.
+    """
+    if type(message) is not Leased:
+        return message
+    if any(length & SHARED for _, length in _table(memoryview(message))[2]):
+        return message
+    pickled, buffers = unpack(message)
+    return pack([pickled], [PickleBuffer(buffer) for buffer in buffers], BY_PIPE, {})

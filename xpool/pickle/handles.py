@@ -62,7 +62,7 @@ class TensorHandle:
         self._about = about
         self.pool, self.worker, self.pid, self.shape, self.dtype, self.device, _ = about
         block: Block = buffer.obj  # type: ignore[assignment]
-        block.owner = self.worker
+        block.owner = self.worker  # type: ignore[misc]  # its subclass has it
         self._block = block
 
     @property

@@ -90,8 +90,16 @@ def _nested(values: Any, sizes: Any, strides: Any, offsets: Any) -> Any:
 def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
     import torch
 
-    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-    return torch._utils._rebuild_qtensor(typed, offset, shape, strides, how, False, {})
+    options = {"dtype": dtype, "device": "cpu"}
+    if how[0] == torch.per_tensor_affine:
+        _, scale, zero = how
+        made = torch._empty_affine_quantized(shape, scale=scale, zero_point=zero, **options)
+    else:
+        _, scales, zeros, axis = how
+        made = torch._empty_per_channel_affine_quantized(
+            shape, scales=scales, zero_points=zeros, axis=axis, **options
+        )
+    return made.set_(storage, offset, shape, strides)
 
 
 # -- subclasses -----------------------------------------------------------------------------------
@@ -114,7 +122,8 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
         if _is_wrapper(torch, tensor):
             return NotImplemented
         grad = tensor.requires_grad
-        bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
+        with torch._C._DisableTorchDispatch():
+            bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
     state = torch._utils._get_obj_state(tensor)
     if state:
         return _subclassed, (bare, cls, grad), state, None, None, _set_state
@@ -134,7 +143,8 @@ def _is_wrapper(torch: Any, tensor: Any) -> bool:
 def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
     import torch
 
-    return torch.Tensor._make_subclass(cls, bare, grad)
+    with torch._C._DisableTorchDispatch():
+        return torch.Tensor._make_subclass(cls, bare, grad)
 
 
 def _set_state(tensor: Any, state: Any) -> None:
@@ -147,15 +157,12 @@ def _set_state(tensor: Any, state: Any) -> None:
 
 
 def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
-    """A storage with a dtype, also of the old classes such as ``FloatStorage``."""
-    torch = sys.modules["torch"]
-    cls = type(storage)
-    dtype = storage.dtype if cls is torch.storage.TypedStorage else None
-    return _typed_storage, (storage._untyped_storage, cls, dtype)
+    """A storage with a dtype, as the old classes such as ``FloatStorage`` make it."""
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
 @builder
-def _typed_storage(storage: Any, cls: Any, dtype: Any) -> Any:
-    if dtype is None:
-        return cls(wrap_storage=storage, _internal=True)
-    return cls(wrap_storage=storage, dtype=dtype, _internal=True)
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

@@ -325,7 +325,9 @@ def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result
         again.recurse, again.blob, again.tensors = fast.recurse, blob, spans.merged()
         again.dump(obj)
         fast = again
-    if not main_is_importable() and any(_MAIN in chunk for chunk in fast.chunks) and not blob:
+    # Large buffers are chunks of their own, and not always bytes: no name is in them.
+    chunks = [chunk for chunk in fast.chunks if type(chunk) is bytes]
+    if not main_is_importable() and any(_MAIN in chunk for chunk in chunks) and not blob:
         # Something went by its name in __main__, which the receiver does not have.
         error = PicklingError("an object is pickled by its name in __main__")
         return _by_dill(obj, layout, fast.recurse, error, blob)

@@ -8,6 +8,8 @@ there already.  A storage that is in the arena, because it was shared before or 
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -17,10 +19,20 @@ from typing import Any
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
 from xpool.pickle.hooks import Context, builder
+from xpool.pickle.policy import Layout
 
 __all__ = ["move", "open_storage", "share"]
 
-_moving = threading.Lock()
+# Reentrant: a signal handler may share something in the midst of that.
+_moving = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _moving
+    _moving = threading.RLock()  # some thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def share(pickler: Context, storage: Any) -> Any:
@@ -34,13 +46,13 @@ def share(pickler: Context, storage: Any) -> Any:
     nbytes = storage.nbytes()
     if not nbytes:
         return (None,)
-    block = move(arena, storage, lambda: f"A storage of {nbytes} bytes")
+    block = move(arena, pickler.layout, storage, lambda: f"A storage of {nbytes} bytes")
     buffer = PickleBuffer(block.view(nbytes))
     pickler.shared[id(buffer)] = block
     return (buffer,)
 
 
-def move(arena: Arena, storage: Any, about: Callable[[], str]) -> Block:
+def move(arena: Arena, layout: Layout, storage: Any, about: Callable[[], str]) -> Block:
     """Have the memory of a storage in the arena; return a hold on it.
 
     Args:
@@ -53,7 +65,7 @@ def move(arena: Arena, storage: Any, about: Callable[[], str]) -> Block:
         block = arena.holding(storage.data_ptr())
         if block is None:
             try:
-                block = _move(arena, storage, storage.nbytes())
+                block = _move(arena, layout.lessor or arena.lease, storage, storage.nbytes())
             except _Refused as exc:
                 raise TaskNotPicklable(f"{about()} cannot be shared: {exc}") from None
         return block
@@ -73,23 +85,18 @@ def open_storage(buffer: Any) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _move(arena: Arena, storage: Any, nbytes: int) -> Block:
+def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, nbytes: int) -> Block:
     torch = sys.modules["torch"]
     if Arena.elsewhere(storage.data_ptr(), arena):
         raise _Refused(
             "it is shared with another pool's processes, for one of which this code works. "
             "Send a clone() of it instead."
         )
-    if not hasattr(storage, "_swap_data_ptr_"):
-        raise _Refused(
-            f"torch {torch.__version__} cannot give a storage other memory, torch 2.13 can. "
-            "Use that, or send copies: is_copy_tensor=True."
-        )
-    block = arena.lease(nbytes)
+    block = lessor(nbytes)
     if block is None:
         raise _Refused(
-            f"there is no memory for {nbytes} bytes more, or they are over the limit of "
-            f"{arena.limit} bytes. Let go of what is shared, or send copies: is_copy_tensor=True."
+            f"there is no memory for {nbytes} bytes more, or memory_limit= is reached. Let go of "
+            "what is shared, or send copies: is_copy_tensor=True."
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
     target.copy_(storage)
@@ -97,5 +104,24 @@ def _move(arena: Arena, storage: Any, nbytes: int) -> Block:
         # Something else may know the address, an array of numpy's for one, and must not find
         # its memory freed: it lives as long as the block.
         block.former = target
-    storage._swap_data_ptr_(target)
+    _swap(torch, storage, target)
     return block
+
+
+def _swap(torch: Any, storage: Any, other: Any) -> None:
+    """Exchange the memory of two storages of one size."""
+    if hasattr(storage, "_swap_data_ptr_"):
+        storage._swap_data_ptr_(other)
+        return
+    # Older versions have no call for it.  A StorageImpl begins with a few words (a table of
+    # methods, counts); then come its memory's address, a deleter and what that is called with.
+    words = [(ctypes.c_size_t * 8).from_address(it._cdata) for it in (storage, other)]
+    one, two = ([int(word) for word in block] for block in words)
+    at = one.index(storage.data_ptr()) if storage.data_ptr() in one else 0
+    if not 0 < at < 6 or two[at] != other.data_ptr():
+        raise _Refused(
+            f"torch {torch.__version__} keeps storages in a way that is not known here. Use a "
+            "newer torch (2.13), or send copies: is_copy_tensor=True."
+        )
+    for i in range(at, at + 3):
+        words[0][i], words[1][i] = two[i], one[i]

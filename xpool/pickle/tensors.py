@@ -9,7 +9,7 @@ A tensor is taken apart in steps, each with its own way back:
    other objects of the message lie in the same memory (see `extents`).
 
 All bytes of dense memory, those of arrays too, go through `bytes_of`.  torch is never
-imported here on the sending side: an object of torch's must exist before `register` is called.
+imported here on the sending side: an object of torch's must exist before `_lazy_torch` is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import layouts
 from xpool.pickle.extents import Extent, Piece, Seen, extent
-from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder
+from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
 from xpool.pickle.policy import INLINE_BELOW
 from xpool.pickle.sharing import move, open_storage, share
 from xpool.pickle.short import SHORT, Head, tail
@@ -46,7 +46,7 @@ _strided: Any = None
 _has_names: Any = None  # in older versions of torch axes may have names
 
 
-def register() -> None:
+def _lazy_torch() -> None:
     """Put torch's types into the table of reducers."""
     torch = sys.modules["torch"]
     for name in _MODULES:
@@ -56,21 +56,20 @@ def register() -> None:
     SHORT[torch.Tensor] = _short
     REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
-    REDUCERS[Piece] = _reduce_piece
     FOR_SUBCLASSES[torch.Tensor] = layouts.reduce_subclass
-    FOR_SUBCLASSES[torch.storage.TypedStorage] = layouts.reduce_typed_storage
+    REDUCERS[torch.storage.TypedStorage] = layouts.reduce_typed_storage
 
 
 _MODULES = ("torch", "torch.nn.parameter", "torch.storage")
 for _module in _MODULES:
-    LAZY[_module] = register
+    LAZY[_module] = _lazy_torch
 
 
 def _learn(torch: Any) -> None:
     global _strided, _has_names
     _strided = torch.strided
     _has_names = getattr(torch.Tensor, "has_names", None)
-    for name, dtype in vars(torch).items():
+    for name, dtype in list(vars(torch).items()):  # another thread may import more
         if isinstance(dtype, torch.dtype):
             name = str(dtype).removeprefix("torch.")
             _NAMES[dtype] = name
@@ -116,6 +115,7 @@ class Memory:
         return self._storage
 
 
+@register(Piece)
 def _reduce_piece(pickler: Context, piece: Piece) -> Any:
     return Memory, (bytes_of(piece.start, piece.stop - piece.start, piece),)
 
@@ -178,7 +178,10 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
         return None
     size = tensor.nbytes
     shape = tuple(tensor.shape)
-    start = tensor.data_ptr()
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # inside a transform of torch.func; the pickler will say so
+        return None
     if size >= INLINE_BELOW or 1 in shape or not start:
         return None
     end = tail(name) if len(shape) == 1 else tail(name, shape)
@@ -286,7 +289,7 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
     if pickler.layout.arena is not None:
         storage = tensor.untyped_storage()
-        move(pickler.layout.arena, storage, partial(_about, tensor))
+        move(pickler.layout.arena, pickler.layout, storage, partial(_about, tensor))
         return _at, (storage, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
     piece = piece_of(pickler, found, tensor)
@@ -362,7 +365,9 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
     if not odd:
         return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
     # Not at a multiple of its element size, which a tensor of this storage cannot say.
-    return _from_buffer(name, memoryview(memory.buffer)[offset:]).as_strided_(shape, strides)
+    rest = memoryview(memory.buffer)[offset:]
+    whole = rest[: len(rest) // dtype.itemsize * dtype.itemsize]
+    return _from_buffer(name, whole).as_strided_(shape, strides)
 
 
 @builder

@@ -201,14 +201,13 @@ class Verbs(Hooks):
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         if retries:
             check_count("retries", retries, least=0)
-        if retry_on:
-            retry_on = check_exceptions("retry_on", retry_on)
-        if (timeout is not None or retries or retry_on) and not self._keeps_terms:
+        on = check_exceptions("retry_on", retry_on) if retry_on else ()
+        if (timeout is not None or retries or on) and not self._keeps_terms:
             raise OptionError(
                 f"timeout= and retries= are not for {type(self).__name__}, whose workers are its "
                 "own: only they could stop a task or run it again"
             )
-        return Terms(retries, worker, waits, timeout, retry_on or ())  # type: ignore[arg-type]
+        return Terms(retries, worker, waits, timeout, on)
 
     def _call(
         self,

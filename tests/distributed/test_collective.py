@@ -1,0 +1,233 @@
+"""Collective groups: each operation does what torch documents, complex tensors included."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+
+import torch
+from support.ranks import Ranks
+
+from xpool.distributed import CollectiveGroup, GroupError, NotAMember, World
+from xpool.errors import OptionError
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+DTYPES = ["float32", "int64", "complex64", "complex128"]
+
+
+def full(value: complex, dtype: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    return torch.full((3,), value * (1 + 2j) if kind.is_complex else value, dtype=kind)
+
+
+def same(tensor: torch.Tensor, value: complex, dtype: str) -> None:
+    assert torch.equal(tensor, full(value, dtype)), tensor
+
+
+def every_operation(world: World, dtype: str) -> int:
+    """Run each operation in a group of three and look at what it gives here."""
+    rank, group = world.rank, world.create_collective_group([2, 0, 1])
+
+    def mine() -> torch.Tensor:
+        return full(rank + 1, dtype)
+
+    tensor = mine()
+    assert group.broadcast(tensor, 1) is None
+    same(tensor, 2, dtype)
+    tensor = mine()
+    group.all_reduce(tensor)
+    same(tensor, 6, dtype)
+    tensor = mine()
+    group.reduce(tensor, 2)
+    if rank == 2:
+        same(tensor, 6, dtype)
+    gathered = [full(0, dtype) for _ in range(3)]
+    group.all_gather(gathered, mine())
+    for index, tensor in enumerate(gathered):
+        same(tensor, index + 1, dtype)
+    gathered = [full(0, dtype) for _ in range(3)]
+    group.gather(mine(), gathered if rank == 1 else None, dst=1)
+    for index, tensor in enumerate(gathered):
+        same(tensor, index + 1 if rank == 1 else 0, dtype)
+    tensor = full(0, dtype)
+    group.scatter(tensor, [full(index + 5, dtype) for index in range(3)] if rank == 2 else None, 2)
+    same(tensor, rank + 5, dtype)
+    group.barrier()
+    return group.size()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operations(ranks: Ranks, dtype: str):
+    """Every operation gives every rank what it should, whatever the order of the ranks."""
+    assert ranks.good_world(3, every_operation, dtype) == [3, 3, 3]
+
+
+def asynchronous(world: World, dtype: str) -> None:
+    rank, group = world.rank, world.create_collective_group(range(3))
+    tensor = full(rank, dtype)
+    pending = group.all_reduce(tensor, async_op=True)
+    assert pending.wait() is True
+    assert pending.is_completed()
+    same(tensor, 3, dtype)
+    gathered = [full(0, dtype) for _ in range(3)]
+    pending = group.gather(full(rank, dtype), gathered if rank == 0 else None, async_op=True)
+    barrier = group.barrier(async_op=True)
+    pending.wait()
+    barrier.wait()
+    if rank == 0:
+        same(gathered[2], 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_async_op(ranks: Ranks, dtype: str):
+    """With ``async_op`` an operation returns what can be waited for."""
+    ranks.good_world(3, asynchronous, dtype)
+
+
+def point_to_point(world: World, dtype: str) -> list[int]:
+    rank, group = world.rank, world.create_collective_group([0, 1, 2])
+    if rank:
+        group.recv(tensor := full(0, dtype), 0)
+        same(tensor, rank, dtype)
+        group.isend(full(10 * rank, dtype), 0, tag=7).wait()
+        group.recv(full(0, dtype), 0)
+        group.send(full(20 * rank, dtype), 0)
+        return []
+    for other in (1, 2):
+        group.send(full(other, dtype), other)
+    senders = []
+    for _ in range(2):
+        source = group.irecv(tensor := full(0, dtype), tag=7).wait()
+        same(tensor, 10 * source, dtype)
+        senders.append(source)
+    pending = {other: group.irecv(full(0, dtype), other) for other in (1, 2)}
+    for other in (1, 2):
+        group.send(full(0, dtype), other)
+    assert {pending[other].wait() for other in (1, 2)} == {1, 2}
+    return sorted(senders)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_send_and_receive(ranks: Ranks, dtype: str):
+    """Messages go between two ranks; a receive from any rank tells whose it was."""
+    assert ranks.good_world(3, point_to_point, dtype)[0] == [1, 2]
+
+
+def multigpu(world: World) -> None:
+    rank, group = world.rank, world.create_collective_group([0, 1])
+    two = [torch.full((2,), 10.0 * rank + 1), torch.full((2,), 10.0 * rank + 2)]
+
+    def fresh() -> list[torch.Tensor]:
+        return [one.clone() for one in two]
+
+    tensors = fresh()
+    group.broadcast_multigpu(tensors, 1, src_tensor=1)
+    assert [one.tolist() for one in tensors] == [[12, 12], [12, 12]]
+    tensors = fresh()
+    group.all_reduce_multigpu(tensors, async_op=True).wait()
+    assert [one.tolist() for one in tensors] == [[26, 26], [26, 26]]
+    tensors = fresh()
+    group.all_reduce_multigpu(tensors, torch.distributed.ReduceOp.MAX)
+    assert [one.tolist() for one in tensors] == [[12, 12], [12, 12]]
+    tensors = fresh()
+    group.reduce_multigpu(tensors, 0, dst_tensor=1)
+    assert tensors[0].tolist() == two[0].tolist()
+    assert tensors[1].tolist() == ([26, 26] if rank == 0 else two[1].tolist())
+    outputs = [[torch.zeros(2) for _ in range(4)] for _ in range(2)]
+    group.all_gather_multigpu(outputs, fresh())
+    for output in outputs:
+        assert [one.tolist() for one in output] == [[1, 1], [2, 2], [11, 11], [12, 12]]
+    with pytest.raises(OptionError, match="need 2 output lists of 4 tensors"):
+        group.all_gather_multigpu(outputs[:1], fresh())
+    with pytest.raises(OptionError, match="src_tensor=5 is none of the 2"):
+        group.broadcast_multigpu(tensors, 1, src_tensor=5)
+    with pytest.raises(OptionError, match="0 tensors: give at least one"):
+        group.all_reduce_multigpu([])
+
+
+def test_multigpu_forms(ranks: Ranks):
+    """What torch took out is answered by one operation and local reductions or copies."""
+    ranks.good_world(2, multigpu)
+
+
+def subsets(world: World) -> object:
+    group = world.create_collective_group([0, 2])
+    if world.rank == 1:
+        assert group.current_rank is None
+        for refused in (group.barrier, lambda: group.send(torch.ones(1), 0)):
+            with pytest.raises(NotAMember, match=r"Rank 1 is not in the group, .* \[0, 2\]"):
+                refused()
+        return None
+    with pytest.raises(OptionError, match=r"dst=1 is not in the group; its ranks: \[0, 2\]"):
+        group.reduce(torch.ones(1), 1)
+    again = world.create_collective_group([2, 0])  # the same ranks once more
+    one, two = torch.ones(1), torch.ones(1) * 10
+    group.all_reduce(one)
+    again.all_reduce(two)
+    group.destroy()
+    with pytest.raises(GroupError, match="was destroyed; make a new one"):
+        group.all_reduce(one)
+    group.destroy()
+    again.all_reduce(two)
+    return one.item(), two.item(), again.current_rank
+
+
+def test_groups_of_some(ranks: Ranks):
+    """Groups of some ranks, two of the same ranks, and destroying one."""
+    assert ranks.good_world(3, subsets) == [(2, 40, 0), None, (2, 40, 1)]
+
+
+def without_others(world: World) -> None:
+    if world.rank == 0:
+        group: CollectiveGroup = world.create_collective_group([0])
+        group.all_reduce(torch.ones(1))
+        with pytest.raises(TypeError, match="cannot be sent"):
+            world.__reduce__()
+        with pytest.raises(TypeError, match="cannot be sent"):
+            group.__reduce__()
+    with pytest.raises(OptionError, match="rank 7 is not in the world; its ranks: 0 to 1"):
+        world.create_collective_group([0, 7])
+    with pytest.raises(OptionError, match="give each rank once"):
+        world.create_collective_group([1, 1])
+    with pytest.raises(OptionError, match="timeout must be seconds"):
+        world.create_collective_group([0, 1], timeout=0)
+
+
+def test_bad_ranks(ranks: Ranks):
+    """Ranks that are not there, or twice, are refused, and the rest says what there is."""
+    ranks.good_world(2, without_others)
+
+
+def bad_tensors(world: World) -> float:
+    group = world.create_collective_group([0, 1])
+    with pytest.raises(OptionError, match="only SUM and AVG"):
+        group.all_reduce(torch.ones(1) * 1j, torch.distributed.ReduceOp.PRODUCT)
+    with pytest.raises(TypeError, match=r"a tensor is needed, not \[1, 2\]"):
+        group.all_reduce([1, 2])
+    with pytest.raises(ValueError, match="gather_list"):
+        group.gather(torch.ones(1), None, dst=world.rank)
+    conjugate = (torch.ones(2) * 1j).conj()
+    gathered = [torch.zeros(2, dtype=torch.complex64) for _ in range(2)]
+    group.all_gather(gathered, conjugate)
+    assert gathered[1].tolist() == [-1j, -1j]
+    tensor = torch.ones(1)
+    group.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_bad_tensors(ranks: Ranks):
+    """What is refused before anything was sent leaves the group as it was."""
+    assert ranks.good_world(2, bad_tensors) == [2, 2]
+
+
+def sizes(world: World) -> int:
+    total = torch.tensor(1)
+    world.create_collective_group(world.get_ranks()).all_reduce(total)
+    return int(total)
+
+
+def test_eight_ranks(ranks: Ranks):
+    """It goes with eight as well."""
+    assert ranks.good_world(8, sizes) == [8] * 8

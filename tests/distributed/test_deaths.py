@@ -1,0 +1,420 @@
+"""A rank that dies ends what others wait for, at once, with an error that names it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+
+import torch
+from support.ranks import Ranks, in_world
+
+from xpool import TimeoutError, WorkerDied
+from xpool.distributed import CollectiveGroup, GroupError, GroupTimeout, PeerLost, World, join
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+SECONDS = 20.0  # far below the timeouts given below, far above what a loaded machine needs
+TIMEOUT = 600
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def all_reduce(group: CollectiveGroup) -> None:
+    group.all_reduce(torch.ones(100_000))
+
+
+def barrier(group: CollectiveGroup) -> None:
+    group.barrier()
+
+
+def all_gather(group: CollectiveGroup) -> None:
+    group.all_gather([torch.empty(1000) for _ in range(group.size())], torch.ones(1000))
+
+
+def receive(group: CollectiveGroup) -> None:
+    group.recv(torch.ones(1), group.size() - 1)
+
+
+def receive_any(group: CollectiveGroup) -> None:
+    group.recv(torch.ones(1))
+
+
+def in_chain(group: CollectiveGroup) -> None:
+    """Each waits for the next, only the last but one for the dead."""
+    group.recv(torch.ones(1), group.current_rank + 1)
+
+
+OPERATIONS = [all_reduce, barrier, all_gather, receive, receive_any, in_chain]
+
+
+def last_dies(world: World, operation: Any) -> tuple[float, str]:
+    """Wait in an operation with the last rank, which dies; return how long, and the error."""
+    group = world.create_collective_group(world.get_ranks(), timeout=TIMEOUT)
+    group.all_reduce(torch.ones(1))  # all connections are there
+    if world.rank == world.world_size - 1:
+        die()
+    begin = time.monotonic()
+    with pytest.raises(PeerLost) as error:
+        operation(group)
+    waited = time.monotonic() - begin
+    with pytest.raises(PeerLost, match="The group is broken"):
+        group.all_reduce(torch.ones(1))
+    group.destroy()
+    return waited, str(error.value)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.__name__)
+def test_collectives(ranks: Ranks, operation: Any):
+    """Whatever the survivors wait for in a group ends in `PeerLost`, which names the dead."""
+    *alive, dead = ranks.world(4, last_dies, operation)
+    assert isinstance(dead, WorkerDied)
+    for waited, text in alive:
+        assert waited < SECONDS
+        assert "'w3' has died" in text or "a member (of w0, w1, w2, w3) has died" in text, text
+
+
+@pytest.mark.parametrize("operation", [all_reduce, barrier, all_gather, in_chain])
+def test_collectives_without_rpc(ranks: Ranks, operation: Any):
+    """Without RPC the error goes from neighbour to neighbour."""
+    *alive, _ = ranks.world(5, last_dies, operation, init_rpc=False)
+    assert all(waited < SECONDS for waited, _ in alive), alive
+
+
+def told(world: World) -> str:
+    group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
+    group.barrier()
+    if world.rank == 2:
+        die()
+    pending = group.irecv(torch.ones(1))
+    world.lost(2, "was killed, says the pool")
+    with pytest.raises(PeerLost) as error:
+        pending.wait()
+    return str(error.value)
+
+
+def test_told_of_a_loss(ranks: Ranks):
+    """Where there is no RPC, whoever knows of a death can say so."""
+    for text in ranks.world(3, told, init_rpc=False)[:2]:
+        assert "'w2' was killed, says the pool" in text
+        assert "still there: w0, w1" in text
+
+
+def idle_survivor(world: World) -> str:
+    """Rank 1 waits for rank 0, which does not take part: only hearsay can end that."""
+    group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
+    if world.rank == 2:
+        die()
+    if world.rank == 1:
+        with pytest.raises(PeerLost):
+            group.recv(torch.ones(1), 0)
+    assert world.peers.wait_lost(["w2"], SECONDS) == ["w2"]
+    group.destroy()
+    again = world.create_collective_group([0, 1])
+    total = torch.ones(1)
+    again.all_reduce(total)
+    return f"{total.item():g}"
+
+
+def test_survivors_go_on(ranks: Ranks):
+    """A member that is busy elsewhere does not hold up the news; who is left makes a new group."""
+    assert ranks.world(3, idle_survivor)[:2] == ["2", "2"]
+
+
+def lead_dies(world: World) -> list[str]:
+    """Rank 0, which watches everyone, dies, and then rank 1, which has taken its place."""
+    world.create_rpc_group("all", world.get_members())
+    for rank in (0, 1):
+        if world.rank == rank:
+            die()
+        assert world.peers.wait_lost([f"w{rank}"], SECONDS) == [f"w{rank}"]
+        # Those who are left take over one after the other, not all at once.
+        world.create_rpc_group(f"after {rank}", world.get_members()[:rank:-1])
+    return sorted(world.peers.lost())
+
+
+def test_the_lead_dies(ranks: Ranks):
+    """Whoever watches is watched as well."""
+    outcomes = ranks.world(4, lead_dies)
+    assert outcomes[2:] == [["w0", "w1"]] * 2
+
+
+def calls_to_the_dead(world: World) -> float:
+    group = world.create_rpc_group("group", ["w1", "w0", "w2"])
+    begin = time.monotonic()
+    if world.rank == 2:
+        group.register("sleep", time.sleep)
+    group.barrier()
+    if world.rank == 2:
+        group.barrier()
+        die()
+    pending = group.registered_async("sleep", (TIMEOUT,), timeout=0)
+    group.barrier()
+    with pytest.raises(PeerLost, match="'w2'"):
+        pending.wait()
+    with pytest.raises(PeerLost, match="still there: w0, w1"):
+        group.rpc_sync("w2", abs, args=(-1,))
+    with pytest.raises(PeerLost, match="'w2'"):
+        group.registered_sync("sleep", (0,))
+    with pytest.raises(PeerLost, match=r"barrier of 'group' cannot complete: 'w2' has died"):
+        group.barrier()
+    with pytest.raises(PeerLost, match="create_rpc_group of 'other'"):
+        world.create_rpc_group("other", ["w0", "w1", "w2"])
+    with pytest.raises(PeerLost, match="create_collective_group of 'ranks 0, 1, 2'"):
+        world.create_collective_group([0, 1, 2])
+    assert group.rpc_sync("w0", abs, args=(-1,)) == 1
+    return time.monotonic() - begin
+
+
+def test_calls(ranks: Ranks):
+    """Calls, services, barriers and new groups with a dead process raise `PeerLost`."""
+    *alive, dead = ranks.world(3, calls_to_the_dead, rpc_timeout=TIMEOUT)
+    assert isinstance(dead, WorkerDied)
+    assert all(isinstance(waited, float) and waited < SECONDS for waited in alive), alive
+
+
+def waits_while_one_dies(world: World, what: str) -> str:
+    group = world.create_rpc_group("group", world.get_members())
+    if world.rank == 1:
+        group.rpc_sync("w0", abs, args=(-1,))
+        die()
+    with pytest.raises(PeerLost) as error:
+        if what == "barrier":
+            group.barrier()
+        else:
+            world.create_rpc_group("next", world.get_members())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["barrier", "create"])
+def test_meetings(ranks: Ranks, what: str):
+    """Who waits for all to come does not wait for the dead."""
+    outcomes = ranks.world(4, waits_while_one_dies, what, rpc_timeout=TIMEOUT)
+    for text in (outcomes[0], *outcomes[2:]):
+        assert "'w1' has died" in text
+
+
+def leaves_without_waiting(rank: int, address: str) -> str:
+    world = World(f"w{rank}", rank, 2, dist_init_method=address, rpc_timeout=TIMEOUT)
+    if rank == 1:
+        world.stop(graceful=False)
+        return ""
+    world.peers.wait_lost(["w1"], SECONDS)
+    text = world.peers.describe("w1")
+    world.stop()  # there is nobody left to wait for
+    return text
+
+
+def test_leaving(ranks: Ranks):
+    """A process that leaves without waiting is known to have left."""
+    text = ranks.run(2, leaves_without_waiting, ranks.address())[0]
+    assert text == "'w1' has left the world; still there: w0"
+
+
+def test_stop_does_not_wait_for_the_dead(ranks: Ranks):
+    """Leaving a world in order, with a rank dead, ends."""
+
+    def body(world: World) -> int:
+        if world.rank == 1:
+            die()
+        return world.rank
+
+    assert ranks.world(4, body, rpc_timeout=TIMEOUT)[2:] == [2, 3]
+
+
+def never_joined(rank: int, address: str) -> None:
+    if rank == 1:
+        die()
+    World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=2)
+
+
+def test_a_rank_that_never_joins(ranks: Ranks):
+    """Ranks that do not come are named when the time is up."""
+    outcomes = ranks.run(3, never_joined, ranks.address())
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, GroupTimeout)
+        assert "rank 1 did not join" in str(outcome)
+        assert "Those that came: 0 (w0), 2 (w2)" in str(outcome)
+
+
+def replaced(rank: int, n: int, address: str) -> float:
+    """What a pool has each worker do, again when one was replaced."""
+    total = torch.ones(1)
+    world = join(rank, n, address)
+    world.create_collective_group(range(n), timeout=TIMEOUT).all_reduce(total)
+    return total.item()
+
+
+def dies_in_a_group(rank: int, n: int) -> str:
+    from xpool.distributed import get_world
+
+    group = get_world().create_collective_group(range(n), timeout=TIMEOUT)
+    if rank == 1:
+        die()
+    with pytest.raises(PeerLost) as error:
+        group.all_reduce(torch.ones(1))
+    return str(error.value)
+
+
+def test_a_world_is_made_anew(ranks: Ranks):
+    """After a death the survivors and the replacement join again, at another address."""
+    n = 3
+    results = ranks.start(n, replaced, n, ranks.address())
+    assert [result.get() for result in results] == [3] * n
+    pool = ranks.pools[-1]
+    results = [pool.apply_async(dies_in_a_group, (rank, n), worker=rank) for rank in range(n)]
+    with pytest.raises(WorkerDied):
+        results[1].get()
+    assert "has died, or left" in results[0].get()
+    address = ranks.address()
+    results = [pool.apply_async(replaced, (rank, n, address), worker=rank) for rank in range(n)]
+    assert [result.get() for result in results] == [3] * n
+
+
+def late(world: World) -> tuple[str, str]:
+    group = world.create_collective_group([0, 1], timeout=1)
+    rpc_group = world.create_rpc_group("pair", ["w0", "w1"])
+    if world.rank == 1:
+        LATE.wait()
+        return "", ""
+    with pytest.raises(GroupTimeout) as first:
+        group.all_reduce(torch.ones(1))
+    with pytest.raises(GroupTimeout) as second:
+        rpc_group.barrier()
+    rpc_group.rpc_sync("w1", set_late)
+    return str(first.value), str(second.value)
+
+
+LATE = threading.Event()
+
+
+def set_late() -> None:
+    LATE.set()
+
+
+def test_timeouts(ranks: Ranks):
+    """Who does not take part in time is named."""
+    first, second = ranks.good_world(2, late, rpc_timeout=1)[0]
+    assert "not all of w0, w1 took part within 1 s" in first
+    assert "barrier of 'pair': w1 did not come within 1 s. All of w0, w1 have to call it" in second
+
+
+def test_sudden_end_of_everyone(ranks: Ranks):
+    """The ranks of a world that are ended together leave nothing behind."""
+    results = ranks.start(3, in_world, 3, ranks.address(), {}, sleeps, ())
+    with pytest.raises(TimeoutError):
+        results[0].get(1)
+    ranks.close()
+
+
+def sleeps(world: World) -> None:
+    world.create_collective_group(range(3)).barrier()
+    signal.pause()
+
+
+STAGES = ["torch.distributed.init_process_group", "torch.distributed.rpc.init_rpc", "watch"]
+
+
+def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple[str, str, float]:
+    from xpool.distributed import get_world
+    from xpool.distributed.peers import Peers
+
+    if rank == 1:
+        where, _, name = stage.rpartition(".")
+        module = Peers if not where else importlib.import_module(where)
+        setattr(module, name, lambda *_, **__: die())
+    limits = {"dist_timeout": 3, "rpc_timeout": 3}
+    try:
+        with World(f"w{rank}", rank, 3, dist_init_method=address, **limits) as world:
+            world.create_rpc_group("group", world.get_members())
+        error = ""
+    except GroupError as exc:
+        error = str(exc)
+    assert get_world() is None
+    total = torch.ones(1)
+    with World(f"w{rank}", rank // 2, 2, dist_init_method=later) as world:
+        world.create_collective_group([0, 1]).all_reduce(total)
+        names = ", ".join(world.get_members())
+    return error, names, total.item()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_death_while_joining(ranks: Ranks, stage: str):
+    """A rank that dies in the middle of joining is an error for the others, who may join again."""
+    later = ranks.address()
+    outcomes = ranks.run(3, dies_while_joining, ranks.address(), stage, later)
+    assert isinstance(outcomes[1], WorkerDied)
+    for error, names, total in (outcomes[0], outcomes[2]):
+        assert error
+        assert (names, total) == ("w0, w2", 2)
+
+
+def all_at_once(world: World, seconds: float) -> str:
+    """Call and reduce without end; one rank kills itself some time later."""
+    group = world.create_rpc_group("group", world.get_members())
+    collective = world.create_collective_group(world.get_ranks(), timeout=TIMEOUT)
+    if world.rank == 1:
+        threading.Timer(seconds, die).start()
+
+    def calls() -> None:
+        while True:
+            for name in world.get_members():
+                group.rpc_sync(name, torch.add, args=(torch.ones(1000), 1))
+            group.barrier()
+
+    def reduces() -> None:
+        while True:
+            collective.all_reduce(torch.ones(1000))
+
+    def ends(work: Any) -> None:
+        try:
+            work()
+        except PeerLost as exc:
+            ended.append(str(exc))
+
+    ended: list[str] = []
+    threads = [threading.Thread(target=ends, args=(work,)) for work in (calls, reduces)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    collective.destroy()
+    return " ".join(ended)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.1, 0.3, 0.5])
+def test_death_in_the_middle(ranks: Ranks, seconds: float):
+    """Whatever is going on when a rank dies, ends for the others."""
+    outcomes = ranks.world(4, all_at_once, seconds, rpc_timeout=TIMEOUT)
+    assert isinstance(outcomes[1], WorkerDied)
+    for text in (outcomes[0], *outcomes[2:]):
+        assert isinstance(text, str), text
+        assert "'w1' has died" in text
+
+
+def leaves_some_pending(world: World) -> float:
+    group = world.create_collective_group([0, 1], timeout=TIMEOUT)
+    group.barrier()
+    begin = time.monotonic()
+    if world.rank == 0:
+        pending = [group.all_reduce(torch.ones(1), async_op=True), group.irecv(torch.ones(1))]
+        group.destroy()
+        for one in pending:
+            with pytest.raises(GroupError, match="was destroyed"):
+                one.wait()
+    return time.monotonic() - begin
+
+
+def test_destroying_with_work_pending(ranks: Ranks):
+    """A group that is destroyed lets go of what was pending in it."""
+    assert ranks.good_world(2, leaves_some_pending)[0] < SECONDS

@@ -1,0 +1,333 @@
+"""RPC groups: calls, values and services of other processes."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+
+import torch
+from support.ranks import Ranks
+
+from xpool import TimeoutError
+from xpool.distributed import (
+    GroupError,
+    GroupKeyError,
+    GroupTimeout,
+    NotAMember,
+    RpcGroup,
+    World,
+    get_cur_name,
+    get_cur_rank,
+    get_world,
+    is_world_initialized,
+)
+from xpool.errors import OptionError, RemoteTraceback
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+
+class Stubborn(Exception):
+    """Its class wants two arguments, and torch would have made it a RuntimeError."""
+
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(f"{number}: {text}")
+        self.number, self.text = number, text
+
+
+def stubborn() -> None:
+    raise Stubborn(7, "no\n\\x")
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+STOP = threading.Event()
+
+
+def calls(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0", "w1", "w2"])
+    if world.rank == 0:
+        assert group.rpc_sync("w1", get_cur_rank) == 1
+        assert group.rpc_sync("w0", get_cur_name) == "w0"
+        assert group.rpc_sync("w2", divmod, args=(7, 2), timeout=30) == (3, 1)
+        assert group.rpc_sync("w2", int, args=("11",), kwargs={"base": 2}) == 3
+        tensor = torch.arange(6.0).reshape(2, 3)
+        future = group.rpc_async("w1", lambda one: one @ tensor.t(), args=(tensor,))
+        assert torch.equal(future.wait(), tensor @ tensor.t())
+        assert isinstance(future, torch.futures.Future)
+        assert future.then(lambda done: done.value().sum().item()).wait() == 83
+        both = [group.rpc_async(to, abs, args=(-1,)) for to in ("w1", "w2")]
+        assert torch.futures.wait_all(both) == [1, 1]
+        rref = group.remote("w1", torch.add, args=(tensor, 1))
+        assert rref.owner_name() == "w1"
+        assert group.rpc_sync("w2", lambda one: one.to_here().sum().item(), args=(rref,)) == 21
+    group.barrier()
+
+
+def test_calls(ranks: Ranks):
+    """Functions, lambdas and methods run in the process that was named."""
+    ranks.good_world(3, calls)
+
+
+def errors(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    if world.rank == 0:
+        for raised in (
+            lambda: group.rpc_sync("w1", stubborn),
+            lambda: group.rpc_async("w1", stubborn).wait(),
+            lambda: group.registered_sync("stubborn"),
+        ):
+            if not group.is_registered("stubborn"):
+                group.register("stubborn", stubborn)
+            with pytest.raises(Stubborn, match=r"7: no\n\\x") as error:
+                raised()
+            assert (error.value.number, error.value.text) == (7, "no\n\\x")
+            assert isinstance(error.value.__cause__, RemoteTraceback)
+            assert "in stubborn" in str(error.value.__cause__)
+        text = "".join(traceback.format_exception(error.value))
+        assert "On 'w0' (rank 0):" in text  # the service is here
+        with pytest.raises(ValueError, match="invalid literal") as error:
+            group.remote("w1", int, args=("x",)).to_here()
+        assert "Traceback" in str(error.value)
+        with pytest.raises(GroupError, match=r"SystemExit\(3\)"):
+            group.rpc_sync("w1", leave)
+        with pytest.raises(TypeError, match="pickle"):
+            group.rpc_sync("w1", abs, args=(threading.Lock(),))
+        with pytest.raises(RuntimeError, match="pickle"):
+            group.rpc_sync("w1", threading.Lock)
+        assert group.rpc_sync("w1", abs, args=(-1,)) == 1
+    group.barrier()
+
+
+def test_what_a_function_raises(ranks: Ranks):
+    """Its own exception, with its fields, and with the traceback of where it was raised."""
+    ranks.good_world(2, errors)
+
+
+def timeouts(world: World) -> str:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    texts = []
+    if world.rank == 1:
+        group.register("wait", wait_for_stop)
+    group.barrier()
+    if world.rank == 0:
+        for waiting in (
+            lambda: group.rpc_sync("w1", wait_for_stop, timeout=0.2),
+            lambda: group.rpc_async("w1", wait_for_stop, timeout=0.2).wait(),
+            lambda: group.registered_sync("wait", timeout=0.2),
+        ):
+            with pytest.raises(GroupTimeout) as error:
+                waiting()
+            assert isinstance(error.value, TimeoutError)
+            texts.append(str(error.value))
+        patient = group.rpc_async("w1", wait_for_stop, timeout=0)
+        group.rpc_sync("w1", set_stop)
+        assert patient.wait() is True
+    group.barrier()
+    return "\n".join(texts)
+
+
+def wait_for_stop() -> bool:
+    return STOP.wait()
+
+
+def set_stop() -> None:
+    STOP.set()
+
+
+def test_timeouts(ranks: Ranks):
+    """A call takes as long as it was given; the message says what to do."""
+    text = ranks.good_world(2, timeouts)[0]
+    assert "wait_for_stop did not answer from 'w1' within 0.2 s. It may still be running" in text
+
+
+def values(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    if world.rank == 0:
+        group.pair("value", {"tensor": torch.ones(2)})
+        with pytest.raises(GroupKeyError, match="already paired to Group"):
+            group.pair("value", 1)
+    group.barrier()
+    if world.rank == 1:
+        assert group.is_paired("value")
+        assert not group.is_paired("other")
+        with pytest.raises(KeyError, match="already paired to Group .* by 'w0'"):
+            group.pair("value", 1)
+        with pytest.raises(KeyError, match="not paired to Group .*its own: none"):
+            group.unpair("value")
+        with pytest.raises(KeyError, match="not found on Group .*paired to it: 'value'"):
+            group.get_paired("other")
+        rref = group.get_paired("value")
+        assert rref.to_here()["tensor"].tolist() == [1, 1]
+        assert rref.owner_name() == "w0"
+        group.pair(("any", "key"), 5)
+        assert group.get_paired(("any", "key")).to_here() == 5
+    group.barrier()
+    if world.rank == 0:
+        group.unpair("value")
+    group.barrier()
+    assert not group.is_paired("value")
+    group.barrier()
+    if world.rank == 1:  # whoever withdrew a key leaves it to others
+        group.pair("value", 2)
+    group.barrier()
+    assert group.get_paired("value").to_here() == 2
+    group.barrier()
+
+
+def test_values(ranks: Ranks):
+    """Values are found by key from anywhere in the group, and are their holder's to withdraw."""
+    ranks.good_world(2, values)
+
+
+class Counter:
+    """What a service may be: a method that keeps something."""
+
+    def __init__(self) -> None:
+        self.count = 20
+
+    def add(self, n: int = 1) -> int:
+        self.count += n
+        return self.count
+
+
+def services(world: World) -> int:
+    counter = Counter()
+    group = world.create_rpc_group("group", ["w0", "w1", "w2"])
+    if world.rank == 1:
+        group.register("add", counter.add)
+        with pytest.raises(GroupKeyError, match="already registered in Group"):
+            group.register("add", counter.add)
+    group.barrier()
+    if world.rank == 2:
+        assert group.is_registered("add")
+        assert group.registered_sync("add") == 21
+        assert group.registered_async("add", (2,)).wait() == 23
+        assert group.registered_remote("add", kwargs={"n": 7}).to_here() == 30
+        with pytest.raises(KeyError, match=r"already registered in Group .* by 'w1'"):
+            group.register("add", counter.add)
+        with pytest.raises(KeyError, match="not registered in Group .* by 'w2'"):
+            group.deregister("add")
+        for unknown in (group.registered_sync, group.registered_async, group.registered_remote):
+            with pytest.raises(KeyError, match="not found on Group .*registered in it: 'add'"):
+                unknown("sub")
+    group.barrier()
+    if world.rank == 1:
+        group.deregister("add")
+    group.barrier()
+    assert not group.is_registered("add")
+    return counter.count
+
+
+def test_services(ranks: Ranks):
+    """Services run where they were registered."""
+    assert ranks.good_world(3, services)[1] == 30
+
+
+def membership(world: World) -> Any:
+    name = world.name
+    assert (get_world(), is_world_initialized()) == (world, True)
+    assert (get_cur_name(), get_cur_rank()) == (name, world.rank)
+    assert world.get_ranks() == [0, 1, 2]
+    assert world.get_members() == ["w0", "w1", "w2"]
+    everyone = world.create_rpc_group("everyone", world.get_members())
+    with pytest.raises(OptionError, match="'w7' is not in the world; its members: w0, w1, w2"):
+        world.create_rpc_group("group", ["w0", "w7"])
+    with pytest.raises(OptionError, match="twice: w0, w1, w0"):
+        world.create_rpc_group("group", ["w0", "w1", "w0"])
+    with pytest.raises(NotAMember, match=f"'{name}' makes group 'group', but is not one"):
+        world.create_rpc_group("group", [one for one in world.get_members() if one != name])
+    with pytest.raises(GroupError, match="'everyone' already exists"):
+        world.create_rpc_group("everyone", [name])
+    if world.rank < 2:
+        group = world.create_rpc_group("pair", ["w1", "w0"])
+        assert group.get_group_name() == "pair"
+        assert group.get_group_members() == ["w1", "w0"]
+        assert (group.size(), group.is_member(), group.is_member("w2")) == (2, True, False)
+        with pytest.raises(NotAMember, match="'w2' is not a member of group 'pair'; .* w1, w0"):
+            group.rpc_sync("w2", abs, args=(-1,))
+        if world.rank == 0:
+            group.register("here", get_cur_name)
+            everyone.rpc_sync("w2", use_from_outside, args=(group,))
+            assert everyone.rpc_sync("w1", is_own_group, args=(group,))
+        group.barrier()
+        group.destroy()
+        group.destroy()
+        assert list(world.groups) == ["everyone"]
+        again = world.create_rpc_group("pair", ["w0", "w1"])
+        assert not again.is_registered("here")
+        again.barrier()
+    everyone.barrier()
+    return repr(everyone)
+
+
+def use_from_outside(group: RpcGroup) -> None:
+    """A process that is not a member may look things up and call, but offers nothing."""
+    assert not group.is_member()
+    assert group.registered_sync("here") == "w0"
+    for refused in (lambda: group.register("x", abs), lambda: group.pair("x", 1), group.barrier):
+        with pytest.raises(NotAMember, match="'w2' is not a member"):
+            refused()
+
+
+def is_own_group(group: RpcGroup) -> bool:
+    """Where there is a group of that name, a group that was sent is that one."""
+    return group is get_world().groups["pair"]
+
+
+def test_membership(ranks: Ranks):
+    """Who is in a group, who is not, and what happens to names that make no sense."""
+    outcomes = ranks.good_world(3, membership)
+    assert outcomes[0] == "<RpcGroup 'everyone' of w0, w1, w2>"
+
+
+def disagree(world: World) -> str:
+    members = ["w0", "w1"] if world.rank == 0 else ["w0", "w1", "w2"]
+    if world.rank == 2:
+        return ""
+    try:
+        group = world.create_rpc_group("group", members)
+    except (OptionError, GroupTimeout) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return repr(group)
+
+
+def test_members_disagree(ranks: Ranks):
+    """Members that make a group of different members are told so."""
+    texts = ranks.good_world(3, disagree, rpc_timeout=1)
+    assert any("OptionError" in text and "give the same members" in text for text in texts)
+
+
+def many_threads(world: World) -> int:
+    group = world.create_rpc_group("group", ["w0", "w1", "w2"])
+    counter, lock = Counter(), threading.Lock()
+
+    def add() -> None:
+        with lock:
+            counter.add()
+
+    group.register(f"add {world.name}", add)
+    group.barrier()
+
+    def work() -> None:
+        for number in range(30):
+            group.registered_sync(f"add w{number % 3}")
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.barrier()
+    return counter.count
+
+
+def test_threads(ranks: Ranks):
+    """Calls from many threads at once all arrive, once."""
+    assert sum(ranks.good_world(3, many_threads)) == 3 * (20 + 120)

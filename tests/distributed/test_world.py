@@ -1,0 +1,238 @@
+"""Joining a world, leaving it, and what is said when that does not go as it should."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
+
+import torch
+from support.ranks import Ranks
+from support.scripts import popen, write
+
+from xpool.distributed import (
+    GroupError,
+    GroupKeyError,
+    GroupTimeout,
+    PeerLost,
+    World,
+    get_cur_name,
+    get_cur_rank,
+    get_world,
+    is_world_initialized,
+)
+from xpool.errors import OptionError
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def both_kinds(world: World) -> float:
+    total = torch.tensor(float(world.rank))
+    world.create_collective_group(world.get_ranks()).all_reduce(total)
+    group = world.create_rpc_group("all", world.get_members())
+    assert group.rpc_sync("w1", get_cur_rank) == 1
+    return total.item()
+
+
+def at_tcp(rank: int, address: str) -> float:
+    with World(f"w{rank}", rank, 3, dist_init_method=address) as world:
+        return both_kinds(world)
+
+
+def test_tcp(ranks: Ranks):
+    """Ranks meet at a TCP address, which both kinds of group share."""
+    assert ranks.run(3, at_tcp, f"tcp://127.0.0.1:{free_port()}") == [3, 3, 3]
+
+
+def at_environment(rank: int, port: int) -> float:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="3"
+    )
+    with World(f"w{rank}") as world:
+        return both_kinds(world)
+
+
+def test_torchrun(ranks: Ranks):
+    """What torchrun puts into the environment is enough."""
+    assert ranks.run(3, at_environment, free_port()) == [3, 3, 3]
+
+
+def one_kind(rank: int, address: str, kind: str) -> str:
+    options = {"init_dist": kind == "dist", "init_rpc": kind == "rpc"}
+    where = {f"{kind}_init_method": address}
+    with World(f"w{rank}", rank, 2, **options, **where) as world:
+        if kind == "dist":
+            world.create_collective_group([0, 1]).barrier()
+            refused, args = world.create_rpc_group, ("group", ["w0", "w1"])
+        else:
+            world.create_rpc_group("group", ["w0", "w1"]).barrier()
+            refused, args = world.create_collective_group, ([0, 1],)
+        with pytest.raises(GroupError) as error:
+            refused(*args)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "option"), [("dist", "init_rpc"), ("rpc", "init_dist")])
+def test_one_kind_only(ranks: Ranks, kind: str, option: str):
+    """A world may have one kind of group only, and says so of the other."""
+    for text in ranks.run(2, one_kind, ranks.address(), kind):
+        assert f"make it with {option}=True" in text
+
+
+def twice(rank: int, addresses: list[str]) -> list[float]:
+    sums = []
+    for address in addresses:
+        with World(f"w{rank}", rank, 2, dist_init_method=address) as world:
+            with pytest.raises(GroupError, match=f"is 'w{rank}' of a world already"):
+                World("other", 0, 1)
+            total = torch.ones(1)
+            world.create_collective_group([0, 1]).all_reduce(total)
+            sums.append(total.item())
+        assert get_world() is None
+        with pytest.raises(GroupError, match="has been stopped"):
+            world.stop()
+        with pytest.raises(GroupError, match="has been stopped"):
+            world.create_rpc_group("group", [world.name])
+    return sums
+
+
+def test_one_world_after_another(ranks: Ranks):
+    """A process is in one world at a time, and may join another when it has left."""
+    outcomes = ranks.run(2, twice, [ranks.address(), ranks.address()])
+    assert outcomes == [[2, 2]] * 2
+
+
+def test_no_world():
+    """Outside of a world the functions say what to do."""
+    assert get_world() is None
+    assert not is_world_initialized()
+    for function in (get_cur_name, get_cur_rank):
+        with pytest.raises(GroupError, match="in no world: make one with"):
+            function()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "a b"}, "name must be 1 to 127 letters"),
+        ({"name": ""}, "name must be"),
+        ({"rank": 3}, "rank 3 of world_size 3"),
+        ({"rank": -2}, "rank -2 of world_size 3"),
+        ({"world_size": 0}, "world_size 0"),
+        ({"rank": 1.0}, "rank must be a whole number"),
+        ({"rank": -1}, "rank is not given, and the environment variable RANK"),
+        ({"init_dist": False, "init_rpc": False}, "init_dist or init_rpc"),
+        ({"dist_timeout": 0}, "dist_timeout must be seconds"),
+        ({"rpc_timeout": -1}, "rpc_timeout must be seconds"),
+        ({"dist_init_method": "http://x"}, "'http://x' is no place to meet"),
+        ({"dist_init_method": "tcp://127.0.0.1"}, "is no place to meet"),
+        ({"dist_init_method": "env://"}, "MASTER_ADDR expected"),
+    ],
+)
+def test_bad_options(arguments: dict[str, object], message: str):
+    """What makes no sense is refused at once, and leaves no world behind."""
+    good = {"name": "w0", "rank": 0, "world_size": 3, "dist_init_method": "file:///nowhere/x"}
+    with pytest.raises(OptionError, match=message):
+        World(**(good | arguments))
+    assert get_world() is None
+
+
+def same_place(rank: int, address: str, name: str, claimed: int) -> None:
+    with World(name, claimed, 2, dist_init_method=address, dist_timeout=2):
+        pass
+
+
+def test_name_taken_twice(ranks: Ranks):
+    """A name that two ranks have is refused in all of them."""
+    results = ranks.start(2, same_name, ranks.address())
+    for result in results:
+        with pytest.raises(OptionError, match=r"Ranks 0 and 1 are both named 'me'.*me, me"):
+            result.get()
+
+
+def same_name(rank: int, address: str) -> None:
+    same_place(rank, address, "me", rank)
+
+
+def same_rank(rank: int, address: str) -> None:
+    same_place(rank, address, f"w{rank}", 1)
+
+
+def test_rank_taken_twice(ranks: Ranks):
+    """The second to claim a rank is told so; the first, that somebody is missing."""
+    errors = ranks.run(2, same_rank, ranks.address())
+    assert {type(error) for error in errors} == {OptionError, GroupTimeout}
+    text = "\n".join(map(str, errors))
+    assert "Rank 1 at file:///" in text
+    assert "is taken already: give each process a rank of its own" in text
+    assert "rank 0 did not join" in text
+
+
+def test_nobody_at_the_address():
+    """Where nobody listens, the message says whose part that was."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(GroupTimeout, match="Rank 0 opens it"):
+        World("w1", 1, 2, dist_init_method=address, dist_timeout=1)
+    assert get_world() is None
+
+
+def test_world_in_a_fork(ranks: Ranks):
+    """A forked child is in no world, whatever its parent is."""
+    assert ranks.good_world(1, forks) == [0]
+
+
+def forks(world: World) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if get_world() is None else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+ENDS = """
+import sys
+from xpool.distributed import World, get_world
+rank, address = int(sys.argv[1]), sys.argv[2]
+world = World(f"w{rank}", rank, 2, dist_init_method=address)
+group = world.create_collective_group([0, 1])
+world.create_rpc_group("group", ["w0", "w1"])
+group.barrier()
+print("ready", flush=True)
+if sys.argv[3] == "pending" and rank == 0:
+    import torch
+    works = [group.all_reduce(torch.ones(1), async_op=True), group.irecv(torch.ones(1))]
+elif sys.argv[3] == "raises":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("", 0), ("pending", 0), ("raises", 3)])
+def test_forgotten(ranks: Ranks, tmp_path: Path, how: str, code: int):
+    """A program that ends without leaving its world ends, with its own exit code."""
+    script = write(tmp_path / "ends.py", ENDS)
+    address = ranks.address()
+    processes = [popen(["-W", "error", script, str(rank), address, how]) for rank in range(2)]
+    for process in processes:
+        out, err = process.communicate(timeout=50)
+        assert out == "ready\n", err
+        assert process.returncode == code, err
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("kind", [GroupError, GroupTimeout, PeerLost, GroupKeyError])
+def test_errors_travel(kind: type[Exception]):
+    """The errors can be pickled, and say what they say."""
+    error = pickle.loads(pickle.dumps(kind("what 'it' says")))
+    assert type(error) is kind
+    assert str(error) == "what 'it' says"

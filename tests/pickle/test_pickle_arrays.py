@@ -1,0 +1,323 @@
+"""Arrays of numpy and of others, and the standard library's buffers."""
+
+from __future__ import annotations
+
+import array
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xpool.errors import TaskNotPicklable
+from xpool.pickle import decode, dumps, encode, frame, loads
+from xpool.pickle.policy import INLINE_BELOW
+
+np = pytest.importorskip("numpy", reason="numpy is not installed")
+
+BIG = 50_000
+
+
+def trip(obj: Any) -> Any:
+    return decode(bytearray(encode(obj)))
+
+
+def trips(obj: Any) -> list[Any]:
+    """In place, copied, from a plain pickle, and beside something for dill's pickler."""
+    message = encode(obj)
+    by_dill = decode(encode((obj, {1: 2}.keys())))[0]
+    return [decode(bytearray(message)), decode(message), loads(dumps(obj)), by_dill]
+
+
+DTYPES = ["?", "i1", "<i4", ">i4", "<u8", "<f2", ">f8", "<c16", "g", "M8[ns]", "m8[3D]"]
+DTYPES += ["S5", "<U3", ">U3", "V7", "M8[10D]"]
+RECORD = [("a", "<i4"), ("b", ">f8", (2,)), ("c", [("d", "S3")])]
+
+
+@pytest.mark.parametrize("size", [0, 3, BIG])
+@pytest.mark.parametrize(
+    "kind", [*DTYPES, RECORD, np.dtype([("a", "u1"), ("b", "f8")], align=True)]
+)
+def test_dtypes(kind: Any, size: int) -> None:
+    """Every dtype, of either byte order, arrives the same and writable."""
+    dtype = np.dtype(kind)
+    raw = (np.arange(size * dtype.itemsize) % 2).astype(np.uint8)
+    one = np.frombuffer(raw, dtype) if size else np.empty(0, dtype)
+    one = one.copy()
+    before = one.tobytes()
+    for back in trips(one):
+        assert back.dtype == one.dtype
+        assert back.tobytes() == one.tobytes()
+        assert back.flags.writeable
+        assert type(back) is np.ndarray
+        back[...] = np.zeros((), dtype)
+    assert one.tobytes() == before
+    large = size * dtype.itemsize >= INLINE_BELOW
+    assert (encode(one)[0] == frame.FRAMED) == large
+
+
+SHAPES = {
+    "no axes": lambda: np.array(3.5),
+    "no elements": lambda: np.empty((2, 0, 3)),
+    "fortran": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "axes moved": lambda: np.arange(24).reshape(2, 3, 4).transpose(1, 2, 0),
+    "backwards": lambda: np.arange(6).reshape(2, 3)[::-1, ::-1],
+    "broadcast": lambda: np.broadcast_to(np.arange(3), (BIG, 3)),
+    "windows": lambda: np.lib.stride_tricks.sliding_window_view(np.arange(9), 4),
+    "no bytes": lambda: np.zeros(3, "V0"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_strides(name: str) -> None:
+    """Where no element is missing between, strides are kept; repeated ones are sent once."""
+    one = SHAPES[name]()
+    for back in trips(one):
+        assert (back == one).all()
+        assert back.strides == one.strides
+        assert back.flags.writeable == one.flags.writeable
+    assert len(encode(one)) < 400
+
+
+def test_gaps() -> None:
+    """Between elements that are apart nothing is sent, and nothing is between them there."""
+    x = np.arange(60_000).reshape(300, 200)
+    for one in (x[:, ::2], x[::-3, 5], x.T[::2], x[:, :1], x["i4"] if x.dtype.names else x[1:, 1:]):
+        assert len(encode(one)) < one.nbytes + 500
+        for back in trips(one):
+            assert (back == one).all()
+            assert back.strides[0] * (one.strides[0] or 1) > 0 or len(one.shape) == 1
+    assert trip(x.T[::2]).flags.f_contiguous == x.T[::2].copy("K").flags.f_contiguous
+
+
+@pytest.mark.parametrize("size", [4, BIG])
+def test_read_only(size: int) -> None:
+    """A read-only array arrives read-only; it is the receiver's to change that."""
+    one = np.arange(size)
+    one.flags.writeable = False
+    for back in trips(one):
+        assert not back.flags.writeable
+        back.flags.writeable = True
+        back[0] = 7
+    view, base = trip([one, np.arange(3)])
+    assert not view.flags.writeable
+    assert base.flags.writeable
+
+
+@pytest.mark.parametrize("size", [40, BIG])
+def test_views_of_one_array(size: int) -> None:
+    """Views that overlap stay views of one memory; others send their own elements alone."""
+    x = np.arange(4 * size).reshape(4, size)
+    for group in ([x, x[1]], [x[1], x], [x[:2], x[1:3]], [x[:, ::2], x], [x.T, x[2, ::-1]]):
+        back = trip(group)
+        assert all((a == b).all() for a, b in zip(back, group, strict=True))
+        back[0][...] = -1
+        assert (back[1] == -1).any()
+    assert len(encode([x[0], x[3]])) < 2 * x[0].nbytes + 1000
+    frozen = x[1:3]
+    frozen.flags.writeable = False
+    back, seen = trip([x, frozen])
+    back[...] = 5
+    assert (seen == 5).all()
+    assert not seen.flags.writeable
+
+
+def test_views_of_a_record() -> None:
+    """Fields of one array stay its fields."""
+    x = np.zeros(5, [("a", "i4"), ("b", "f8")])
+    back, a, b = trip([x, x["a"], x["b"]])
+    back["a"][:] = 1
+    assert (a == 1).all()
+    assert not b.any()
+    assert len(encode([x["a"], x["b"]])) < 600
+
+
+def test_of_objects() -> None:
+    """Arrays of Python objects, also with themselves among these."""
+    one = np.array([1, "a", None, [2]], dtype=object)
+    one[2] = one
+    back = trip(one)
+    assert back[2] is back
+    assert back.tolist()[3] == [2]
+    record = np.array([(1, "x")], dtype=[("a", "i4"), ("b", "O")])
+    assert trip(record).tolist() == record.tolist()
+    if hasattr(np, "dtypes") and hasattr(np.dtypes, "StringDType"):
+        text = np.array(["a", "long" * 20], dtype=np.dtypes.StringDType())
+        assert trip(text).tolist() == text.tolist()
+        assert trip(text).dtype == text.dtype
+
+
+class Units(np.ndarray):  # type: ignore[type-arg]
+    """The class of numpy's own example: an attribute that views inherit."""
+
+    unit: Any
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.unit = getattr(obj, "unit", None)
+
+
+class OwnWay(np.ndarray):  # type: ignore[type-arg]
+    """Pickles itself, as classes had to for their attributes."""
+
+    def __reduce__(self) -> Any:
+        function, args, state = super().__reduce__()
+        return function, args, (*state, "more")
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state[:-1])
+        self.more = state[-1]
+
+
+def test_subclasses() -> None:
+    """Class and attributes; ways of their own are used."""
+    for size in (3, BIG):
+        one = np.arange(size).view(Units)
+        one.unit = "m"
+        for back in trips(one):
+            assert type(back) is Units
+            assert back.unit == "m"
+            assert (np.asarray(back) == np.arange(size)).all()
+        base = np.arange(size)
+        back, seen = trip([base.view(Units), base])
+        seen[:] = 0
+        assert not np.asarray(back).any()
+    back = trip(np.arange(3).view(OwnWay))
+    assert (type(back), back.more) == (OwnWay, "more")
+    records = np.rec.array([(1, 2.0), (3, 4.0)], dtype=[("a", "i4"), ("b", "f8")])
+    assert type(trip(records)) is np.recarray
+    assert trip(records).b.tolist() == [2, 4]
+    assert trip(records)[0].a == 1
+    assert type(trip(np.zeros((1, 2)).view(np.matrix))) is np.matrix
+
+
+def test_masked() -> None:
+    """Masked arrays: mask, fill value, hard mask; large ones beside the pickle."""
+    one = np.ma.masked_array(np.arange(BIG), np.arange(BIG) % 3 == 0, fill_value=-7, hard_mask=True)
+    assert encode(one)[0] == frame.FRAMED
+    for back in trips(one):
+        assert type(back) is np.ma.MaskedArray
+        assert (back.mask == one.mask).all()
+        assert back.fill_value == -7
+        assert back.hardmask
+        assert (back.filled() == one.filled()).all()
+    plain = trip(np.ma.masked_array([1, 2]))
+    assert plain.mask is np.ma.nomask
+    plain[0] = np.ma.masked
+    assert plain.count() == 1
+    record = np.ma.masked_array([(1, 2.0)], [(True, False)], dtype=[("a", "i4"), ("b", "f8")])
+    assert trip(record).tolist() == record.tolist()
+    assert trip(np.ma.masked) is np.ma.masked
+
+
+def test_mapped(tmp_path: Path) -> None:
+    """A memory-mapped file arrives as an array of its values."""
+    one = np.memmap(tmp_path / "file", "f4", "w+", shape=(100, 200))
+    one[:] = 3
+    back, seen = trip([one, one[1]])
+    assert type(back) is np.ndarray
+    assert (back == 3).all()
+    back[:] = 4
+    assert (seen == 4).all()
+    assert (one == 3).all()
+    del one
+
+
+def test_scalars_and_the_rest() -> None:
+    """Scalars, dtypes and generators."""
+    small = [np.float32(1.5), np.datetime64("2020-01-02"), np.bool_(True), np.str_("x")]
+    back = trip(small)
+    assert back == small
+    assert [type(one) for one in back] == [type(one) for one in small]
+    record = np.zeros(2, RECORD)[0]
+    assert repr(trip(record)) == repr(record)
+    assert trip(np.dtype(RECORD)) == np.dtype(RECORD)
+    tagged = np.zeros(2, np.dtype("i4", metadata={"a": 1}))
+    assert trip(tagged).dtype.metadata == {"a": 1}
+    generator = np.random.default_rng(3)
+    back = trip(generator)
+    assert back.random() == generator.random()
+
+
+def test_with_torch() -> None:
+    """A tensor and an array of the same memory stay that."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for size in (5, BIG):
+        x = np.arange(float(size))
+        for group in ([x, torch.from_numpy(x)], [torch.from_numpy(x)[1:], x]):
+            one, two = trip(group)
+            one[...] = -1
+            assert (two[-3:] == -1).all()
+
+
+# -- the standard library's -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 10, 200_000])
+def test_bytes(size: int) -> None:
+    """bytes, bytearray, array.array: values and types; what can be written to is."""
+    for one in (bytes(size), bytearray(size), array.array("d", bytes(size // 8 * 8))):
+        for back in trips(one):
+            assert back == one
+            assert type(back) is type(one)
+    back = trip(array.array("u", "text"))
+    assert back.typecode == "u"
+    assert back.tounicode() == "text"
+
+
+def test_memoryviews() -> None:
+    """A memoryview arrives as one, of its own elements, read-only where it is."""
+    big = bytearray(range(250)) * 1000
+    views = [memoryview(big), memoryview(big)[10:20], memoryview(big)[::50], memoryview(b"abc")]
+    views += [memoryview(bytearray(48)).cast("d", (3, 2)), memoryview(bytearray(0))]
+    views += [memoryview(np.zeros((3, 4), order="F")), memoryview(bytearray(8)).cast("d", ())]
+    for one in views:
+        for back in trips(one):
+            assert type(back) is memoryview
+            assert back == one
+            assert (back.format, back.shape) == (one.format, one.shape)
+            assert back.readonly == one.readonly
+    assert encode(memoryview(big))[0] == frame.FRAMED
+    assert len(encode(memoryview(big)[::50])) < 6000
+    with pytest.raises(TaskNotPicklable, match="tobytes"):
+        encode([memoryview(np.zeros(3, ">i4"))])
+
+
+def test_short_pickles_are_pickles() -> None:
+    """What is written without a pickler is read by any unpickler, and says the same."""
+    one = np.arange(12.0).reshape(3, 4)
+    for data in (encode(one), dumps(one), dumps([one])):
+        back = pickle.loads(data)
+        back = back[0] if isinstance(back, list) else back
+        assert (back == one).all()
+    assert b"extension" not in dumps(one)
+    assert pickle.loads(dumps(one)).flags.writeable
+
+
+# -- other libraries ------------------------------------------------------------------------------
+
+
+def test_arrow() -> None:
+    """Arrow's buffers, arrays and tables go beside the pickle by protocol 5."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    buffer = pa.py_buffer(bytes(range(200)) * 1000)
+    column = pa.array([*range(BIG), None])
+    table = pa.table({"a": column, "b": pa.array(["text", None] * (BIG // 2) + ["x"])})
+    for one in (buffer, column, table, column.slice(10, 5), table.schema):
+        for back in trips(one):
+            assert back.equals(one)
+    assert encode(table)[0] == frame.FRAMED
+    at = trip(buffer).address
+    assert at % frame.ALIGN == 0
+
+
+def test_pandas() -> None:
+    """Frames arrive equal and writable, their columns beside the pickle."""
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    one = pd.DataFrame({"a": np.arange(BIG), "b": np.arange(float(BIG)), "c": ["x"] * BIG})
+    one["d"] = pd.Categorical(one["c"])
+    one["e"] = pd.date_range("2020", periods=BIG, freq="s")
+    assert encode(one)[0] == frame.FRAMED
+    for back in trips(one):
+        pd.testing.assert_frame_equal(back, one)
+        back.loc[0, "a"] = 9
+    assert one.loc[0, "a"] == 0

@@ -1,0 +1,248 @@
+"""Model servers and gradient servers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="xpool.server stands on torch.distributed")
+
+import torch
+from support.ranks import Ranks
+from torch import nn
+
+from xpool.distributed import GroupError, PeerLost, World
+from xpool.errors import OptionError
+from xpool.server import (
+    ModelNotManaged,
+    PushPullGradServerImpl,
+    PushPullModelServerImpl,
+    VersionError,
+)
+from xpool.server.gradient import ReduceType
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+
+def model(value: float = 0, out: int = 1) -> nn.Linear:
+    made = nn.Linear(2, out, bias=False)
+    with torch.no_grad():
+        made.weight.fill_(value)
+    return made
+
+
+def weight(of: nn.Linear) -> float:
+    return of.weight[0, 0].item()
+
+
+def with_gradient(of: nn.Linear, value: float) -> nn.Linear:
+    of.weight.grad = torch.full_like(of.weight, value)
+    return of
+
+
+def models(world: World) -> Any:
+    group = world.create_rpc_group("group", ["w0", "w1", "w2"])
+    if world.rank == 0:
+        PushPullModelServerImpl("server", group)
+    group.barrier()
+    access = group.get_paired("server").to_here()
+    mine = model(world.rank)
+    if world.rank == 1:
+        assert not access.pull(mine)  # nothing has been pushed
+        assert access.push(mine)
+        assert mine.pp_version == 1
+        with_gradient(mine, 5)
+        mine.weight.data += 10
+        assert access.push(mine)
+    group.barrier()
+    if world.rank == 2:
+        assert not access.push(mine, pull_on_fail=False)
+        assert (weight(mine), getattr(mine, "pp_version", 0)) == (2, 0)
+        assert not access.push(with_gradient(mine, 5))  # too late: it gets the newest instead
+        assert (weight(mine), mine.pp_version, mine.weight.grad[0, 0]) == (11, 2, 5)
+        mine.weight.data += 100
+        assert access.push(mine)
+        mine.pp_version = 9
+        with pytest.raises(VersionError, match="prev_version 9 of 'model' has never been"):
+            access.push(mine)
+        other = model(out=3)
+        with pytest.raises(GroupError, match=r"'model' is another model .*differ in weight"):
+            access.pull(other)
+        assert weight(other) == 0
+    group.barrier()
+    newest = model()
+    assert access.pull(newest)
+    newest.weight.data.zero_()
+    assert access.pull(newest)  # it is of that version already, and is left alone
+    assert weight(newest) == 0
+    mine = model()
+    access.pull(mine)
+    return weight(mine), mine.pp_version
+
+
+def test_models(ranks: Ranks):
+    """Versions of a model follow each other; who is late gets the newest."""
+    assert ranks.good_world(3, models) == [(111, 3)] * 3
+
+
+class Counted:
+    """A scheduler whose steps can be waited for; it may be another's."""
+
+    def __init__(self, steps: threading.Semaphore, inner: Any = None) -> None:
+        self.steps, self.inner = steps, inner
+
+    def step(self) -> None:
+        if self.inner is not None:
+            self.inner.step()
+        self.steps.release()
+
+
+def reduced(world: World, method: str) -> Any:
+    group = world.create_rpc_group("group", ["w0", "w1", "w2"])
+    steps = threading.Semaphore(0)
+    if world.rank == 0:
+        impl = PushPullGradServerImpl(
+            "server", group, "model", "w0", ["w0"], None, method, reduce_batch_size=2
+        )
+        managed = model(100)
+        optimizer = torch.optim.SGD(managed.parameters(), lr=1)
+        scheduler = Counted(steps, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        with pytest.raises(ModelNotManaged, match=r"call manage_model\(model, optimizer\) before"):
+            impl.start()
+        impl.manage_model(managed, optimizer, scheduler)
+        group.barrier()
+        impl.start()
+        impl.start()
+        assert steps.acquire(timeout=30)
+        impl.watch()
+        impl.stop()
+        impl.stop()
+        assert (managed.pp_version, optimizer.param_groups[0]["lr"], impl.dropped) == (1, 0.5, 0)
+        group.barrier()
+        return weight(managed)
+    group.barrier()
+    access = group.get_paired("server").to_here()
+    mine = with_gradient(model(), world.rank)
+    access.push(mine)
+    access.push(with_gradient(mine, world.rank))
+    group.barrier()
+    assert access.pull(with_gradient(mine, 1))
+    assert mine.weight.grad is None
+    return weight(mine)
+
+
+@pytest.mark.parametrize(("method", "expected"), [("sum", 100 - 6), ("mean", 100 - 1.5)])
+def test_gradients(ranks: Ranks, method: str, expected: float):
+    """Gradients of two clients, two each, are reduced in two steps and applied once."""
+    assert ranks.good_world(3, reduced, method) == [expected] * 3
+
+
+def tree(world: World) -> Any:
+    group = world.create_rpc_group("group", world.get_members())
+    impl = PushPullGradServerImpl(
+        "server", group, secondary_reducers=["w1", "w2"], reduce_batch_size=1
+    )
+    steps = threading.Semaphore(0)
+    if world.rank == 0:
+        managed = model(0)
+        impl.manage_model(managed, torch.optim.SGD(managed.parameters(), lr=1), Counted(steps))
+    else:
+        with pytest.raises(ModelNotManaged, match="'w0', does"):
+            impl.manage_model(model(), None)
+    impl.start()
+    group.barrier()
+    access = group.get_paired("server").to_here()
+    if world.rank == 3:
+        for _ in range(12):
+            access.push(with_gradient(model(), -1))
+        with pytest.raises(ModelNotManaged, match=r"differ in weight. .* weight \[1, 2\]"):
+            access.push(with_gradient(model(out=3), 1))
+        with pytest.raises(GroupError, match="No gradient to push for weight"):
+            access.push(model())
+    if world.rank == 0:
+        assert all(steps.acquire(timeout=30) for _ in range(12))
+        impl.stop()
+    group.barrier()
+    mine = model()
+    access.pull(mine)
+    impl.watch()
+    impl.stop()
+    return weight(mine)
+
+
+def test_tree(ranks: Ranks):
+    """Secondary reducers in other processes than the primary; every gradient counts once."""
+    assert ranks.good_world(4, tree) == [12] * 4
+
+
+def reducer_dies(world: World) -> Any:
+    group = world.create_rpc_group("group", ["w0", "w1", "w2"])
+    impl = PushPullGradServerImpl("server", group, "m", "w0", ["w1", "w2"], reduce_batch_size=1)
+    group.barrier()
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.peers.wait_lost(["w2"], 20)
+    if world.rank == 1:
+        impl.start()
+        group.rpc_sync("w0", abs, args=(-1,))
+        stay = world.create_rpc_group("stay", ["w0", "w1"])
+        stay.barrier()
+        # The primary dies as well: the reducer stops, and says why.
+        thread = impl._thread
+        world.peers.wait_lost(["w0"], 20)
+        push = functools.partial(impl._push_service, {"weight": torch.ones(1, 2)})
+        try:
+            push(ReduceType.REDUCE_SECONDARY)
+        except GroupError:
+            pass  # it was busy with one when the primary died, and has noticed
+        thread.join(30)
+        with pytest.raises(PeerLost, match="'w0' has died"):
+            impl.watch()
+        with pytest.raises(GroupError, match="has stopped: PeerLost"):
+            push(ReduceType.REDUCE_SECONDARY)
+        impl.stop()
+        return "watched"
+    access = group.get_paired("server").to_here()
+    for _ in range(8):
+        access.push(with_gradient(model(), 1))
+    world.create_rpc_group("stay", ["w0", "w1"]).barrier()
+    return os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_reducers_die(ranks: Ranks):
+    """Gradients go to the reducers that are left; one that can not go on says so."""
+    assert ranks.world(3, reducer_dies)[1] == "watched"
+
+
+def bad_options(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0"])
+    for options, message in (
+        ({"reduce_method": "max"}, "'sum' or 'mean'"),
+        ({"reduce_batch_size": 0}, "reduce_batch_size must be"),
+        ({"reduce_batch_size": 8, "max_queue_size": 8}, "less than max_queue_size"),
+        ({"primary_reducer": "w7"}, "'w7' is not in the group: w0"),
+        ({"secondary_reducers": ["w0", "w7"]}, "'w7' is not in the group"),
+        ({"secondary_reducers": []}, "at least one"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            PushPullGradServerImpl("server", group, **options)
+    impl = PushPullGradServerImpl("server", group, reduce_batch_size=2, max_queue_size=4)
+    access = group.get_paired("server").to_here()
+    for value in range(7):  # nobody reduces: the oldest are dropped, and counted
+        access.push(with_gradient(model(), value))
+    assert impl.dropped == 3
+    managed = model(0)
+    impl.manage_model(managed, torch.optim.SGD(managed.parameters(), lr=1))
+    impl.start()
+    impl.stop()
+    impl.watch()
+
+
+def test_bad_options(ranks: Ranks):
+    """What makes no sense is refused; what is too much is dropped, the oldest first."""
+    ranks.good_world(1, bad_options)

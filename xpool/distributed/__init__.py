@@ -1,0 +1,34 @@
+"""Processes that work together: a world of ranks, collective groups and RPC groups.
+
+The names are those of ``machin.parallel.distributed``; docs/distributed.md is the guide.
+Importing this imports torch.
+"""
+
+from xpool.distributed.collective import CollectiveGroup, Pending
+from xpool.distributed.current import get_cur_name, get_cur_rank, get_world, is_world_initialized
+from xpool.distributed.errors import (
+    GroupError,
+    GroupKeyError,
+    GroupTimeout,
+    NotAMember,
+    PeerLost,
+)
+from xpool.distributed.group import RpcGroup
+from xpool.distributed.world import World, join
+
+__all__ = [
+    "CollectiveGroup",
+    "GroupError",
+    "GroupKeyError",
+    "GroupTimeout",
+    "NotAMember",
+    "PeerLost",
+    "Pending",
+    "RpcGroup",
+    "World",
+    "get_cur_name",
+    "get_cur_rank",
+    "get_world",
+    "is_world_initialized",
+    "join",
+]

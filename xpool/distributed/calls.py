@@ -1,0 +1,127 @@
+"""One remote call: what the function raised comes back as it was, with the remote traceback."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch.distributed import rpc
+from torch.futures import Future
+
+from xpool.distributed.current import the_world
+from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
+from xpool.errors import RemoteTraceback
+from xpool.pickle import decode, dumps, encode_exception, loads
+from xpool.pickle.hooks import goes_by_name
+
+__all__ = ["DIED", "Raised", "call", "portable", "raised", "settle", "transport_error"]
+
+
+DIED = "has died or cannot be reached"
+
+
+class Raised:
+    """The answer of a function that raised."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def error(self) -> Exception:
+        """The exception, with a `RemoteTraceback` as its cause."""
+        exc: BaseException = decode(self.data)
+        if isinstance(exc, Exception):
+            return exc
+        # Raised here it would end the caller's process or thread.
+        error = GroupError(f"The function raised {exc!r}, which is meant to end a process.")
+        error.__cause__ = exc.__cause__
+        return error
+
+
+def raised(exc: BaseException) -> Raised:
+    """Make an exception an answer; for use in the ``except`` that caught it."""
+    world = the_world()
+    text = f"On {world.name!r} (rank {world.rank}):\n{''.join(traceback.format_exception(exc))}"
+    return Raised(bytes(encode_exception(exc, text)))
+
+
+def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the callee runs."""
+    try:
+        return func(*args, **kwargs)
+    except BaseException as exc:
+        return raised(exc)
+
+
+class _ByValue:
+    """A function that the callee does not find by its name: its code travels."""
+
+    def __init__(self, func: FunctionType) -> None:
+        self.func = func
+
+    def __reduce__(self) -> Any:
+        return loads, (dumps(self.func),)
+
+
+def portable(func: Callable[..., Any]) -> Any:
+    """Make a lambda or local function one that torch's pickler can send."""
+    if isinstance(func, FunctionType) and not goes_by_name(func):
+        return _ByValue(func)
+    return func
+
+
+def call(
+    to: str,
+    func: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    timeout: float = -1,
+) -> Future[Any]:
+    """Have ``func`` run in the process named ``to``; the future raises what it raised.
+
+    ``timeout`` is in seconds, as torch has it: 0 is none, -1 is the world's ``rpc_timeout``.
+    """
+    the_world().peers.check(to)
+    outer: Future[Any] = Future()
+    # torch takes this one object for the arguments of `run`; it pickles here, in the caller.
+    inner = rpc.rpc_async(to, run, args=(portable(func), args, kwargs or {}), timeout=timeout)
+    inner.add_done_callback(lambda done: settle(outer, done, to, func, timeout))
+    return outer
+
+
+def settle(outer: Future[Any], done: Future[Any], to: str, what: Any, timeout: float) -> None:
+    """Pass on what a call of torch's has come to."""
+    try:
+        value = done.value()
+    except Exception as exc:
+        outer.set_exception(transport_error(exc, to, what, timeout))
+        return
+    if isinstance(value, Raised):
+        try:
+            outer.set_exception(value.error())
+        except Exception as exc:  # it does not unpickle here
+            outer.set_exception(exc)
+    else:
+        outer.set_result(value)
+
+
+def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Exception:
+    """Say what became of a call that got no answer."""
+    text = str(exc).strip().partition("\n")[0]
+    name = getattr(what, "__qualname__", None) or repr(what)
+    if "ran for more than set timeout" in text:
+        seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout
+        return GroupTimeout(
+            f"{name} did not answer from {to!r} within {seconds:g} s. It may still be running "
+            "there; give timeout= more seconds, or 0 for no limit."
+        )
+    if type(exc) is not RuntimeError:
+        return exc  # torch's own, from unpickling on the other side
+    if "tensorpipe" in text:
+        peers = the_world().peers
+        peers.lose(to, DIED)
+        return PeerLost(f"{name} has no answer from {to!r}: {peers.describe(to)} ({text})")
+    error = GroupError(f"{name} has no answer from {to!r}: {text}")
+    error.__cause__ = RemoteTraceback(str(exc))
+    return error

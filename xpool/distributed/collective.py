@@ -1,0 +1,504 @@
+"""`CollectiveGroup`: collective communication that ends, one way or the other."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from xpool.distributed.errors import GroupError, GroupTimeout, NotAMember, PeerLost
+from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpool.distributed.world import World
+
+__all__ = ["CollectiveGroup", "Pending", "explain"]
+
+_ABORT_TAG = 0x7AB0  # of a message that nobody sends
+_HEARSAY = 0.5  # seconds for the news of a death to come, so that the error can name who died
+_MESSAGES = ("isend", "irecv")
+_SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+
+
+class Pending:
+    """An operation under way; what ``async_op=True``, `isend` and `irecv` return.
+
+    It has the attributes of torch's ``Work`` too.
+    """
+
+    def __init__(self, group: CollectiveGroup, what: str, work: Any) -> None:
+        self._group, self._what, self._work = group, what, work
+        self._then: Callable[[], object] | None = None  # what is left to do here
+        self._src: int | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> Any:
+        """Wait for the end, at most ``timeout``, else the group's own.
+
+        Returns True; for `irecv`, the rank of the sender.
+
+        Raises:
+            PeerLost: a member of the group has died.
+            GroupTimeout: it took longer; the group is broken then.
+        """
+        with self._group._watched(self._what):
+            self._work.wait(*(() if timeout is None else (timeout,)))
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return True if self._src is None else self._src
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def __repr__(self) -> str:
+        return f"<Pending {self._what} of {self._group!r}>"
+
+
+class _ReceivingAny(Pending):
+    """`irecv` from any rank: gloo would not end it when a member dies.
+
+    So a thread waits for the message, and the caller for that thread or the group's end.
+    """
+
+    def __init__(self, group: CollectiveGroup, what: str, work: Any) -> None:
+        super().__init__(group, what, work)
+        self._received = False
+        self._error: Exception | None = None
+        self._over = group._over_event()
+        threading.Thread(target=self._receive, name="xpool-irecv", daemon=True).start()
+
+    def _receive(self) -> None:
+        try:
+            self._work.wait()
+            self._received = True
+        except RuntimeError as exc:
+            self._error = exc
+        self._over.set()
+
+    def is_completed(self) -> bool:
+        """Whether a message has come."""
+        return self._received
+
+    def wait(self, timeout: timedelta | None = None) -> int:
+        in_time = self._over.wait(None if timeout is None else timeout.total_seconds())
+        self._group._forget(self._over)
+        with self._group._watched("irecv"):
+            if not in_time:
+                raise RuntimeError("Timed out waiting")
+            if self._error is not None:
+                raise self._error
+            if not self._received:
+                raise RuntimeError("the group is broken")
+        sender: int = self._group._ranks[self._work._source_rank()]
+        return sender
+
+
+class _Watch:
+    """Turns an error of torch's into the group's end, with a reason."""
+
+    def __init__(self, group: CollectiveGroup, what: str, launching: bool) -> None:
+        self._group, self._what, self._launching = group, what, launching
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, exc: BaseException | None, tb: Any) -> None:
+        if not isinstance(exc, RuntimeError) or isinstance(exc, GroupError):
+            return
+        text = str(exc)
+        if self._launching and "transport" not in text and not isinstance(exc, dist.DistError):
+            return  # the caller's arguments: nothing has been sent
+        raise self._group._explain(self._what, text) from None
+
+
+class CollectiveGroup:
+    """Collective communication among some ranks; made by `World.create_collective_group`.
+
+    The methods are those of ``torch.distributed``, with its arguments; ranks are those of the
+    world. ``async_op=True`` returns a `Pending` instead of waiting. Complex tensors are sent as
+    pairs of reals; only sums and means reduce them. All members must call the same operations in
+    the same order; tensors are to be contiguous, of one shape and dtype in all members.
+
+    All raise:
+        NotAMember: this process is not in the group.
+        PeerLost: a member has died; so for all operations of the group, from then on.
+        GroupTimeout: not all members called the operation within the group's timeout. After this
+            the group is broken too.
+        OptionError: a rank is not in the group, or the reduction is not one for complex tensors.
+    """
+
+    def __init__(self, world: World, ranks: list[int], group: Any, timeout: float) -> None:
+        self.group = group
+        self.current_rank = ranks.index(world.rank) if world.rank in ranks else None
+        self.destroyed = False
+        self._world, self._ranks, self._timeout = world, ranks, timeout
+        self._lock = threading.Lock()
+        # Guarded by _lock: why the group is of no use any more, and who waits for any message.
+        self._broken: GroupError | None = None
+        self._events: set[threading.Event] = set()
+        # Guarded by _lock: what may be going on.  torch works at collectives of which nobody
+        # holds the `Pending` any more; messages end with it.
+        self._works: deque[Any] = deque()
+        self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
+
+    # -- two ranks --------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to rank ``dst``; returns when the tensor may be written to again."""
+        self.isend(tensor, dst, tag).wait()
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> int:
+        """Receive into ``tensor`` from rank ``src``, or from any; returns the sender's rank."""
+        sender: int = self.irecv(tensor, src, tag).wait()
+        return sender
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Pending:
+        """Begin to send to rank ``dst``; leave the tensor alone until ``wait()`` has returned."""
+        self._check_rank("dst", dst)
+        return self._launch("isend", lambda: dist.isend(_input(tensor), dst, self.group, tag))
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Pending:
+        """Begin to receive from rank ``src``, or from any; ``wait()`` returns the sender's rank."""
+        into = _output(tensor)
+        if src is not None:
+            self._check_rank("src", src)
+            pending = self._launch("irecv", lambda: dist.irecv(into, src, self.group, tag))
+            pending._src = src
+            return pending
+        return self._launch("irecv", lambda: self.group.recv_anysource([into], tag), _ReceivingAny)
+
+    # -- all ranks --------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Pending | None:
+        """Make ``tensor`` in all members what it is in rank ``src``."""
+        self._check_rank("src", src)
+        return self._run("broadcast", async_op, dist.broadcast, _output(tensor), src)
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+    ) -> Pending | None:
+        """Reduce the tensors of all members, in place, in all."""
+        return self._run("all_reduce", async_op, dist.all_reduce, _summand(tensor, op), op)
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+    ) -> Pending | None:
+        """Reduce the tensors of all members, in place, in rank ``dst``; others' are scratch."""
+        self._check_rank("dst", dst)
+        return self._run("reduce", async_op, dist.reduce, _summand(tensor, op), dst, op)
+
+    def all_gather(
+        self, tensor_list: list[Tensor], tensor: Tensor, async_op: bool = False
+    ) -> Pending | None:
+        """Fill ``tensor_list`` with the tensors of all members, in the order of the group."""
+        outputs = [_output(one) for one in tensor_list]
+        return self._run("all_gather", async_op, dist.all_gather, outputs, _input(tensor))
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: list[Tensor] | None = None,
+        dst: int = 0,
+        async_op: bool = False,
+    ) -> Pending | None:
+        """Fill ``gather_list`` in rank ``dst``, where alone it is given."""
+        self._check_rank("dst", dst)
+        outputs = None if gather_list is None else [_output(one) for one in gather_list]
+        return self._run("gather", async_op, dist.gather, _input(tensor), outputs, dst)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: list[Tensor] | None = None,
+        src: int = 0,
+        async_op: bool = False,
+    ) -> Pending | None:
+        """Fill ``tensor`` from the ``scatter_list`` that rank ``src`` alone gives."""
+        self._check_rank("src", src)
+        inputs = None if scatter_list is None else [_input(one) for one in scatter_list]
+        return self._run("scatter", async_op, dist.scatter, _output(tensor), inputs, src)
+
+    def barrier(self, async_op: bool = False) -> Pending | None:
+        """Wait until all members have called this."""
+        pending = self._launch("barrier", lambda: dist.barrier(self.group, async_op=True))
+        return pending if async_op else pending.wait() and None
+
+    # -- several tensors in each process, which torch has taken out -----------------------------
+
+    def broadcast_multigpu(
+        self, tensor_list: list[Tensor], src: int, async_op: bool = False, src_tensor: int = 0
+    ) -> Pending | None:
+        """Make every tensor of every member's list what ``src``'s ``tensor_list[src_tensor]`` is.
+
+        torch has one device for each process today: this is one `broadcast` and local copies.
+        """
+        one = _pick(tensor_list, src_tensor, "src_tensor")
+
+        def spread() -> None:
+            for other in tensor_list:
+                if other is not one:
+                    other.copy_(one)
+
+        return self._and_then(self.broadcast(one, src, True), async_op, spread)
+
+    def all_reduce_multigpu(
+        self, tensor_list: list[Tensor], op: Any = dist.ReduceOp.SUM, async_op: bool = False
+    ) -> Pending | None:
+        """Reduce all tensors of all members' lists, in place, in all.
+
+        One `all_reduce` of what was reduced locally, and local copies.
+        """
+        total = _reduce_here(tensor_list, op)
+
+        def spread() -> None:
+            for one in tensor_list:
+                one.copy_(total)
+
+        return self._and_then(self.all_reduce(total, op, True), async_op, spread)
+
+    def reduce_multigpu(
+        self,
+        tensor_list: list[Tensor],
+        dst: int,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
+        dst_tensor: int = 0,
+    ) -> Pending | None:
+        """Reduce all tensors of all lists into rank ``dst``'s ``tensor_list[dst_tensor]``."""
+        target = _pick(tensor_list, dst_tensor, "dst_tensor")
+        total = _reduce_here(tensor_list, op)
+
+        def keep() -> None:
+            if self._world.rank == dst:
+                target.copy_(total)
+
+        return self._and_then(self.reduce(total, dst, op, True), async_op, keep)
+
+    def all_gather_multigpu(
+        self,
+        output_tensor_lists: list[list[Tensor]],
+        input_tensor_list: list[Tensor],
+        async_op: bool = False,
+    ) -> Pending | None:
+        """Fill each output list with all tensors of all members: member by member, in order.
+
+        Each of the ``len(input_tensor_list)`` output lists takes ``size()`` times as many tensors.
+        """
+        n = len(input_tensor_list)
+        if len(output_tensor_lists) != n or any(
+            len(one) != n * self.size() for one in output_tensor_lists
+        ):
+            raise OptionError(
+                f"{n} tensors in each of {self.size()} members need {n} output lists of "
+                f"{n * self.size()} tensors; there are {[len(one) for one in output_tensor_lists]}."
+            )
+        packed = torch.stack([one.to(input_tensor_list[0].device) for one in input_tensor_list])
+        gathered = [torch.empty_like(packed) for _ in self._ranks]
+
+        def spread() -> None:
+            for outputs in output_tensor_lists:
+                for output, value in zip(outputs, (row for member in gathered for row in member)):
+                    output.copy_(value)
+
+        return self._and_then(self.all_gather(gathered, packed, True), async_op, spread)
+
+    # -- life -------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Number of members."""
+        return len(self._ranks)
+
+    def destroy(self) -> None:
+        """Let go of the group's connections; the group is of no use afterwards."""
+        self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=self._is_busy())
+        if not self.destroyed:
+            self.destroyed = True
+            if self.current_rank is not None and dist.is_initialized():
+                dist.destroy_process_group(self.group)
+            self.group = None
+        self._world._forget_group(self)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A group belongs to its process and cannot be sent; make one in each.")
+
+    def __repr__(self) -> str:
+        return f"<CollectiveGroup of ranks {', '.join(map(str, self._ranks))}>"
+
+    # -- the group's end ----------------------------------------------------------------------
+
+    def _lost(self, rank: int, error: GroupError) -> None:
+        """A rank of the world is gone."""
+        if rank in self._ranks:
+            self._break(error)
+
+    def _break(self, error: GroupError, abort: bool = True) -> None:
+        """End everything that is pending here, for this reason."""
+        with self._lock:
+            if self._broken is not None:
+                return
+            self._broken = error
+            events, self._events = self._events, set()
+        for event in events:
+            event.set()
+        if abort and self.current_rank is not None:
+            _abort(self.group)
+
+    def _explain(self, what: str, text: str) -> GroupError:
+        """Break the group for what torch says; return the error to raise."""
+        names = tuple(self._world.names[rank] for rank in self._ranks)
+        self._break(explain(self._world, names, text, self._timeout))
+        return self._error(what)
+
+    def _error(self, what: str) -> GroupError:
+        """The reason of the group's end, for one caller."""
+        reason = self._broken
+        if self.destroyed:
+            return GroupError(str(reason))
+        return type(reason or GroupError())(
+            f"{what} in {self!r} failed: {reason}. The group is broken: destroy() it in all who "
+            "are left, and make a new one of them."
+        )
+
+    def _watched(self, what: str, launching: bool = False) -> _Watch:
+        return _Watch(self, what, launching)
+
+    def _over_event(self) -> threading.Event:
+        event = threading.Event()
+        with self._lock:
+            if self._broken is None:
+                self._events.add(event)
+            else:
+                event.set()
+        return event
+
+    def _forget(self, event: threading.Event) -> None:
+        with self._lock:
+            self._events.discard(event)
+
+    # -- running ----------------------------------------------------------------------------
+
+    def _check_rank(self, what: str, rank: int) -> None:
+        if rank not in self._ranks:
+            raise OptionError(f"{what}={rank!r} is not in the group; its ranks: {self._ranks}.")
+
+    def _launch(
+        self, what: str, start: Callable[[], Any], kind: type[Pending] = Pending
+    ) -> Pending:
+        if self.current_rank is None:
+            raise NotAMember(
+                f"Rank {self._world.rank} is not in the group, whose ranks are {self._ranks}."
+            )
+        if self._broken is not None:
+            raise self._error(what)
+        with self._watched(what, launching=True):
+            pending = kind(self, what, start())
+        with self._lock:
+            if what in _MESSAGES:
+                self._pending.add(pending)
+            else:
+                # All members' operations are in the same order, and end so.
+                while self._works and self._works[0].is_completed():
+                    self._works.popleft()
+                self._works.append(pending._work)
+        return pending
+
+    def _is_busy(self) -> bool:
+        """Whether something is pending, which would keep the connections open."""
+        with self._lock:
+            works = [*self._works, *(one._work for one in self._pending)]
+            return any(not work.is_completed() for work in works)
+
+    def _run(self, what: str, async_op: bool, op: Callable[..., Any], *args: Any) -> Pending | None:
+        pending = self._launch(what, lambda: op(*args, group=self.group, async_op=True))
+        return pending if async_op else pending.wait() and None
+
+    def _and_then(
+        self, pending: Pending | None, async_op: bool, then: Callable[[], object]
+    ) -> Pending | None:
+        assert pending is not None
+        pending._then = then
+        return pending if async_op else pending.wait() and None
+
+
+def explain(world: World, names: tuple[str, ...], text: str, timeout: float) -> GroupError:
+    """Say in our words why torch gave up something among these members."""
+    timed_out = "imed out" in text or "imeout" in text
+    lost = world.peers.wait_lost(list(names), 0 if timed_out or not world.has_rpc else _HEARSAY)
+    if lost:
+        return PeerLost("; ".join(world.peers.describe(name) for name in lost))
+    members = ", ".join(names)
+    if timed_out:
+        return GroupTimeout(
+            f"not all of {members} took part within {timeout:g} s, or the timeout that was given"
+        )
+    story = text.strip().partition("\n")[0]
+    if "transport" in text:
+        return PeerLost(f"a member (of {members}) has died, or left the group ({story[:200]})")
+    return GroupError(story)
+
+
+def _abort(group: Any) -> None:
+    """Close the connections of a process group, so that whatever waits on them ends."""
+    try:
+        if dist.get_backend(group) == "gloo":
+            # gloo has no call for it, but closes them after a receive that timed out.
+            nothing = torch.empty(1)
+            group.recv_anysource([nothing], _ABORT_TAG).wait(timedelta(milliseconds=1))
+        else:
+            group.abort()
+    except RuntimeError:
+        pass  # it timed out, as was meant, or they are closed already
+    except ValueError:
+        pass  # torch has destroyed the group
+
+
+def _input(tensor: Tensor) -> Tensor:
+    return _output(tensor.resolve_conj() if isinstance(tensor, Tensor) else tensor)
+
+
+def _output(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"a tensor is needed, not {tensor!r}")
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _summand(tensor: Tensor, op: Any) -> Tensor:
+    real = _output(tensor)
+    if real is not tensor and op not in _SUMS:
+        raise OptionError(f"{op} is not for complex tensors: only SUM and AVG are.")
+    return real
+
+
+def _pick(tensors: list[Tensor], index: int, what: str) -> Tensor:
+    if not 0 <= index < len(tensors):
+        raise OptionError(f"{what}={index} is none of the {len(tensors)} tensors of the list.")
+    return tensors[index]
+
+
+_IN_PLACE: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
+
+
+def _reduce_here(tensors: list[Tensor], op: Any) -> Tensor:
+    """Reduce a list of one process into a new tensor, on the device of the first."""
+    combine = next((found for one, found in _IN_PLACE.items() if one == op), None)
+    if not tensors or combine is None:
+        raise OptionError(
+            f"{op} of {len(tensors)} tensors: give at least one tensor, and SUM, PRODUCT, MAX or "
+            "MIN."
+        )
+    total = tensors[0].clone()
+    for one in tensors[1:]:
+        total = combine(total, one.to(total.device))
+    return total

@@ -1,0 +1,282 @@
+"""Who of the world is still there, and meetings that do not wait for those who are not.
+
+Each rank holds a call open to the lead, the lowest rank alive, which holds one open to each.
+Such a call is answered only by a process that leaves; it fails when its process dies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import rpc
+from torch.futures import Future
+
+from xpool.distributed.calls import DIED, Raised, call, raised, settle
+from xpool.distributed.current import get_world, the_world
+from xpool.distributed.errors import GroupTimeout, PeerLost
+from xpool.errors import OptionError
+
+__all__ = ["Meetings", "Peers", "meet"]
+
+LEFT = "has left the world"
+MOMENT = 5.0  # seconds for what is said in passing: it improves messages, no more
+
+
+class Peers:
+    """The other ranks, as far as they are known to be there."""
+
+    def __init__(
+        self, names: list[str], me: str, on_loss: Callable[[str, str], None], *, has_rpc: bool
+    ) -> None:
+        self.names, self.me, self._has_rpc = names, me, has_rpc
+        self._on_loss = on_loss
+        # Guards what follows; waited on by `wait_lost`.
+        self._changed = threading.Condition()
+        self._lost: dict[str, str] = {}
+        self._watched: set[str] = set()
+        self._held: list[Future[str]] = []
+        self._leaving = False
+
+    def lead(self) -> str:
+        """The lowest rank that is still there."""
+        with self._changed:
+            return next(name for name in self.names if name not in self._lost)
+
+    def lost(self) -> dict[str, str]:
+        """Those who are not there any more, and what became of them."""
+        with self._changed:
+            return dict(self._lost)
+
+    def describe(self, name: str) -> str:
+        """Say what became of a process, and who is left."""
+        with self._changed:
+            left = ", ".join(other for other in self.names if other not in self._lost)
+            return f"{name!r} {self._lost.get(name, 'is there')}; still there: {left}"
+
+    def check(self, name: str) -> None:
+        """Raise `PeerLost` when a process is known to be gone."""
+        if name in self._lost:
+            raise PeerLost(f"No call can reach {name!r}: {self.describe(name)}.")
+
+    def wait_lost(self, names: list[str], seconds: float) -> list[str]:
+        """Wait a moment until one of these is known to be gone; return those who are."""
+        with self._changed:
+            self._changed.wait_for(lambda: any(name in self._lost for name in names), seconds)
+            return [name for name in names if name in self._lost]
+
+    # -- watching ---------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Hold calls open as this rank's part requires; again when the lead has changed."""
+        lead = self.lead()
+        targets = self.names if lead == self.me else [lead]
+        with self._changed:
+            gone = self._lost.keys() | self._watched | {self.me}
+            new = [] if self._leaving else [name for name in targets if name not in gone]
+            self._watched.update(new)
+        for name in new:
+            held = rpc.rpc_async(name, _hold, timeout=0)
+            held.add_done_callback(lambda done, name=name: self._ended(done, name))
+
+    def hold(self) -> Future[str]:
+        """A caller watches this process: answer when it leaves."""
+        future: Future[str] = Future()
+        with self._changed:
+            if not self._leaving:
+                self._held.append(future)
+                return future
+        future.set_result(LEFT)
+        return future
+
+    def _ended(self, done: Future[str], name: str) -> None:
+        try:
+            reason = done.value()
+        except RuntimeError:
+            reason = DIED
+        self.lose(name, reason)
+
+    def lose(self, name: str, reason: str) -> None:
+        """Take note that a process is gone; the lead tells the others."""
+        with self._changed:
+            if name in self._lost or name == self.me or self._leaving:
+                return
+            self._lost[name] = reason
+            self._changed.notify_all()
+            others = [one for one in self.names if one not in self._lost and one != self.me]
+        if self._has_rpc:
+            if self.lead() == self.me:
+                for other in others:
+                    _tell(other, name, reason)
+            self.watch()
+        self._on_loss(name, reason)
+
+    def leave(self, tell: bool) -> None:
+        """Answer those who watch this process, and watch no more; tell those who do not know."""
+        with self._changed:
+            self._leaving = True
+            held, self._held = self._held, []
+            left = [name for name in self.names if name not in self._lost]
+        told = [] if not tell else left if left[0] == self.me else left[:1]
+        for sent in [_tell(name, self.me, LEFT) for name in told if name != self.me]:
+            try:
+                if sent is not None:
+                    sent.wait()
+            except RuntimeError:
+                pass  # it is gone itself, or too slow: then it will find out
+        for future in held:
+            future.set_result(LEFT)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _hold() -> Future[str]:
+    return the_world().peers.hold()
+
+
+def _tell(to: str, name: str, reason: str) -> Future[Any] | None:
+    try:
+        return rpc.rpc_async(to, _told, args=(name, reason), timeout=MOMENT)
+    except RuntimeError:
+        return None  # gone as well, or RPC has been shut down here
+
+
+def _told(name: str, reason: str) -> None:
+    world = get_world()
+    if world is not None:
+        world.peers.lose(name, reason)
+
+
+# -- meetings -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Meeting:
+    expected: tuple[str, ...]
+    of_survivors: bool  # goes on without those who are lost
+    arrived: dict[str, Future[Any]] = field(default_factory=dict)
+
+    def missing(self, lost: Container[str] = ()) -> list[str]:
+        return [name for name in self.expected if name not in self.arrived and name not in lost]
+
+    def answer(self, value: Any) -> None:
+        for future in self.arrived.values():
+            future.set_result(value)
+
+
+class Meetings:
+    """Meetings that take place in this process: each ends when all have come, or cannot.
+
+    The answer is a `Raised`, or the names of those who are lost: for a meeting of survivors.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[Any, _Meeting] = {}  # guarded by _lock
+
+    def arrive(
+        self, key: Any, name: str, expected: tuple[str, ...], of_survivors: bool
+    ) -> Future[Any]:
+        """``name`` has come; the future will be answered."""
+        future: Future[Any] = Future()
+        with self._lock:
+            meeting = self._open.setdefault(key, _Meeting(expected, of_survivors))
+            if meeting.expected != expected:
+                text = (
+                    f"{key[1]!r} is being made with the members {list(meeting.expected)}, and by "
+                    f"{name!r} with {list(expected)}: give the same members, in the same order."
+                )
+                future.set_result(raised(OptionError(text)))
+                return future
+            meeting.arrived[name] = future
+            answer = self._answer(key, meeting)
+        if answer is not None:
+            meeting.answer(answer)
+        return future
+
+    def _answer(self, key: Any, meeting: _Meeting) -> list[str] | Raised | None:
+        """End a meeting if it can; under the lock."""
+        gone = the_world().peers.lost()
+        lost = [one for one in meeting.expected if one in gone]
+        if lost and not meeting.of_survivors:
+            answer: list[str] | Raised = raised(_lost_error(key, lost))
+        elif meeting.missing(lost):
+            return None
+        else:
+            answer = lost
+        del self._open[key]
+        return answer
+
+    def withdraw(self, key: Any, name: str) -> list[str]:
+        """``name`` gives up, which ends the meeting; return who had not come."""
+        with self._lock:
+            meeting = self._open.pop(key, None)
+        if meeting is None:
+            return []
+        missing = meeting.missing()
+        text = f"{name!r} gave up {key[0]} of {key[1]!r}: {', '.join(missing)} did not come."
+        meeting.answer(raised(GroupTimeout(text)))
+        return missing
+
+    def lose(self, name: str) -> None:
+        """End the meetings that waited for ``name``, who is lost."""
+        with self._lock:
+            concerned = [(key, one) for key, one in self._open.items() if name in one.expected]
+            answers = [(one, self._answer(key, one)) for key, one in concerned]
+        for meeting, answer in answers:
+            if answer is not None:
+                meeting.answer(answer)
+
+
+def _lost_error(key: Any, lost: list[str]) -> PeerLost:
+    peers = the_world().peers
+    what = "; ".join(peers.describe(name) for name in lost)
+    return PeerLost(f"{key[0]} of {key[1]!r} cannot complete: {what}.")
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _arrive(key: Any, name: str, expected: tuple[str, ...], of_survivors: bool) -> Future[Any]:
+    return the_world().meetings.arrive(key, name, expected, of_survivors)
+
+
+def _withdraw(key: Any, name: str) -> list[str]:
+    return the_world().meetings.withdraw(key, name)
+
+
+def meet(
+    host: str,
+    key: tuple[Any, ...],
+    expected: tuple[str, ...],
+    timeout: float = -1,
+    *,
+    of_survivors: bool = False,
+) -> list[str]:
+    """Wait, in all of ``expected``, until all have called this; ``host`` is one of them.
+
+    ``key`` is what is done, for whom, and what tells this meeting from the next. A meeting of
+    survivors does not wait for those who are lost, and returns, the same in all, who they are.
+
+    Raises:
+        PeerLost: one of them has died; of a meeting of survivors, the host.
+        GroupTimeout: one of them did not come within ``timeout`` seconds (as in `call`).
+        OptionError: the others expect somebody else.
+    """
+    world = the_world()
+    world.peers.check(host)
+    outer: Future[Any] = Future()
+    arrival = key, world.name, expected, of_survivors
+    inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
+    inner.add_done_callback(lambda done: settle(outer, done, host, meet, timeout))
+    try:
+        lost: list[str] = outer.wait()
+        return lost
+    except GroupTimeout:
+        missing = call(host, _withdraw, (key, world.name), timeout=MOMENT).wait()
+        if not missing:
+            raise
+        seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout
+        raise GroupTimeout(
+            f"{key[0]} of {key[1]!r}: {', '.join(missing)} did not come within {seconds:g} s. "
+            f"All of {', '.join(expected)} have to call it."
+        ) from None

@@ -1,0 +1,397 @@
+"""`World`: the processes that work together, each with a rank and a name."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import threading
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from xpool.distributed import current, rendezvous
+from xpool.distributed.collective import CollectiveGroup, explain
+from xpool.distributed.errors import GroupError, NotAMember, PeerLost
+from xpool.distributed.group import Register, RpcGroup
+from xpool.distributed.peers import Meetings, Peers, meet
+from xpool.errors import OptionError
+
+__all__ = ["World", "join"]
+
+_LIMIT = 10  # seconds for torch's RPC to end, when nobody has anything left to say
+
+
+class World:
+    """This process's place among the processes that work together; one at a time in each.
+
+    Make it in all of them; each call returns when all have joined. As a context manager it ends
+    with `stop`.
+
+    Args:
+        name: a name of its own for this process: letters, digits, ``_``, ``-`` and ``:``.
+        rank: its number, from 0; -1 takes the environment's ``RANK``, which torchrun sets.
+        world_size: how many there are; -1 takes ``WORLD_SIZE``.
+        init_dist: have collective groups.
+        init_rpc: have RPC groups. They are also how deaths are known at once; see `lost`.
+        dist_backend: torch's backend for collective groups: ``"gloo"``, ``"nccl"``, ``"xla"``.
+        dist_init_method: where the ranks meet: ``tcp://host:port`` (rank 0 listens there),
+            ``file:///path`` of a new file that all see, or ``env://``. Default: ``env://`` where
+            ``MASTER_ADDR`` is set, else ``tcp://localhost:9100``.
+        rpc_init_method: the same for RPC. Default: beside ``dist_init_method``.
+        dist_timeout: seconds for joining, and for collective operations of the whole world.
+        rpc_timeout: seconds that a remote call may take where it does not say.
+
+    Raises:
+        OptionError: a value makes no sense; a rank or a name is taken.
+        GroupTimeout: not all came within ``dist_timeout`` (``rpc_timeout`` without dist).
+        GroupError: this process is in a world already.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int = -1,
+        world_size: int = -1,
+        init_dist: bool = True,
+        init_rpc: bool = True,
+        dist_backend: str = "gloo",
+        dist_init_method: str | None = None,
+        rpc_init_method: str | None = None,
+        dist_timeout: float = 60,
+        rpc_timeout: float = 60,
+    ) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", name):
+            raise OptionError(
+                f"name must be 1 to 127 letters, digits, '_', '-' or ':', not {name!r}"
+            )
+        if not (init_dist or init_rpc):
+            raise OptionError("a world needs init_dist or init_rpc, or both")
+        for what, seconds in (("dist_timeout", dist_timeout), ("rpc_timeout", rpc_timeout)):
+            if not seconds > 0:
+                raise OptionError(f"{what} must be seconds, more than 0, not {seconds!r}")
+        self.name = name
+        self.rank, self.world_size = rendezvous.place(rank, world_size)
+        self.rpc_timeout, self.dist_timeout = rpc_timeout, dist_timeout
+        self.has_dist, self.has_rpc = init_dist, init_rpc
+        self.started = False
+        self._running: list[str] = []  # what of torch's has been started
+        self._store: Any = None
+        self.groups: dict[str, RpcGroup] = {}
+        self.register, self.meetings = Register(), Meetings()
+        self._lock = threading.Lock()
+        # Guarded by _lock: open collective groups, and how many of each there have been.
+        self._collective: list[CollectiveGroup] = []
+        self._made: dict[tuple[int, ...], int] = {}
+
+        if dist_init_method is None and rpc_init_method is not None:
+            address = rendezvous.beside(rpc_init_method)
+        else:
+            address = dist_init_method or rendezvous.default_address()
+        current.claim(self)
+        try:
+            self._join(address, rpc_init_method or rendezvous.beside(address), dist_backend)
+        except BaseException:
+            self._tear_down(graceful=False)
+            raise
+
+    def _join(self, address: str, rpc_address: str, backend: str) -> None:
+        limit = self.dist_timeout if self.has_dist else self.rpc_timeout
+        place = self.rank, self.world_size
+        self._store = rendezvous.open_store(address, *place, limit)
+        self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
+        self.rank_name_map = dict(enumerate(self.names))
+        self.peers = Peers(self.names, self.name, self._on_loss, has_rpc=self.has_rpc)
+        try:
+            if self.has_dist:
+                self._running.append("dist")
+                dist.init_process_group(
+                    backend,
+                    timeout=timedelta(seconds=limit),
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    store=dist.PrefixStore("xpool/dist", self._store),
+                )
+            if self.has_rpc:
+                self._running.append("rpc")
+                limit = self.rpc_timeout
+                self._start_rpc(rpc_address)
+        except RuntimeError as exc:
+            error = explain(self, tuple(self.names), str(exc), limit)
+            raise type(error)(f"{self.name!r} could not join the world: {error}.") from exc
+        self.started = True
+
+    def _start_rpc(self, address: str) -> None:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=self.rpc_timeout)
+        constants = rpc.backend_registry.rpc_constants
+        limit = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
+        with warnings.catch_warnings():
+            # torch's own doing: its RPC agent meets through a class that it deprecates.
+            warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
+            # And waits there for half an hour, whatever the options say, for one that has died.
+            constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=self.rpc_timeout)
+            try:
+                rpc.init_rpc(
+                    self.name, rpc.BackendType.TENSORPIPE, self.rank, self.world_size, options
+                )
+            finally:
+                constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
+        self.peers.watch()
+
+    # -- who is there -------------------------------------------------------------------------
+
+    def get_ranks(self) -> list[int]:
+        """The ranks of all processes."""
+        return list(range(self.world_size))
+
+    def get_members(self) -> list[str]:
+        """The names of all processes, by rank."""
+        return list(self.names)
+
+    def lost(self, rank: int, reason: str = "has died") -> None:
+        """Say that a rank is gone, where something else than RPC has noticed.
+
+        What is pending with it ends with `PeerLost`, which cites ``reason``. With RPC a world
+        finds out by itself.
+        """
+        self._check_ranks([rank])
+        self.peers.lose(self.names[rank], reason)
+
+    def _on_loss(self, name: str, reason: str) -> None:
+        self.meetings.lose(name)
+        with self._lock:
+            groups = list(self._collective)
+        error = PeerLost(self.peers.describe(name))
+        for group in groups:
+            group._lost(self.names.index(name), error)
+
+    # -- groups -------------------------------------------------------------------------------
+
+    def create_collective_group(
+        self, ranks: Sequence[int], timeout: float = 60, backend: str | None = None
+    ) -> CollectiveGroup:
+        """Make a group of these ranks; all of them call this, and it returns when all have.
+
+        Processes that make several groups together make them in the same order. Other ranks may
+        call it too: they get a group in which they can do nothing.
+
+        Args:
+            ranks: of the world, in any order; the group is in ascending order.
+            timeout: seconds for each operation of the group.
+            backend: as ``dist_backend``; None takes the world's.
+
+        Raises:
+            OptionError: a rank is not in the world, or given twice.
+            PeerLost, GroupTimeout: not all can or do come.
+        """
+        self._check_started(self.has_dist, "collective groups", "init_dist=True")
+        ranks = sorted(self._check_ranks(ranks))
+        if not timeout > 0:
+            raise OptionError(f"timeout must be seconds, more than 0, not {timeout!r}")
+        group = None
+        if self.rank in ranks:
+            with self._lock:
+                number = self._made.get(tuple(ranks), 0)
+                self._made[tuple(ranks)] = number + 1
+            names = tuple(self.names[rank] for rank in ranks)
+            if self.has_rpc:
+                key = ("create_collective_group", f"ranks {', '.join(map(str, ranks))}", number)
+                meet(names[0], key, names, timeout)
+            limit = timedelta(seconds=timeout)
+            try:
+                group = dist.new_group(ranks, limit, backend, use_local_synchronization=True)
+            except RuntimeError as exc:
+                error = explain(self, names, str(exc), timeout)
+                raise type(error)(
+                    f"The group of {', '.join(names)} could not be made: {error}. All of them have "
+                    "to make it, in the same order as other groups."
+                ) from exc
+        made = CollectiveGroup(self, ranks, group, timeout)
+        if group is not None:
+            with self._lock:
+                self._collective.append(made)
+            lost = self.peers.lost()
+            for rank in ranks:  # one that was lost while the group was made
+                if self.names[rank] in lost:
+                    made._lost(rank, PeerLost(self.peers.describe(self.names[rank])))
+        return made
+
+    def create_rpc_group(self, group_name: str, members: Sequence[str]) -> RpcGroup:
+        """Make a group of these processes; all of them call this, and it returns when all have.
+
+        Args:
+            group_name: a name that no other group of these processes has.
+            members: names of processes; all give the same, in the same order. The first keeps
+                the group's register: what is offered in the group is found through it.
+
+        Raises:
+            OptionError: a name is not in the world, or given twice.
+            NotAMember: the calling process is not one of them.
+            GroupError: it has a group of this name.
+            PeerLost, GroupTimeout: not all can or do come within ``rpc_timeout``.
+        """
+        self._check_started(self.has_rpc, "RPC groups", "init_rpc=True")
+        members = list(members)
+        for name in members:
+            if name not in self.names:
+                raise OptionError(
+                    f"{name!r} is not in the world; its members: {', '.join(self.names)}."
+                )
+        if len(set(members)) < len(members):
+            raise OptionError(f"members are given twice: {', '.join(members)}.")
+        if self.name not in members:
+            raise NotAMember(
+                f"{self.name!r} makes group {group_name!r}, but is not one of its members: "
+                f"{', '.join(members) or 'none'}."
+            )
+        group = RpcGroup(group_name, members)
+        if self.groups.setdefault(group_name, group) is not group:
+            there = ", ".join(self.groups)
+            raise GroupError(
+                f"Group {group_name!r} already exists in {self.name!r}; take another name, or "
+                f"destroy() that one. Groups: {there}."
+            )
+        try:
+            meet(members[0], ("create_rpc_group", group_name), tuple(members))
+        except BaseException:
+            self.groups.pop(group_name, None)
+            raise
+        return group
+
+    def _forget_group(self, group: CollectiveGroup) -> None:
+        with self._lock:
+            if group in self._collective:
+                self._collective.remove(group)
+
+    def _check_started(self, has: bool, what: str, option: str) -> None:
+        if not self.started:
+            raise GroupError(f"The world of {self.name!r} has been stopped; make a new one.")
+        if not has:
+            raise GroupError(f"This world has no {what}: make it with {option} in all processes.")
+
+    def _check_ranks(self, ranks: Sequence[int]) -> list[int]:
+        ranks = list(ranks)
+        for rank in ranks:
+            if rank not in range(self.world_size):
+                raise OptionError(
+                    f"rank {rank!r} is not in the world; its ranks: 0 to {self.world_size - 1}."
+                )
+        if not ranks or len(set(ranks)) < len(ranks):
+            raise OptionError(f"give each rank once, and at least one: {ranks}.")
+        return ranks
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def stop(self, graceful: bool = True) -> None:
+        """Leave the world; this process may then join another.
+
+        With RPC it waits until all who are still there have called it, so that nobody's call finds
+        a process gone. ``graceful=False`` does not wait: the others lose this process.
+
+        Raises:
+            GroupError: the world has been stopped already.
+        """
+        self._check_started(True, "", "")
+        if graceful and self.has_rpc:
+            graceful = not self._last_meeting()
+        self.started = False
+        self._tear_down(graceful)
+
+    def _last_meeting(self) -> list[str]:
+        """Wait for all who are still there to stop; return those who are not."""
+        key = ("stop", "the world")
+        while True:
+            lead = self.peers.lead()
+            try:
+                return meet(lead, key, tuple(self.names), timeout=0, of_survivors=True)
+            except PeerLost:
+                if lead == self.peers.lead():
+                    raise
+
+    def _tear_down(self, graceful: bool) -> None:
+        try:
+            if "rpc" in self._running:
+                self.peers.leave(tell=not graceful)
+                _shut_down_rpc(graceful)
+            for group in list(self._collective):
+                group.destroy()
+            if "dist" in self._running and dist.is_initialized():
+                dist.destroy_process_group()
+        finally:
+            self._store = None
+            current.free(self)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.started:
+            self.stop(graceful=kind is None)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A World belongs to its process and cannot be sent; make one in each.")
+
+    def __repr__(self) -> str:
+        state = "" if self.started else ", not started"
+        return f"<World {self.name!r}, rank {self.rank} of {self.world_size}{state}>"
+
+
+def _shut_down_rpc(graceful: bool) -> None:
+    def shut_down() -> None:
+        try:
+            rpc.shutdown(graceful, timeout=_LIMIT)
+        except RuntimeError:
+            pass  # it was not up, or someone died in this very moment; it is down now
+
+    # torch waits for the functions that others have called here, however long they run.
+    thread = threading.Thread(target=shut_down, name="xpool-rpc-shutdown", daemon=True)
+    thread.start()
+    thread.join(2 * _LIMIT if graceful else _LIMIT)
+    if thread.is_alive():
+        warnings.warn(
+            "This process has left its world while functions that others had called still ran in "
+            "it; it can join no other world with RPC before they have returned.",
+            ResourceWarning,
+            stacklevel=4,
+        )
+
+
+def join(
+    rank: int,
+    world_size: int,
+    address: str,
+    *,
+    name: str | None = None,
+    backend: str = "gloo",
+    init_rpc: bool = False,
+    timeout: float = 60,
+) -> World:
+    """Make this process rank ``rank`` of a world that meets at ``address``: for pools' workers.
+
+    A world that this process is in is left first, without waiting for its members: so a pool makes
+    its world anew, at a new address, when a worker has been replaced.
+    """
+    before = current.get_world()
+    if before is not None:
+        before.stop(graceful=False)
+    return World(
+        name or f"worker-{rank}",
+        rank,
+        world_size,
+        init_rpc=init_rpc,
+        dist_backend=backend,
+        dist_init_method=address,
+        dist_timeout=timeout,
+        rpc_timeout=timeout,
+    )
+
+
+@atexit.register
+def _leave() -> None:
+    """A process that ends leaves its world, so that torch's threads do not outlive Python's."""
+    world = current.get_world()
+    if world is not None and world.started:
+        world.stop(graceful=False)

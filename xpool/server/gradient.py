@@ -1,0 +1,366 @@
+"""`PushPullGradServer`: gradients of many, reduced in a tree, applied to one model."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xpool.distributed.errors import GroupError, PeerLost
+from xpool.distributed.group import RpcGroup
+from xpool.errors import OptionError
+from xpool.server.model import load, on_cpu
+from xpool.server.ordered import (
+    OrderedServerBase,
+    OrderedServerSimple,
+    OrderedServerSimpleImpl,
+    push_service,
+)
+
+__all__ = ["ModelNotManaged", "PushPullGradServer", "PushPullGradServerImpl", "ReduceType"]
+
+Gradients = dict[str, Tensor]
+
+
+class ModelNotManaged(GroupError):
+    """The model is not the one that this server manages, or it manages none."""
+
+
+class ReduceType(Enum):
+    """Which step of the tree a push is for."""
+
+    REDUCE_PRIMARY = 0
+    REDUCE_SECONDARY = 1
+
+
+def _reducer(server_name: str, member: str) -> str:
+    return f"{server_name}/{member}"
+
+
+def _shapes_service(server_name: str) -> str:
+    return f"{server_name}/_shapes_service"
+
+
+class PushPullGradServer:
+    """Access to a gradient server; others get it by ``group.get_paired(server_name).to_here()``."""
+
+    def __init__(
+        self,
+        server_name: str,
+        group: RpcGroup,
+        model_name: str,
+        secondary_reducers: Sequence[str],
+        o_server: OrderedServerBase,
+    ) -> None:
+        self.server_name, self.group, self.model_name = server_name, group, model_name
+        self.o_server = o_server
+        self.secondary_reducers = list(secondary_reducers)
+        self._managed: dict[str, tuple[int, ...]] | None = None  # asked for at the first push
+
+    def push(self, model: nn.Module) -> bool:
+        """Push the model's gradients, then `pull`; return what that returns.
+
+        They go to a secondary reducer chosen at random, of those that are still there.
+        Parameters that need no gradient are left out.
+
+        Raises:
+            ModelNotManaged: the managed model has other parameters; the message names them.
+            GroupError: a parameter has no gradient, or the reducer has stopped with an error.
+            PeerLost: no reducer is left, or the primary has died.
+        """
+        gradients: dict[str, Any] = {
+            name: one.grad for name, one in model.named_parameters() if one.requires_grad
+        }
+        bare = [name for name, one in gradients.items() if one is None]
+        if bare:
+            raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
+        self._check_managed({name: tuple(one.shape) for name, one in gradients.items()})
+        sent = on_cpu(gradients)
+        reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
+        for reducer in reducers:
+            service = push_service(_reducer(self.server_name, reducer))
+            try:
+                self.group.registered_sync(service, (sent, ReduceType.REDUCE_SECONDARY))
+                break
+            except PeerLost:
+                # What it had taken is lost with it, so nothing is counted twice.
+                if reducer == reducers[-1]:
+                    raise
+        return self.pull(model)
+
+    def pull(self, model: nn.Module) -> bool:
+        """Load the newest state and clear the gradients; return whether there is a state yet.
+
+        Raises:
+            GroupError: it is another model: names or shapes differ.
+        """
+        model.zero_grad()
+        pulled = self.o_server.pull(self.model_name)
+        if pulled is None:
+            return False  # nothing has been reduced so far
+        load(model, pulled[0], self.model_name)
+        return True
+
+    def _check_managed(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        if self._managed is None:
+            # None as well where none is managed yet: what is pushed waits until then.
+            self._managed = self.group.registered_sync(_shapes_service(self.server_name))
+        if self._managed is not None:
+            check_shapes(self.server_name, self._managed, shapes)
+
+
+def check_shapes(
+    server_name: str, managed: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
+) -> None:
+    """Raise `ModelNotManaged` unless gradients are those of the managed model."""
+    if given != managed:
+        differ = sorted(
+            name for name in given.keys() | managed.keys() if given.get(name) != managed.get(name)
+        )
+        raise ModelNotManaged(
+            f"{server_name!r} does not manage this model: the gradients differ in "
+            f"{', '.join(differ)}. It manages one with "
+            f"{', '.join(f'{name} {list(shape)}' for name, shape in managed.items())}."
+        )
+
+
+class PushPullGradServerImpl:
+    """One process's part of a gradient server.
+
+    Make it in the primary reducer and in all secondary ones. Clients push gradients to a secondary
+    reducer; each ``reduce_batch_size`` of them it reduces to one, which it gives to the primary;
+    and each ``reduce_batch_size`` of those the primary reduces, gives to the optimizer of the
+    managed model, and pushes the model's state to the ordered server, where clients pull it. No
+    order is guaranteed. What is left over of a batch when the server stops is not used.
+
+    Args:
+        server_name: a name of its own in the group; the primary pairs the accessor under it.
+        group: an `RpcGroup` that this process is a member of.
+        model_name: the model's key in the ordered server.
+        primary_reducer: a member; default: the group's first.
+        secondary_reducers: members; default: all.
+        o_server: access to an ordered server of yours; by default the primary has one.
+        reduce_method: ``"sum"`` or ``"mean"``, of a batch.
+        reduce_device: where to reduce.
+        reduce_batch_size: 1 or more.
+        max_queue_size: when more than so many wait in a process, the oldest are dropped
+            (`dropped` counts them); more than ``reduce_batch_size``.
+
+    Raises:
+        OptionError: a value makes no sense, or a reducer is not in the group.
+        GroupKeyError: the name is taken.
+        NotAMember: this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        server_name: str,
+        group: RpcGroup,
+        model_name: str = "model",
+        primary_reducer: str | None = None,
+        secondary_reducers: Sequence[str] | None = None,
+        o_server: OrderedServerBase | None = None,
+        reduce_method: str = "sum",
+        reduce_device: torch.device | str = "cpu",
+        reduce_batch_size: int = 4,
+        max_queue_size: int = 64,
+    ) -> None:
+        members = group.get_group_members()
+        self.primary_reducer = members[0] if primary_reducer is None else primary_reducer
+        self.secondary_reducers = list(
+            members if secondary_reducers is None else secondary_reducers
+        )
+        for name in (self.primary_reducer, *self.secondary_reducers):
+            if name not in members:
+                raise OptionError(f"reducer {name!r} is not in the group: {', '.join(members)}")
+        if not self.secondary_reducers:
+            raise OptionError("secondary_reducers must name at least one member")
+        if reduce_method not in ("sum", "mean"):
+            raise OptionError(f"reduce_method must be 'sum' or 'mean', not {reduce_method!r}")
+        if not 1 <= reduce_batch_size < max_queue_size:
+            raise OptionError(
+                "reduce_batch_size must be 1 or more and less than max_queue_size, not "
+                f"{reduce_batch_size} and {max_queue_size}"
+            )
+        self.server_name, self.group, self.model_name = server_name, group, model_name
+        self.reduce_method, self.reduce_device = reduce_method, torch.device(reduce_device)
+        self.reduce_batch_size, self.max_queue_size = reduce_batch_size, max_queue_size
+        self.is_primary = group.get_cur_name() == self.primary_reducer
+        self.model: nn.Module | None = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.dropped = 0
+
+        self._changed = threading.Condition()
+        # Guarded by _changed: what waits to be reduced, and the state of the thread that does it.
+        self._queues: dict[ReduceType, deque[Gradients]] = {kind: deque() for kind in ReduceType}
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._offer(o_server)
+
+    def _offer(self, o_server: OrderedServerBase | None) -> None:
+        inner = f"{self.server_name}_o_server"
+        if o_server is None and self.is_primary:
+            self._o_server_impl = OrderedServerSimpleImpl(inner, self.group)
+        self.o_server = OrderedServerSimple(inner, self.group) if o_server is None else o_server
+        own = _reducer(self.server_name, self.group.get_cur_name())
+        self.group.register(push_service(own), self._push_service)
+        if self.is_primary:
+            self.group.register(_shapes_service(self.server_name), self._shapes_service)
+            accessor = PushPullGradServer(
+                self.server_name,
+                self.group,
+                self.model_name,
+                self.secondary_reducers,
+                self.o_server,
+            )
+            self.group.pair(self.server_name, accessor)
+
+    def manage_model(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> None:
+        """Apply the reduced gradients to this model; in the primary reducer, before `start`.
+
+        ``optimizer`` is one of the model's parameters, ``lr_scheduler`` one of the optimizer:
+        it makes a step after each of the optimizer's. Use the model for nothing else meanwhile.
+
+        Raises:
+            ModelNotManaged: this process is not the primary reducer.
+        """
+        if not self.is_primary:
+            raise ModelNotManaged(
+                f"{self.group.get_cur_name()!r} can not manage a model for {self.server_name!r}: "
+                f"its primary reducer, {self.primary_reducer!r}, does."
+            )
+        model.pp_version = 0
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.model = model
+
+    def start(self) -> None:
+        """Begin to reduce, in a thread; what was pushed before is not lost.
+
+        Raises:
+            ModelNotManaged: this is the primary reducer, and it has no model.
+        """
+        if self.is_primary and self.model is None:
+            raise ModelNotManaged(
+                f"The primary reducer of {self.server_name!r} manages no model: call "
+                "manage_model(model, optimizer) before start()."
+            )
+        with self._changed:
+            if self._thread is None:
+                self._stopping, self._error = False, None
+                name = f"xpool-reduce-{self.server_name}"
+                self._thread = threading.Thread(target=self._reduce, name=name, daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, when it has done the step that it is at; `start` may follow."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+            with self._changed:
+                self._thread = None
+
+    def watch(self) -> None:
+        """Raise what has ended the thread, if something has."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+
+    # -- services -----------------------------------------------------------------------------
+
+    def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
+        if self.model is not None and level is ReduceType.REDUCE_PRIMARY:
+            given = {name: tuple(one.shape) for name, one in gradients.items()}
+            check_shapes(self.server_name, self._shapes(self.model), given)
+        with self._changed:
+            if self._error is not None:
+                raise GroupError(
+                    f"The reducer of {self.server_name!r} in {self.group.get_cur_name()!r} has "
+                    f"stopped: {self._error!r}. Its watch() raises that; start() begins anew."
+                )
+            queue = self._queues[level]
+            queue.append(gradients)
+            if len(queue) > self.max_queue_size:
+                queue.popleft()
+                self.dropped += 1
+            self._changed.notify_all()
+
+    def _shapes_service(self) -> dict[str, tuple[int, ...]] | None:
+        return None if self.model is None else self._shapes(self.model)
+
+    @staticmethod
+    def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+        return {
+            name: tuple(one.shape) for name, one in model.named_parameters() if one.requires_grad
+        }
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        try:
+            while (batch := self._next_batch()) is not None:
+                level, gradients = batch
+                reduced = self._reduced(gradients)
+                if level is ReduceType.REDUCE_PRIMARY:
+                    self._apply(reduced)
+                elif self.is_primary:
+                    self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
+                else:
+                    service = push_service(_reducer(self.server_name, self.primary_reducer))
+                    self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
+        except BaseException as exc:
+            with self._changed:
+                self._error = exc
+
+    def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
+        """Wait for a full batch, the primary's first; None when it is time to stop."""
+        size = self.reduce_batch_size
+        with self._changed:
+            while not self._stopping:
+                for level in ReduceType:
+                    queue = self._queues[level]
+                    if len(queue) >= size:
+                        return level, [queue.popleft() for _ in range(size)]
+                self._changed.wait()
+        return None
+
+    def _reduced(self, batch: list[Gradients]) -> Gradients:
+        own = {name: tuple(one.shape) for name, one in batch[0].items()}
+        for other in batch[1:]:
+            check_shapes(
+                self.server_name, own, {name: tuple(one.shape) for name, one in other.items()}
+            )
+        reduced = {}
+        for name in batch[0]:
+            stacked = torch.stack([one[name].to(self.reduce_device) for one in batch])
+            total = stacked.sum(0) if self.reduce_method == "sum" else stacked.mean(0)
+            reduced[name] = total.cpu()
+        return reduced
+
+    def _apply(self, gradients: Gradients) -> None:
+        model = self.model
+        assert model is not None
+        self.optimizer.zero_grad()
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device)
+        self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        version: Any = model.pp_version
+        self.o_server.push(self.model_name, on_cpu(model.state_dict()), version + 1, version)
+        model.pp_version = version + 1
+
+    def __repr__(self) -> str:
+        part = "primary" if self.is_primary else "secondary"
+        return f"<PushPullGradServerImpl {self.server_name!r}, {part}, in {self.group!r}>"

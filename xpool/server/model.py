@@ -1,0 +1,112 @@
+"""`PushPullModelServer`: one model, in strictly ordered versions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xpool.distributed.errors import GroupError
+from xpool.distributed.group import RpcGroup
+from xpool.server.ordered import OrderedServerBase, OrderedServerSimple, OrderedServerSimpleImpl
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["PushPullModelServer", "PushPullModelServerImpl", "load", "on_cpu"]
+
+
+def on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """Copy tensors to the CPU, where every process can take them."""
+    return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}
+
+
+def load(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
+    """Copy a pulled state into a model, on the model's own devices."""
+    own = {key: tuple(one.shape) for key, one in model.state_dict().items()}
+    pulled = {key: tuple(one.shape) for key, one in state.items()}
+    if own != pulled:  # checked first: torch would load what fits before it complains
+        differ = sorted(
+            key for key in own.keys() | pulled.keys() if own.get(key) != pulled.get(key)
+        )
+        raise GroupError(
+            f"The server's {name!r} is another model than the one given: they differ in "
+            f"{', '.join(differ)}. The server's has {', '.join(pulled)}."
+        )
+    model.load_state_dict(state)
+
+
+class PushPullModelServer:
+    """Access to a model server; others get it by ``group.get_paired(server_name).to_here()``.
+
+    A model's version is its attribute ``pp_version``, which push and pull set; 0 at first.
+    """
+
+    def __init__(self, model_name: str, o_server: OrderedServerBase) -> None:
+        self.model_name, self.o_server = model_name, o_server
+
+    def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
+        """Push the model's state as the version after the one it has; return whether it is now.
+
+        It is not when another has pushed since this one was pulled. Then, with ``pull_on_fail``,
+        the newest state is loaded into ``model``, so that one can go on from there. Gradients
+        are left alone.
+
+        Raises:
+            VersionError: the model says that it is of a version that has never been.
+            GroupError: the newest, pulled, is another model: names or shapes differ.
+        """
+        version: int = getattr(model, "pp_version", 0)
+        state = on_cpu(model.state_dict())
+        pushed = self.o_server.push(self.model_name, state, version + 1, version)
+        if pushed:
+            model.pp_version = version + 1
+        elif pull_on_fail:
+            self.pull(model)
+        return pushed
+
+    def pull(self, model: nn.Module) -> bool:
+        """Load the newest state into ``model`` if it is newer; return whether there is any.
+
+        Raises:
+            GroupError: it is another model: names or shapes differ.
+        """
+        pulled = self.o_server.pull(self.model_name)
+        if pulled is None:
+            return False
+        state, version = pulled
+        if getattr(model, "pp_version", -1) < version:
+            load(model, state, self.model_name)
+            model.pp_version = version
+        return True
+
+
+class PushPullModelServerImpl:
+    """A server for one model, in this process, with an `OrderedServerSimpleImpl` of its own.
+
+    Args:
+        server_name: a name of its own in the group; the accessor is paired under it.
+        group: an `RpcGroup` that this process is a member of.
+        model_name: the model's key in the ordered server.
+        o_server: access to an ordered server of yours, to be used instead.
+
+    Raises:
+        GroupKeyError: the name is taken.
+        NotAMember: this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        server_name: str,
+        group: RpcGroup,
+        model_name: str = "model",
+        o_server: OrderedServerBase | None = None,
+    ) -> None:
+        self.server_name, self.group, self.model_name = server_name, group, model_name
+        if o_server is None:
+            inner = f"{server_name}_o_server"
+            self._o_server_impl = OrderedServerSimpleImpl(inner, group)
+            o_server = OrderedServerSimple(inner, group)
+        self.o_server = o_server
+        group.pair(server_name, PushPullModelServer(model_name, o_server))
+
+    def __repr__(self) -> str:
+        return f"<PushPullModelServerImpl {self.server_name!r} in {self.group!r}>"

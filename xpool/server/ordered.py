@@ -1,0 +1,158 @@
+"""Values in versions: a key has one newest version, and the next must be made from that."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Hashable
+from copy import deepcopy
+from typing import Any
+
+from xpool.distributed.group import RpcGroup
+from xpool.errors import OptionError, XPoolError
+
+__all__ = ["OrderedServerBase", "OrderedServerSimple", "OrderedServerSimpleImpl", "VersionError"]
+
+
+class VersionError(XPoolError, ValueError):
+    """A version that can not be the next one of its key."""
+
+
+class OrderedServerBase(ABC):
+    """Where values are pushed to and pulled from, in versions."""
+
+    @abstractmethod
+    def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
+        """Make ``value`` the newest version of ``key``, if ``prev_version`` still is.
+
+        Returns whether it was. A key's first push may name any versions. Versions are any
+        hashable values, mostly numbers; ``version == prev_version`` replaces the newest.
+
+        Raises:
+            VersionError: ``version`` is an older one that the server has, or ``prev_version`` is
+                greater than the newest, so that there never was one like it.
+        """
+
+    @abstractmethod
+    def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
+        """Return a copy of the value and its version: the newest, or the one asked for.
+
+        None where the server does not have it: not yet, or not any more.
+        """
+
+
+class OrderedServerSimple(OrderedServerBase):
+    """Access to an `OrderedServerSimpleImpl` in another process; can be sent.
+
+    ``server_name`` and ``group`` are those of the server. `push` and `pull` raise what calls in
+    the group raise: `GroupKeyError` where there is no such server, `PeerLost` when its process has
+    died.
+    """
+
+    def __init__(self, server_name: str, group: RpcGroup) -> None:
+        self.server_name, self.group = server_name, group
+
+    def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
+        """As `OrderedServerBase.push`."""
+        service = push_service(self.server_name)
+        pushed: bool = self.group.registered_sync(service, (key, value, version, prev_version))
+        return pushed
+
+    def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
+        """As `OrderedServerBase.pull`."""
+        service = pull_service(self.server_name)
+        pulled: tuple[Any, Any] | None = self.group.registered_sync(service, (key, version))
+        return pulled
+
+    def __repr__(self) -> str:
+        return f"<OrderedServerSimple {self.server_name!r} in {self.group!r}>"
+
+
+class OrderedServerSimpleImpl:
+    """An ordered server in this process's memory.
+
+    It pairs an `OrderedServerSimple` to the group under its name: others get that by
+    ``group.get_paired(server_name).to_here()``.
+
+    Args:
+        server_name: a name of its own in the group.
+        group: an `RpcGroup` that this process is a member of.
+        version_depth: how many versions before the newest are kept for `pull`.
+
+    Raises:
+        OptionError: ``version_depth`` is not a number, 1 or more.
+        GroupKeyError: the name is taken.
+        NotAMember: this process is not in the group.
+    """
+
+    def __init__(
+        self, server_name: str, group: RpcGroup, version_depth: int = 1, **_: object
+    ) -> None:
+        if not isinstance(version_depth, int) or isinstance(version_depth, bool):
+            raise OptionError(f"version_depth must be a whole number, not {version_depth!r}")
+        if version_depth < 1:
+            raise OptionError(f"version_depth must be 1 or more, not {version_depth}")
+        self.server_name, self.group, self.version_depth = server_name, group, version_depth
+        self._lock = threading.Lock()
+        # Guarded by _lock: the versions of each key, the newest last.  Values are never changed.
+        self._storage: dict[Hashable, OrderedDict[Any, Any]] = {}
+        group.register(push_service(server_name), self._push_service)
+        group.register(pull_service(server_name), self._pull_service)
+        group.pair(server_name, OrderedServerSimple(server_name, group))
+
+    def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
+        with self._lock:
+            versions = self._storage.setdefault(key, OrderedDict())
+            if versions:
+                newest = next(reversed(versions))
+                if newest != prev_version:
+                    _check_previous(key, prev_version, newest)
+                    return False
+                if version in versions and version != newest:
+                    raise VersionError(
+                        f"Version {version!r} of {key!r} can not follow {newest!r}: the server has "
+                        f"one of that name. It has, the newest last: {list(versions)}."
+                    )
+            versions[version] = value
+            while len(versions) > self.version_depth + 1:
+                versions.popitem(last=False)
+        return True
+
+    def _pull_service(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
+        with self._lock:
+            versions = self._storage.get(key)
+            if not versions:
+                return None
+            if version is None:
+                version = next(reversed(versions))
+            if version not in versions:
+                return None
+            value = versions[version]
+        return deepcopy(value), version  # a caller in this process gets no reference to ours
+
+    def __repr__(self) -> str:
+        return f"<OrderedServerSimpleImpl {self.server_name!r} in {self.group!r}>"
+
+
+def push_service(server_name: str) -> str:
+    """The name of the service that takes pushes."""
+    return f"{server_name}/_push_service"
+
+
+def pull_service(server_name: str) -> str:
+    """The name of the service that answers pulls."""
+    return f"{server_name}/_pull_service"
+
+
+def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
+    """An older version lost a race; one that is yet to come makes no sense."""
+    try:
+        ahead = bool(prev_version > newest)
+    except TypeError:
+        return  # versions without an order: it may have been, long ago
+    if ahead:
+        raise VersionError(
+            f"prev_version {prev_version!r} of {key!r} has never been: the newest is {newest!r}. "
+            "Pull first, and push what was made from that."
+        )
