@@ -157,7 +157,9 @@ class Worker:
         if world.fails_to_start():
             yield from self._frame(FAILED, pickle.dumps(RuntimeError("no device")))
             return 1
-        yield from self._frame(READY, pickle.dumps({"wire": WIRE, "pid": self.pid}))
+        yield from self._frame(
+            READY, pickle.dumps({"wire": WIRE, "pid": self.pid, "mapped": world.chance(0.5)})
+        )
         while True:
             try:
                 kind, count, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
