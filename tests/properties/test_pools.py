@@ -10,7 +10,7 @@ from hooks.own_pools import QueueThreadPool
 from xpool import CtxPool, CtxThreadPool, P2PPool, Pool, ThreadPool
 from xpool.testing import PoolStateMachine
 
-EXAMPLES = 25 * int(os.environ.get("XPOOL_TEST_DEEP", "1"))
+EXAMPLES = 12 * int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 
 
 def case(pool, **options):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.abc
-import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,10 +60,10 @@ class _Loader(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.mutant.module:
             return None
-        return importlib.machinery.ModuleSpec(name, self, origin=str(self.mutant.path))
+        return importlib.util.spec_from_file_location(name, self.mutant.path, loader=self)
 
     def get_filename(self, fullname: str) -> str:
-        return f"<mutant {self.mutant.name}>"
+        return str(self.mutant.path)
 
     def get_data(self, path: str) -> bytes:
         return self.mutant.source().encode()
@@ -135,8 +135,8 @@ MUTANTS = [
     Mutant(
         "a retry stands at the end of the queue",
         SCHEDULER,
-        "        span.retries -= 1\n        self.put_back(span)",
-        "        span.retries -= 1\n        self.put(span)",
+        "        if when is None:\n            self.put_back(span)",
+        "        if when is None:\n            self.put(span)",
     ),
     Mutant(
         "a worker with an empty hand is not listed as idle",
@@ -171,8 +171,8 @@ MUTANTS = [
     Mutant(
         "a skipped item at the door is lost",
         SCHEDULER,
-        "if position < grant.taken:",
-        "if position > grant.taken:",
+        "if position < grant.taken and not grant.withdrawn:",
+        "if position > grant.taken and not grant.withdrawn:",
     ),
     Mutant(
         "withdrawing forgets what is bound",
@@ -192,6 +192,26 @@ MUTANTS = [
         "        if span.items:\n            span.queued = True\n            self._queued += 1\n"
         "            queue.appendleft(span)\n            return True",
         "        if span.items:\n            return True",
+    ),
+    Mutant(
+        "what a dead worker held of a job that has ended is queued again",
+        SCHEDULER,
+        "            if start < grant.taken and not grant.withdrawn:\n                back.append("
+        "_piece(grant, start, grant.taken))\n        for",
+        "            if start < grant.taken:\n                back.append("
+        "_piece(grant, start, grant.taken))\n        for",
+    ),
+    Mutant(
+        "what waits for its time survives the end of its job",
+        SCHEDULER,
+        "if entry[2].job != job]",
+        "if True]",
+    ),
+    Mutant(
+        "the second try comes before its time",
+        SCHEDULER,
+        "while self._later and self._later[0][0] <= now:",
+        "while self._later and self._later[0][0] <= now + 1:",
     ),
     # -- states and engine -----------------------------------------------------------------------
     Mutant(
@@ -307,8 +327,37 @@ MUTANTS = [
     Mutant(
         "a start that the system refused is not tried again",
         LOOP,
-        "                self._watch.alarm(slot.start_at)\n\n    def _start_overdue",
-        "                pass\n\n    def _start_overdue",
+        "        slot.start_at = when\n        self._watch.alarm(when)",
+        "        slot.start_at = when",
+        "engine",
+    ),
+    Mutant(
+        "a task that does not listen is not killed when its time is over",
+        "xpool.engine.limits",
+        "            elif box.began == stop.seq + 1:\n                slot.kill()",
+        "            elif box.began == stop.seq + 1:\n                pass",
+        "engine",
+    ),
+    Mutant(
+        "limits are looked at once, not again",
+        "xpool.engine.limits",
+        "            if due is not None:\n                self._check_by(slot, due)",
+        "            pass",
+        "engine",
+    ),
+    Mutant(
+        "a task that was stopped is answered by what it said, too",
+        EXCHANGE,
+        "            self._broken_off(slot, grant, position)\n        elif again",
+        "            self._broken_off(slot, grant, position)\n"
+        "            self.results.append((grant.job, index, (False, answer)))\n        elif again",
+        "engine",
+    ),
+    Mutant(
+        "the alarm for a second try is not set",
+        EXCHANGE,
+        "killed=killed, when=when)\n        self._watch.alarm(when)",
+        "killed=killed, when=when)",
         "engine",
     ),
     Mutant(

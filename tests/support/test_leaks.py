@@ -13,6 +13,7 @@ import pytest
 
 from support.leaks import Snapshot
 from support.waiting import Gate, Mailbox, eventually, wait_gone
+from xpool.testing import leaks
 
 
 def test_nothing_left():
@@ -78,6 +79,32 @@ def test_shared_memory_left():
         assert before.leaks(0.1) == [str(path)]
     finally:
         path.unlink()
+
+
+def test_semaphores_of_strangers():
+    """A semaphore of multiprocessing is reported, unless another program has it."""
+    code = (
+        "import multiprocessing\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(flush=True)\n"
+        "input()\n"
+    )
+    before = Snapshot.take()
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert child.stdout.readline()
+        # It is ours as our child; a stranger, once it counts for one.
+        assert any("/dev/shm/sem." in leak for leak in before.leaks(0.1))
+        ours, leaks.descendants = leaks.descendants, set
+        try:
+            assert not any("/dev/shm/sem." in leak for leak in before.leaks(0.1))
+        finally:
+            leaks.descendants = ours
+    finally:
+        child.communicate()
+    assert before.leaks(5) == []
 
 
 def test_wait_gone_has_a_limit():

@@ -72,10 +72,13 @@ class Encoded(Parcel):
         # As `entries`, in one pass: every result of a stream of short tasks comes through here.
         values: list[Any] = []
         at, end, size = 0, len(data), ENTRY.unpack_from
-        while at < end:
+        while at + 4 <= end:
             stop = at + 4 + size(data, at)[0]
             values.append(_decode(data[at + 4 : stop]))
             at = stop
+        if len(values) != self.count or at != end:
+            garbled = ValueError(f"{self.count} answers of a worker came garbled, as {len(values)}")
+            return [Unopened(garbled)] * self.count
         return values
 
 

@@ -19,6 +19,17 @@ READ = 64 * 1024
 _IOV = 64
 
 
+def _memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 2**40  # a system that does not say
+
+
+MOST = _memory()
+"""Bytes that a message may announce: what the machine has.  More is a sign that it is garbled."""
+
+
 class Outlet:
     """The parent's end of the pipe to a worker: writes what goes, keeps the rest.
 
@@ -95,7 +106,7 @@ class Inlet:
     _read = staticmethod(os.read)
     _readv = staticmethod(os.readv)
 
-    def __init__(self, fd: int, head_size: int, limit: int = 2**40) -> None:
+    def __init__(self, fd: int, head_size: int, limit: int = MOST) -> None:
         self.fd = fd
         self.head_size = head_size
         self.limit = limit

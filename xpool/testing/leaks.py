@@ -188,15 +188,22 @@ class Snapshot:
 
     def _more_shm(self) -> set[str]:
         """Return names in /dev/shm that are new and that no stranger has mapped."""
-        new = {f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.shm}
+        new: dict[str, str] = {}  # by inode: a semaphore is mapped under another name
+        for name in set(os.listdir("/dev/shm")) - self.shm:
+            path = f"/dev/shm/{name}"
+            try:
+                new[str(os.stat(path).st_ino)] = path
+            except FileNotFoundError:
+                continue  # a stranger's that was put away just now
         if new:
             ours = descendants() | {os.getpid()}
             for pid in filter(str.isdigit, os.listdir("/proc")):
                 if int(pid) not in ours:
-                    maps = _read(pid, "maps").decode(errors="replace")
-                    new -= {name for name in new if name in maps}
-        # A stranger's that was put away meanwhile.
-        return {name for name in new if os.path.exists(name)}
+                    for line in _read(pid, "maps").decode(errors="replace").splitlines():
+                        if "/dev/shm/" in line:
+                            new.pop(line.split()[4], None)
+        # And one that was put away meanwhile.
+        return {path for path in new.values() if os.path.exists(path)}
 
 
 class LeakError(AssertionError):

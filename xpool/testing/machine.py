@@ -9,6 +9,7 @@ with what the model says, before a limit; and a pool that has ended must leave n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -36,6 +37,8 @@ Spec = tuple[str, int, "str | None"]
 
 _DEATHS = ("os._exit", "SIGKILL")
 _THREADS = 3
+_MIXED = st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9)
+_CHUNK = st.integers(1, 4)
 _SELDOM = st.sampled_from([False, False, False, True])  # else most histories would end early
 
 
@@ -82,7 +85,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         deaths: bool | None = None,
         gets_context: bool | None = None,
         limit: float = 20.0,
-        examples: int = 20,
+        examples: int = 50,
         steps: int = 15,
         **options: Any,
     ) -> type[PoolStateMachine]:
@@ -120,6 +123,8 @@ class PoolStateMachine(RuleBasedStateMachine):
             stateful_step_count=steps,
             deadline=None,
             print_blob=True,
+            # Not `explain`: it would try many more histories, each of which may hang.
+            phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         )
         return machine  # type: ignore[no-any-return]
@@ -150,19 +155,19 @@ class PoolStateMachine(RuleBasedStateMachine):
         """Return the function of one argument, and that of two."""
         return (in_context, in_context) if self.gets_context else (perform, perform_pair)
 
-    def expect(self, answer: _Answer, limit: float | None = None) -> None:
+    def expect(self, answer: _Answer) -> None:
         """Take an answer and compare it with what it must be."""
         try:
-            value = answer.get(type(self).limit if limit is None else limit)
+            value = answer.get(self.limit)
         except PoolTimeout as exc:
             if isinstance(exc, errors.TaskTimeout):
                 self.check_cancelled(answer, exc)
                 assert answer.times_out, f"{answer.what} ended with {exc!r}, without a limit"
                 return
-            # Later histories need not wait as long: hypothesis will try many to find a short one.
-            type(self).limit = min(type(self).limit, 3.0)
+            # Later histories need not wait as long: hypothesis tries many to find a short one.
+            patience, type(self).limit = self.limit, min(self.limit, 0.2 + self.limit / 20)
             raise AssertionError(
-                f"{answer.what} is not answered after {limit or self.limit} s; {self.pool!r}"
+                f"{answer.what} is not answered after {patience:g} s; {self.pool!r}"
             ) from exc
         except BaseException as exc:
             self.check_error(answer, exc)
@@ -241,14 +246,16 @@ class PoolStateMachine(RuleBasedStateMachine):
         self.submit("apply_async", [what])
 
     @precondition(running)
-    @rule(
-        verb=st.sampled_from(["map_async", "starmap_async", "imap", "imap_unordered"]),
-        whats=st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9),
-        chunksize=st.integers(1, 4),
-    )
-    def many(self, verb: str, whats: list[str], chunksize: int) -> None:
-        """A map of some kind."""
-        self.submit(verb, whats, chunksize=chunksize)
+    @rule(verb=st.sampled_from(["map_async", "starmap_async"]), whats=_MIXED, chunk=_CHUNK)
+    def many(self, verb: str, whats: list[str], chunk: int) -> None:
+        """A map."""
+        self.submit(verb, whats, chunksize=chunk)
+
+    @precondition(running)
+    @rule(verb=st.sampled_from(["imap", "imap_unordered"]), whats=_MIXED, chunk=_CHUNK)
+    def stream(self, verb: str, whats: list[str], chunk: int) -> None:
+        """A map whose results are drawn one by one."""
+        self.submit(verb, whats, chunksize=chunk)
 
     @precondition(running)
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), max_size=5))
@@ -258,11 +265,8 @@ class PoolStateMachine(RuleBasedStateMachine):
         one, _ = self.functions()
         for what in whats:
             spec = self.spec(what)
-            self.expect(_Answer("apply", functools.partial(self.applied, one, spec), [spec]))
-
-    def applied(self, func: Any, spec: Spec, _: float) -> list[Any]:
-        """Call `apply`, which knows no limit of waiting."""
-        return [self.pool.apply(func, (spec,))]
+            call = functools.partial(self.pool.apply, one, (spec,))
+            self.expect(_Answer("apply", functools.partial(_applied, call), [spec]))
 
     @precondition(running)
     @rule(verb=st.sampled_from(["map", "starmap"]), n=st.integers(0, 8))
@@ -272,11 +276,10 @@ class PoolStateMachine(RuleBasedStateMachine):
         one, two = self.functions()
         specs = [self.spec("value") for _ in range(n)]
         if verb == "map":
-            answer = _Answer(verb, lambda _: self.pool.map(one, specs), specs)
+            call = functools.partial(self.pool.map, one, specs)
         else:
-            pairs = [(spec[1], spec) for spec in specs]
-            answer = _Answer(verb, lambda _: self.pool.starmap(two, pairs), specs)
-        self.expect(answer)
+            call = functools.partial(self.pool.starmap, two, [(spec[1], spec) for spec in specs])
+        self.expect(_Answer(verb, functools.partial(_in_time, call), specs))
 
     @precondition(running)
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), min_size=_THREADS, max_size=9))
@@ -385,7 +388,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         """No more work; what was submitted is still answered."""
         if not really:
             return
-        self.pool.close()
+        self.ends("close", self.pool.close)
         if self.state == "RUN":
             self.state = "CLOSE"
 
@@ -395,7 +398,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         if not really:
             return
         self.open_gate()
-        self.pool.terminate()
+        self.ends("terminate", self.pool.terminate)
         self.state = "TERMINATE"
 
     @precondition(lambda self: self.state != "RUN")
@@ -403,26 +406,28 @@ class PoolStateMachine(RuleBasedStateMachine):
     def join(self, threads: int) -> None:
         """The end is waited for, by several threads at once."""
         self.open_gate()
-        waiting = [threading.Thread(target=self.pool.join, daemon=True) for _ in range(threads)]
-        end = time.monotonic() + self.limit
-        for thread in waiting:
-            thread.start()
-        for thread in waiting:
-            thread.join(max(0.0, end - time.monotonic()))
-            assert not thread.is_alive(), f"join() does not return; {self.pool!r}"
+        self.ends("join", self.pool.join, threads)
+
+    def ends(self, what: str, act: Callable[[], Any], threads: int = 1) -> None:
+        """Do it in threads of its own; it must return before the limit."""
+        try:
+            _in_time(act, self.limit, threads)
+        except PoolTimeout:
+            raise AssertionError(f"{what}() does not return; {self.pool!r}") from None
 
     def teardown(self) -> None:
         """Take every answer that is still owed, end the pool, and look for what it left."""
         try:
             if self.state == "RUN":
                 self.close()
+            self.open_gate()
+            while self.owed:
+                self.expect(self.owed.pop(0))
             self.join(1)
-            for answer in self.owed:
-                # The pool has ended: whatever there is to be had is there.
-                self.expect(answer, 1.0)
-            self.owed.clear()
         except BaseException:
-            self.pool.terminate()
+            self.open_gate()
+            with contextlib.suppress(PoolTimeout):  # what was wrong first is what counts
+                _in_time(self.pool.terminate, self.limit)
             raise
         finally:
             self.gate.close()
@@ -433,6 +438,34 @@ class PoolStateMachine(RuleBasedStateMachine):
 
 
 _GOOD = {"value", "held", "large"}
+
+
+def _in_time(act: Callable[[], Any], limit: float, threads: int = 1) -> Any:
+    """Do it in threads, and return what it returns; raise `TimeoutError` when it takes longer."""
+    done: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            done.append((True, act()))
+        except BaseException as exc:
+            done.append((False, exc))
+
+    working = [threading.Thread(target=run, daemon=True) for _ in range(threads)]
+    end = time.monotonic() + limit
+    for thread in working:
+        thread.start()
+    for thread in working:
+        thread.join(max(0.0, end - time.monotonic()))
+        if thread.is_alive():
+            raise PoolTimeout
+    for ok, value in done:
+        if not ok:
+            raise value
+    return done[0][1]
+
+
+def _applied(call: Callable[[], Any], limit: float) -> list[Any]:
+    return [_in_time(call, limit)]
 
 
 def _value(spec: Spec) -> Any:

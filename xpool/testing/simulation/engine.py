@@ -12,9 +12,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from xpool.engine.limits import TASK_GRACE
 from xpool.engine.loop import Engine
-from xpool.errors import WorkerDied
-from xpool.jobs.scheduler import Span
+from xpool.errors import TaskTimeout, WorkerDied
+from xpool.jobs.scheduler import Limit, Span
 from xpool.jobs.states import WorkerStates
 from xpool.queue.outbox import entries
 from xpool.testing.simulation.seeds import World
@@ -47,11 +48,12 @@ class _Known:
     """What the world knows of a task."""
 
     __slots__ = ("answers", "begun", "bound", "deadly", "died", "died_at_door", "error",
-                 "finished", "large", "retries", "takes")  # fmt: skip
+                 "finished", "large", "longest", "over", "retries", "takes")  # fmt: skip
 
     def __init__(self) -> None:
         self.begun = 0
         self.died = 0  # times that its worker ended while it ran
+        self.over = 0  # times that it ended after its limit
         self.died_at_door = 0  # or was just about to begin it
         self.answers = 0
         self.finished: float | None = None  # when it was last finished and not yet answered
@@ -59,6 +61,7 @@ class _Known:
         self.retries = 0
         self.bound: int | None = None
         self.takes = 0.0
+        self.longest = 0.0  # that it ran
         self.error = False
         self.large = 0
 
@@ -130,6 +133,8 @@ class EngineWorld(World):
             watch=SimWatch(self),
             slot=lambda i: SimSlot(self, i),
         )
+        self.engine._random.seed(seed)
+        self.limits: dict[int, Limit] = {}  # of jobs that have one
         self.known: dict[Task, _Known] = {}
         self.unanswered: dict[Task, None] = {}
         self.funcs: dict[int, int] = {}  # of jobs that use one
@@ -235,6 +240,7 @@ class EngineWorld(World):
     def pass_time(self, seconds: float) -> None:
         """Let time pass, and what it shows be seen."""
         self.now += seconds
+        self.check_limits()
         for page in self.kernel.pages:
             page.tick(self.now)
         self.check_sharing()
@@ -256,9 +262,12 @@ class EngineWorld(World):
         func = self.engine.learn(1, b"function") if kind in ("map", "stream") else 0
         self.funcs[job] = func
         items = [self.new_task(job, i, retries, takes, bound) for i in range(n)]
-        span = Span(job, func, 0, items, retries, bound)
+        limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if self.chance(0.25) else None
+        if limit is not None:
+            self.limits[job] = limit
+        span = Span(job, func, 0, items, retries, bound, limit)
         self.note(f"{self.now:.6f}", kind, "job", job, "of", n, "tasks of", takes, "s,", retries,
-                  "retries, bound to", bound)  # fmt: skip
+                  "retries, bound to", bound, "limit", limit)  # fmt: skip
         if kind == "wait":
             self.calls.append(_Call(self, span))
         else:
@@ -324,6 +333,10 @@ class EngineWorld(World):
             if isinstance(value, WorkerDied):
                 self.check_death(job, index, value)
                 self.answered(job, index, "lost")
+                continue
+            if isinstance(value, TaskTimeout):
+                self.check_timeout(job, index)
+                self.answered(job, index, "over its time")
                 continue
             if not hasattr(value, "_run"):
                 self.wrong(f"task {index} of job {job} is answered with {value!r}")
@@ -394,7 +407,7 @@ class EngineWorld(World):
         self.note(f"{self.now:.6f}", "worker", worker.index, "begins task", index, "of job", job)
         if task.answers and not self.ended_violently:
             self.wrong(f"task {index} of job {job} is run again after its answer")
-        if task.begun > task.died:
+        if task.begun > task.died + task.over:
             self.wrong(f"task {index} of job {job} is run by two workers")
         if task.begun > task.retries:
             self.wrong(f"task {index} of job {job} is run {task.begun + 1} times")
@@ -416,7 +429,11 @@ class EngineWorld(World):
 
     def finishes(self, task: Task) -> None:
         """A worker is through with a task; its answer is under way."""
-        self.known[task].finished = self.now
+        known, limit = self.known[task], self.limits.get(task[0])
+        if limit is not None and known.longest >= limit.seconds:
+            known.over += 1  # the parent may have asked it to stop, and then discards this
+        else:
+            known.finished = self.now
 
     def accident(self) -> None:
         """A worker is killed, stopped for a while, or the fork server goes."""
@@ -474,8 +491,32 @@ class EngineWorld(World):
         died = task.died + task.died_at_door
         if not died:
             self.wrong(f"task {index} of job {job} is lost, and no worker died in it")
-        if died <= task.retries and not (self.over or self.engine.failure):
+        if died + task.over <= task.retries and not (self.over or self.engine.failure):
             self.wrong(f"task {index} of job {job} is lost, and has a retry left")
+
+    def check_timeout(self, job: int, index: int) -> None:
+        """A task is over its time only when it has a limit, and no retry for that is left."""
+        task, limit = self.known[job, index], self.limits.get(job)
+        if limit is None:
+            self.wrong(f"task {index} of job {job} is over its time, and has no limit")
+        if task.longest < limit.seconds:
+            self.wrong(f"task {index} of job {job} is over its time after {task.longest} s")
+        tried = task.begun + task.died_at_door
+        if limit.again and tried <= task.retries and not (self.over or self.engine.failure):
+            self.wrong(f"task {index} of job {job} is over its time, and has a retry left")
+
+    def check_limits(self) -> None:
+        """What is over its time is stopped: asked, and killed a tenth of a second later."""
+        for worker in self.workers:
+            if worker.at_work is None:
+                continue
+            task, limit = self.known[worker.at_work], self.limits.get(worker.at_work[0])
+            ran = self.now - worker.began_at
+            task.longest = max(task.longest, ran)
+            if limit is None or self.ended_violently:
+                continue
+            if ran > limit.seconds + TASK_GRACE + 0.05:
+                self.wrong(f"{worker.at_work} runs for {ran} s, its limit is {limit.seconds}")
 
     def check_failure(self) -> None:
         """The pool gives up only on a worker that has failed several times on end."""
@@ -510,5 +551,6 @@ class EngineWorld(World):
             self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} sits on tasks")
         for task in self.unanswered:
             finished = self.known[task].finished
-            if finished is not None and self.now - finished > PATIENCE:
+            unwanted = task[0] in self.withdrawn
+            if finished is not None and self.now - finished > PATIENCE and not unwanted:
                 self.wrong(f"{task} was finished at {finished:.6f}, and is not answered")

@@ -71,6 +71,9 @@ class SchedulerWorld(World):
         self.bound: dict[Task, int | None] = {}
         self.open: dict[int, tuple[Span, list[Task]]] = {}  # by job: what is fed, and its model
         self.to_feed: list[tuple[Span, list[Task]]] = []  # whose feeder has seen that it must act
+        self.later: list[tuple[int, int, Task]] = []  # (when, a number, task): tried again then
+        self.clock = 0
+        self.withdrawn: set[int] = set()
         self.ended: dict[Task, str] = {}
         self.jobs = 0
         self.now_idle: list[int] = []
@@ -84,7 +87,7 @@ class SchedulerWorld(World):
         kinds = [
             self.submit, self.submit, self.feed, self.grants, self.grants,
             self.begin, self.finish, self.finish, self.answer, self.answer, self.answer,
-            self.look, self.look, self.death, self.revive, self.withdraw,
+            self.look, self.look, self.death, self.revive, self.withdraw, self.due,
         ]  # fmt: skip
         for i in range(self.events):
             self.one_of(kinds)()
@@ -240,13 +243,14 @@ class SchedulerWorld(World):
                 return
             w = self.one_of(busy)
         worker = self.workers[w]
-        if worker.began > worker.finished:
+        if worker.finished < worker.began:
             return
         seq = worker.finished
         worker.began = seq + 1
         task, grant = worker.given[seq]
         if seq >= worker.limit:
             # With it the rest of the same message.
+            worker.began = seq  # it takes that back, as `Outbox.enter` does
             while worker.finished < len(worker.given) and worker.given[worker.finished][1] is grant:
                 worker.skips.add(worker.finished)
                 worker.finished += 1
@@ -312,8 +316,11 @@ class SchedulerWorld(World):
         self.sched.skipped(w, n)
 
     def put_back(self, tasks: list[Task]) -> None:
-        """They stand in front again."""
-        if tasks:
+        """They stand in front again, if anybody still wants them."""
+        if tasks and tasks[0][0] in self.withdrawn:
+            for task in tasks:
+                self.end(task, "withdrawn")
+        elif tasks:
             self.queues[self.bound[tasks[0]]].insert(0, (None, tasks))
 
     def end(self, task: Task, how: str) -> None:
@@ -424,8 +431,16 @@ class SchedulerWorld(World):
             if lost[0].retries > 0:
                 self.note(running, "is run again")
                 self.retries[running] -= 1
-                self.sched.again(*lost)
-                self.put_back([running])
+                if self.chance(0.5):
+                    self.sched.again(*lost)
+                    self.put_back([running])
+                elif running[0] in self.withdrawn:
+                    self.sched.again(*lost, when=self.clock + 1)
+                    self.end(running, "withdrawn")
+                else:
+                    when = self.clock + 1 + self.below(3)
+                    self.sched.again(*lost, when=when)
+                    self.later.append((when, len(self._history), running))
             else:
                 self.end(running, "lost")
         worker.alive = False
@@ -439,12 +454,34 @@ class SchedulerWorld(World):
             self.workers[w] = _Worker(self.lifetime)
             self.sched.ready(w, self.lifetime)
 
+    def due(self) -> None:
+        """Time passes; what was to be tried again at some time stands in front."""
+        self.clock += 1
+        due = [entry for entry in self.later if entry[0] <= self.clock]
+        self.later = [entry for entry in self.later if entry[0] > self.clock]
+        for _, _, task in sorted(due):
+            self.put_back([task])
+        next_one = min((when for when, _, _ in self.later), default=None)
+        if self.sched.due(self.clock) != next_one:
+            self.wrong(f"the next is due at {next_one}")
+
     def withdraw(self) -> None:
         """A job has failed: nobody is given what waits of it."""
         if self.jobs and self.chance(0.15):
             job = 1 + self.below(self.jobs)
             self.note("withdraw", job)
-            self.sched.withdraw(job)
+            holders = [
+                w
+                for w, worker in enumerate(self.workers)
+                if worker.alive and any(t[0] == job for t, _ in worker.given[worker.answered :])
+            ]
+            if self.sched.withdraw(job) != holders:
+                self.wrong(f"job {job} is held by the workers {holders}")
+            self.withdrawn.add(job)
+            for _, _, task in self.later:
+                if task[0] == job:
+                    self.end(task, "withdrawn")
+            self.later = [entry for entry in self.later if entry[2][0] != job]
             self.open.pop(job, None)
             self.to_feed = [entry for entry in self.to_feed if entry[0].job != job]
             for name, queue in self.queues.items():
@@ -459,13 +496,15 @@ class SchedulerWorld(World):
     def check(self) -> None:
         """Compare the scheduler's books with the model's."""
         sched = self.sched
-        if sched.waiting() != sum(len(tasks) for q in self.queues.values() for _, tasks in q):
+        queued = sum(len(tasks) for q in self.queues.values() for _, tasks in q)
+        if sched.waiting() != queued + len(self.later):
             self.wrong(f"{sched.waiting()} items wait; in the model {self.queues}")
         spans = len(sched.shared)
         for w, (worker, hand) in enumerate(zip(self.workers, sched.hands)):
             spans += len(sched.own[w])
             if sched._bound[w] != sum(len(tasks) for _, tasks in self.queues[w]):
                 self.wrong(f"{sched._bound[w]} items are said to wait for worker {w}")
+            self.check_running(w, worker)
             if hand.size != self.holds(w):
                 self.wrong(f"worker {w} holds {self.holds(w)}; the scheduler says {hand.size}")
             able = hand.accepting and not hand.held
@@ -473,6 +512,14 @@ class SchedulerWorld(World):
                 self.wrong(f"idle are {list(sched.idle)}, and worker {w} is not listed so")
         if sched._queued != spans:
             self.wrong(f"{spans} spans stand in the queues; the scheduler counts {sched._queued}")
+
+    def check_running(self, w: int, worker: _Worker) -> None:
+        """The scheduler knows which item a worker is in."""
+        found = self.sched.running(w, worker.began) if worker.alive else None
+        at = worker.began - 1
+        task = worker.given[at][0] if worker.alive and at >= worker.answered else None
+        if task != (None if found is None else (found[0].job, found[0].first + found[1])):
+            self.wrong(f"worker {w} is in {task}; the scheduler says {found}")
 
     def close_streams(self) -> None:
         """The inputs come to their ends."""
@@ -488,6 +535,7 @@ class SchedulerWorld(World):
             if len(self.ended) == len(self.retries):
                 break
             self.revive()
+            self.due()
             self.grants()
             for w in list(range(len(self.workers))):
                 if self.workers[w].alive and self.workers[w].finished < len(self.workers[w].given):

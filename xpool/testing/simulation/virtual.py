@@ -146,6 +146,16 @@ class _View:
         self._page.store(self._by_parent, self._theirs, key, value)
 
 
+class _Stack:
+    """Where a worker's stack is written on request: nothing ever stands there."""
+
+    def __getitem__(self, key: Any) -> bytes:
+        return b""
+
+    def __setitem__(self, key: Any, value: bytes) -> None:
+        """It is cleared before each request."""
+
+
 class Page:
     """A shared page as each of two processors sees it."""
 
@@ -166,6 +176,7 @@ class Page:
             "capacity": self.capacity,
             "words": _View(self, self._words[me], self._words[1 - me], by_parent),
             "_data": _View(self, self._data[me], self._data[1 - me], by_parent),
+            "_map": _Stack(),
             "_written": 0,
             "_room": 0,
         }

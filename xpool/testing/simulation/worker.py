@@ -25,11 +25,13 @@ from xpool.queue.messages import (
     SKIPPED,
     STOP,
     TASKS,
+    TIMED,
     TO_PARENT,
     TO_WORKER,
     U64,
     WIRE,
 )
+from xpool.queue.outbox import _SINCE, STOP_SIGNAL
 from xpool.testing.simulation.virtual import Page, Pipe
 
 __all__ = ["Handle", "Worker"]
@@ -60,9 +62,12 @@ class Handle:
         return self._ended
 
     def signal(self, signum: int) -> None:
-        """SIGKILL ends it; SIGTERM does so if it listens."""
+        """SIGKILL ends it; if it listens, SIGTERM does too, and the stop signal breaks off."""
         if signum == 9:
             self._worker.doomed = -9
+        elif signum == STOP_SIGNAL:
+            if not self._worker.deaf:
+                self._worker.asked = True
         elif not self._worker.deaf:
             self._worker.doomed = -signum
 
@@ -86,9 +91,11 @@ class Worker:
         self.alive = True
         self.doomed: int | None = None  # the exit code with which it is about to end
         self.deaf = world.chance(world.deafness)  # SIGTERM does not reach it: stopped, or in C code
+        self.asked = False  # the stop signal has come and was not handled yet
         self.reported: int | None = None
         self.started: list[tuple[int, int]] = []  # tasks, in order
         self.at_work: tuple[int, int] | None = None  # the one that runs
+        self.began_at = 0.0  # and since when
         self.unsafe: tuple[int, int] | None = None  # finished, and its answer not yet out
         self.at_door: tuple[int, int] | None = None  # said to be begun, and not begun yet
         self._buffer = bytearray()
@@ -105,6 +112,8 @@ class Worker:
     def may_go_on(self) -> bool:
         """Whether there is a step that it could make now."""
         if self.doomed is not None:
+            return True
+        if self.asked and self.at_work is not None:
             return True
         when = self._when
         if when is None:
@@ -148,15 +157,17 @@ class Worker:
         if world.fails_to_start():
             yield from self._frame(FAILED, pickle.dumps(RuntimeError("no device")))
             return 1
-        yield from self._frame(READY, pickle.dumps({"wire": WIRE, "pid": self.pid}))
+        yield from self._frame(
+            READY, pickle.dumps({"wire": WIRE, "pid": self.pid, "mapped": world.chance(0.5)})
+        )
         while True:
             try:
                 kind, count, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
                 body = yield from self._read(size)
             except EOFError:
                 return 0
-            if kind == TASKS:
-                code = yield from self._tasks(count, body)
+            if kind in (TASKS, TIMED):
+                code = yield from self._tasks(count, body, kind == TIMED)
                 if code is not None:
                     return code
             elif kind == FUNC:
@@ -191,8 +202,8 @@ class Worker:
         head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
         yield from self._write(head + body)
 
-    def _tasks(self, count: int, body: bytes) -> Any:
-        world = self.world
+    def _tasks(self, count: int, body: bytes, timed: bool) -> Any:
+        world, words = self.world, self.box.words
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
         func = sizes[0]
@@ -215,14 +226,26 @@ class Worker:
             at += sizes[k]
             plan = world.begins(self, payload, func in self._funcs if func else True)
             self.at_work = plan.task
-            yield world.now + plan.takes
-            if plan.code is not None:
+            self.began_at = world.now
+            if timed:
+                words[_SINCE] = int(world.now * 1e9)
+            until = world.now + plan.takes
+            stopped = False
+            while world.now < until and not stopped:
+                yield until
+                if self.asked:
+                    self.asked = False
+                    stopped = self.box.told_to_stop()
+            if timed:
+                words[_SINCE] = 0
+            if plan.code is not None and not stopped:
                 if plan.rings:  # sys.exit: what is finished is told
                     yield from self._ring(b"", False)
                 return plan.code
             self.at_work, self.unsafe = None, plan.task
             world.finishes(plan.task)
-            yield from self._answer(plan.answer, plan.error, k == count)
+            error = plan.error or stopped
+            yield from self._answer(plan.answer, error, k == count)
         return None
 
     def _answer(self, payload: bytes, error: bool, last: bool) -> Any:

@@ -1,0 +1,242 @@
+"""Messages that are cut short, garbled or made up: an error at once, and no memory lost."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import xpool
+from xpool import InternalError, Pool
+from xpool.engine.exchange import Encoded
+from xpool.pickle import decode, encode, frame
+from xpool.queue.channel import MOST, Inlet
+from xpool.queue.messages import ANSWER, ENTRY, TO_PARENT
+from xpool.queue.outbox import CAPACITY, HEADER, Outbox, entries
+from xpool.results import Unopened
+
+pytestmark = pytest.mark.xpool_only
+
+FUZZ = settings(max_examples=200 * int(os.environ.get("XPOOL_TEST_DEEP", "1")), deadline=None)
+
+heads = st.builds(
+    TO_PARENT.pack,
+    st.integers(0, 255),
+    st.integers(0, 255),
+    st.integers(0, 2**32 - 1),
+    st.one_of(st.integers(0, 200), st.integers(0, 2**64 - 1)),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
+streams = st.lists(st.one_of(heads, st.binary(max_size=100)), max_size=6).map(b"".join)
+
+
+@FUZZ
+@given(streams, st.lists(st.integers(1, 80), max_size=8))
+def test_any_stream_of_bytes(data, cuts):
+    """Whatever comes in whatever pieces: whole frames as announced, or an error that says it."""
+    pieces, at = [], 0
+    for n in cuts:
+        pieces.append(data[at : at + n])
+        at += n
+    pieces.append(data[at:])
+    inlet = Inlet(-1, TO_PARENT.size)
+    seen = b""
+
+    class Piecewise(Inlet):
+        __slots__ = ()
+
+        @staticmethod
+        def _read(fd, n):
+            return pieces.pop(0) if pieces else b""
+
+        @staticmethod
+        def _readv(fd, buffers):
+            piece = pieces.pop(0) if pieces else b""
+            n = min(len(piece), len(buffers[0]))
+            buffers[0][:n] = piece[:n]
+            if piece[n:]:
+                pieces.insert(0, piece[n:])
+            return n
+
+    pieces = [piece for piece in pieces if piece]
+    inlet = Piecewise(-1, TO_PARENT.size)
+    try:
+        while not inlet.ended:
+            for head, body in inlet.frames():
+                assert len(body) == TO_PARENT.unpack(head)[3]
+                seen += head + bytes(body)
+    except (ValueError, MemoryError, OSError) as exc:
+        assert not isinstance(exc, ValueError) or "is announced" in str(exc)
+    assert data.startswith(seen)
+
+
+def test_a_body_costs_what_has_come():
+    """A frame that announces much memory gets address space, not memory, until it comes."""
+    head = TO_PARENT.pack(ANSWER, 0, 0, MOST // 4, 0, 0)
+    reading, writing = os.pipe()
+    try:
+        os.set_blocking(reading, False)
+        os.write(writing, head + b"x")
+        inlet = Inlet(reading, TO_PARENT.size)
+        tracemalloc.start()
+        before = resident()
+        assert list(inlet.frames()) == []
+        assert resident() - before < 32 * 2**20
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+        os.write(writing, TO_PARENT.pack(ANSWER, 0, 0, MOST + 1, 0, 0))
+    finally:
+        tracemalloc.stop()
+        os.close(reading)
+        os.close(writing)
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_more_than_the_machine_has_is_refused():
+    """A frame larger than all memory is garbled, and said to be."""
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, TO_PARENT.pack(ANSWER, 0, 0, MOST + 1, 0, 0))
+        with pytest.raises(ValueError, match="is announced, more than"):
+            list(Inlet(reading, TO_PARENT.size).frames())
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@FUZZ
+@given(st.binary(max_size=200))
+def test_any_table_of_buffers(data):
+    """A message with buffers is what it says, or a `ValueError`: never memory beyond it."""
+    try:
+        pickled, buffers = frame.unpack(memoryview(b"\x01" + data))
+    except ValueError:
+        return
+    assert len(pickled) + sum(map(len, buffers)) <= len(data)
+
+
+@FUZZ
+@given(st.data())
+def test_messages_cut_short(data):
+    """A good message that lost its end, or some of its bytes, is an error, not something else."""
+    value = {"a": [1, 2.5, "three"], "b": bytearray(100_000)}
+    message = bytes(encode(value))
+    assert decode(message) == value
+    cut = data.draw(st.integers(0, len(message) - 1))
+    with pytest.raises(Exception):  # noqa: B017
+        decode(message[:cut])
+
+
+@FUZZ
+@given(st.binary(max_size=300))
+def test_any_outbox(data):
+    """What lies in an outbox is entries, or a `ValueError`."""
+    try:
+        found = entries(data)
+    except (ValueError, struct.error):
+        return
+    assert sum(4 + len(payload) for _, payload in found) == len(data)
+
+
+@FUZZ
+@given(st.integers(0, 2**64 - 1))
+def test_any_mark(mark):
+    """A mark that the outbox cannot have is refused."""
+    box = Outbox.__new__(Outbox)
+    memory = memoryview(bytearray(HEADER + CAPACITY))
+    box.words, box._data = memory[:HEADER].cast("Q"), memory[HEADER:]
+    try:
+        assert len(box.take(mark)) == mark <= CAPACITY
+    except ValueError:
+        assert mark > CAPACITY
+
+
+@FUZZ
+@given(st.binary(max_size=60), st.integers(1, 5))
+def test_answers_that_are_not_as_many_as_said(data, count):
+    """Answers that came garbled fail their tasks: as many as there are tasks, no more, no less."""
+    good = encode(1)
+    run = b"".join(ENTRY.pack(len(good)) + good for _ in range(count))
+    assert Encoded(run, count, True).open() == [1] * count
+    values = Encoded(run + data, count, True).open()
+    assert len(values) == count
+    assert not data or all(isinstance(value, Unopened) for value in values)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff" * 64,
+        TO_PARENT.pack(ANSWER, 0, 7, 0, 0, 0),
+        TO_PARENT.pack(ANSWER, 0, 0, 2**63, 0, 0),
+        TO_PARENT.pack(ANSWER, 0, 1, 0, 2**40, 0),
+        TO_PARENT.pack(99, 0, 0, 0, 0, 0),
+    ],
+)
+def test_a_worker_that_writes_nonsense(make_pool, garbage):
+    """Nonsense from a worker ends the pool, with the story; nobody waits for ever."""
+    pool = make_pool(Pool, 1)
+    task = pool.apply_async(write_to_the_parent, (garbage,))
+    with pytest.raises(InternalError, match="bug in xpool"):
+        task.get(20)
+    with pytest.raises(ValueError, match="The pool has failed"):
+        pool.apply(abs, (1,))
+    pool.join()
+
+
+def write_to_the_parent(garbage: bytes) -> None:
+    """Find the pipe of the answers, as a task that is bent on mischief could, and write to it."""
+    import gc
+
+    from xpool.worker.loop import _Answers
+
+    (answers,) = (obj for obj in gc.get_objects() if isinstance(obj, _Answers))
+    os.write(answers._fd, garbage)
+    import threading
+
+    threading.Event().wait(20)
+
+
+NO_LISTENER = """
+import os, socket
+import xpool
+
+def listening(*_):
+    found = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.append(fd)
+        except OSError:
+            continue
+    return found
+
+if __name__ == "__main__":
+    with xpool.Pool(2) as pool:
+        print(listening(), pool.map(listening, range(4), 1), pool.apply(len, (bytes(10**6),)))
+        mine = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                if os.path.exists(f"/proc/self/fd/{fd}")]
+        print([path for path in mine if path.startswith(("/dev/shm", "/tmp"))])
+"""
+
+
+def test_nothing_listens_and_nothing_has_a_name(tmp_path):
+    """Neither the program nor its workers listen, nor hold open a name in /dev/shm or /tmp."""
+    script = tmp_path / "script.py"
+    script.write_text(NO_LISTENER)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(xpool.__file__))},
+    )  # fmt: skip
+    assert done.stdout.split("\n")[:2] == ["[] [[], [], [], []] 1000000", "[]"], done.stderr

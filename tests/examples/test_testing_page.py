@@ -1,0 +1,64 @@
+"""The example of docs/testing.md: its bug is found, and the pool passes when it is mended."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+
+pytestmark = pytest.mark.xpool_only
+
+
+QUICK = """
+from hypothesis import Phase, settings
+
+TestRoundPool.settings = settings(
+    TestRoundPool.settings, derandomize=True, phases=[Phase.generate], database=None
+)
+"""
+"""Added to the page's test: the first history that fails will do, it need not be the shortest."""
+
+
+def play(folder: Path, mend: bool, quick: bool = True) -> str:
+    """Write the page's files into a folder, run pytest there, and return what it said."""
+    for name, text in re.findall(r"<!-- (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL):
+        if mend and name == "my_pool.py":
+            assert text.count("put((job, 0, (False, error)))") == 1
+            text = text.replace("put((job, 0, (False", "put((job, chunk, (False")
+        if quick and name == "test_my_pool.py":
+            text += QUICK
+        (folder / name).write_text(text, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_pool.py"],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=300, check=False,
+    ).stdout  # fmt: skip
+
+
+def test_the_bug_is_found(tmp_path):
+    """The machine finds the planted bug, and tells a history with `imap` and an error."""
+    said = play(tmp_path, mend=False)
+    assert "1 failed" in said, said
+    assert re.search(r"imap of \[.*'error'.*\] is not answered after", said), said
+    assert "state.stream(" in said
+
+
+@pytest.mark.slow
+def test_the_shortest_history(tmp_path):
+    """Left to itself, hypothesis finds the history that the page shows."""
+    said = play(tmp_path, mend=False, quick=False)
+    assert "imap of [('value', 1), ('error', 2)] is not answered" in said, said
+    assert "state.stream(chunk=1, verb='imap', whats=['value', 'error'])" in said, said
+
+
+def test_the_mended_pool_passes(tmp_path):
+    """What the page says to write instead is right."""
+    said = play(tmp_path, mend=True)
+    assert "1 passed" in said, said
