@@ -52,7 +52,7 @@ class Evaluator:
         self.model.load_state_dict(self.weights)
         self.model.to(self.device).eval()
 
-    @torch.inference_mode()
+    @torch.no_grad()  # torch_xla has no inference mode
     def correct(self, images: Tensor, labels: Tensor) -> int:
         """Number of images that the model puts into their class."""
         classes = self.model(images.to(self.device)).argmax(dim=1)
