@@ -45,10 +45,10 @@ test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-xla: $(XLA_VENV)/.xla
-	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -m xla tests/devices $(ARGS)
+	XPOOL_TEST_WAIT=120 XPOOL_TEST_TIMEOUT=240 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -m xla tests/devices $(ARGS)
 
 test-tpu: $(VENV)/.test $(TPU_SITE)/.tpu
-	PYTHONPATH=$(TPU_SITE) TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
+	PYTHONPATH=$(TPU_SITE) TORCH_DEVICE_BACKEND_AUTOLOAD=0 XPOOL_TEST_TIMEOUT=240 \
 		$(VENV)/bin/python -m pytest -m torch_tpu tests/devices $(ARGS)
 
 lint: $(VENV)/.lint

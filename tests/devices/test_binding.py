@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 
-from xpool import CtxPool, DeviceError, WorkerStartFailed, current_worker
+from xpool import (
+    CtxPool,
+    DeviceError,
+    OptionError,
+    PoolClosed,
+    WorkerDied,
+    WorkerStartFailed,
+    current_worker,
+)
 from xpool.devices import devices
 
 METHODS = ["forkserver", "spawn", "fork"]
@@ -149,7 +157,7 @@ def test_nothing_of_ours_is_imported_before(tmp_path: Path):
 def test_a_replacement_gets_the_same_binding(make_pool: Callable[..., Any]):
     """The worker that takes a dead one's place has the same variables."""
     pool = make_pool(CtxPool, worker_contexts=[Bound(XPOOL_TEST_DEVICE="5")])
-    with pytest.raises(Exception, match="exit code 3"):
+    with pytest.raises(WorkerDied, match="exit code 3"):
         pool.apply(die)
     assert pool.apply(seen, ("XPOOL_TEST_DEVICE",)) == "5"
 
@@ -194,6 +202,33 @@ def test_a_device_that_cannot_be_opened_ends_the_pool(make_pool: Callable[..., A
         pool.apply(seen, ("x",))
     assert isinstance(caught.value.__cause__, DeviceError)
     assert caught.value.attempts == 3
+
+
+class Member(Bound):
+    """A worker of a replica group."""
+
+    group = 2
+
+    def __reduce__(self) -> Any:
+        return Member, ()
+
+
+def test_a_replica_group_ends_together(make_pool: Callable[..., Any]):
+    """When one worker of a group dies, the pool stops and says why; none is put in its place."""
+    pool = make_pool(CtxPool, worker_contexts=[Member(), Member()])
+    assert pool.apply(seen, ("XPOOL_TEST_NOTHING",)) is None
+    with pytest.raises(WorkerDied, match="exit code 3"):
+        pool.apply(die)
+    pool.join()
+    with pytest.raises(PoolClosed, match="member of a replica group"):
+        pool.apply(seen, ("x",))
+    assert pool.statistics()["deaths"] == 1
+
+
+def test_a_group_has_no_replacements():
+    """Replacing workers of a group one by one is refused."""
+    with pytest.raises(OptionError, match="replica group.*leave it out"):
+        CtxPool(worker_contexts=[Member()], maxtasksperchild=5)
 
 
 def who(context: Any) -> tuple[int, str, bool]:

@@ -172,6 +172,30 @@ def test_xla_tensors_as_results_and_arguments(two: CtxPool):
     assert value == pytest.approx(model(expected).sum().item(), rel=1e-3)
 
 
+def from_another_worker(context: DeviceContext, data: bytes) -> tuple[str, list[float], bool]:
+    from xpool import pickle
+
+    parameter = pickle.loads(data)
+    return str(parameter.device), parameter.tolist(), parameter.requires_grad
+
+
+def to_bytes(context: DeviceContext) -> bytes:
+    import torch
+
+    from xpool import pickle
+
+    return pickle.dumps(torch.nn.Parameter(torch.ones(2, device=context.device)))
+
+
+def test_from_worker_to_worker(two: CtxPool):
+    """What a worker made on its device, another finds on its own; this process, on the CPU."""
+    from xpool import pickle
+
+    data = two.apply(to_bytes)
+    assert two.apply(from_another_worker, (data,)) == ("xla:0", [1.0, 1.0], True)
+    assert pickle.loads(data).device.type == "cpu"
+
+
 def fail_with_tensor(context: DeviceContext) -> None:
     import torch
 

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from typing import Any
 
@@ -221,6 +222,40 @@ def test_a_dropped_context(mailbox: Mailbox, gates: list[Gate]):
     gc.collect()
     for gate in gates:
         gate.open()
+    assert wait_gone(pids) == []
+
+
+INTERRUPTED = """
+import os, sys, time, xpool
+
+def stay(index):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    try:
+        xpool.spawn(stay, nprocs=2)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_stops_the_processes(tmp_path: Any):
+    """An interrupt while `spawn` waits is raised there, and the processes are stopped."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    ) as program:
+        assert program.stdout is not None
+        pids = [int(program.stdout.readline()) for _ in range(2)]
+        program.send_signal(signal.SIGINT)
+        assert program.stdout.readline() == "interrupted\n"
+    assert program.returncode == 0
     assert wait_gone(pids) == []
 
 

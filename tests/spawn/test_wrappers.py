@@ -119,6 +119,29 @@ def test_its_number_is_another_files():
             os.close(other)
 
 
+def test_no_descriptor_left():
+    """At the limit of descriptors the error is the system's, and the executor still works after."""
+    import resource
+
+    executor = MpSerialExecutor()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open(os.devnull, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+    try:
+        os.close(spare)
+        held = []
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            executor.run(lambda: 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
+    assert executor.run(lambda: 2) == 2
+
+
 @pytest.fixture
 def model() -> Any:
     torch = pytest.importorskip("torch")

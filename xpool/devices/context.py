@@ -13,10 +13,15 @@ from xpool.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceContext"]
+__all__ = ["DeviceContext", "own_device"]
 
-_opened = False
-"""Whether a context has been entered in this process."""
+_opened: DeviceContext | None = None
+"""The context that has been entered in this process."""
+
+
+def own_device() -> torch.device | None:
+    """Return the device that this process is bound to; None: it is bound to none, or to the CPU."""
+    return None if _opened is None or _opened.kind == "cpu" else _opened.device
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +79,7 @@ class DeviceContext:
         Raises:
             RuntimeError: called outside the worker, where asking would start a runtime.
         """
-        if not _opened:
+        if _opened is None:
             raise RuntimeError("DeviceContext.devices is known in the worker only; use .device")
         import torch
 
@@ -104,7 +109,7 @@ class DeviceContext:
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
                     f"{exc}. {_REMEDY[self.kind]}"
                 ) from exc
-        _opened = True
+        _opened = self
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(self.threads)

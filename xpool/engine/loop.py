@@ -33,7 +33,7 @@ from typing import Any
 
 from xpool.engine.limits import Limits
 from xpool.engine.watch import Watch
-from xpool.errors import PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
+from xpool.errors import DeviceError, PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
 from xpool.fleet.slot import Slot
 from xpool.interrupt import uninterrupted
@@ -89,6 +89,7 @@ class Engine(Limits):
         self.failure: BaseException | None = None
         self.dropped = False
         self.died = 0
+        self.together = False  # the workers form one group: the death of one is the end of all
         self._launcher = launcher
         self._orders = orders
         self._arena = arena
@@ -418,6 +419,13 @@ class Engine(Limits):
             self._not_started(slot, exitcode)
         else:
             self.died += state is WorkerStates.READY
+            if self.together and state is WorkerStates.READY:
+                self.failure = DeviceError(
+                    f"{died}, was a member of a replica group, whose members start and end "
+                    "together: the pool has stopped; make a new one"
+                )
+                self._ending = True
+                return
             now = self._watch.now()
             if state is WorkerStates.READY and not asked and self._budget.death(now):
                 budget = self._budget

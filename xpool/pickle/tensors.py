@@ -22,6 +22,7 @@ from typing import Any
 
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import layouts
+from xpool.pickle.devices import staged
 from xpool.pickle.extents import Extent, Piece, Seen, extent
 from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
 from xpool.pickle.policy import INLINE_BELOW
@@ -261,7 +262,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
     if not tensor.is_cpu:
         if pickler.layout.keep is not None:
             return pickler.layout.keep(pickler, tensor)
-        tensor = _on_host(tensor)
+        return staged(tensor)
     if tensor.numel() == 0:
         return _empty, (name, tuple(tensor.shape), tensor.stride())
     return _dense(pickler, torch, tensor, name)
@@ -274,11 +275,6 @@ def _check_method(method: str | None, tensor: Any) -> None:
             f"on {method}. Move it there, leave share_method out (each tensor by its own kind), or "
             "send copies: is_copy_tensor=True."
         )
-
-
-def _on_host(tensor: Any) -> Any:
-    """A copy in the memory of this machine of a tensor on a device."""
-    return tensor.cpu()
 
 
 def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:

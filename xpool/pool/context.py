@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xpool.errors import OptionError
 from xpool.options import check_iterable, resolve_processes
 from xpool.pool.hooks import Hooks, Result, Task, each, star, star_each
 from xpool.pool.process import Pool
@@ -22,7 +23,9 @@ class CtxPool(Pool):
         worker_contexts: one for each worker; their number is the number of workers, and
             ``processes`` may be left out.  Worker ``i`` gets the i-th, and so does every process
             that replaces it.  A context with an ``env`` (a mapping) has these variables set in
-            its worker before anything else is imported, as those of `xpool.devices` do.
+            its worker before anything else is imported, as those of `xpool.devices` do.  Contexts
+            with a ``group`` other than 0 form one replica group: when one of its workers dies, the
+            pool stops with `DeviceError`, since the others cannot go on with a new one.
 
     The other arguments are those of `Pool`.  The initializer gets ``initargs`` alone; it finds
     the context in ``current_worker().context``.
@@ -41,7 +44,20 @@ class CtxPool(Pool):
     ) -> None:
         self._contexts = list(check_iterable("worker_contexts", worker_contexts))
         n = resolve_processes(processes, self._contexts)
+        if self._is_group() and maxtasksperchild is not None:
+            raise OptionError(
+                "maxtasksperchild: workers of a replica group (independent=False) cannot be "
+                "replaced one by one; leave it out"
+            )
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
+
+    def setup_queues(self) -> None:
+        """As `Pool`'s; the workers of a replica group end together."""
+        super().setup_queues()
+        self._engine.together = self._is_group()
+
+    def _is_group(self) -> bool:
+        return any(getattr(context, "group", 0) for context in self._contexts)
 
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts

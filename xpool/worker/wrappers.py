@@ -55,7 +55,7 @@ class _File:
         path, inode = self._at
         try:
             fd = os.open(path, os.O_RDWR)
-        except OSError as exc:
+        except (FileNotFoundError, ProcessLookupError) as exc:
             raise XPoolError(_GONE) from exc
         if os.fstat(fd).st_ino != inode:  # its number is another file's by now
             os.close(fd)
