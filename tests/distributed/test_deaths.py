@@ -18,6 +18,7 @@ from support.ranks import Ranks, in_world
 
 from xpool import TimeoutError, WorkerDied
 from xpool.distributed import CollectiveGroup, GroupError, GroupTimeout, PeerLost, World, join
+from xpool.errors import OptionError
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
@@ -246,10 +247,10 @@ def test_a_rank_that_never_joins(ranks: Ranks):
         assert "Those that came: 0 (w0), 2 (w2)" in str(outcome)
 
 
-def replaced(rank: int, n: int, address: str) -> float:
+def replaced(rank: int, n: int, address: str, init_rpc: bool) -> float:
     """What a pool has each worker do, again when one was replaced."""
     total = torch.ones(1)
-    world = join(rank, n, address)
+    world = join(rank, n, address, init_rpc=init_rpc)
     world.create_collective_group(range(n), timeout=TIMEOUT).all_reduce(total)
     return total.item()
 
@@ -265,18 +266,19 @@ def dies_in_a_group(rank: int, n: int) -> str:
     return str(error.value)
 
 
-def test_a_world_is_made_anew(ranks: Ranks):
+@pytest.mark.parametrize("init_rpc", [False, True])
+def test_a_world_is_made_anew(ranks: Ranks, init_rpc: bool):
     """After a death the survivors and the replacement join again, at another address."""
     n = 3
-    results = ranks.start(n, replaced, n, ranks.address())
+    results = ranks.start(n, replaced, n, ranks.address(), init_rpc)
     assert [result.get() for result in results] == [3] * n
     pool = ranks.pools[-1]
     results = [pool.apply_async(dies_in_a_group, (rank, n), worker=rank) for rank in range(n)]
     with pytest.raises(WorkerDied):
         results[1].get()
-    assert "has died, or left" in results[0].get()
-    address = ranks.address()
-    results = [pool.apply_async(replaced, (rank, n, address), worker=rank) for rank in range(n)]
+    assert "has died" in results[0].get()
+    again = n, ranks.address(), init_rpc
+    results = [pool.apply_async(replaced, (rank, *again), worker=rank) for rank in range(n)]
     assert [result.get() for result in results] == [3] * n
 
 
@@ -341,7 +343,10 @@ def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple
         error = str(exc)
     assert get_world() is None
     total = torch.ones(1)
-    with World(f"w{rank}", rank // 2, 2, dist_init_method=later) as world:
+    if rank == 2 and stage != STAGES[0]:
+        with pytest.raises(OptionError, match="has been rank 2 .* torch lets it be no other"):
+            World("w2", 1, 2)
+    with World(f"w{rank}", rank // 2, 2, init_rpc=False, dist_init_method=later) as world:
         world.create_collective_group([0, 1]).all_reduce(total)
         names = ", ".join(world.get_members())
     return error, names, total.item()

@@ -19,8 +19,10 @@ from xpool.distributed import (
     GroupKeyError,
     GroupTimeout,
     NotAMember,
+    PeerLost,
     RpcGroup,
     World,
+    agent,
     get_cur_name,
     get_cur_rank,
     get_world,
@@ -331,3 +333,25 @@ def many_threads(world: World) -> int:
 def test_threads(ranks: Ranks):
     """Calls from many threads at once all arrive, once."""
     assert sum(ranks.good_world(3, many_threads)) == 3 * (20 + 120)
+
+
+def leaves_while_called(world: World) -> str:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    if world.rank == 0:
+        pending = group.rpc_async("w1", wait_for_stop, timeout=0)
+        group.barrier()
+        with pytest.raises(PeerLost) as error:
+            pending.wait()
+        return str(error.value)
+    group.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "LIMIT", 0.2)
+        with pytest.warns(ResourceWarning, match="still ran in"):
+            world.stop(graceful=False)
+    set_stop()
+    return ""
+
+
+def test_leaving_while_called(ranks: Ranks):
+    """A process can leave while a function that another has called hangs in it, and says so."""
+    assert "'w1'" in ranks.good_world(2, leaves_while_called)[0]

@@ -108,10 +108,13 @@ def twice(rank: int, addresses: list[str]) -> list[float]:
     return sums
 
 
-def test_one_world_after_another(ranks: Ranks):
+@pytest.mark.parametrize("place", ["two files", "one port"])
+def test_one_world_after_another(ranks: Ranks, place: str):
     """A process is in one world at a time, and may join another when it has left."""
-    outcomes = ranks.run(2, twice, [ranks.address(), ranks.address()])
-    assert outcomes == [[2, 2]] * 2
+    addresses = [f"tcp://127.0.0.1:{free_port()}"] * 2
+    if place == "two files":
+        addresses = [ranks.address(), ranks.address()]
+    assert ranks.run(2, twice, addresses) == [[2, 2]] * 2
 
 
 def test_no_world():

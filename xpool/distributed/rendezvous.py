@@ -93,7 +93,7 @@ def exchange_names(
         OptionError: a rank or a name is taken twice.
         GroupTimeout: ranks did not come within the timeout; the message names them.
     """
-    store = dist.PrefixStore("xpool/names", store)
+    store = dist.PrefixStore("names", store)
     if store.add(f"claims/{rank}", 1) > 1:
         raise OptionError(
             f"Rank {rank} at {address} is taken already: give each process a rank of its own, "

@@ -5,15 +5,13 @@ from __future__ import annotations
 import atexit
 import re
 import threading
-import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import rpc
 
-from xpool.distributed import current, rendezvous
+from xpool.distributed import agent, current, rendezvous
 from xpool.distributed.collective import CollectiveGroup, explain
 from xpool.distributed.errors import GroupError, NotAMember, PeerLost
 from xpool.distributed.group import Register, RpcGroup
@@ -22,7 +20,7 @@ from xpool.errors import OptionError
 
 __all__ = ["World", "join"]
 
-_LIMIT = 10  # seconds for torch's RPC to end, when nobody has anything left to say
+_joined: dict[str, int] = {}  # how many worlds this process has joined at an address
 
 
 class World:
@@ -33,7 +31,8 @@ class World:
 
     Args:
         name: a name of its own for this process: letters, digits, ``_``, ``-`` and ``:``.
-        rank: its number, from 0; -1 takes the environment's ``RANK``, which torchrun sets.
+        rank: its number, from 0; -1 takes the environment's ``RANK``, which torchrun sets. A
+            process that joins worlds with RPC one after the other has the same in all.
         world_size: how many there are; -1 takes ``WORLD_SIZE``.
         init_dist: have collective groups.
         init_rpc: have RPC groups. They are also how deaths are known at once; see `lost`.
@@ -99,9 +98,14 @@ class World:
             raise
 
     def _join(self, address: str, rpc_address: str, backend: str) -> None:
+        if self.has_rpc:
+            agent.check_rank(self.rank)
         limit = self.dist_timeout if self.has_dist else self.rpc_timeout
         place = self.rank, self.world_size
-        self._store = rendezvous.open_store(address, *place, limit)
+        # A store may outlive a world, as torchrun's does: what is in it is told apart by this.
+        earlier = _joined.get(address, 0)
+        base = rendezvous.open_store(address, *place, limit)
+        self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
         self.rank_name_map = dict(enumerate(self.names))
         self.peers = Peers(self.names, self.name, self._on_loss, has_rpc=self.has_rpc)
@@ -113,33 +117,18 @@ class World:
                     timeout=timedelta(seconds=limit),
                     rank=self.rank,
                     world_size=self.world_size,
-                    store=dist.PrefixStore("xpool/dist", self._store),
+                    store=dist.PrefixStore("dist", self._store),
                 )
             if self.has_rpc:
                 self._running.append("rpc")
                 limit = self.rpc_timeout
-                self._start_rpc(rpc_address)
+                agent.start(self.name, *place, rpc_address, earlier, limit)
+                self.peers.watch()
         except RuntimeError as exc:
             error = explain(self, tuple(self.names), str(exc), limit)
             raise type(error)(f"{self.name!r} could not join the world: {error}.") from exc
+        _joined[address] = earlier + 1
         self.started = True
-
-    def _start_rpc(self, address: str) -> None:
-        options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=self.rpc_timeout)
-        constants = rpc.backend_registry.rpc_constants
-        limit = constants.DEFAULT_PROCESS_GROUP_TIMEOUT
-        with warnings.catch_warnings():
-            # torch's own doing: its RPC agent meets through a class that it deprecates.
-            warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
-            # And waits there for half an hour, whatever the options say, for one that has died.
-            constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=self.rpc_timeout)
-            try:
-                rpc.init_rpc(
-                    self.name, rpc.BackendType.TENSORPIPE, self.rank, self.world_size, options
-                )
-            finally:
-                constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
-        self.peers.watch()
 
     # -- who is there -------------------------------------------------------------------------
 
@@ -315,7 +304,7 @@ class World:
         try:
             if "rpc" in self._running:
                 self.peers.leave(tell=not graceful)
-                _shut_down_rpc(graceful)
+                agent.shut_down(graceful)
             for group in list(self._collective):
                 group.destroy()
             if "dist" in self._running and dist.is_initialized():
@@ -337,26 +326,6 @@ class World:
     def __repr__(self) -> str:
         state = "" if self.started else ", not started"
         return f"<World {self.name!r}, rank {self.rank} of {self.world_size}{state}>"
-
-
-def _shut_down_rpc(graceful: bool) -> None:
-    def shut_down() -> None:
-        try:
-            rpc.shutdown(graceful, timeout=_LIMIT)
-        except RuntimeError:
-            pass  # it was not up, or someone died in this very moment; it is down now
-
-    # torch waits for the functions that others have called here, however long they run.
-    thread = threading.Thread(target=shut_down, name="xpool-rpc-shutdown", daemon=True)
-    thread.start()
-    thread.join(2 * _LIMIT if graceful else _LIMIT)
-    if thread.is_alive():
-        warnings.warn(
-            "This process has left its world while functions that others had called still ran in "
-            "it; it can join no other world with RPC before they have returned.",
-            ResourceWarning,
-            stacklevel=4,
-        )
 
 
 def join(

@@ -1,0 +1,83 @@
+"""Start and end torch's RPC agent, so that a process can have one again, and none waits for ever.
+
+torch keeps some things of its RPC beyond the shutdown, and takes no word in others. They are set
+right here, and only here; where a version of torch has them no more, nothing is set.
+
+* Its ranks meet through a process group with a limit of half an hour, whatever its options say.
+* It tells meetings apart by counts of its own, which a process that has replaced another has not.
+* It lets a process have one rank only, for good: that can only be refused in time.
+* Its shutdown waits for the functions that others have called here, however long they run.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import rpc
+
+from xpool.errors import OptionError
+
+__all__ = ["check_rank", "shut_down", "start"]
+
+LIMIT = 10  # seconds for the shutdown, when nobody has anything left to say
+
+_rank: int | None = None  # of this process, once it has had an agent
+
+
+def check_rank(rank: int) -> None:
+    """Raise `OptionError` when this process can have no agent of this rank."""
+    if _rank not in (None, rank):
+        raise OptionError(
+            f"This process has been rank {_rank} of a world with RPC, and torch lets it be no "
+            f"other: give it that rank again, not {rank}, or init_rpc=False."
+        )
+
+
+def start(
+    name: str, rank: int, world_size: int, address: str, earlier: int, timeout: float
+) -> None:
+    """Start the agent; returns when all ranks have.
+
+    ``earlier`` is how many worlds there were at the address before; ``timeout`` is in seconds.
+    Raises what torch raises.
+    """
+    global _rank
+    _rank = rank
+    options = rpc.TensorPipeRpcBackendOptions(init_method=address, rpc_timeout=timeout)
+    rpc._init_counter = earlier
+    for counts in ("_all_gather_sequence_id", "_all_gather_sequence_id_to_states"):
+        getattr(rpc.api, counts, {}).clear()
+    constants: Any = rpc.backend_registry.rpc_constants
+    limit = getattr(constants, "DEFAULT_PROCESS_GROUP_TIMEOUT", None)
+    with warnings.catch_warnings():
+        # torch's own doing: the class that its ranks meet through is one that it deprecates.
+        warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
+        constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
+        try:
+            rpc.init_rpc(name, rpc.BackendType.TENSORPIPE, rank, world_size, options)
+        finally:
+            constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
+
+
+def shut_down(graceful: bool) -> None:
+    """End the agent, if there is one; ``graceful`` when all ranks do, at this moment."""
+
+    def end() -> None:
+        try:
+            rpc.shutdown(graceful, timeout=LIMIT)
+        except RuntimeError:
+            pass  # it was not up, or someone died in this very moment; it is down now
+
+    thread = threading.Thread(target=end, name="xpool-rpc-shutdown", daemon=True)
+    thread.start()
+    thread.join(2 * LIMIT if graceful else LIMIT)
+    if thread.is_alive():
+        warnings.warn(
+            "This process has left its world while functions that others had called still ran in "
+            "it; it can join no other world with RPC before they have returned.",
+            ResourceWarning,
+            stacklevel=4,
+        )
