@@ -149,6 +149,8 @@ class File:
         offset, filled = self.offsets[number], self.filled[number]
         start = (offset + filled) // PAGE * PAGE
         stop = -(-(offset + nbytes) // PAGE) * PAGE
+        if not filled and self.capacities[number] >= LARGE:
+            self.filled[number] = 1  # a trace for who clears up after a death in the midst of it
         if not self.reserve(start, stop - start):
             return False
         self.filled[number] = nbytes
@@ -171,13 +173,13 @@ class File:
         """Give the memory of a block back to the system, if it has any that is its own."""
         capacity = self.capacities[number]
         if capacity >= LARGE and self.filled[number]:
-            # Noted first: whoever comes in between asks for memory that is there.
-            self.filled[number] = 0
+            self.filled[number] = 1  # as in `fill`
             size = -(-capacity // PAGE) * PAGE
             try:
                 self.map.madvise(mmap.MADV_REMOVE, self.offsets[number], size)
             except OSError:
-                return  # a kernel without it: the memory is used again, or goes with the file
+                pass  # a kernel without it: the memory is used again, or goes with the file
+            self.filled[number] = 0
 
     def used(self) -> int:
         """Return how many bytes of memory the whole file has."""
