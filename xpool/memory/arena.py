@@ -31,6 +31,7 @@ from collections import deque
 from typing import Any
 
 from xpool.interrupt import uninterrupted
+from xpool.memory import seats
 from xpool.memory.layout import ENTRIES, HOLDS, PAGE, File
 from xpool.memory.region import Region
 from xpool.memory.system import available_memory
@@ -93,23 +94,26 @@ class Arena:
     _own: Arena | None = None
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
+    _mapping: type[File] = File
+    is_guest = False  # it came with a message, see `xpool.memory.guests`
 
     def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
-        self.file = File(fd, region)
+        self.file = self._mapping(fd, region)
         self.token = token
         self.seat = seat
         self.limit = limit
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
         self._lock = threading.Lock()
         # Holds of this process: how often by block, and those that were dropped since.
         self._counts: dict[int, int] = {}
         self._dropped: deque[int] = deque()
         self._pins: list[tuple[int, list[int]]] = []  # by forked children, see `_before_fork`
         self._at: dict[int, int] = {}  # the blocks that were ever held here, by offset
+        self._late: list[int] = []  # seats to bury when what was sent from them has arrived
         # Of the process that made the file: seats to give away, and those in which nobody
         # allocates, so that what is let go there can be punched.
         self._seats: list[int] = []
         self._vacant: set[int] = set()
+        self._stale: set[int] = set()  # of these, those with blocks that others may hold
         self._engines = 0
         self._region = Region(self.file, seat)
         Arena._known[token] = self
@@ -131,18 +135,21 @@ class Arena:
 
     @classmethod
     def _make(cls, limit: int) -> Arena | None:
-        region = min(max(2 * limit, 1 << 30), _MOST) // PAGE * PAGE
+        # Where another program's file is mapped already, the addresses must do for both.
+        most = _MOST // 8 if cls._known else _MOST
+        region = min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
         fd = -1
         try:
             fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
             os.ftruncate(fd, File.size_for(region))
+            seats.sit(fd, 0)
             arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
         except (OSError, ValueError, OverflowError):
             # No such thing here, or a limit on addresses or descriptors: pipes do as well.
             if fd >= 0:
                 os.close(fd)
             return None
-        arena._seats = list(range(HOLDS - 1, 0, -1))
+        arena._seats = list(range(seats.FIRST_GUEST - 1, 0, -1))
         arena._vacant = set(range(HOLDS))
         return arena
 
@@ -162,7 +169,7 @@ class Arena:
     @classmethod
     def here(cls) -> Arena | None:
         """Return the arena of the pool that this process works for, else its own."""
-        return next(iter(cls._known.values()), None) or cls.own()
+        return next((one for one in cls._known.values() if not one.is_guest), None) or cls.own()
 
     @classmethod
     def find(cls, token: int) -> Arena:
@@ -182,12 +189,18 @@ class Arena:
     @classmethod
     def elsewhere(cls, address: int, arena: Arena) -> bool:
         """Whether an address lies in another arena than this, in a block that others hold too."""
-        for other in cls._known.values():
-            offset = address - other._address
-            if other is not arena and 0 <= offset < len(other.file.map):
+        for other in list(cls._known.values()):
+            offset = None if other is arena else other.file.offset_of(address)
+            if offset is not None:
                 number = other._at.get(offset)
                 return number is None or not other.file.only(number, other.seat)
         return False
+
+    @classmethod
+    def holding_any(cls, address: int) -> Block | None:
+        """Return another hold on the block that begins at an address, in whatever arena it is."""
+        held = (arena.holding(address) for arena in list(cls._known.values()))
+        return next(filter(None, held), None)
 
     # -- the process that made it ------------------------------------------------------------------
 
@@ -197,6 +210,7 @@ class Arena:
             self._engines += 1
             if self.seat in self._vacant:
                 self._vacant.discard(self.seat)
+                self._stale.discard(self.seat)
                 self._region = Region(self.file, self.seat)  # some memory was given back
 
     def end(self) -> None:
@@ -206,6 +220,7 @@ class Arena:
             last = not self._engines
             if last:
                 self._vacant.add(self.seat)
+                self._stale.add(self.seat)
         if last:
             self.trim(float("inf"))
 
@@ -216,6 +231,7 @@ class Arena:
                 return None
             seat = self._seats.pop()
             self._vacant.discard(seat)
+            self._stale.discard(seat)
             return seat
 
     @uninterrupted
@@ -225,15 +241,30 @@ class Arena:
         What it has sent must have been adopted before.
         """
         with self._lock:
-            self.file.clear_holds(seat)
-            for number in range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat)):
-                self._punch_if_free(number)
-            self._vacant.add(seat)
-            self._seats.append(seat)
+            self._late.append(seat)
+            self._bury_late()
 
-    def _punch_if_free(self, number: int) -> None:
-        if self.file.free(number):
+    def _bury_late(self) -> None:
+        # What a process has sent through queues outlives it, and with it the process's holds.
+        for seat in [seat for seat in self._late if not seats.taken(self.file.fd, seat)]:
+            self._late.remove(seat)
+            self.file.clear_holds(seat)
+            self._vacant.add(seat)
+            self._stale.add(seat)
+            self._seats.append(seat)
+        self._punch_stale()
+
+    def _punch_stale(self) -> None:
+        for seat in list(self._stale):
+            numbers = range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat))
+            if sum(map(self._punch_if_free, numbers)) == len(numbers):
+                self._stale.discard(seat)
+
+    def _punch_if_free(self, number: int) -> bool:
+        free = self.file.free(number)
+        if free:
             self.file.punch(*self.file.entry(number))
+        return free
 
     # -- leasing and holding -----------------------------------------------------------------------
 
@@ -256,6 +287,8 @@ class Arena:
     def _lease(self, nbytes: int, limit: int) -> Block | None:
         self._take_dropped()
         number = self._region.take(nbytes, limit)
+        if number is None and self._clear_dead():
+            number = self._region.take(nbytes, limit)
         if number is None:
             return None
         self.file.set_stamp(number, (self.file.stamp(number) + 1) & 0xFFFF_FFFF)
@@ -284,7 +317,8 @@ class Arena:
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
         with self._lock:
-            number = self._at.get(address - self._address)
+            offset = self.file.offset_of(address)
+            number = None if offset is None else self._at.get(offset)
             if number is None or number not in self._counts:
                 return None
             return self._hold(number)
@@ -292,7 +326,7 @@ class Arena:
     @uninterrupted
     def _hold(self, number: int) -> Block:
         offset, capacity = self.file.entry(number)
-        block: Block = _block_type(capacity).from_buffer(self.file.map, offset)
+        block: Block = _block_type(capacity).from_buffer(*self.file.place(offset))
         block.arena = self
         block.number = number
         block.name = self.file.stamp(number) << 32 | number
@@ -345,9 +379,19 @@ class Arena:
         with self._lock:
             self._unpin()
             self._take_dropped()
+            self._clear_dead()
+            self._punch_stale()
             self._region.collect_all()
             self._region.give_back((time.monotonic() if now is None else now) - IDLE)
-            return self._region.filled or bool(self._pins)
+            return self._region.filled or bool(self._pins or self._late or self._stale)
+
+    def _clear_dead(self) -> bool:
+        """As who made the file: clear the seats of those that have ended."""
+        if self.seat:
+            return False
+        late = len(self._late)
+        self._bury_late()
+        return seats.clear_dead(self.file, self.file.fd) or len(self._late) < late
 
     def statistics(self) -> dict[str, int]:
         """Return counts: bytes used by the whole program, blocks that this process made, those of
@@ -355,6 +399,7 @@ class Arena:
         with self._lock:
             self._unpin()
             self._take_dropped()
+            self._clear_dead()
             self._region.collect_all()
             return {
                 "bytes": self.file.used(),

@@ -2,7 +2,7 @@
 
 ::
 
-    ledger    u64 for each seat: how many entries its table has
+    ledger    u64 for each seat: how many entries its table has; then the marks of `seats`
     tables    for each seat, ENTRY bytes for each block:
                   HOLDS bytes, one for each seat: 1 while that process holds the block
                   u64 offset in the file, u64 capacity, u32 stamp
@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -40,8 +41,9 @@ class File:
     def __init__(self, fd: int, region: int) -> None:
         self.fd = fd
         self.region = region
-        self.map = mmap.mmap(fd, self.size_for(region))
+        self.map = mmap.mmap(fd, self._extent())
         self.map.madvise(mmap.MADV_DONTDUMP)
+        self._address = self.address_of(self.map)
         self._bytes = memoryview(self.map)
         self._ledger = self._bytes[: 8 * HOLDS].cast("Q")
 
@@ -50,9 +52,32 @@ class File:
         """Return the size of a file whose regions have so many bytes each."""
         return _DATA + HOLDS * region
 
+    @staticmethod
+    def region_of(fd: int) -> int:
+        """Return how many bytes each region of a file has."""
+        return (os.fstat(fd).st_size - _DATA) // HOLDS
+
+    @staticmethod
+    def address_of(mapping: mmap.mmap) -> int:
+        """Return where a mapping begins."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
     def start(self, seat: int) -> int:
         """Return where a seat's region begins."""
         return _DATA + seat * self.region
+
+    def _extent(self) -> int:
+        """Bytes of the file that are mapped."""
+        return self.size_for(self.region)
+
+    def place(self, offset: int) -> tuple[mmap.mmap, int]:
+        """Return the mapping in which a byte of the file lies, and where in it."""
+        return self.map, offset
+
+    def offset_of(self, address: int) -> int | None:
+        """Return which byte of the file lies at an address; None: none of it does."""
+        offset = address - self._address
+        return offset if 0 <= offset < len(self.map) else None
 
     # -- tables --------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
 from xpool.pickle.hooks import Context
+from xpool.pickle.policy import Layout
 
 __all__ = ["open_storage", "share_storage"]
 
@@ -34,7 +35,11 @@ def share_storage(pickler: Context, storage: Any) -> Any:
     if not nbytes:
         return (None,)
     with _moving:
-        block = arena.holding(storage.data_ptr()) or _move(arena, storage, nbytes)
+        address = storage.data_ptr()
+        block = arena.holding(address)
+        if block is None and pickler.layout.anywhere:
+            block = Arena.holding_any(address)
+        block = block or _move(pickler.layout, storage, nbytes)
     buffer = PickleBuffer(block.view(nbytes))
     pickler.shared[id(buffer)] = block
     return (buffer,)
@@ -49,8 +54,9 @@ def open_storage(buffer: Any) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _move(arena: Arena, storage: Any, nbytes: int) -> Block:
-    torch = sys.modules["torch"]
+def _move(layout: Layout, storage: Any, nbytes: int) -> Block:
+    torch, arena = sys.modules["torch"], layout.arena
+    assert arena is not None
     if Arena.elsewhere(storage.data_ptr(), arena):
         raise _refusal(
             nbytes,
@@ -64,7 +70,7 @@ def _move(arena: Arena, storage: Any, nbytes: int) -> Block:
             f"torch {torch.__version__} cannot give a storage other memory",
             "Use a newer torch (2.13 can), or is_copy_tensor=True",
         )
-    block = arena.lease(nbytes)
+    block = (layout.lessor or arena.lease)(nbytes)
     if block is None:
         raise _refusal(
             nbytes,
