@@ -222,11 +222,8 @@ class SimpleQueue:
 
     def __setstate__(self, state: tuple[Any, Any, bool]) -> None:
         reader, writer, copy_tensor = state
-        self._open(
-            socket.socket(fileno=reader.detach()),
-            socket.socket(fileno=writer.detach()),
-            copy_tensor,
-        )
+        reader, writer = (socket.socket(fileno=one.detach()) for one in (reader, writer))
+        self._open(reader, writer, copy_tensor)
 
     # -- the writer's side -------------------------------------------------------------------------
 
@@ -421,5 +418,6 @@ def _check_context(ctx: Any) -> None:
             raise OptionError(f"ctx must be one of {methods}, not {ctx!r}")
     elif ctx is not None and not hasattr(ctx, "get_start_method"):
         raise TypeError(
-            f"ctx must be a multiprocessing context, the name of a start method or None, not {ctx!r}"
+            "ctx must be a multiprocessing context, the name of a start method or None, "
+            f"not {ctx!r}"
         )
