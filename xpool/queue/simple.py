@@ -23,7 +23,9 @@ import socket
 import struct
 import sys
 import time
+import weakref
 from array import array
+from collections.abc import Callable
 from multiprocessing.context import BaseContext, assert_spawning
 from queue import Empty
 from types import TracebackType
@@ -102,6 +104,7 @@ class SimpleQueue:
         self._copy_tensor = bool(copy_tensor)
         self._arena: Arena | None = None  # which `_layout` is for
         self._layout: Layout | None = None
+        self._leave_arena: Callable[[], object] | None = None
 
     # -- putting and getting -----------------------------------------------------------------------
 
@@ -184,9 +187,8 @@ class SimpleQueue:
             return  # it was never opened
         reader.close()
         self._writer.close()
-        arena, self._arena, self._layout = self._arena, None, None
-        if arena is not None and arena is Arena._own:
-            arena.end()
+        if self._leave_arena is not None:
+            self._leave_arena()
 
     def __enter__(self) -> SimpleQueue:
         self._check_open()
@@ -237,6 +239,8 @@ class SimpleQueue:
                 self._layout = BY_PIPE._replace(arena=share, anywhere=True)
             else:
                 arena.begin()
+                # Not in `__del__`, which the interpreter may call when modules are gone.
+                self._leave_arena = weakref.finalize(self, _end, arena)
                 share = None if self._copy_tensor else arena
                 self._layout = Layout(lessor=_lease, arena=share, anywhere=True)
         return self._layout
@@ -315,6 +319,11 @@ def _poll(fd: int, event: int, seconds: float) -> bool:
     poller = select.poll()
     poller.register(fd, event)
     return bool(poller.poll(seconds * 1000))
+
+
+def _end(arena: Arena) -> None:
+    if arena is Arena._own:  # else a fork has come in between, and it is our parent's
+        arena.end()
 
 
 def _need_descriptors(fd: int) -> None:
