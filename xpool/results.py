@@ -393,7 +393,12 @@ class IMapIterator(Iterator[Any]):
             else:
                 if type(value) is Unopened:
                     self._hand_out(self.chunksize)
-                    raise value.exc
+                    try:
+                        raise value.exc
+                    finally:
+                        # Its traceback has this frame: no circle, so that results which nobody
+                        # takes any more go with the iterator, and their memory.
+                        del self, value
                 self._hand_out(1)
                 return value
             if self._move():

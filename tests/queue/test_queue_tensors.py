@@ -13,12 +13,12 @@ from conftest import settled
 from support import scripts
 from support.waiting import LIMIT
 
-pytestmark = pytest.mark.torch
-torch = pytest.importorskip("torch")
-
 from xpool import Pool, TaskNotPicklable
 from xpool.memory.arena import Arena
 from xpool.queue import SimpleQueue
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch")
 
 
 def _arena() -> Arena:
@@ -200,9 +200,7 @@ def test_writer_ends_first(make_queue: Any, start: Any, method: str):
     taken = [q.get(LIMIT) for _ in range(2)]
     process.join(LIMIT)
     taken += [q.get(LIMIT) for _ in range(2)]
-    assert [(int(one[0]), int(one.sum())) for one in taken] == [
-        (i, i << 20) for i in range(4)
-    ]
+    assert [(int(one[0]), int(one.sum())) for one in taken] == [(i, i << 20) for i in range(4)]
 
 
 def test_memory_of_a_dead_writer(make_queue: Any, start: Any):

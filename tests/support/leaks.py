@@ -20,6 +20,9 @@ KEPT = ("xpool.worker.server", "multiprocessing.forkserver", "multiprocessing.re
 """In the command line of processes that live as long as this one, on purpose, to make starting
 the next pool cheap.  Their children are no exception."""
 
+ARENA = "/memfd:xpool-arena"
+"""The file of the arena: one for the program, made with its first pool and kept."""
+
 _SELF = str(os.getpid())
 
 
@@ -95,7 +98,9 @@ def descriptors() -> dict[int, str]:
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            to = os.readlink(f"/proc/self/fd/{name}")
+            if not to.startswith(ARENA):
+                found[int(name)] = to
         except OSError:
             continue  # the descriptor of this very listing
     return found

@@ -17,7 +17,7 @@ from xpool.fleet.slot import Slot
 from xpool.jobs.scheduler import Grant, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.pickle import decode
-from xpool.pickle.frame import FRAMED, Leased, adopt
+from xpool.pickle.frame import FRAMED, Leased, adopt, inline
 from xpool.queue.messages import (
     ANSWER,
     BODY_ERROR,
@@ -134,6 +134,7 @@ class Exchange:
             slot.kill()
             return
         retiring = slot.state is WorkerStates.RETIRING
+        slot.mapped = facts["mapped"]
         slot.happens(WorkerEvent.HELLO)
         slot.failures, slot.reason = 0, None
         if not retiring:
@@ -246,8 +247,9 @@ class Exchange:
             # queued already is answered by the worker, to nobody.
             slot.known.add(func)
             mode, payload = self._funcs[func]
-            self._send(slot, func_frame(func, mode, payload))
-        self._send(slot, tasks_frame(func, grant.items))
+            self._send(slot, func_frame(func, mode, payload if slot.mapped else inline(payload)))
+        items = grant.items if slot.mapped else [inline(item) for item in grant.items]
+        self._send(slot, tasks_frame(func, items))
         if self.sched.hands[slot.index].size > 1:
             self._deep[slot.index] = None
             if slot.look_at is None:

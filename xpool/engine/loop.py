@@ -43,7 +43,7 @@ from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.memory.arena import IDLE, Arena
 from xpool.options import START_ATTEMPTS
 from xpool.pickle import decode
-from xpool.pickle.frame import Leased
+from xpool.pickle.frame import Leased, weight
 from xpool.queue.messages import boot_frame
 
 __all__ = ["Engine"]
@@ -78,6 +78,7 @@ class Engine(Exchange):
         self._launcher = launcher
         self._orders = orders
         self._arena = arena
+        self._dead_seats: list[int] = []  # to be cleared, by the engine's thread
         self._trim_at: float | None = None
         self._trim_after = IDLE
         if arena is not None:
@@ -248,17 +249,14 @@ class Engine(Exchange):
             there = arena if seat is not None else None
             slot.start(self._launcher, name, self._daemon, self._inherited, there)
         except BaseException:
-            self._bury(seat)
+            if seat is not None:
+                self._dead_seats.append(seat)
             raise
         slot.seat = seat
         assert slot.handle is not None
         self._watch.add(slot.inlet.fd, self._receive_from(slot))
         self._watch_end(slot)
         self._send(slot, boot_frame(self._orders(slot.index, slot.generation, seat)))
-
-    def _bury(self, seat: int | None) -> None:
-        if seat is not None and self._arena is not None:
-            self._arena.bury(seat)
 
     @uninterrupted
     def retire_all(self) -> None:
@@ -306,9 +304,10 @@ class Engine(Exchange):
         """Let go of the engine's own descriptors; all workers have ended."""
         with self.lock:
             self._watch.close()
-            if self._arena is not None:
-                self._arena.end()
-                self._arena = None
+        self._bury_dead()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.end()
 
     def after_fork_in_child(self) -> None:
         """These workers are the parent's; their descriptors are closed here already."""
@@ -334,22 +333,28 @@ class Engine(Exchange):
                 self._start_overdue(now)
                 if self._trim_at is not None:
                     self._watch.alarm(self._trim_at)
+        if self._dead_seats:
+            self._bury_dead()
         if self._trim_at is not None and time.monotonic() >= self._trim_at:
             self._trim()
 
     def sent(self, payload: bytes | memoryview) -> int:
         """Return how many bytes of memory a message holds; it was made for a worker."""
-        if type(payload) is not Leased:
-            return len(payload)
-        with self.lock:
-            self.tidy_later()
-        return sum(block.capacity for block in payload.blocks.values())
+        if type(payload) is Leased:
+            with self.lock:
+                self.tidy_later()
+        return weight(payload)
 
     def tidy_later(self) -> None:
         self._trim_after = IDLE
         if self._trim_at is None:
             self._trim_at = time.monotonic() + IDLE
             self._watch.alarm(self._trim_at)
+
+    def _bury_dead(self) -> None:
+        """Clear the holds of workers that have ended; without the lock, as `_trim`."""
+        while self._dead_seats and self._arena is not None:
+            self._arena.bury(self._dead_seats.pop())
 
     def _trim(self) -> None:
         """Give back memory that lay unused; without the lock, since that takes its time."""
@@ -390,8 +395,9 @@ class Engine(Exchange):
         slot.gone()
         if lost is not None:
             self._lose(*lost, pid, exitcode, w)
-        self._bury(slot.seat)
-        slot.seat = None
+        if slot.seat is not None:
+            self._dead_seats.append(slot.seat)  # all that it has sent is held here by now
+            slot.seat = None
         if self._ending:
             return
         self.died += not before_ready

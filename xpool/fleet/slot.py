@@ -82,6 +82,7 @@ class Slot:
         self.driver = 0  # and the thread of that caller
         self.unchecked = False  # its sentinel has news that wait for the end of that
         self.muted = False  # its pipe does not wake the engine's thread
+        self.mapped = True  # it can use blocks of the arena
 
     def happens(self, event: WorkerEvent) -> None:
         """Go to the state that follows."""

@@ -14,9 +14,14 @@ that gave it its seat takes out its mail and then clears its holds (`bury`); its
 still hold stay where they are.
 
 An entry of a table keeps its place and size for ever, so a table can be read by whoever sits in
-that seat next.  The stamp counts the leases of a block and is part of its name: who comes too late
-finds another stamp, not another's value.  Memory is asked for before it is written, so that a
+that seat next.  The stamp changes when a block is found free and is part of its name: who comes too
+late finds another stamp, not another's value.  Memory is asked for before it is written, so that a
 shortage is a refusal, and then the value goes through the pipe; it is never a SIGBUS.
+
+**Within the process** one lock guards the books, and nobody waits for it who might have it already:
+a finalizer leaves word (`drop`), and whoever has the lock looks for such word when he has let go of
+it; a signal handler that comes into its own thread's turn gets no block, and its holds are counted
+when that turn ends.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
+from threading import get_ident
 from typing import Any
 
 from xpool.interrupt import uninterrupted
@@ -44,6 +50,8 @@ IDLE = 5.0
 MISSING = 2**64 - 1
 """In the place of a block's name: there is none."""
 
+_AT_ONCE = 512  # blocks that are looked at in one turn, where there may be very many
+
 _MOST = 128 << 30  # bytes of addresses for a region: 480 of them fit into 47 bits of address
 
 
@@ -54,27 +62,29 @@ class Block:
     `memoryview(block)` (an array, a tensor) keeps the block alive, by whatever way.
     """
 
+    __slots__ = ()
+
     capacity: int
     arena: Arena
     number: int
-    name: int  # what a message calls it: the stamp of this lease, and the number
-    former: Any = None  # memory that must live as long as the block does
+    former: Any
+    """Memory that must live as long as this does."""
+
+    @property
+    def name(self) -> int:
+        """What a message calls it: the stamp of this lease, and the number."""
+        return self.arena.file.stamps[self.number] << 32 | self.number
 
     def view(self, nbytes: int) -> memoryview:
         """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
-    def check(self) -> None:
-        """Raise `LookupError` if the block has been leased anew since."""
-        stamp = self.arena.file.stamp(self.number)
-        if self.name >> 32 != stamp:
-            raise LookupError(
-                f"block {self.number} of the arena is gone: its message was withdrawn "
-                f"(lease {self.name >> 32}, now {stamp})"
-            )
-
     def __del__(self) -> None:
-        self.arena.drop(self.number)
+        try:
+            arena = self.arena
+        except AttributeError:
+            return  # an exception came while it was made: it stays held, for want of a better
+        arena.drop(self.number)
 
 
 _types: dict[int, Any] = {}  # by capacity: four an octave, so there are few
@@ -84,7 +94,8 @@ def _block_type(capacity: int) -> Any:
     made = _types.get(capacity)
     if made is None:
         bases = Block, ctypes.c_char * capacity
-        made = _types[capacity] = type(f"Block{capacity}", bases, {"capacity": capacity})
+        space = {"__slots__": ("arena", "former", "number"), "capacity": capacity}
+        made = _types[capacity] = type(f"Block{capacity}", bases, space)
     return made
 
 
@@ -95,27 +106,32 @@ class Arena:
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
     _mapping: type[File] = File
-    is_guest = False  # it came with a message, see `xpool.memory.guests`
+    _allotting: type[Region] = Region
+    is_guest = False  # it came with a message: see `xpool.memory.guests`
 
     def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
         self.file = self._mapping(fd, region)
         self.token = token
         self.seat = seat
         self.limit = limit
-        self._lock = threading.Lock()
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
+        self._mine = self.file.holds(seat)
+        self._lock = threading.RLock()
+        self._turn = 0  # the thread that has the lock, by its identity
         # Holds of this process: how often by block, and those that were dropped since.
         self._counts: dict[int, int] = {}
         self._dropped: deque[int] = deque()
+        self._late: list[int] = []  # held by a signal handler, not counted yet
         self._pins: list[tuple[int, list[int]]] = []  # by forked children, see `_before_fork`
-        self._at: dict[int, int] = {}  # the blocks that were ever held here, by offset
-        self._late: list[int] = []  # seats to bury when what was sent from them has arrived
-        # Of the process that made the file: seats to give away, and those in which nobody
-        # allocates, so that what is let go there can be punched.
+        # Of the process that made the file: seats to give away, those in which nobody allocates,
+        # so that what is let go there can be punched, blocks there that were held when their
+        # owner ended, and seats of the dead whose messages are still on their way.
         self._seats: list[int] = []
         self._vacant: set[int] = set()
-        self._stale: set[int] = set()  # of these, those with blocks that others may hold
+        self._left: set[int] = set()
+        self._graves: set[int] = set()
         self._engines = 0
-        self._region = Region(self.file, seat)
+        self._region = self._allotting(self.file, seat)
         Arena._known[token] = self
 
     # -- making and joining ------------------------------------------------------------------------
@@ -134,10 +150,10 @@ class Arena:
             return cls._own
 
     @classmethod
-    def _make(cls, limit: int) -> Arena | None:
+    def _make(cls, limit: int, region: int = 0) -> Arena | None:
         # Where another program's file is mapped already, the addresses must do for both.
         most = _MOST // 8 if cls._known else _MOST
-        region = min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
+        region = region or min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
         fd = -1
         try:
             fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
@@ -149,7 +165,7 @@ class Arena:
             if fd >= 0:
                 os.close(fd)
             return None
-        arena._seats = list(range(seats.FIRST_GUEST - 1, 0, -1))
+        arena._seats = list(range(HOLDS - 1, 0, -1))
         arena._vacant = set(range(HOLDS))
         return arena
 
@@ -190,29 +206,36 @@ class Arena:
     def elsewhere(cls, address: int, arena: Arena) -> bool:
         """Whether an address lies in another arena than this, in a block that others hold too."""
         for other in list(cls._known.values()):
-            offset = None if other is arena else other.file.offset_of(address)
+            offset = None if other is arena else other._offset_of(address)
             if offset is not None:
-                number = other._at.get(offset)
+                number = other.file.find(offset)
                 return number is None or not other.file.only(number, other.seat)
         return False
 
     @classmethod
     def holding_any(cls, address: int) -> Block | None:
-        """Return another hold on the block that begins at an address, in whatever arena it is."""
+        """As `holding`, in whatever arena the block is."""
         held = (arena.holding(address) for arena in list(cls._known.values()))
         return next(filter(None, held), None)
 
+    def _offset_of(self, address: int) -> int | None:
+        """Return which byte of the file lies at an address; None: none of it does."""
+        offset = address - self._address
+        return offset if 0 <= offset < len(self.file.map) else None
+
+    def _address_at(self, offset: int) -> int:
+        return self._address + offset
+
     # -- the process that made it ------------------------------------------------------------------
 
+    @uninterrupted
     def begin(self) -> None:
         """Note that a pool of this process uses the arena."""
         with self._lock:
             self._engines += 1
-            if self.seat in self._vacant:
-                self._vacant.discard(self.seat)
-                self._stale.discard(self.seat)
-                self._region = Region(self.file, self.seat)  # some memory was given back
+            self._vacant.discard(self.seat)
 
+    @uninterrupted
     def end(self) -> None:
         """Note that a pool has ended; after the last all free memory goes back at once."""
         with self._lock:
@@ -220,80 +243,88 @@ class Arena:
             last = not self._engines
             if last:
                 self._vacant.add(self.seat)
-                self._stale.add(self.seat)
         if last:
             self.trim(float("inf"))
+        self._settle()
 
+    @uninterrupted
     def take_seat(self) -> int | None:
         """Return a seat for a process to come; None when all are taken."""
         with self._lock:
-            if not self._seats:
-                return None
-            seat = self._seats.pop()
-            self._vacant.discard(seat)
-            self._stale.discard(seat)
-            return seat
+            for seat in reversed(self._seats):
+                if seats.claim(self.file, self.file.fd, seat, guest=False):
+                    self._seats.remove(seat)
+                    self._vacant.discard(seat)
+                    return seat
+            return None
 
     @uninterrupted
     def bury(self, seat: int) -> None:
         """Clear the holds of a process that has ended, and give its seat away again.
 
-        What it has sent must have been adopted before.
+        What it has sent must have been adopted before.  Takes milliseconds, or more where a dead
+        process had many blocks: not to be called with other locks held.
         """
+        numbers = range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat))
+        if seats.taken(self.file.fd, seat):
+            # What a process has put into queues outlives it, and with it the process's holds.
+            with self._lock:
+                self._graves.add(seat)
+            return
+        self.file.clear_holds(seat)
+        seats.leave(self.file, self.file.fd, seat)
         with self._lock:
-            self._late.append(seat)
-            self._bury_late()
-
-    def _bury_late(self) -> None:
-        # What a process has sent through queues outlives it, and with it the process's holds.
-        for seat in [seat for seat in self._late if not seats.taken(self.file.fd, seat)]:
-            self._late.remove(seat)
-            self.file.clear_holds(seat)
             self._vacant.add(seat)
-            self._stale.add(seat)
+            self._left.update(n for n in numbers if self.file.filled[n])
+        self._sweep()
+        with self._lock:
             self._seats.append(seat)
-        self._punch_stale()
+        self._settle()
 
-    def _punch_stale(self) -> None:
-        for seat in list(self._stale):
-            numbers = range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat))
-            if sum(map(self._punch_if_free, numbers)) == len(numbers):
-                self._stale.discard(seat)
+    def _sweep(self) -> None:
+        """Give back the memory of blocks whose owners have ended and that nobody holds."""
+        left = list(self._left)
+        for start in range(0, len(left), _AT_ONCE):
+            with self._lock:
+                for number in left[start : start + _AT_ONCE]:
+                    if number // ENTRIES not in self._vacant:
+                        self._left.discard(number)  # another process sits there now
+                    else:
+                        self._punch_if_free(number)
 
-    def _punch_if_free(self, number: int) -> bool:
-        free = self.file.free(number)
-        if free:
-            self.file.punch(*self.file.entry(number))
-        return free
+    def _punch_if_free(self, number: int) -> None:
+        if self.file.claim(number):
+            self.file.punch(number)
+            self._left.discard(number)
 
     # -- leasing and holding -----------------------------------------------------------------------
 
+    @uninterrupted
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
         """Return a block of ``nbytes`` bytes that only this process holds.
 
         Returns None when the system has no memory, or the program would use more than ``limit``
         bytes of shared memory (None: the arena's own limit).
         """
-        # A signal handler may have come into a lease of its own thread: then there is none for it.
-        if not self._lock.acquire(timeout=1.0):
-            return None
-        try:
-            return self._lease(nbytes, self.limit if limit is None else limit)
-        finally:
-            self._lock.release()
+        if self._turn == get_ident():
+            return None  # a signal handler, or a finalizer, in the midst of this thread's own turn
+        with self._lock:
+            self._turn = get_ident()
+            try:
+                if self._dropped:
+                    self._take_dropped()
+                most = self.limit if limit is None else limit
+                number = self._region.take(nbytes, most)
+                if number is None and self._clear_dead():
+                    number = self._region.take(nbytes, most)
+                block = None if number is None else self._hold(number)
+            finally:
+                self._turn = 0
+        if self._dropped or self._late:
             self._settle()
+        return block
 
     @uninterrupted
-    def _lease(self, nbytes: int, limit: int) -> Block | None:
-        self._take_dropped()
-        number = self._region.take(nbytes, limit)
-        if number is None and self._clear_dead():
-            number = self._region.take(nbytes, limit)
-        if number is None:
-            return None
-        self.file.set_stamp(number, (self.file.stamp(number) + 1) & 0xFFFF_FFFF)
-        return self._hold(number)
-
     def adopt(self, name: int) -> Block:
         """Take hold of a block that another process, or this one, holds now.
 
@@ -302,38 +333,59 @@ class Arena:
             ValueError: there is no such block.
         """
         number = name & 0xFFFF_FFFF
-        seat, index = divmod(number, ENTRIES)
-        if seat >= HOLDS or index >= self.file.entries(seat):
+        if not self.file.exists(number):
             raise ValueError(f"a message names block {number}, which does not exist")
-        try:
-            with self._lock:
-                block = self._hold(number)
-        finally:
-            self._settle()
-        block.name = name
-        block.check()
+        block = self._hold_in_turn(number)
+        stamp = self.file.stamps[number]  # looked at after the hold: see `File.claim`
+        if name >> 32 != stamp:
+            raise LookupError(
+                f"block {number} of the arena is gone: its message was withdrawn "
+                f"(lease {name >> 32}, now {stamp})"
+            )
         return block
 
+    @uninterrupted
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
-        with self._lock:
-            offset = self.file.offset_of(address)
-            number = None if offset is None else self._at.get(offset)
-            if number is None or number not in self._counts:
-                return None
-            return self._hold(number)
+        offset = self._offset_of(address)
+        number = None if offset is None else self.file.find(offset)
+        # The caller has the memory there, so what this process holds now stays held.
+        if number is None or not self._counts.get(number):
+            return None
+        return self._hold_in_turn(number)
 
-    @uninterrupted
+    def _hold_in_turn(self, number: int) -> Block:
+        if self._turn == get_ident():
+            # As in `lease`.  The count is in the hands of the turn that we came into.
+            self._late.append(number)
+            self._mine[number] = 1
+            return self._block(number)
+        with self._lock:
+            self._turn = get_ident()
+            try:
+                block = self._hold(number)
+            finally:
+                self._turn = 0
+        if self._dropped or self._late:
+            self._settle()
+        return block
+
     def _hold(self, number: int) -> Block:
-        offset, capacity = self.file.entry(number)
-        block: Block = _block_type(capacity).from_buffer(*self.file.place(offset))
-        block.arena = self
-        block.number = number
-        block.name = self.file.stamp(number) << 32 | number
+        # Counted before there is a `Block` that would be dropped if an exception came in between.
         counts = self._counts
-        counts[number] = counts.get(number, 0) + 1
-        self._at[offset] = number
-        self.file.set_hold(number, self.seat, 1)
+        count = counts.get(number, 0)
+        counts[number] = count + 1
+        if not count:
+            self._mine[number] = 1
+        return self._block(number)
+
+    def _block(self, number: int) -> Block:
+        capacity = self.file.capacities[number]
+        kind = _types.get(capacity) or _block_type(capacity)
+        made = kind.from_address(self._address_at(self.file.offsets[number]))
+        made.number = number
+        made.arena = self
+        block: Block = made
         return block
 
     @uninterrupted
@@ -345,22 +397,32 @@ class Arena:
     def _settle(self) -> None:
         # Whoever has the lock looks again when he has let go of it: so nothing is left lying, and
         # a collection that strikes while its own thread has the lock does not wait for itself.
-        while self._dropped and self._lock.acquire(blocking=False):
+        me = get_ident()
+        while (self._dropped or self._late) and self._turn != me and self._lock.acquire(False):
             try:
+                self._turn = me
                 self._take_dropped()
             finally:
+                self._turn = 0
                 self._lock.release()
 
     def _take_dropped(self) -> None:
-        dropped, counts = self._dropped, self._counts
-        while dropped:
+        dropped, counts, late = self._dropped, self._counts, self._late
+        while dropped or late:
+            while late:
+                number = late.pop()
+                counts[number] = counts.get(number, 0) + 1
+                self._mine[number] = 1
+            if not dropped:
+                return
             number = dropped.popleft()
-            left = counts[number] - 1
-            if left:
-                counts[number] = left
-            else:
-                del counts[number]
-                self.file.set_hold(number, self.seat, 0)
+            count = counts[number] - 1
+            if count:
+                counts[number] = count
+                continue
+            del counts[number]
+            if number not in late:
+                self._mine[number] = 0
                 if number // ENTRIES in self._vacant:
                     self._punch_if_free(number)
 
@@ -371,28 +433,36 @@ class Arena:
         """Whether this process holds blocks, or its region has memory: `trim` may find some."""
         return bool(self._counts) or self._region.filled
 
+    @uninterrupted
     def trim(self, now: float | None = None) -> bool:
         """Give back memory of blocks that have been free for `IDLE` seconds before ``now``.
 
         Returns whether it would do to come again later.
         """
+        if self._turn == get_ident():
+            return True  # as in `lease`
+        before = (time.monotonic() if now is None else now) - IDLE
+        more = True
+        while self._graves and not seats.taken(self.file.fd, seat := next(iter(self._graves))):
+            self._graves.discard(seat)
+            self.bury(seat)
         with self._lock:
             self._unpin()
             self._take_dropped()
             self._clear_dead()
-            self._punch_stale()
             self._region.collect_all()
-            self._region.give_back((time.monotonic() if now is None else now) - IDLE)
-            return self._region.filled or bool(self._pins or self._late or self._stale)
+        while more:
+            with self._lock:
+                more = self._region.give_back(before)
+        self._sweep()
+        self._settle()
+        return self._region.filled or bool(self._pins or self._left or self._graves)
 
     def _clear_dead(self) -> bool:
-        """As who made the file: clear the seats of those that have ended."""
-        if self.seat:
-            return False
-        late = len(self._late)
-        self._bury_late()
-        return seats.clear_dead(self.file, self.file.fd) or len(self._late) < late
+        """As the one that made the file: let guests that have ended hold nothing."""
+        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd)
 
+    @uninterrupted
     def statistics(self) -> dict[str, int]:
         """Return counts: bytes used by the whole program, blocks that this process made, those of
         them that somebody holds, and those of anybody that this process holds."""
@@ -401,12 +471,14 @@ class Arena:
             self._take_dropped()
             self._clear_dead()
             self._region.collect_all()
-            return {
+            found = {
                 "bytes": self.file.used(),
                 "blocks": self._region.blocks,
                 "out": self._region.out,
                 "held": len(self._counts),
             }
+        self._settle()
+        return found
 
     # -- forks -------------------------------------------------------------------------------------
     #
@@ -433,14 +505,39 @@ class Arena:
                 self._dropped.extend(held)
 
 
-_forking: list[tuple[Arena, int, int]] = []
+class _Inherited(Arena):
+    """The parent's arena in a child that the program forked: what it held there can be looked at.
+
+    Its bytes and its region are the parent's, so nothing is held or let go, and nothing allocated.
+    """
+
+    def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
+        return None
+
+    def adopt(self, name: int) -> Block:
+        raise LookupError(
+            "a message of xpool was not opened before this process was forked: open it in the "
+            "process that the message came to"
+        )
+
+    def holding(self, address: int) -> Block | None:
+        return None
+
+    def drop(self, number: int) -> None:
+        return
+
+
+_forking: dict[int, list[tuple[Arena, int, int]]] = {}  # by thread
 
 
 def _before_fork() -> None:
-    for arena in Arena._known.values():
-        # In vain only in a signal handler that has come into this thread's own turn.
-        if not arena._lock.acquire(timeout=1.0):
-            continue
+    me = get_ident()
+    turns = _forking[me] = []
+    for arena in list(Arena._known.values()):
+        if arena._turn == me:
+            continue  # a signal handler in the midst of a turn: its child must not look
+        arena._lock.acquire()
+        arena._turn = me
         arena._unpin()
         arena._take_dropped()
         r = w = -1
@@ -449,35 +546,35 @@ def _before_fork() -> None:
                 r, w = os.pipe()
             except OSError:
                 pass  # no descriptor is left: what is held now is held for good
-        _forking.append((arena, r, w))
+        turns.append((arena, r, w))
 
 
 def _after_fork_in_parent() -> None:
-    for arena, r, w in _forking:
+    for arena, r, w in _forking.pop(get_ident(), ()):
         if w >= 0:
             os.close(w)
         if arena._counts:
             arena._pin(r)
+        arena._turn = 0
         arena._lock.release()
-    _forking.clear()
+        arena._settle()
 
 
 def _after_fork_in_child() -> None:
-    for arena, r, _ in _forking:
-        for fd in (r, *(fd for fd, _ in arena._pins)):
-            if fd >= 0:
-                os.close(fd)
+    for _, r, _ in _forking.get(get_ident(), ()):
+        if r >= 0:
+            os.close(r)
     _forking.clear()
     for arena in Arena._known.values():
-        arena._lock = threading.Lock()
-        arena.drop = _not_ours  # type: ignore[method-assign]
+        for fd, _ in arena._pins:
+            if fd >= 0:
+                os.close(fd)
+        arena._lock = threading.RLock()
+        arena._turn = 0
+        arena.__class__ = _Inherited
     Arena._known = {}
     Arena._own = None
     Arena._making = threading.Lock()
-
-
-def _not_ours(number: int) -> None:
-    """In a forked child: the holds are its parent's."""
 
 
 os.register_at_fork(

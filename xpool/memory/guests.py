@@ -16,6 +16,7 @@ to the system also in processes that send something and then compute for an hour
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -26,6 +27,7 @@ from xpool.interrupt import uninterrupted
 from xpool.memory import seats
 from xpool.memory.arena import IDLE, Arena, Block
 from xpool.memory.layout import ENTRIES, HOLDS, File
+from xpool.memory.region import Region
 
 __all__ = ["Guest", "Tickets", "call", "passing", "tickets_of", "tidy"]
 
@@ -57,35 +59,43 @@ class _Part(File):
     def _extent(self) -> int:
         return self.start(1)
 
-    def place(self, offset: int) -> tuple[mmap.mmap, int]:
-        if offset < len(self.map):
-            return self.map, offset
+    def address_at(self, offset: int) -> int:
+        """Return where a byte of another region than the first lies."""
         seat = (offset - self.start(0)) // self.region
         if seat not in self._others:
             region = mmap.mmap(self.fd, self.region, offset=self.start(seat))
             region.madvise(mmap.MADV_DONTDUMP)
-            self._others[seat] = region, self.address_of(region)
-        return self._others[seat][0], offset - self.start(seat)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+            self._others[seat] = region, address
+        return self._others[seat][1] + offset - self.start(seat)
 
     def offset_of(self, address: int) -> int | None:
-        offset = super().offset_of(address)
-        if offset is None:
-            for seat, (_, begin) in list(self._others.items()):
-                if 0 <= address - begin < self.region:
-                    return self.start(seat) + address - begin
-        return offset
+        """Return which byte of these regions lies at an address; None: none of them does."""
+        for seat, (_, begin) in list(self._others.items()):
+            if 0 <= address - begin < self.region:
+                return self.start(seat) + address - begin
+        return None
+
+
+class _NoRegion(Region):
+    def __init__(self, file: File, seat: int) -> None:
+        self._file, self._first = file, 0
+        self._since, self._free, self._out = [], {}, deque()
+        self.filled = False
 
 
 class Guest(Arena):
     """The arena of another process, to hold blocks in.  It gives none."""
 
-    _mapping = _Part
+    _mapping: type[File] = _Part
+    _allotting: type[Region] = _NoRegion
+    file: _Part
     is_guest = True
 
     def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
         super().__init__(fd, token, seat, region, limit)
         self._was_used = True  # since the last `tidy`
-        self._heritage = set(range(seats.FIRST_GUEST))  # to be cleared when the maker is dead
+        self._heritage = set(range(HOLDS))  # to be cleared when the maker is dead
 
     @classmethod
     def enter(cls, fd: int, token: int) -> Guest:
@@ -101,8 +111,9 @@ class Guest(Arena):
             guest = cls(own, token, HOLDS - 1, region, 0)
             try:
                 for seat in range(HOLDS - 1, seats.FIRST_GUEST - 1, -1):
-                    if seats.claim(guest.file, own, seat):
+                    if seats.claim(guest.file, own, seat, guest=True):
                         guest.seat = seat
+                        guest._mine = guest.file.holds(seat)
                         _guests[token] = guest
                         return guest
                 raise LookupError(
@@ -146,20 +157,29 @@ class Guest(Arena):
             os.close(self.file.fd)
             return False
 
-    @uninterrupted
     def _hold(self, number: int) -> Block:
         self._was_used = True
         return super()._hold(number)
 
+    def _offset_of(self, address: int) -> int | None:
+        offset = super()._offset_of(address)
+        return self.file.offset_of(address) if offset is None else offset
+
+    def _address_at(self, offset: int) -> int:
+        if offset < len(self.file.map):
+            return super()._address_at(offset)
+        return self.file.address_at(offset)
+
     def _inherit(self) -> None:
         """Give back what nobody holds, in the place of the one who made the file."""
         file, fd = self.file, self.file.fd
-        # Workers have no locks of their own, but they do not outlive their parent.
-        for seat in [seat for seat in self._heritage if seats.claim(file, fd, seat)]:
-            seats.leave(file, fd, seat)
-            self._heritage.remove(seat)
+        # Workers' seats are their parent's, whom they do not outlive.
+        for seat in self._heritage - {self.seat}:
+            if seats.claim(file, fd, seat, guest=True):
+                seats.leave(file, fd, seat)
+                self._heritage.remove(seat)
         seats.clear_dead(file, fd)
-        for seat in range(seats.FIRST_GUEST):
+        for seat in range(HOLDS):
             for number in range(seat * ENTRIES, seat * ENTRIES + file.entries(seat)):
                 self._punch_if_free(number)
 

@@ -5,16 +5,19 @@
     ledger    u64 for each seat: how many entries its table has; then the marks of `seats`
     tables    for each seat, ENTRY bytes for each block:
                   HOLDS bytes, one for each seat: 1 while that process holds the block
-                  u64 offset in the file, u64 capacity, u32 stamp
+                  u64 offset in the file, u64 capacity, u64 filled, u32 stamp
     regions   for each seat: the blocks themselves
+
+``filled`` are the bytes of the block that have memory behind them, from its start.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
+import threading
+from bisect import bisect_right
 
 __all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "File"]
 
@@ -34,6 +37,8 @@ _DATA = _TABLES + HOLDS * ENTRIES * _ENTRY
 _NOBODY = bytes(HOLDS)
 _POPULATE_WRITE = 23
 
+_fence = threading.Lock()
+
 
 class File:
     """The file, mapped.  A block's number is its place in all tables taken together."""
@@ -43,9 +48,20 @@ class File:
         self.region = region
         self.map = mmap.mmap(fd, self._extent())
         self.map.madvise(mmap.MADV_DONTDUMP)
-        self._address = self.address_of(self.map)
-        self._bytes = memoryview(self.map)
-        self._ledger = self._bytes[: 8 * HOLDS].cast("Q")
+        whole = memoryview(self.map)
+        self._ledger = whole[: 8 * HOLDS].cast("Q")
+        self._tables = whole[_TABLES:_DATA]
+        # Columns of the tables, by number.
+        words, halves = self._tables.cast("Q"), self._tables.cast("I")
+        first = HOLDS // 8
+        self.offsets = words[first :: _ENTRY // 8]
+        self.capacities = words[first + 1 :: _ENTRY // 8]
+        self.filled = words[first + 2 :: _ENTRY // 8]
+        self.stamps = halves[2 * (first + 3) :: _ENTRY // 4]
+
+    def holds(self, seat: int) -> memoryview:
+        """Return the column of a seat: 1 where its process holds the block."""
+        return self._tables[seat::_ENTRY]
 
     @staticmethod
     def size_for(region: int) -> int:
@@ -57,27 +73,13 @@ class File:
         """Return how many bytes each region of a file has."""
         return (os.fstat(fd).st_size - _DATA) // HOLDS
 
-    @staticmethod
-    def address_of(mapping: mmap.mmap) -> int:
-        """Return where a mapping begins."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-
-    def start(self, seat: int) -> int:
-        """Return where a seat's region begins."""
-        return _DATA + seat * self.region
-
     def _extent(self) -> int:
         """Bytes of the file that are mapped."""
         return self.size_for(self.region)
 
-    def place(self, offset: int) -> tuple[mmap.mmap, int]:
-        """Return the mapping in which a byte of the file lies, and where in it."""
-        return self.map, offset
-
-    def offset_of(self, address: int) -> int | None:
-        """Return which byte of the file lies at an address; None: none of it does."""
-        offset = address - self._address
-        return offset if 0 <= offset < len(self.map) else None
+    def start(self, seat: int) -> int:
+        """Return where a seat's region begins."""
+        return _DATA + seat * self.region
 
     # -- tables --------------------------------------------------------------------------------
 
@@ -90,36 +92,48 @@ class File:
         at = _TABLES + number * _ENTRY
         if at % PAGE == 0 and not self.reserve(at, PAGE):
             return False
-        entry = offset.to_bytes(8, "little") + capacity.to_bytes(8, "little")
-        self.map[at + HOLDS : at + HOLDS + 16] = entry
+        self.offsets[number] = offset
+        self.capacities[number] = capacity
         seat, index = divmod(number, ENTRIES)
         self._ledger[seat] = index + 1
         return True
 
-    def entry(self, number: int) -> tuple[int, int]:
-        """Return offset and capacity of a block."""
-        at = _TABLES + number * _ENTRY + HOLDS
-        data = self.map[at : at + 16]
-        return int.from_bytes(data[:8], "little"), int.from_bytes(data[8:], "little")
+    def exists(self, number: int) -> bool:
+        """Whether there is such a block."""
+        seat, index = divmod(number, ENTRIES)
+        return 0 <= seat < HOLDS and index < self._ledger[seat]
 
-    def stamp(self, number: int) -> int:
-        """Return how often a block has been leased, modulo 2**32."""
-        at = _TABLES + number * _ENTRY + HOLDS + 16
-        return int.from_bytes(self.map[at : at + 4], "little")
+    def find(self, offset: int) -> int | None:
+        """Return the block that begins at an offset; None: none does."""
+        seat, past = divmod(offset - _DATA, self.region)
+        if not 0 <= seat < HOLDS or past < 0:
+            return None
+        # The offsets of a seat's entries only grow.
+        first = seat * ENTRIES
+        numbers = range(first, first + self._ledger[seat])
+        place = bisect_right(numbers, offset, key=self.offsets.__getitem__) - 1
+        return first + place if place >= 0 and self.offsets[first + place] == offset else None
 
-    def set_stamp(self, number: int, stamp: int) -> None:
-        """Count a lease."""
-        at = _TABLES + number * _ENTRY + HOLDS + 16
-        self.map[at : at + 4] = stamp.to_bytes(4, "little")
-
-    def set_hold(self, number: int, seat: int, held: int) -> None:
-        """Say whether the process in a seat holds a block: 1 or 0."""
-        self.map[_TABLES + number * _ENTRY + seat] = held
+    # -- holds -------------------------------------------------------------------------------------
 
     def free(self, number: int) -> bool:
         """Whether nobody holds a block."""
         at = _TABLES + number * _ENTRY
         return self.map[at : at + HOLDS] == _NOBODY
+
+    def claim(self, number: int) -> bool:
+        """Take back a block of one's own if nobody holds it; no message can name it any more.
+
+        Whoever comes too late with a message that was given up says first that he holds the block,
+        and looks at the stamp then.  Here the stamp changes first, and the holds are looked at
+        again.  So one of the two sees the other, and leaves the block alone.
+        """
+        if not self.free(number):
+            return False
+        self.stamps[number] = (self.stamps[number] + 1) & 0xFFFF_FFFF
+        with _fence:  # a lock orders what the processor writes and reads
+            pass
+        return self.free(number)
 
     def only(self, number: int, seat: int) -> bool:
         """Whether nobody but the process in this seat holds a block."""
@@ -130,13 +144,26 @@ class File:
 
     def clear_holds(self, seat: int) -> None:
         """Let a process that has ended hold nothing."""
+        holds = self.holds(seat)
         for other in range(HOLDS):
             count = self._ledger[other]
             if count:
-                start = _TABLES + other * ENTRIES * _ENTRY
-                self._bytes[start + seat : start + count * _ENTRY : _ENTRY] = bytes(count)
+                first = other * ENTRIES
+                holds[first : first + count] = bytes(count)
 
-    # -- memory ----------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
+
+    def fill(self, number: int, nbytes: int) -> bool:
+        """Have memory behind the first ``nbytes`` bytes of a block; False when there is none."""
+        offset, filled = self.offsets[number], self.filled[number]
+        start = (offset + filled) // PAGE * PAGE
+        stop = -(-(offset + nbytes) // PAGE) * PAGE
+        if not filled and self.capacities[number] >= LARGE:
+            self.filled[number] = 1  # a trace for who clears up after a death in the midst of it
+        if not self.reserve(start, stop - start):
+            return False
+        self.filled[number] = nbytes
+        return True
 
     def reserve(self, start: int, length: int) -> bool:
         """Have memory behind whole pages, before they are written; False when there is none."""
@@ -151,10 +178,17 @@ class File:
             return False
         return True
 
-    def punch(self, offset: int, capacity: int) -> None:
-        """Give the memory of a block back to the system."""
-        if capacity >= LARGE:
-            self.map.madvise(mmap.MADV_REMOVE, offset, -(-capacity // PAGE) * PAGE)
+    def punch(self, number: int) -> None:
+        """Give the memory of a block back to the system, if it has any that is its own."""
+        capacity = self.capacities[number]
+        if capacity >= LARGE and self.filled[number]:
+            self.filled[number] = 1  # as in `fill`
+            size = -(-capacity // PAGE) * PAGE
+            try:
+                self.map.madvise(mmap.MADV_REMOVE, self.offsets[number], size)
+            except OSError:
+                pass  # a kernel without it: the memory is used again, or goes with the file
+            self.filled[number] = 0
 
     def used(self) -> int:
         """Return how many bytes of memory the whole file has."""

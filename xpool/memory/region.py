@@ -15,10 +15,13 @@ __all__ = ["Region"]
 _LOOKS = 4
 """Blocks that are out which a lease looks at: more than it takes, so that what is free is found."""
 
+_AT_ONCE = 512
+"""Blocks whose memory goes back to the system in one turn: about a millisecond."""
+
 
 def _capacity(nbytes: int) -> int:
     """Round up to one of four steps an octave."""
-    step = max(256, 1 << ((nbytes - 1).bit_length() - 3))
+    step = max(256, 1 << nbytes.bit_length() >> 3)
     if nbytes >= LARGE:
         step = max(step, PAGE)
     return -(-nbytes // step) * step
@@ -32,81 +35,73 @@ class Region:
         self._first = seat * ENTRIES
         self._top = file.start(seat)
         self._end = self._top + file.region
-        # By entry: where it is, its size, the bytes that have memory, when it was found free.
-        self._offsets: list[int] = []
-        self._capacities: list[int] = []
-        self._filled: list[int] = []
-        self._since: list[float] = []
-        self._free: dict[int, list[int]] = {}  # by capacity
+        self._since: list[float] = []  # by index: when it was found free
+        self._free: dict[int, list[int]] = {}  # by capacity, indices
         self._out: deque[int] = deque()  # those that someone holds, or did when last looked at
-        self.filled = False  # some block has memory
+        self.filled = False  # there may be memory that can go back to the system, now or later
         # Who sat here before may have left blocks that others still hold.
-        for index in range(file.entries(seat)):
-            offset, capacity = file.entry(self._first + index)
-            self._note(offset, capacity)
-            self._top = max(self._top, offset + capacity)
-            self._out.append(index)
-        self.collect(len(self._out))
-
-    def _note(self, offset: int, capacity: int) -> None:
-        self._offsets.append(offset)
-        self._capacities.append(capacity)
-        self._filled.append(0)
-        self._since.append(0.0)
+        count = file.entries(seat)
+        if count:
+            last = self._first + count - 1
+            self._top = file.offsets[last] + file.capacities[last]
+            self._since = [0.0] * count
+            self._out.extend(range(count))
+            self.filled = True
+            self.collect(count)
 
     def take(self, nbytes: int, limit: int) -> int | None:
         """Return the number of a free block with memory for ``nbytes`` bytes; None: there is none.
 
         ``limit``: bytes that the file may use, of all regions together.
         """
-        self.collect(_LOOKS)
+        # All, where they are few: warm memory is worth a look.
+        out = self._out
+        self.collect(len(out) if len(out) <= 4 * _LOOKS else _LOOKS)
         capacity = _capacity(nbytes)
-        free = self._free.setdefault(capacity, [])
-        if not free and len(self._out) <= 4 * _LOOKS:
-            self.collect(len(self._out))  # cheap, and warm memory is worth a look
+        free = self._free.get(capacity)
         index = free.pop() if free else self._new(capacity)
         if index is None:
             return None
-        if self._filled[index] < nbytes and not self._fill(index, nbytes, limit):
-            free.append(index)
+        number = self._first + index
+        if self._file.filled[number] < nbytes and not self._fill(number, nbytes, limit):
+            self._free.setdefault(capacity, []).append(index)
             return None
-        self._out.append(index)
-        return self._first + index
+        out.append(index)
+        return number
 
     def _new(self, capacity: int) -> int | None:
-        index = len(self._offsets)
+        index = len(self._since)
         offset = -(-self._top // PAGE) * PAGE if capacity >= LARGE else self._top
         if index == ENTRIES or offset + capacity > self._end:
             return None
         if not self._file.add(self._first + index, offset, capacity):
             return None
         self._top = offset + capacity
-        self._note(offset, capacity)
+        self._since.append(0.0)
         return index
 
-    def _fill(self, index: int, nbytes: int, limit: int) -> bool:
-        """Have memory behind the first ``nbytes`` bytes of a block."""
-        if self._file.used() + nbytes - self._filled[index] > limit:
-            self.give_back(time.monotonic())
-            if self._file.used() + nbytes - self._filled[index] > limit:
+    def _fill(self, number: int, nbytes: int, limit: int) -> bool:
+        file = self._file
+        more = nbytes - file.filled[number]
+        if file.used() + more > limit:
+            # What lies free in other sizes makes room.
+            self.collect_all()
+            while self.give_back(time.monotonic()):
+                pass
+            if file.used() + more > limit:
                 return False
-        offset = self._offsets[index]
-        start = (offset + self._filled[index]) // PAGE * PAGE
-        stop = -(-(offset + nbytes) // PAGE) * PAGE
-        if not self._file.reserve(start, stop - start):
-            return False
-        self._filled[index] = nbytes
         self.filled = True
-        return True
+        return file.fill(number, nbytes)
 
     def collect(self, most: int) -> None:
         """Look at ``most`` blocks that were out; what nobody holds any more is free."""
-        out = self._out
+        out, claim, first = self._out, self._file.claim, self._first
         for _ in range(min(most, len(out))):
             index = out.popleft()
-            if self._file.free(self._first + index):
-                self._free.setdefault(self._capacities[index], []).append(index)
+            if claim(first + index):
+                capacity = self._file.capacities[first + index]
                 self._since[index] = time.monotonic()
+                self._free.setdefault(capacity, []).append(index)
             else:
                 out.append(index)
 
@@ -114,20 +109,31 @@ class Region:
         """Look at all of them."""
         self.collect(len(self._out))
 
-    def give_back(self, before: float) -> None:
-        """Give the memory of blocks that have been free since ``before`` back to the system."""
+    def give_back(self, before: float) -> bool:
+        """Give memory of blocks that have been free since ``before`` back to the system.
+
+        Returns whether there is more to give: it stops after some, to be called again.
+        """
+        file, left, warm = self._file, _AT_ONCE, False
         for capacity, free in self._free.items():
             if capacity >= LARGE:
                 for index in free:
-                    if self._filled[index] and self._since[index] <= before:
-                        self._file.punch(self._offsets[index], capacity)
-                        self._filled[index] = 0
-        self.filled = any(n >= LARGE for n in self._filled)
+                    number = self._first + index
+                    if file.filled[number]:
+                        if self._since[index] > before:
+                            warm = True
+                            continue
+                        if not left:
+                            return True
+                        left -= 1
+                        file.punch(number)
+        self.filled = warm or any(file.capacities[self._first + i] >= LARGE for i in self._out)
+        return False
 
     @property
     def blocks(self) -> int:
         """Blocks that were ever made."""
-        return len(self._offsets)
+        return len(self._since)
 
     @property
     def out(self) -> int:

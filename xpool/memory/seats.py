@@ -1,10 +1,11 @@
 """Who sits where in an arena's file, told by the kernel: a dead process keeps no seat.
 
-A pool gives its workers their seats and clears them (`Arena.bury`).  A process that comes to the
-file by a queue is a **guest**, nobody's worker: it takes one of the upper seats itself, by a lock
-on bytes of the file.  The locks are those of open file descriptions (``F_OFD_SETLK``): the kernel
-lets go of them when the last descriptor of the description is closed, in whatever way the process
-ended, and also when the descriptor was not in a process but in a message on its way.
+The process that made the file gives its workers their seats and clears them (`Arena.bury`).  A
+process that comes to the file by a queue is a **guest**, nobody's worker: it takes one of the upper
+seats itself.  Seats are taken by a lock on bytes of the file, one of those that belong to open file
+descriptions (``F_OFD_SETLK``): the kernel lets go of it when the last descriptor of the description
+is closed, in whatever way the process ended, and also when the descriptor was not in a process but
+in a message on its way.
 
 So messages have locks too.  A sender opens the file anew for a message, locks a byte that stands
 for it, its **ticket**, and sends the descriptor along.  As long as the byte is locked the message
@@ -32,8 +33,8 @@ if sys.platform == "linux":
 
 __all__ = ["FIRST_GUEST", "alive", "claim", "clear_dead", "issue", "out", "reopen", "sit", "taken"]
 
-FIRST_GUEST = 320
-"""Seats from this one on are for guests; those below are given away by who made the file."""
+FIRST_GUEST = 224
+"""Guests sit down from the last seat to this one, workers from the first on."""
 
 _SPAN = 1 << 40
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -85,7 +86,7 @@ def taken(fd: int, seat: int) -> bool:
     return _locked(fd, seat * _SPAN, _SPAN)
 
 
-def claim(file: File, fd: int, seat: int) -> bool:
+def claim(file: File, fd: int, seat: int, *, guest: bool) -> bool:
     """Clear a seat if it is not taken, and take it; False when it is.
 
     Whoever does this has the whole span locked, so that no two do it at once.
@@ -94,7 +95,7 @@ def claim(file: File, fd: int, seat: int) -> bool:
         return False
     file.clear_holds(seat)
     if seat >= FIRST_GUEST:
-        file.map[_MARKS + seat - FIRST_GUEST] = 1
+        file.map[_MARKS + seat - FIRST_GUEST] = guest
     _set(fd, fcntl.F_UNLCK, seat * _SPAN + 1, _SPAN - 1)
     return True
 
@@ -113,7 +114,7 @@ def clear_dead(file: File, fd: int) -> bool:
     at = marks.find(1)
     while at >= 0:
         seat = FIRST_GUEST + at
-        if claim(file, fd, seat):
+        if claim(file, fd, seat, guest=True):
             leave(file, fd, seat)
             found = True
         at = marks.find(1, at + 1)

@@ -26,9 +26,11 @@ from typing import NamedTuple
 
 from xpool.memory.arena import MISSING, Arena, Block
 from xpool.memory.fresh import LARGE, fresh
-from xpool.pickle.policy import Layout, in_block
+from xpool.pickle.policy import BY_PIPE, Layout, in_block
 
-__all__ = ["ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "pack", "tokens", "unpack"]
+__all__ = [
+    "ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "inline", "pack", "tokens", "unpack", "weight",
+]  # fmt: skip
 
 PLAIN = 0x80
 FRAMED = 0x01
@@ -62,8 +64,15 @@ class Leased(bytes):
         return found
 
 
+def weight(message: bytes | memoryview) -> int:
+    """Return how many bytes of memory a message holds, in blocks or by itself."""
+    if type(message) is Leased:
+        return sum(block.capacity for block in message.blocks.values())
+    return len(message)
+
+
 def pack(
-    chunks: Sequence[bytes],
+    chunks: Sequence[bytes | memoryview],
     buffers: Sequence[PickleBuffer],
     layout: Layout,
     shared: Mapping[int, Block],
@@ -81,7 +90,7 @@ def pack(
     leased = _lease(chunks, size, views, blocks, layout)
     table, inline, held = [], [], {}
     arenas: dict[Arena, int] = {}
-    for block, view in zip(leased, [None, *views], strict=True):
+    for given, block, view in zip(blocks, leased, [None, *views], strict=True):
         length = size if view is None else view.nbytes
         if block is None:
             table.append((MISSING, length))
@@ -89,10 +98,9 @@ def pack(
                 inline.append(view)
         else:
             which = arenas.setdefault(block.arena, len(arenas))
-            held[which, block.name] = block
-            if block in blocks:
-                which |= SHARED
-            table.append((block.name, length | which << 48))
+            name = block.name
+            held[which, name] = block
+            table.append((name, length | (which if given is None else which | SHARED) << 48))
     known = [arena.token for arena in arenas] or [0]
     flags = KEPT if layout.kept and held else 0
     head = _HEAD.pack(FRAMED, flags, len(known) - 1, len(views), known[0])
@@ -106,7 +114,7 @@ def pack(
 
 
 def _lease(
-    chunks: Sequence[bytes],
+    chunks: Sequence[bytes | memoryview],
     size: int,
     views: Sequence[memoryview],
     blocks: list[Block | None],
@@ -133,7 +141,9 @@ def _lease(
     return leased
 
 
-def _join(head: bytes, chunks: Sequence[bytes], views: Sequence[memoryview]) -> bytes | memoryview:
+def _join(
+    head: bytes, chunks: Sequence[bytes | memoryview], views: Sequence[memoryview]
+) -> bytes | memoryview:
     parts: list[bytes | memoryview] = [head, *chunks]
     size = sum(map(len, parts))
     for view in views:
@@ -234,7 +244,19 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
         if flags & KEPT and parts and not one.shared:
             copy = memoryview(fresh(one.length))
             copy[:] = part
-            block.check()  # what was copied was the message's own
             part = copy
         parts.append(part)
     return parts[0], parts[1:]
+
+
+def inline(message: bytes | memoryview) -> bytes | memoryview:
+    """Return the message with what lies in blocks inside it, for who does not have the arena.
+
+    What is shared stays a name: opening it there says what is missing.
+    """
+    if type(message) is not Leased:
+        return message
+    if any(one.shared for one in _table(memoryview(message))[2]):
+        return message
+    pickled, buffers = unpack(message)
+    return pack([pickled], [PickleBuffer(buffer) for buffer in buffers], BY_PIPE, {})

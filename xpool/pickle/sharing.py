@@ -8,19 +8,29 @@ there already.  A storage that is in the arena, because it was shared before or 
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
 
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
 from xpool.pickle.hooks import Context
-from xpool.pickle.policy import Layout
 
 __all__ = ["open_storage", "share_storage"]
 
-_moving = threading.Lock()
+# Reentrant: a signal handler may share something in the midst of that.
+_moving = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _moving
+    _moving = threading.RLock()  # some thread of the parent may have held it
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def share_storage(pickler: Context, storage: Any) -> Any:
@@ -35,11 +45,11 @@ def share_storage(pickler: Context, storage: Any) -> Any:
     if not nbytes:
         return (None,)
     with _moving:
-        address = storage.data_ptr()
-        block = arena.holding(address)
+        block = arena.holding(storage.data_ptr())
         if block is None and pickler.layout.anywhere:
-            block = Arena.holding_any(address)
-        block = block or _move(pickler.layout, storage, nbytes)
+            block = Arena.holding_any(storage.data_ptr())
+        if block is None:
+            block = _move(arena, pickler.layout.lessor or arena.lease, storage, nbytes)
     buffer = PickleBuffer(block.view(nbytes))
     pickler.shared[id(buffer)] = block
     return (buffer,)
@@ -54,9 +64,8 @@ def open_storage(buffer: Any) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _move(layout: Layout, storage: Any, nbytes: int) -> Block:
-    torch, arena = sys.modules["torch"], layout.arena
-    assert arena is not None
+def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, nbytes: int) -> Block:
+    torch = sys.modules["torch"]
     if Arena.elsewhere(storage.data_ptr(), arena):
         raise _refusal(
             nbytes,
@@ -70,11 +79,11 @@ def _move(layout: Layout, storage: Any, nbytes: int) -> Block:
             f"torch {torch.__version__} cannot give a storage other memory",
             "Use a newer torch (2.13 can), or is_copy_tensor=True",
         )
-    block = (layout.lessor or arena.lease)(nbytes)
+    block = lessor(nbytes)
     if block is None:
         raise _refusal(
             nbytes,
-            f"there is not enough memory, or the limit of {arena.limit} bytes is reached",
+            "there is not enough memory, or memory_limit= is reached",
             "Let go of what is shared, or use is_copy_tensor=True",
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from xpool.pickle.frame import weight
 from xpool.results import Waiters
 
 __all__ = ["Feeder", "Window"]
@@ -69,7 +70,7 @@ class Window:
     def taken(self, items: list[Any]) -> None:
         """Note that these tasks went to a worker."""
         self.taken_items += len(items)
-        self.taken_bytes += sum(map(len, items))
+        self.taken_bytes += sum(map(weight, items))
         if self._waiting and 2 * (self.put - self.taken_items) <= self._ahead:
             self._waiters.wake()
 

@@ -370,7 +370,7 @@ class _Orders:
             "seed": self._seed + f"/{index}/{generation}".encode(),
             "threads": self._threads,
             "initializer": self._initializer,
-            "arena": None if arena is None or seat is None else arena.facts(seat, self._limit),
+            "arena": None if arena is None else arena.facts(seat or 0, self._limit),
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
             "context": None if self._contexts is None else self._contexts[index],

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from xpool.errors import ResultNotPicklable
-from xpool.memory.arena import IDLE, Arena
+from xpool.errors import OptionError, ResultNotPicklable
+from xpool.memory.arena import IDLE, Arena, Block
 from xpool.pickle import decode, encode
 from xpool.pickle.exceptions import encode_exception
 from xpool.pickle.frame import Leased
@@ -70,7 +70,7 @@ def run(
     out = _Answers(answers, Outbox(outbox))
     os.close(outbox)
     try:
-        shared = Arena.join(arena[0], orders["arena"]) if arena else None
+        shared = _join(arena, orders)
         worker = _Worker(orders, Source(tasks), out, shared, inherited)
     except SystemExit as exc:
         reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
@@ -79,7 +79,8 @@ def run(
     except BaseException as exc:
         out.frame(FAILED, encode_exception(exc, traceback.format_exc()))
         return 1
-    out.frame(READY, encode({"wire": WIRE, "pid": os.getpid()}))
+    facts = {"wire": WIRE, "pid": os.getpid(), "mapped": shared is not None}
+    out.frame(READY, encode(facts))
     code = 0
     try:
         worker.serve()
@@ -118,7 +119,7 @@ class _Answers:
         self._count = 0  # answers in the outbox that the parent was not told of
         self._errors = 0
         # Answers with blocks, kept until the parent has taken hold of these, and their numbers.
-        self._kept: deque[tuple[int, Leased]] = deque()
+        self.kept: deque[tuple[int, Leased]] = deque()
         self._leased = 0
         self._since = time.perf_counter()  # when the first of these was begun
         self._rung = self._since
@@ -137,8 +138,8 @@ class _Answers:
         leased = type(payload) is Leased
         if leased:
             self._leased += 1
-            self._kept.append((self._leased, payload))  # type: ignore[arg-type]
-        if self._kept:
+            self.kept.append((self._leased, payload))  # type: ignore[arg-type]
+        if self.kept:
             self.forget_adopted()
         if not last and len(payload) <= SMALL and self.box.append(payload, error):
             self._count += 1
@@ -151,7 +152,7 @@ class _Answers:
 
     def forget_adopted(self) -> None:
         """Let go of the answers whose blocks the parent holds."""
-        adopted, kept = self.box.adopted, self._kept
+        adopted, kept = self.box.adopted, self.kept
         while kept and kept[0][0] <= adopted:
             kept.popleft()
 
@@ -184,9 +185,10 @@ class _Worker:
         inherited: tuple[Any, tuple[Any, ...]] | None,
     ) -> None:
         self._arena = arena
-        self._layout = _layout(arena, orders)
-        self._source = source
         self._out = out
+        self._layout = self._make_layout(orders)
+        self._tidy_at = 0.0  # when to look for memory that was unused for long
+        self._source = source
         self._seq = 0
         self._funcs: dict[int, tuple[Any, int]] = {}
         self._recurse: bool = orders["recurse"]
@@ -209,6 +211,18 @@ class _Worker:
         initializer, initargs = inherited
         if initializer is not None:
             initializer(*initargs)
+
+    def _make_layout(self, orders: dict[str, Any]) -> Layout:
+        arena, out = self._arena, self._out
+        if arena is None:
+            return BY_PIPE
+
+        def lease(nbytes: int) -> Block | None:
+            out.forget_adopted()  # the block of the last answer may be free for this one
+            return arena.lease(nbytes)
+
+        share = None if orders["copy_tensor"] else arena
+        return Layout(lessor=lease, arena=share, method=orders["share_method"])
 
     def serve(self) -> None:
         read = self._source.read
@@ -245,16 +259,21 @@ class _Worker:
 
     def _tidy(self, fd: int) -> None:
         """Before waiting for the parent: let go of what it holds, and of memory unused for long."""
-        arena = self._arena
+        arena, out = self._arena, self._out
         assert arena is not None
         if not arena.busy:
             return
+        now = time.monotonic()
+        if now >= self._tidy_at:  # also where there is always something to do
+            self._tidy_at = now + IDLE
+            out.forget_adopted()
+            arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         seconds = IDLE
         while not poller.poll(seconds * 1000):
-            self._out.forget_adopted()
-            if not arena.trim():
+            out.forget_adopted()
+            if not arena.trim() and not out.kept:
                 return
             seconds = min(2 * seconds, 60.0)
 
@@ -366,11 +385,21 @@ class _Unavailable:
 _WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile")), Mode.EACH
 
 
-def _layout(arena: Arena | None, orders: dict[str, Any]) -> Layout:
-    if arena is None:
-        return BY_PIPE
-    share = None if orders["copy_tensor"] else arena
-    return Layout(lessor=arena.lease, arena=share, method=orders["share_method"])
+def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
+    """Map the arena; where that cannot be, values come and go through the pipe."""
+    why = "more than 479 processes have it"
+    if arena:
+        try:
+            return Arena.join(arena[0], orders["arena"])
+        except OSError as exc:
+            os.close(arena[0])
+            why = str(exc)
+    if orders["arena"] is not None and not orders["copy_tensor"]:
+        raise OptionError(
+            f"is_copy_tensor=False: this worker cannot have the memory that is shared: {why}; use "
+            "fewer workers, or leave it out"
+        )
+    return None
 
 
 def _become(orders: dict[str, Any]) -> None:

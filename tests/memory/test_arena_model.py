@@ -1,0 +1,464 @@
+"""The arena against a model: several `Arena` objects joined to one file play several processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.waiting import eventually
+
+from xpool.memory import arena as module
+from xpool.memory.arena import MISSING, Arena, Block
+from xpool.memory.layout import HOLDS, LARGE, PAGE
+from xpool.memory.region import _capacity
+
+LIMIT = 1 << 30
+
+
+class Program:
+    """An arena of its own, that no pool uses, and other seats in it."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        made = Arena._make(limit, 512 << 20)  # small: there are many at a time here
+        assert made is not None, "no arena on this system"
+        self.own = made
+        self.own.begin()
+        self.others: list[Arena] = []
+
+    def join(self, limit: int = LIMIT) -> Arena:
+        """Return the arena as another process sees it."""
+        seat = self.own.take_seat()
+        assert seat is not None
+        fd = os.dup(self.own.file.fd)
+        other = Arena.join(fd, self.own.facts(seat, limit))
+        Arena._known[self.own.token] = self.own  # by token: this process is the first
+        self.others.append(other)
+        return other
+
+    def kill(self, other: Arena) -> None:
+        """End a process: what it held is let go by the one that gave it its seat."""
+        self.others.remove(other)
+        other.drop = _nobody  # type: ignore[method-assign]
+        os.close(other.file.fd)
+        self.own.bury(other.seat)
+
+    def close(self) -> None:
+        for other in list(self.others):
+            self.kill(other)
+        self.own.end()
+        del Arena._known[self.own.token]
+        self.own.drop = _nobody  # type: ignore[method-assign]
+        os.close(self.own.file.fd)
+
+
+def _nobody(number: int) -> None:
+    """A dead process lets go of nothing."""
+
+
+@contextmanager
+def program(limit: int = LIMIT) -> Iterator[Program]:
+    made = Program(limit)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tag(block: Block, text: bytes) -> None:
+    """Fill a block with a repeated text."""
+    view = memoryview(block).cast("B")  # type: ignore[arg-type]
+    view[: len(text)] = text
+    view[-len(text) :] = text
+
+
+def read(block: Block, n: int) -> tuple[bytes, bytes]:
+    """Return both ends of a block."""
+    view = memoryview(block).cast("B")  # type: ignore[arg-type]
+    return bytes(view[:n]), bytes(view[-n:])
+
+
+class Machine(RuleBasedStateMachine):
+    """Processes lease, send, drop, die and come again; contents tell whether anything was lost.
+
+    ``holds``: (process or None for a dead one's message, Block, content).  A message is a hold of
+    its sender's together with the name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program = Program()
+        self.holds: list[tuple[Arena, Block, int, bytes]] = []
+        self.count = 0
+
+    def teardown(self) -> None:
+        self.holds.clear()
+        self.program.close()
+
+    @property
+    def arenas(self) -> list[Arena]:
+        return [self.program.own, *self.program.others]
+
+    def _pick(self, data: Any, things: Sequence[Any]) -> Any:
+        # By place: what hypothesis draws it keeps, and with it the block.
+        return things[data.draw(st.integers(0, len(things) - 1))]
+
+    # -- rules
+
+    @precondition(lambda self: len(self.program.others) < 4)
+    @rule()
+    def process_starts(self) -> None:
+        self.program.join()
+
+    @rule(
+        data=st.data(),
+        size=st.one_of(
+            st.integers(16, 3000),
+            st.integers(LARGE - 2, LARGE + 2),
+            st.sampled_from([1 << 16, 99_999]),
+        ),
+    )
+    def lease(self, data: Any, size: int) -> None:
+        arena = self._pick(data, self.arenas)
+        block = arena.lease(size)
+        assert block is not None and block.capacity >= size
+        assert block.capacity < 1.26 * size + 256 + PAGE
+        # Nobody else looks at this memory.
+        assert all(block.name != name for _, _, name, _ in self.holds)
+        self.count += 1
+        content = b"%016d" % self.count
+        tag(block, content)
+        self.holds.append((arena, block, block.name, content))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def send(self, data: Any) -> None:
+        _, _, name, content = self._pick(data, self.holds)
+        arena = self._pick(data, self.arenas)
+        block = arena.adopt(name)
+        assert block.name == name
+        self.holds.append((arena, block, name, content))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def hold_once_more(self, data: Any) -> None:
+        arena, block, name, content = self._pick(data, self.holds)
+        other = arena.holding(arena._address + arena.file.offsets[block.number])
+        assert other is not None and other.name == name
+        self.holds.append((arena, other, name, content))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def drop(self, data: Any) -> None:
+        place = data.draw(st.integers(0, len(self.holds) - 1))
+        arena, block, name, _ = self.holds.pop(place)
+        number = block.number
+        del block
+        if not any(held == name for _, _, held, _ in self.holds):
+            assert arena.file.free(number)
+
+    @precondition(lambda self: self.program.others)
+    @rule(data=st.data())
+    def process_dies(self, data: Any) -> None:
+        arena = self._pick(data, self.program.others)
+        # Blocks of a dead process must not tell the next one in its seat.
+        self.program.kill(arena)
+        self.holds = [hold for hold in self.holds if hold[0] is not arena]
+
+    @rule(data=st.data(), later=st.sampled_from([0.0, 1e9]))
+    def trim(self, data: Any, later: float) -> None:
+        self._pick(data, self.arenas).trim(later)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def limit_reached(self, data: Any) -> None:
+        """A lease that is refused takes nothing."""
+        arena = self._pick(data, self.arenas)
+        assert arena.lease(1 << 28, limit=arena.file.used()) is None
+
+    # -- what must hold
+
+    @invariant()
+    def contents(self) -> None:
+        for _, block, name, content in self.holds:
+            assert block.name == name
+            assert read(block, 16) == (content, content)
+
+    @invariant()
+    def books(self) -> None:
+        live = {block.number for _, block, _, _ in self.holds}
+        for arena in self.arenas:
+            mine = {block.number for held, block, _, _ in self.holds if held is arena}
+            assert set(arena._counts) == mine
+        for arena in self.arenas:
+            first = arena._region._first
+            numbers = range(first, first + arena.file.entries(arena.seat))
+            assert {n for n in numbers if not arena.file.free(n)} == live & set(numbers)
+            # Each entry is free or out, once; and no two lie over each other.
+            region = arena._region
+            known = sorted([*region._out, *(i for free in region._free.values() for i in free)])
+            assert known == list(range(len(numbers)))
+            ends = 0
+            for number in numbers:
+                assert arena.file.offsets[number] >= ends
+                assert arena.file.offsets[number] % 256 == 0
+                ends = arena.file.offsets[number] + arena.file.capacities[number]
+
+    @invariant()
+    def memory(self) -> None:
+        """After a trim of everybody, large blocks that nobody holds have no memory."""
+        if self.count % 7:
+            return
+        for arena in self.arenas:
+            arena.trim(float("inf"))
+        file, live = self.program.own.file, {block.number for _, block, _, _ in self.holds}
+        for seat in range(HOLDS):
+            for number in range(seat << 18, (seat << 18) + file.entries(seat)):
+                if number not in live and file.capacities[number] >= LARGE:
+                    assert file.filled[number] == 0
+
+
+TestModel = Machine.TestCase
+TestModel.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 255, 256, 257, LARGE - 1, LARGE, 1 << 20])
+def test_capacity(size: int) -> None:
+    """A block is at least as large as asked for, and not much larger."""
+    assert size <= _capacity(size) <= max(256, 1.25 * size + PAGE)
+
+
+def test_same_block_again() -> None:
+    """What was dropped is warm: the next lease of about that size gets it."""
+    with program() as one:
+        block = one.own.lease(1 << 20)
+        assert block is not None
+        number, name = block.number, block.name
+        del block
+        block = one.own.lease((1 << 20) - 5000)
+        assert block is not None
+        assert block.number == number and block.name != name
+
+
+def test_found_among_many() -> None:
+    """Among many blocks in use, those that were let go are found again: memory stays bounded."""
+    with program() as one:
+        held = [one.own.lease(LARGE) for _ in range(500)]
+        for i in range(5000):
+            held[i % 500] = None
+            held[i % 500] = one.own.lease(LARGE)
+        assert one.own.statistics()["blocks"] <= 500 * 1.35
+        del held[:]
+
+
+def test_withdrawn_message() -> None:
+    """Who comes with the name of a block that was let go gets an error, not another's value."""
+    with program() as one:
+        other = one.join()
+        block = one.own.lease(LARGE)
+        assert block is not None
+        name = block.name
+        del block
+        other.adopt(name)  # nobody took it yet: it is still what it was
+        again = one.own.lease(LARGE)
+        assert again is not None and again.number == name & 0xFFFF_FFFF
+        with pytest.raises(LookupError, match="withdrawn"):
+            other.adopt(name)
+        assert other._counts == {}
+        for bad in (MISSING, 1 << 17, HOLDS << 18):
+            with pytest.raises(ValueError, match="does not exist"):
+                other.adopt(bad)
+        del again
+
+
+def test_late_adopter_between_look_and_lease() -> None:
+    """A hold that comes between the owner's look and its claim keeps the block."""
+    with program() as one:
+        other = one.join()
+        block = one.own.lease(LARGE)
+        assert block is not None
+        name, number = block.name, block.number
+        del block
+        file, late = one.own.file, []
+        free = file.free
+
+        def free_then_adopted(n: int) -> bool:
+            found = free(n)
+            if n == number and not late:
+                late.append(other.adopt(name))
+            return found
+
+        file.free = free_then_adopted  # type: ignore[method-assign]
+        again = one.own.lease(LARGE)
+        assert late and again is not None and again.number != number
+        del file.free
+        late.clear()
+        del again
+
+
+def test_dead_owner_of_blocks_in_use() -> None:
+    """What a dead process made stays as long as someone holds it, and its memory goes back then."""
+    with program() as one:
+        maker, user = one.join(), one.join()
+        blocks = [maker.lease(1 << 20) for _ in range(8)]
+        names = [block.name for block in blocks if block is not None]
+        for i, block in enumerate(blocks):
+            assert block is not None
+            tag(block, b"%016d" % i)
+        in_use = [user.adopt(name) for name in names[:4]]
+        at_home = [one.own.adopt(name) for name in names[4:6]]
+        blocks.clear()
+        del block
+        one.kill(maker)
+        assert one.own.file.used() < 7.5 * (1 << 20)
+        for i, held in enumerate([*in_use, *at_home]):
+            assert read(held, 16) == (b"%016d" % i,) * 2
+        at_home.clear()
+        del held
+        assert one.own.file.used() < 5.5 * (1 << 20)
+        # Let go by another process: the next trim finds it.
+        in_use.clear()
+        assert one.own.trim() is False
+        assert one.own.file.used() < 1 << 20
+
+
+def test_next_in_the_seat() -> None:
+    """Who comes into a seat finds the blocks of who sat there, and does not touch those in use."""
+    with program() as one:
+        first = one.join()
+        blocks = [first.lease(1 << 20) for _ in range(4)]
+        assert all(blocks)
+        names = [block.name for block in blocks if block is not None]
+        held = one.own.adopt(names[0])
+        tag(held, b"still in use....")
+        blocks.clear()
+        one.kill(first)
+        second = one.join()
+        assert second.seat == first.seat
+        mine = [second.lease(1 << 20) for _ in range(4)]
+        for block in mine:
+            assert block is not None and block.number != held.number
+            tag(block, b"of the second...")
+        assert second.statistics()["blocks"] == 5  # three of the first's, and one more
+        assert read(held, 16) == (b"still in use....",) * 2
+        with pytest.raises(LookupError):
+            one.own.adopt(names[1])
+        del block
+        mine.clear()
+        del held
+
+
+def test_limit() -> None:
+    """Past the limit there is no block; free memory of other sizes makes room."""
+    with program(limit=64 << 20) as one:
+        base = one.own.file.used()
+        held = []
+        while (block := one.own.lease(1 << 20)) is not None:
+            held.append(block)
+        assert 60 <= len(held) <= 64
+        held.clear()
+        block = one.own.lease(48 << 20)  # of another size
+        assert block is not None
+        assert one.own.file.used() - base <= 64 << 20
+        assert one.own.lease(32 << 20) is None
+        assert one.own.lease(100, limit=0) is None
+        del block
+
+
+def test_refused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the system has no memory there is no block, and later there is."""
+    with program() as one:
+        monkeypatch.setattr(one.own.file, "reserve", lambda start, length: False)
+        assert one.own.lease(1 << 20) is None
+        monkeypatch.undo()
+        block = one.own.lease(1 << 20)
+        assert block is not None
+        monkeypatch.setattr(one.own.file, "reserve", lambda start, length: False)
+        assert one.own.lease(1 << 20) is None
+        del block
+        assert one.own.lease(1 << 20) is not None  # this one has its memory
+
+
+def test_idle_memory_goes_back() -> None:
+    """After `IDLE` seconds, and not before."""
+    with program() as one:
+        block = one.own.lease(8 << 20)
+        assert block is not None
+        del block
+        used = one.own.file.used()
+        assert one.own.trim() is True
+        assert one.own.file.used() == used
+        assert one.own.trim(time.monotonic() + module.IDLE + 1) is False
+        assert one.own.file.used() < used - (7 << 20)
+        block = one.own.lease(8 << 20)
+        assert block is not None
+        tag(block, b"there is memory.")
+        del block
+
+
+def test_many_blocks_of_a_dead_process() -> None:
+    """Clearing up after one with 20,000 blocks takes a moment, and all its memory goes back."""
+    with program(limit=1 << 30) as one:
+        other = one.join(limit=1 << 30)
+        blocks = [other.lease(LARGE) for _ in range(20_000)]
+        assert all(blocks)
+        one.own.adopt(blocks[7].name)  # type: ignore[union-attr]
+        blocks.clear()
+        one.kill(other)
+        assert one.own.file.used() < 20_000 * 512 + (4 << 20)
+        assert one.join().statistics()["out"] == 0
+
+
+def test_seats_run_out() -> None:
+    """There are 479 seats besides the own; a buried one is given away again."""
+    with program() as one:
+        seats = [one.own.take_seat() for _ in range(HOLDS - 1)]
+        assert None not in seats and len(set(seats)) == HOLDS - 1
+        assert one.own.take_seat() is None
+        one.own.bury(seats[3])  # type: ignore[arg-type]
+        assert one.own.take_seat() == seats[3]
+        for seat in seats:
+            one.own.bury(seat)  # type: ignore[arg-type]
+
+
+def test_many_threads() -> None:
+    """Threads that lease, fill, check and drop do not meet in one block."""
+    with program() as one:
+        wrong: list[Any] = []
+
+        def work(me: int) -> None:
+            held: list[tuple[Block, bytes]] = []
+            for i in range(800):
+                block = one.own.lease((LARGE, 1 << 16, 300)[i % 3])
+                if block is None:
+                    wrong.append("refused")
+                    return
+                content = b"%08d%08d" % (me, i)
+                tag(block, content)
+                held.append((one.own.adopt(block.name), content))
+                if len(held) > 20:
+                    old, content = held.pop(i % 20)
+                    if read(old, 16) != (content, content):
+                        wrong.append(content)
+                del block
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        eventually(lambda: one.own.statistics()["held"] == 0, "all let go")
+        assert one.own.statistics()["out"] == 0

@@ -1,0 +1,496 @@
+"""Values of many sizes between processes: contents, where they lie, what is left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support import tensor_work as tasks
+from support.kinds import START_METHODS
+from support.leaks import descriptors
+from support.scripts import run_ok
+from support.waiting import Gate, Mailbox, eventually
+
+import xpool
+from xpool.memory.arena import Arena
+from xpool.memory.region import Region
+
+pytestmark = pytest.mark.torch
+
+torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
+
+MIB = 1 << 20
+SIZES = [0, 1, 4, 5, 16383, 16384, 65535, 65536, 65537, 100_001, MIB - 1, MIB, MIB + 1, 20 * MIB]
+
+
+def arena() -> Arena:
+    found = Arena.own()
+    assert found is not None
+    return found
+
+
+def used() -> int:
+    return arena().file.used()
+
+
+@pytest.fixture
+def calm(warm: None) -> Iterator[None]:
+    """Nothing of earlier tests is held; nothing of this one is afterwards."""
+    gc.collect()
+    eventually(lambda: arena().statistics()["held"] == 0, "earlier blocks let go")
+    yield
+    gc.collect()
+    eventually(lambda: arena().statistics()["held"] == 0, "blocks let go")
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
+def test_contents(method_kind: Any, make_pool: Callable[..., Any], calm: None, share: bool) -> None:
+    """Arguments and results of every size arrive as they were sent, with every start method."""
+    pool = make_pool(method_kind, 2, is_copy_tensor=not share)
+    for size in SIZES:
+        sent = torch.from_numpy(np.random.default_rng(size).integers(0, 255, size, np.uint8))
+        before = sent.clone()
+        checksum, back = pool.apply(tasks.checksum_and_reverse, (sent,))
+        assert checksum == tasks.checksum(before)
+        assert torch.equal(back, before.flip(0))
+        assert torch.equal(sent, before)
+    many = [torch.full((size // 4,), i, dtype=torch.int32) for i, size in enumerate(SIZES)]
+    for i, back in enumerate(pool.map(tasks.same, [many] * 6, chunksize=2)):
+        assert all(torch.equal(a, b) for a, b in zip(back, many, strict=True)), i
+
+
+@pytest.mark.parametrize("kind_of", [bytes, bytearray, np.frombuffer, "pickle"])
+def test_other_buffers(make_pool: Callable[..., Any], calm: None, kind_of: Any) -> None:
+    """Bytes, byte arrays, numpy arrays and large pickles without buffers travel the same way."""
+    pool = make_pool(xpool.Pool, 2)
+    for size in SIZES[5:-1]:
+        data = os.urandom(size)
+        if kind_of == "pickle":
+            value: Any = list(data)
+        elif kind_of is np.frombuffer:
+            value = np.frombuffer(data, np.uint8)
+        else:
+            value = kind_of(data)
+        back = pool.apply(tasks.same, (value,))
+        assert type(back) is type(value)
+        assert np.array_equal(back, value) if kind_of is np.frombuffer else back == value
+
+
+def test_what_arrives_can_be_written(make_pool: Callable[..., Any], calm: None) -> None:
+    """The receiver's value is its own: writing to it is seen by nobody else."""
+    pool = make_pool(xpool.Pool, 1)
+    sent = torch.zeros(MIB, dtype=torch.uint8)
+    kept = pool.apply(tasks.write_and_keep, ("x", sent))
+    assert sent.sum() == 0 and (kept == 7).all()
+    kept.fill_(9)
+    assert (pool.apply(tasks.kept, ("x",)) == 7).all()
+    array = pool.apply(tasks.same, (np.zeros(MIB, np.uint8),))
+    array += 1
+    assert array.all()
+
+
+def test_aligned(make_pool: Callable[..., Any], calm: None) -> None:
+    """Vector units like their data at multiples of 64 bytes."""
+    pool = make_pool(xpool.Pool, 1)
+    tensors = pool.apply(tasks.same, ([torch.zeros(65536 + 24 * i) for i in range(10)],))
+    assert [tensor.data_ptr() % 64 for tensor in tensors] == [0] * 10
+
+
+def test_warm(make_pool: Callable[..., Any], calm: None) -> None:
+    """A stream of values of one size goes through a few blocks, again and again."""
+    pool = make_pool(xpool.Pool, 1)
+    before = arena().statistics()["blocks"]
+    places = set()
+    for i in range(100):
+        back = pool.apply(tasks.same, (torch.full((MIB,), i, dtype=torch.uint8),))
+        assert (back == i).all()
+        places.add(back.data_ptr())
+        del back
+    assert arena().statistics()["blocks"] - before <= 3
+    assert len(places) <= 3
+
+
+def test_memory_goes_back(make_pool: Callable[..., Any], calm: None) -> None:
+    """At the pool's end, what nobody uses; what is in use when its last user lets go."""
+    pool = make_pool(xpool.Pool, 2)
+    results = [pool.apply(tasks.filled, (i, 4 * MIB)) for i in range(8)]
+    assert used() >= 32 * MIB
+    del results[4:]
+    pool.close()
+    pool.join()
+    assert used() <= 17 * MIB
+    assert all((result == i).all() for i, result in enumerate(results))
+    del results[:]
+    assert used() <= MIB
+
+
+def test_memory_goes_back_by_itself(
+    make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a pool that goes on, a while after it was used last, on both sides."""
+    pool = make_pool(xpool.Pool, 2)
+    back = pool.map(tasks.same, [torch.zeros(4 * MIB, dtype=torch.uint8)] * 8, chunksize=1)
+    assert used() > 8 * MIB
+    del back
+    eventually(lambda: used() <= MIB, "memory given back", 20)
+    assert pool.apply(os.getpid)
+
+
+def test_memory_of_a_busy_worker_goes_back(make_pool: Callable[..., Any], calm: None) -> None:
+    """Also of a worker that always has something small to do."""
+    pool = make_pool(xpool.Pool, 1)
+    back = pool.apply(tasks.filled, (1, 32 * MIB))
+    del back
+
+    def small() -> bool:
+        pool.map(abs, range(50))
+        return used() <= MIB
+
+    eventually(small, "memory given back", 20)
+
+
+def test_descriptors(make_pool: Callable[..., Any], calm: None) -> None:
+    """20,000 live results of 64 KiB: not one descriptor more."""
+    pool = make_pool(xpool.Pool, 2)
+    results = list(pool.imap(tasks.numbered, range(100)))
+    before = len(descriptors())
+    results = list(pool.imap(tasks.numbered, range(20_000), chunksize=10))
+    assert len(descriptors()) <= before
+    assert max(pool.map(tasks.count_descriptors, range(4))) < 30
+    for i in range(0, 20_000, 97):
+        assert (results[i] == i).all()
+    del results[::2]
+    more = list(pool.imap(tasks.numbered, range(5000)))
+    for i in range(0, 10_000, 97):
+        assert (results[i] == 2 * i + 1).all()
+    assert all((x == i).all() for i, x in enumerate(more))
+
+
+def test_few_descriptors(warm: None) -> None:
+    """5,000 live results of 4 KiB, and as many of 64 KiB, under a soft limit of 64 descriptors."""
+    run_ok(
+        ["-"],
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(7)[1]))
+        import torch, xpool
+        from support import tensor_work as tasks
+        with xpool.Pool(2) as pool:
+            for size in 1024, 16384:
+                results = [pool.apply_async(tasks.filled_ints, (i, size)) for i in range(5000)]
+                values = [result.get() for result in results]
+                assert all((v == i).all() and len(v) == size for i, v in enumerate(values))
+                shared = list(pool.imap(tasks.filled_ints, range(100)))
+        pool.join()
+        with xpool.Pool(2, is_copy_tensor=False) as pool:
+            values = list(pool.imap(tasks.numbered_small, range(5000)))
+            assert all((v == i).all() for i, v in enumerate(values))
+        pool.join()
+        """,
+    )
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3 * MIB])
+def test_memory_limit(make_pool: Callable[..., Any], calm: None, limit: int) -> None:
+    """Past the limit values go through the pipe, and arrive all the same."""
+    base = used()
+    pool = make_pool(xpool.Pool, 2, memory_limit=limit)
+    sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
+    back = list(pool.imap(tasks.same, sent))
+    assert all((x == i).all() for i, x in enumerate(back))
+    assert used() <= max(base, limit) + MIB // 2
+    values = pool.map(tasks.same, [bytes(200_000)] * 10)
+    assert values == [bytes(200_000)] * 10
+
+
+def test_memory_limit_in_share_mode(make_pool: Callable[..., Any], calm: None) -> None:
+    """What cannot be shared says so, the pool goes on, and there is room again later."""
+    base = used()
+    pool = make_pool(xpool.Pool, 1, memory_limit=base + 8 * MIB, is_copy_tensor=False)
+    held = [torch.zeros(2 * MIB, dtype=torch.uint8) for _ in range(3)]
+    for tensor in held:
+        pool.apply(tasks.write, (tensor, 3))
+    large = torch.zeros(4 * MIB, dtype=torch.uint8)
+    with pytest.raises(xpool.TaskNotPicklable, match="memory_limit= is reached"):
+        pool.apply(tasks.write, (large, 3))
+    assert all((tensor == 3).all() for tensor in held)
+    del held, tensor
+    pool.apply(tasks.nothing)
+    pool.apply(tasks.write, (large, 4))
+    assert (large == 4).all()
+
+
+def test_refused_reservation(
+    make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the system has no memory to give, values go through the pipe."""
+    pool = make_pool(xpool.Pool, 1)
+    monkeypatch.setattr(arena().file, "reserve", lambda start, length: False)
+    blocks = arena().statistics()["out"]
+    back = pool.apply(tasks.same, (torch.arange(3 * MIB),))
+    assert torch.equal(back, torch.arange(3 * MIB))
+    assert arena().statistics()["out"] <= blocks
+    monkeypatch.undo()
+
+
+def test_refused_in_the_middle(
+    make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message of which some blocks were had, and one not, goes through the pipe as a whole."""
+    pool = make_pool(xpool.Pool, 1)
+    left = [3]
+    take = Region.take
+
+    def take_some(self: Region, nbytes: int, limit: int) -> int | None:
+        left[0] -= 1
+        return take(self, nbytes, limit) if left[0] > 0 else None
+
+    monkeypatch.setattr(Region, "take", take_some)
+    sent = [torch.full((MIB,), i) for i in range(5)]
+    back = pool.apply(tasks.same, (sent,))
+    monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(sent, back, strict=True))
+    del back
+    assert arena().statistics()["held"] == 0
+
+
+def test_limited_addresses(warm: None) -> None:
+    """Under ``ulimit -v`` there is no arena: pools work by pipe, share mode says why it cannot."""
+    out = run_ok(
+        ["-"],
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (20 << 30, 20 << 30))
+        import torch, xpool
+        from support import tensor_work as tasks
+        from xpool.memory.arena import Arena
+        assert Arena.own() is None
+        with xpool.Pool(2) as pool:
+            sent = [torch.full((1 << 20,), i) for i in range(10)]
+            back = list(pool.imap(tasks.same, sent))
+            assert all(torch.equal(a, b) for a, b in zip(sent, back))
+        pool.join()
+        try:
+            xpool.Pool(2, is_copy_tensor=False)
+        except xpool.OptionError as error:
+            print(error)
+        """,
+    )
+    assert "ulimit -v" in out and "is_copy_tensor=False" in out
+
+
+def test_worker_that_cannot_map_it(
+    make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets and gives whole messages; in share mode the pool says why it cannot be."""
+
+    def refused(cls: Any, fd: int, facts: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(Arena, "join", classmethod(refused))
+    pool = make_pool(xpool.Pool, 2, context="fork")
+    sent = [torch.full((MIB,), i) for i in range(10)]
+    back = list(pool.imap(tasks.same, sent))
+    assert all(torch.equal(a, b) for a, b in zip(sent, back, strict=True))
+    captured = sent[3]
+    assert pool.map(lambda i: int(captured[i]), range(10)) == [3] * 10
+    assert [slot.mapped for slot in pool._engine.slots] == [False, False]
+    with pytest.raises(xpool.WorkerStartFailed, match="Cannot allocate memory"):
+        make_pool(xpool.Pool, 1, context="fork", is_copy_tensor=False).apply(abs, (1,))
+
+
+def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
+    """A /dev/shm of 64 MB, as in containers, does not matter."""
+    import subprocess
+    import sys
+
+    from support.scripts import environment
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch, xpool\n"
+        "from support import tensor_work as tasks\n"
+        "if __name__ == '__main__':\n"
+        "    assert os.statvfs('/dev/shm').f_blocks * os.statvfs('/dev/shm').f_frsize <= 64 << 20\n"
+        "    for share in False, True:\n"
+        "        with xpool.Pool(2, is_copy_tensor=not share) as pool:\n"
+        "            back = list(pool.imap(tasks.numbered_large, range(20)))\n"
+        "            assert all((x == i).all() for i, x in enumerate(back))\n"
+        "        pool.join()\n"
+        "    assert os.listdir('/dev/shm') == []\n"
+        "    print('well')\n"
+    )
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec"
+    command = ["unshare", "-m", "sh", "-c", f"{mount} {sys.executable} {script}"]
+    probe = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{mount} true"], capture_output=True, text=True
+    )
+    if probe.returncode:
+        pytest.skip(f"no mount namespace here: {probe.stderr.strip()}")
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")
+
+
+def test_more_workers_than_seats(make_pool: Callable[..., Any], calm: None) -> None:
+    """Workers past the last seat get whole messages."""
+    seats = []
+    while (seat := arena().take_seat()) is not None:
+        seats.append(seat)
+    arena().bury(seats.pop())
+    try:
+        pool = make_pool(xpool.Pool, 2)
+        sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
+        back = list(pool.imap(tasks.same, sent))
+        assert all((x == i).all() for i, x in enumerate(back))
+        assert sorted(slot.mapped for slot in pool._engine.slots) == [False, True]
+        with pytest.raises(xpool.WorkerStartFailed, match="479"):
+            make_pool(xpool.Pool, 2, is_copy_tensor=False).apply(abs, (1,))
+    finally:
+        for seat in seats:
+            arena().bury(seat)
+
+
+# -- jobs that are given up ------------------------------------------------------------------------
+
+
+def test_never_opened(make_pool: Callable[..., Any], calm: None) -> None:
+    """Results that nobody looks at let go of their blocks with the result object."""
+    pool = make_pool(xpool.Pool, 2)
+    results = [pool.apply_async(tasks.filled, (i, MIB)) for i in range(10)]
+    for result in results:
+        result.wait()
+    assert arena().statistics()["held"] == 10
+    del results, result
+    assert arena().statistics()["held"] == 0
+    stream = pool.imap(tasks.numbered, range(50))
+    assert (next(stream) == 0).all()
+    del stream
+
+
+def test_opened_twice(make_pool: Callable[..., Any], calm: None) -> None:
+    """`get` gives the same object each time, in every thread."""
+    pool = make_pool(xpool.Pool, 1)
+    result = pool.apply_async(tasks.filled, (5, MIB))
+    first = result.get()
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(result.get())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(value is first for value in found)
+
+
+def test_pickling_fails_after_blocks_were_leased(make_pool: Callable[..., Any], calm: None) -> None:
+    """An error in the middle of a message lets go of what was leased for it; on both sides."""
+    pool = make_pool(xpool.Pool, 1)
+    big = torch.zeros(MIB)
+    for _ in range(5):
+        with pytest.raises(xpool.TaskNotPicklable):
+            pool.apply(tasks.same, ([big, threading.Lock()],))
+        with pytest.raises(xpool.ResultNotPicklable):
+            pool.apply(tasks.with_lock, (MIB,))
+    assert arena().statistics()["held"] == 0
+    assert pool.apply(tasks.held_here)[0] == 0
+
+
+def test_job_fails_half_way(make_pool: Callable[..., Any], calm: None) -> None:
+    """A map over a closure with a large tensor, one task of which fails: all is let go."""
+    pool = make_pool(xpool.Pool, 2)
+    captured = torch.arange(MIB)
+
+    def use(i: int) -> Any:
+        if i == 7:
+            raise ValueError(i)
+        return captured + i
+
+    with pytest.raises(ValueError, match="7"):
+        pool.map(use, range(30), chunksize=1)
+    both = pool.map(lambda i: (os.getpid(), int(captured[i])), range(40), chunksize=1)
+    assert [x for _, x in both] == list(range(40))
+    stream = pool.imap(use, range(30))
+    with pytest.raises(ValueError, match="7"):
+        list(stream)
+    del stream, use
+    eventually(lambda: arena().statistics()["held"] == 0, "all let go")
+
+
+def test_terminated_with_much_under_way(make_pool: Callable[..., Any], calm: None) -> None:
+    """Terminate in the middle of large tasks and answers: nothing is held afterwards."""
+    for _ in range(5):
+        pool = make_pool(xpool.Pool, 2)
+        results = [pool.apply_async(tasks.same, (torch.zeros(MIB),)) for _ in range(10)]
+        results[0].get()
+        pool.terminate()
+        pool.join()
+        del results
+        eventually(lambda: arena().statistics()["held"] == 0, "all let go")
+    assert used() <= MIB
+
+
+def test_one_task_each(make_pool: Callable[..., Any], calm: None) -> None:
+    """maxtasksperchild=1: results of workers that are gone stay as they are."""
+    pool = make_pool(xpool.Pool, 2, maxtasksperchild=1)
+    results = pool.map(tasks.numbered_large, range(12), chunksize=1)
+    more = pool.map(tasks.numbered_large, range(12, 24), chunksize=1)
+    assert all((x == i).all() for i, x in enumerate([*results, *more]))
+
+
+def test_retry_sees_the_original(make_pool: Callable[..., Any], calm: None, tmp_path: Any) -> None:
+    """A worker that wrote to its argument and died has not changed it for the next."""
+    pool = make_pool(xpool.Pool, 2)
+    sent = torch.ones(MIB)
+    task = tasks.spoil_and_die, (str(tmp_path / "flag"), sent)
+    assert pool.apply_async(*task, retries=1).get() == MIB
+    flags = [str(tmp_path / f"flag{i}") for i in range(4)]
+    found = list(pool.imap(tasks.spoil_pair_and_die, [(f, sent) for f in flags], retries=4))
+    assert found == [MIB] * 4
+
+
+def test_nested_pools(make_pool: Callable[..., Any], calm: None) -> None:
+    """A pool in a worker has an arena of its own; values go through both."""
+    pool = make_pool(xpool.Pool, 1, is_daemon=False)
+    sent = torch.arange(MIB)
+    assert torch.equal(pool.apply(tasks.through_a_pool, (sent,)), sent + 1)
+
+
+def test_two_pools(make_pool: Callable[..., Any], calm: None) -> None:
+    """Two pools of one program use one arena; what one's worker made the other's gets."""
+    one, two = make_pool(xpool.Pool, 1), make_pool(xpool.Pool, 2)
+    value = one.apply(tasks.filled, (3, MIB))
+    assert (two.apply(tasks.same, (value,)) == 3).all()
+    one.terminate()
+    one.join()
+    assert (two.apply(tasks.same, (value,)) == 3).all()
+    assert (value == 3).all()
+
+
+def test_threads(make_pool: Callable[..., Any], calm: None) -> None:
+    """Thread pools hand on the objects themselves."""
+    pool = make_pool(xpool.ThreadPool, 2)
+    value = torch.zeros(MIB)
+    assert pool.apply(tasks.same, (value,)) is value
+
+
+def test_held_by_waiting_tasks(
+    make_pool: Callable[..., Any], calm: None, mailbox: Mailbox, gate: Gate
+) -> None:
+    """A worker that dies with large tasks in hand: the others get theirs, unharmed."""
+    pool = make_pool(xpool.Pool, 1)
+    first = pool.apply_async(tasks.post_and_gate, (mailbox.path, gate.path))
+    rest = [pool.apply_async(tasks.total, (torch.full((MIB,), i),)) for i in range(5)]
+    os.kill(int(mailbox.line()), 9)
+    with pytest.raises(xpool.WorkerDied):
+        first.get()
+    assert [result.get() for result in rest] == [MIB * i for i in range(5)]
+
+
+assert START_METHODS  # `method_kind` runs over them
