@@ -37,6 +37,7 @@ from threading import get_ident
 from typing import Any
 
 from xpool.interrupt import uninterrupted
+from xpool.memory import seats
 from xpool.memory.layout import ENTRIES, HOLDS, PAGE, File
 from xpool.memory.region import Region
 from xpool.memory.system import available_memory
@@ -107,9 +108,12 @@ class Arena:
     _own: Arena | None = None
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
+    _mapping: type[File] = File
+    _allotting: type[Region] = Region
+    is_guest = False  # it came with a message: see `xpool.memory.guests`
 
     def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
-        self.file = File(fd, region)
+        self.file = self._mapping(fd, region)
         self.token = token
         self.seat = seat
         self.limit = limit
@@ -123,13 +127,14 @@ class Arena:
         self._late: list[int] = []  # held by a signal handler, not counted yet
         self._pins: list[tuple[int, list[int]]] = []  # by forked children, see `_before_fork`
         # Of the process that made the file: seats to give away, those in which nobody allocates,
-        # so that what is let go there can be punched, and blocks there that were held when their
-        # owner ended.
+        # so that what is let go there can be punched, blocks there that were held when their
+        # owner ended, and seats of the dead whose messages are still on their way.
         self._seats: list[int] = []
         self._vacant: set[int] = set()
         self._left: set[int] = set()
+        self._graves: set[int] = set()
         self._engines = 0
-        self._region = Region(self.file, seat)
+        self._region = self._allotting(self.file, seat)
         Arena._known[token] = self
 
     # -- making and joining ------------------------------------------------------------------------
@@ -149,11 +154,14 @@ class Arena:
 
     @classmethod
     def _make(cls, limit: int, region: int = 0) -> Arena | None:
-        region = region or min(max(2 * limit, 1 << 30), _MOST) // PAGE * PAGE
+        # Where another program's file is mapped already, the addresses must do for both.
+        most = _MOST // 8 if cls._known else _MOST
+        region = region or min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
         fd = -1
         try:
             fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
             os.ftruncate(fd, File.size_for(region))
+            seats.sit(fd, 0)
             arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
         except (OSError, ValueError, OverflowError):
             # No such thing here, or a limit on addresses or descriptors: pipes do as well.
@@ -180,7 +188,7 @@ class Arena:
     @classmethod
     def here(cls) -> Arena | None:
         """Return the arena of the pool that this process works for, else its own."""
-        return next(iter(cls._known.values()), None) or cls.own()
+        return next((one for one in cls._known.values() if not one.is_guest), None) or cls.own()
 
     @classmethod
     def find(cls, token: int) -> Arena:
@@ -200,12 +208,26 @@ class Arena:
     @classmethod
     def elsewhere(cls, address: int, arena: Arena) -> bool:
         """Whether an address lies in another arena than this, in a block that others hold too."""
-        for other in cls._known.values():
-            offset = address - other._address
-            if other is not arena and 0 <= offset < len(other.file.map):
+        for other in list(cls._known.values()):
+            offset = None if other is arena else other._offset_of(address)
+            if offset is not None:
                 number = other.file.find(offset)
                 return number is None or not other.file.only(number, other.seat)
         return False
+
+    @classmethod
+    def holding_any(cls, address: int) -> Block | None:
+        """As `holding`, in whatever arena the block is."""
+        held = (arena.holding(address) for arena in list(cls._known.values()))
+        return next(filter(None, held), None)
+
+    def _offset_of(self, address: int) -> int | None:
+        """Return which byte of the file lies at an address; None: none of it does."""
+        offset = address - self._address
+        return offset if 0 <= offset < len(self.file.map) else None
+
+    def _address_at(self, offset: int) -> int:
+        return self._address + offset
 
     # -- the process that made it ------------------------------------------------------------------
 
@@ -232,11 +254,12 @@ class Arena:
     def take_seat(self) -> int | None:
         """Return a seat for a process to come; None when all are taken."""
         with self._lock:
-            if not self._seats:
-                return None
-            seat = self._seats.pop()
-            self._vacant.discard(seat)
-            return seat
+            for seat in reversed(self._seats):
+                if seats.claim(self.file, self.file.fd, seat, guest=False):
+                    self._seats.remove(seat)
+                    self._vacant.discard(seat)
+                    return seat
+            return None
 
     @uninterrupted
     def bury(self, seat: int) -> None:
@@ -246,7 +269,13 @@ class Arena:
         process had many blocks: not to be called with other locks held.
         """
         numbers = range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat))
+        if seats.taken(self.file.fd, seat):
+            # What a process has put into queues outlives it, and with it the process's holds.
+            with self._lock:
+                self._graves.add(seat)
+            return
         self.file.clear_holds(seat)
+        seats.leave(self.file, self.file.fd, seat)
         with self._lock:
             self._vacant.add(seat)
             self._left.update(n for n in numbers if self.file.filled[n])
@@ -287,7 +316,10 @@ class Arena:
             try:
                 if self._dropped:
                     self._take_dropped()
-                number = self._region.take(nbytes, self.limit if limit is None else limit)
+                most = self.limit if limit is None else limit
+                number = self._region.take(nbytes, most)
+                if number is None and self._clear_dead():
+                    number = self._region.take(nbytes, most)
                 block = None if number is None else self._hold(number)
             finally:
                 self._turn = 0
@@ -318,7 +350,8 @@ class Arena:
     @uninterrupted
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
-        number = self.file.find(address - self._address)
+        offset = self._offset_of(address)
+        number = None if offset is None else self.file.find(offset)
         # The caller has the memory there, so what this process holds now stays held.
         if number is None or not self._counts.get(number):
             return None
@@ -359,7 +392,7 @@ class Arena:
     def _block(self, number: int) -> Block:
         capacity = self.file.capacities[number]
         kind = _types.get(capacity) or _block_type(capacity)
-        made = kind.from_address(self._address + self.file.offsets[number])
+        made = kind.from_address(self._address_at(self.file.offsets[number]))
         made.number = number
         made.arena = self
         block: Block = made
@@ -420,16 +453,24 @@ class Arena:
             return True  # as in `lease`
         before = (time.monotonic() if now is None else now) - IDLE
         more = True
+        while self._graves and not seats.taken(self.file.fd, seat := next(iter(self._graves))):
+            self._graves.discard(seat)
+            self.bury(seat)
         with self._lock:
             self._unpin()
             self._take_dropped()
+            self._clear_dead()
             self._region.collect_all()
         while more:
             with self._lock:
                 more = self._region.give_back(before)
         self._sweep()
         self._settle()
-        return self._region.filled or bool(self._pins or self._left)
+        return self._region.filled or bool(self._pins or self._left or self._graves)
+
+    def _clear_dead(self) -> bool:
+        """As the one that made the file: let guests that have ended hold nothing."""
+        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd)
 
     @uninterrupted
     def statistics(self) -> dict[str, int]:
@@ -438,6 +479,7 @@ class Arena:
         with self._lock:
             self._unpin()
             self._take_dropped()
+            self._clear_dead()
             self._region.collect_all()
             found = {
                 "bytes": self.file.used(),

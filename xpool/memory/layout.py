@@ -2,7 +2,7 @@
 
 ::
 
-    ledger    u64 for each seat: how many entries its table has
+    ledger    u64 for each seat: how many entries its table has; then the marks of `seats`
     tables    for each seat, ENTRY bytes for each block:
                   HOLDS bytes, one for each seat: 1 while that process holds the block
                   u64 offset in the file, u64 capacity, u64 filled, u32 stamp
@@ -46,7 +46,7 @@ class File:
     def __init__(self, fd: int, region: int) -> None:
         self.fd = fd
         self.region = region
-        self.map = mmap.mmap(fd, self.size_for(region))
+        self.map = mmap.mmap(fd, self._extent())
         self.map.madvise(mmap.MADV_DONTDUMP)
         whole = memoryview(self.map)
         self._ledger = whole[: 8 * HOLDS].cast("Q")
@@ -67,6 +67,15 @@ class File:
     def size_for(region: int) -> int:
         """Return the size of a file whose regions have so many bytes each."""
         return _DATA + HOLDS * region
+
+    @staticmethod
+    def region_of(fd: int) -> int:
+        """Return how many bytes each region of a file has."""
+        return (os.fstat(fd).st_size - _DATA) // HOLDS
+
+    def _extent(self) -> int:
+        """Bytes of the file that are mapped."""
+        return self.size_for(self.region)
 
     def start(self, seat: int) -> int:
         """Return where a seat's region begins."""

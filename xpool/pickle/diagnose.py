@@ -44,6 +44,8 @@ def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> TaskNot
         hint = "dill can pickle more than the standard library; it is not installed here."
     elif isinstance(error, RecursionError):
         hint = "The object is nested too deeply; send it in flatter form."
+    elif isinstance(error, RuntimeError) and "inheritance" in str(error):
+        hint = "Pass it in initargs= of the pool, or in args= of multiprocessing.Process."
     else:
         hint = _HINTS.get(kind, _HINT)
     refused = TaskNotPicklable(f"{text} {hint}")
@@ -109,8 +111,13 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             yield f".{obj.__name__}'s default", value
     elif isinstance(obj, MethodType):
         yield ".__self__", obj.__self__
-    elif not isinstance(obj, type):
+    elif not isinstance(obj, type) and not _pickles_itself(type(obj)):
         for name in ("func", "args", "keywords"):
             if type(obj).__name__ == "partial":
                 yield f".{name}", getattr(obj, name)
         yield from ((f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items())
+
+
+def _pickles_itself(kind: type) -> bool:
+    """Whether a class says what its state is: then its attributes need not be picklable."""
+    return any("__getstate__" in vars(base) for base in kind.__mro__[:-1])

@@ -2,18 +2,19 @@
 
 ::
 
-    b"\\x01"  u8 flags  2 spare bytes  u32 count  u64 token
-    (u64 place, u64 length) x (1 + count)  what lies inline
+    b"\\x01"  u8 flags  u16 more  u32 count  u64 token
+    u64 token x more
+    (u64 place, u48 length, u16 which) x (1 + count)  what lies inline
 
 All numbers are little-endian.  The first entry of the table is the pickle, the others are its
-buffers (protocol 5).  A ``place`` is the name of a block of the arena that has this token, or
-`MISSING`: then the bytes follow the table, each beginning at a multiple of `ALIGN` from the start
-of the message.  A message without buffers and blocks is a plain pickle: its first byte is `PLAIN`,
-the PROTO opcode.
+buffers (protocol 5).  A ``place`` is the name of a block of the arena that has one of the tokens
+(``which``: the how many-th of them), or `MISSING`: then the bytes follow the table, each beginning
+at a multiple of `ALIGN` from the start of the message.  A message without buffers and blocks is a
+plain pickle: its first byte is `PLAIN`, the PROTO opcode.
 
 `KEPT` among the flags: the sender keeps what lies in blocks, to send it again; so the receiver
-copies it, instead of using it in place.  `SHARED` in a length: the block is memory that both sides
-use (share mode), and is never copied.
+copies it, instead of using it in place.  `SHARED` in a ``which``: the block is memory that both
+sides use (share mode), and is never copied.
 """
 
 from __future__ import annotations
@@ -21,28 +22,46 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from pickle import PickleBuffer
+from typing import NamedTuple
 
 from xpool.memory.arena import MISSING, Arena, Block
 from xpool.memory.fresh import LARGE, fresh
 from xpool.pickle.policy import BY_PIPE, Layout, in_block
 
-__all__ = ["ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "inline", "pack", "unpack", "weight"]
+__all__ = [
+    "ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "inline", "pack", "tokens", "unpack", "weight",
+]  # fmt: skip
 
 PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
 KEPT = 1
-SHARED = 1 << 63
+SHARED = 1 << 15
 
-_HEAD = struct.Struct("<BBxxIQ")
+_HEAD = struct.Struct("<BBHIQ")
 _ENTRY = struct.Struct("<QQ")
+_LENGTH = (1 << 48) - 1
+
+
+class _Entry(NamedTuple):
+    place: int
+    length: int
+    which: int
+    shared: bool
 
 
 class Leased(bytes):
     """A message of which parts lie in blocks, and the hold of this process on them."""
 
-    blocks: dict[int, Block]
-    """By name."""
+    blocks: dict[tuple[int, int], Block]
+    """By ``which`` and name."""
+
+    def by_arena(self) -> dict[Arena, list[Block]]:
+        """Return the blocks of each arena, in the order of the tokens."""
+        found: dict[Arena, list[Block]] = {}
+        for block in self.blocks.values():
+            found.setdefault(block.arena, []).append(block)
+        return found
 
     @property
     def owners(self) -> set[int]:
@@ -75,6 +94,7 @@ def pack(
     blocks += [shared.get(id(buffer)) for buffer in buffers]
     leased = _lease(chunks, size, views, blocks, layout)
     table, inline, held = [], [], {}
+    arenas: dict[Arena, int] = {}
     for given, block, view in zip(blocks, leased, [None, *views], strict=True):
         length = size if view is None else view.nbytes
         if block is None:
@@ -82,12 +102,14 @@ def pack(
             if view is not None:
                 inline.append(view)
         else:
+            which = arenas.setdefault(block.arena, len(arenas))
             name = block.name
-            held[name] = block
-            table.append((name, length if given is None else length | SHARED))
-    token = next(iter(held.values())).arena.token if held else 0
+            held[which, name] = block
+            table.append((name, length | (which if given is None else which | SHARED) << 48))
+    known = [arena.token for arena in arenas] or [0]
     flags = KEPT if layout.kept and held else 0
-    head = _HEAD.pack(FRAMED, flags, len(views), token)
+    head = _HEAD.pack(FRAMED, flags, len(known) - 1, len(views), known[0])
+    head += struct.pack(f"<{len(known) - 1}Q", *known[1:])
     head += b"".join(_ENTRY.pack(*entry) for entry in table)
     message = _join(head, () if leased[0] is not None else chunks, inline)
     if held:
@@ -144,21 +166,37 @@ def _join(
     return whole
 
 
+def tokens(message: bytes | memoryview) -> list[int]:
+    """Return the tokens of the arenas whose blocks a framed message names."""
+    return _table(memoryview(message))[1]
+
+
 def adopt(message: bytes | memoryview) -> bytes | memoryview:
     """Take hold of the blocks of a message, if there are any: it will be opened later."""
     if message[0] != FRAMED or type(message) is Leased:
         return message
-    _, token, table = _table(memoryview(message))
-    if not token:
+    _, known, table, _ = _table(memoryview(message))
+    if not known:
         return message
-    arena = Arena.find(token)
+    arenas = [Arena.find(token) for token in known]
     leased = Leased(message)
-    leased.blocks = {place: arena.adopt(place) for place, _ in table if place != MISSING}
+    leased.blocks = {
+        (one.which, one.place): _arena(arenas, one).adopt(one.place)
+        for one in table
+        if one.place != MISSING
+    }
     return leased
 
 
-def _table(message: memoryview) -> tuple[int, int, list[tuple[int, int]]]:
-    """Return flags, token and table of a message.
+def _arena(arenas: list[Arena], entry: _Entry) -> Arena:
+    try:
+        return arenas[entry.which]
+    except IndexError:
+        raise ValueError("a message of xpool names a block, and no arena") from None
+
+
+def _table(message: memoryview) -> tuple[int, list[int], list[_Entry], int]:
+    """Return flags, tokens and table of a message, and where the table ends.
 
     Raises:
         ValueError: the message is cut short or is not a framed one.
@@ -166,11 +204,17 @@ def _table(message: memoryview) -> tuple[int, int, list[tuple[int, int]]]:
     size = len(message)
     if size < _HEAD.size or message[0] != FRAMED:
         raise ValueError("not a message of xpool: neither a pickle nor a framed table")
-    _, flags, count, token = _HEAD.unpack_from(message)
-    if size < _HEAD.size + (1 + count) * _ENTRY.size:
+    _, flags, more, count, token = _HEAD.unpack_from(message)
+    start = _HEAD.size + 8 * more
+    stop = start + (1 + count) * _ENTRY.size
+    if size < stop:
         raise ValueError("a message of xpool was cut short in its table")
-    stop = _HEAD.size + (1 + count) * _ENTRY.size
-    return flags, token, list(_ENTRY.iter_unpack(message[_HEAD.size : stop]))
+    known = [token, *struct.unpack_from(f"<{more}Q", message, _HEAD.size)] if token else []
+    table = [
+        _Entry(place, word & _LENGTH, word >> 48 & ~SHARED, bool(word >> 48 & SHARED))
+        for place, word in _ENTRY.iter_unpack(message[start:stop])
+    ]
+    return flags, known, table, stop
 
 
 def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[memoryview]]:
@@ -181,27 +225,29 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
         LookupError: it lies in memory that this process does not have.
     """
     view = memoryview(message).cast("B")
-    flags, token, table = _table(view)
-    if view.readonly and any(place == MISSING for place, _ in table[1:]):
+    flags, known, table, end = _table(view)
+    if view.readonly and any(one.place == MISSING for one in table[1:]):
         view = memoryview(bytearray(view))  # the receiver may write to what it gets
     held = message.blocks if type(message) is Leased else {}
-    end = _HEAD.size + len(table) * _ENTRY.size
+    arenas = [Arena.find(token) for token in known]
     parts: list[memoryview] = []
-    for place, length in table:
-        if place == MISSING:
+    for one in table:
+        if one.place == MISSING:
             begin = end + -end % ALIGN if parts else end
-            end = begin + length
+            end = begin + one.length
             if end > len(view):
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        size = length & ~SHARED
-        block = held.get(place) or Arena.find(token).adopt(place)
-        part = block.view(size)
-        if len(part) < size:
-            raise ValueError(f"a message names {size} bytes of block {place}, which has less")
-        if flags & KEPT and parts and not length & SHARED:
-            copy = memoryview(fresh(size))
+        arena = _arena(arenas, one)
+        block = held.get((one.which, one.place)) or arena.adopt(one.place)
+        part = block.view(one.length)
+        if len(part) < one.length:
+            raise ValueError(
+                f"a message names {one.length} bytes of block {one.place}, which has less"
+            )
+        if flags & KEPT and parts and not one.shared:
+            copy = memoryview(fresh(one.length))
             copy[:] = part
             part = copy
         parts.append(part)
@@ -215,7 +261,7 @@ def inline(message: bytes | memoryview) -> bytes | memoryview:
     """
     if type(message) is not Leased:
         return message
-    if any(length & SHARED for _, length in _table(memoryview(message))[2]):
+    if any(one.shared for one in _table(memoryview(message))[2]):
         return message
     pickled, buffers = unpack(message)
     return pack([pickled], [PickleBuffer(buffer) for buffer in buffers], BY_PIPE, {})

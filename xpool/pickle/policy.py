@@ -33,6 +33,9 @@ class Layout(NamedTuple):
     arena: Arena | None = None
     """Share mode: where the storages of tensors are moved.  None: copy mode."""
 
+    anywhere: bool = False
+    """Share mode: descriptors go along, so what is shared stays in whatever arena it is."""
+
     method: str | None = None
     """``share_method=``: "cpu", "cuda" or None, each tensor by its own kind."""
 

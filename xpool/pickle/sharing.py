@@ -63,6 +63,8 @@ def move(arena: Arena, layout: Layout, storage: Any, about: Callable[[], str]) -
     """
     with _moving:
         block = arena.holding(storage.data_ptr())
+        if block is None and layout.anywhere:
+            block = Arena.holding_any(storage.data_ptr())
         if block is None:
             try:
                 block = _move(arena, layout.lessor or arena.lease, storage, storage.nbytes())

@@ -1,0 +1,87 @@
+"""Queues, processes that use them, and a tidy process before the leak check looks."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support.waiting import LIMIT, eventually
+
+from xpool.memory import guests
+from xpool.memory.arena import Arena
+from xpool.queue import SimpleQueue
+
+METHODS = ["fork", "spawn", "forkserver"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lasting() -> None:
+    """Start what lives as long as this process."""
+    from multiprocessing import forkserver, resource_tracker
+
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+    Arena.own()
+
+
+def settled() -> None:
+    """Wait until this process holds nothing, and nothing of it is on its way."""
+    gc.collect()
+    eventually(lambda: not guests.tidy(float("inf")), "everything let go of")
+    guests._wake.set()
+    thread = guests._thread
+    if thread is not None:
+        thread.join(LIMIT)
+
+
+@pytest.fixture(autouse=True)
+def tidied(nothing_leaks: None) -> Iterator[None]:
+    """Let the queues' memory go back after each test."""
+    yield
+    settled()
+
+
+@pytest.fixture
+def make_queue(tidied: None) -> Iterator[Callable[..., SimpleQueue]]:
+    """Make queues that are closed after the test."""
+    made = []
+
+    def make(**options: Any) -> SimpleQueue:
+        made.append(SimpleQueue(**options))
+        return made[-1]
+
+    yield make
+    for queue in made:
+        queue.close()
+
+
+@pytest.fixture
+def start(make_queue: Callable[..., SimpleQueue]) -> Iterator[Callable[..., Any]]:
+    """Start processes (``start(method, function, *args)``), which are ended after the test."""
+    started = []
+
+    def begin(method: str, function: Callable[..., object], *args: Any) -> Any:
+        process = multiprocessing.get_context(method).Process(target=function, args=args)
+        process.start()
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.join()
+        process.close()
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> str:
+    """Every start method."""
+    return request.param  # type: ignore[no-any-return]

@@ -1,0 +1,379 @@
+"""Tensors through queues: shared and copied, through any number of hands, and what stays behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from typing import Any
+
+import parts
+import pytest
+from conftest import settled
+from support import scripts
+from support.waiting import LIMIT
+
+from xpool import Pool, TaskNotPicklable
+from xpool.memory.arena import Arena
+from xpool.queue import SimpleQueue
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch")
+
+
+def _arena() -> Arena:
+    arena = Arena.own()
+    assert arena is not None
+    return arena
+
+
+@pytest.mark.parametrize("count", [1, 3, 20_000])
+def test_shared(make_queue: Any, start: Any, method: str, count: int):
+    """Both sides see each other's writes, in tensors of any size."""
+    there, back, go = make_queue(), make_queue(), make_queue()
+    start(method, parts.keep, there, back, go)
+    tensor = torch.zeros(count)
+    view = tensor[:1]
+    there.put(tensor)
+    assert back.get(LIMIT) == "kept"
+    tensor += 2
+    go.put("go")
+    assert back.get(LIMIT) == [2.0] * count
+    assert view.item() == 2.0
+
+
+def test_hops(make_queue: Any, start: Any, method: str):
+    """A to B to C to A: what comes back is the same memory, and everybody has written to it."""
+    first, second, third = make_queue(), make_queue(), make_queue()
+    start(method, parts.add_one, first, second, 3)
+    start(method, parts.add_one, second, third, 3)
+    tensor = torch.zeros(5)
+    for i in range(3):
+        first.put(tensor)
+        back = third.get(LIMIT)
+        assert back.data_ptr() == tensor.data_ptr()
+        assert tensor.tolist() == [2.0 * (i + 1)] * 5
+
+
+def test_hops_of_what_others_made(make_queue: Any, start: Any):
+    """Tensors of two processes, in one message, are passed on to a third, which writes to both."""
+    queues = [make_queue() for _ in range(4)]
+    for queue in queues[:2]:
+        start("spawn", parts.make_tensors, queue, 1, 10)
+    pair = [queue.get(LIMIT) for queue in queues[:2]]
+    mine = torch.zeros(2)
+    start("forkserver", _write_to_all, queues[2], queues[3])
+    queues[2].put([*pair, mine])
+    again = queues[3].get(LIMIT)
+    for sent, got in zip([*pair, mine], again, strict=True):
+        assert sent.data_ptr() == got.data_ptr()
+        assert sent.tolist() == [7.0] * len(sent)
+
+
+def _write_to_all(inbox: Any, outbox: Any) -> None:
+    tensors = inbox.get()
+    for tensor in tensors:
+        tensor.fill_(7)
+    outbox.put(tensors)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20_000])
+def test_copied(make_queue: Any, start: Any, method: str, count: int):
+    """With ``copy_tensor=True`` the receiver's tensor is its own, and it may write to it."""
+    there, back = (make_queue(copy_tensor=True) for _ in range(2))
+    start(method, parts.add_one, there, back, 2)
+    tensor = torch.zeros(count)
+    for _ in range(2):
+        there.put(tensor)
+        got = back.get(LIMIT)
+        assert tensor.sum() == 0
+        assert got.tolist() == [1.0] * count
+        got.fill_(9)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_aliases(make_queue: Any, copy: bool):
+    """Views of one storage, parameters and their gradients flags arrive as that."""
+    q = make_queue(copy_tensor=copy)
+    base = torch.arange(100_000, dtype=torch.float32)
+    views = base[10:20], base[15:90_000:3], torch.nn.Parameter(base[:5])
+    q.put(views)
+    first, second, parameter = q.get()
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+    assert torch.equal(first, views[0]) and torch.equal(second, views[1])
+    first.fill_(-1)
+    assert second[0] == -1
+    assert (base[15] == -1) == (not copy)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_large(make_queue: Any, start: Any, copy: bool):
+    """64 MiB tensors stream through, and the writer's memory is used again."""
+    q, results = make_queue(copy_tensor=copy), make_queue()
+    start("fork", parts.sums, q, results)
+    for i in range(12):
+        tensor = torch.full((64 << 20,), i, dtype=torch.uint8)
+        q.put(tensor)
+        del tensor
+        assert results.get(LIMIT) == (i, True, 64 << 20)
+    q.put(None)
+    assert _arena().statistics()["bytes"] <= 4 * (64 << 20)
+
+
+def test_limit_of_memory(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
+    """A writer that is ahead of its readers waits when the limit is reached."""
+    monkeypatch.setattr(_arena(), "limit", 16 << 20)
+    q, results = make_queue(copy_tensor=True), make_queue()
+    start("fork", parts.sums, q, results)
+    for i in range(40):
+        q.put(torch.full((4 << 20,), i, dtype=torch.uint8))
+        assert _arena().file.used() <= 17 << 20
+    q.put(None)
+    assert [results.get(LIMIT) for _ in range(40)] == [(i, True, 4 << 20) for i in range(40)]
+
+
+def test_more_than_the_limit(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
+    """What can never lie in the arena goes in a file (copied), or is refused (shared)."""
+    monkeypatch.setattr(_arena(), "limit", 1 << 20)
+    tensor = torch.ones(1 << 20)
+    q = make_queue(copy_tensor=True)
+    q.put(tensor)
+    assert torch.equal(q.get(), tensor)
+    q = make_queue()
+    with pytest.raises(TaskNotPicklable, match="limit of 1048576 bytes is reached"):
+        q.put(tensor)
+    q.put(1)
+    assert q.get() == 1
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
+    """When tensors and queues are gone, so are descriptors, holds and memory, on both sides."""
+    arena = _arena()
+    settled()
+    before = arena.statistics(), len(os.listdir("/proc/self/fd"))
+    there, back = (make_queue(copy_tensor=copy) for _ in range(2))
+    process = start("spawn", parts.echo, there, back)
+    for size in (10, 100_000, 5_000_000):
+        kept = []
+        for _ in range(3):
+            there.put(torch.ones(size))
+            kept.append(back.get(LIMIT))
+        assert sum(float(one[-1]) for one in kept) == 3
+        del kept
+    there.put(None)
+    process.join(LIMIT)
+    there.close()
+    back.close()
+    settled()
+    after = arena.statistics(), len(os.listdir("/proc/self/fd"))
+    assert after[0]["out"] == before[0]["out"] and after[0]["held"] == before[0]["held"]
+    assert after[0]["bytes"] <= before[0]["bytes"] + (1 << 20)
+    assert after[1] <= before[1] + 1  # the process's sentinel
+
+
+def test_reader_lets_go_of_a_living_writer(make_queue: Any, start: Any):
+    """A writer's blocks are free again when the reader's tensors are gone."""
+    there, back, ask = make_queue(), make_queue(), make_queue()
+    start("spawn", _make_and_tell, there, back, ask)
+    tensors = [there.get(LIMIT) for _ in range(5)]
+    ask.put("how many")
+    assert back.get(LIMIT)["out"] == 5
+    del tensors
+    settled()
+    ask.put("how many")
+    after = back.get(LIMIT)
+    assert after["out"] == 0 and after["bytes"] < 1 << 20
+
+
+def _make_and_tell(outbox: Any, results: Any, ask: Any) -> None:
+    parts.make_tensors(outbox, 5, 1 << 20)
+    while True:
+        ask.get()
+        parts.statistics(results)
+
+
+def test_writer_ends_first(make_queue: Any, start: Any, method: str):
+    """What a process put outlives it: in the queue, and in the hands of who got it."""
+    q = make_queue()
+    process = start(method, parts.make_tensors, q, 4, 1 << 20)
+    taken = [q.get(LIMIT) for _ in range(2)]
+    process.join(LIMIT)
+    taken += [q.get(LIMIT) for _ in range(2)]
+    assert [(int(one[0]), int(one.sum())) for one in taken] == [(i, i << 20) for i in range(4)]
+
+
+def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
+    """Of a dead writer's memory stays what is held, and no more."""
+    q = make_queue()
+    process = start("spawn", parts.make_tensors, q, 8, 4 << 20)
+    taken = [q.get(LIMIT) for _ in range(8)]
+    process.join(LIMIT)
+    (guest,) = [arena for arena in Arena._known.values() if arena.is_guest]
+    assert guest.file.used() >= 8 * (4 << 20)
+    kept = taken[3]
+    del taken
+    from xpool.memory import guests
+
+    guests.tidy()
+    assert guest.file.used() < 2 * (4 << 20)
+    assert int(kept[0]) == 3 and bool((kept == 3).all())
+
+
+def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
+    """5,000 small shared tensors under a soft limit of 64 descriptors, all of them live."""
+    path = scripts.write(
+        tmp_path / "few.py",
+        """
+        import multiprocessing, resource, os, torch, sys
+        from xpool.queue import SimpleQueue
+        sys.path.insert(0, os.environ["PARTS"])
+        import parts
+
+        if __name__ == "__main__":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            there, back = SimpleQueue(), SimpleQueue()
+            context = multiprocessing.get_context("fork")
+            echo = context.Process(target=parts.echo, args=(there, back))
+            writer = context.Process(target=parts.make_tensors, args=(there, 5000, 1024))
+            echo.start(), writer.start()
+            kept = [back.get() for _ in range(5000)]
+            writer.join()
+            there.put(None)
+            echo.join()
+            print(all(bool((one == i % 251).all()) for i, one in enumerate(kept)))
+            assert len(os.listdir("/proc/self/fd")) < 30
+        """,
+    )
+    os.environ["PARTS"] = os.path.dirname(parts.__file__)
+    assert scripts.run_ok([path], limit=50).strip() == "True"
+
+
+def test_no_descriptor_left(make_queue: Any, start: Any):
+    """Without a descriptor `get` and `put` raise, the message stays, and both work again."""
+    q, results = make_queue(), make_queue()
+    start("spawn", parts.make_tensors, q, 1, 100)
+    assert not q.empty() or _readable(q)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, most[1]))
+    taken = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.raises(OSError, match="Too many open files"):
+            q.get(LIMIT)
+        with pytest.raises(OSError, match="Too many open files"):
+            results.put(torch.ones(3))
+        for _ in range(3):
+            os.close(taken.pop())
+        assert q.get(LIMIT).tolist() == [0] * 100
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    results.put(torch.ones(3))
+    assert results.get(LIMIT).sum() == 3
+
+
+def _readable(q: SimpleQueue) -> bool:
+    import select
+
+    return bool(select.select([q], [], [], LIMIT)[0])
+
+
+def test_limit_on_addresses(tmp_path: Any):
+    """Under ``ulimit -v`` copies travel all the same, and sharing is refused with the remedy."""
+    path = scripts.write(
+        tmp_path / "narrow.py",
+        """
+        import resource, torch
+        resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+        from xpool.queue import SimpleQueue
+        q = SimpleQueue(copy_tensor=True)
+        q.put(torch.ones(1 << 20))
+        print(int(q.get().sum()))
+        q = SimpleQueue()
+        q.put("no tensor")
+        print(q.get())
+        try:
+            q.put(torch.ones(3))
+        except ValueError as error:
+            print(error)
+        """,
+    )
+    first, second, third = scripts.run_ok([path]).splitlines()
+    assert (first, second) == (str(1 << 20), "no tensor")
+    assert "use copy_tensor=True" in third
+
+
+def test_fork_while_holding(make_queue: Any, start: Any):
+    """A forked child sees what its parent had got, also after the parent has let go of it."""
+    q, go, results = make_queue(), make_queue(), make_queue()
+    start("spawn", parts.make_tensors, q, 2, 1 << 20)
+    tensor = q.get(LIMIT)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            go.get(LIMIT)
+            results.put(bool((tensor == 0).all()))
+        finally:
+            os._exit(0)
+    del tensor
+    gc.collect()
+    other = q.get(LIMIT)
+    assert int(other[0]) == 1
+    go.put("look")
+    assert results.get(LIMIT) is True
+    os.waitpid(pid, 0)
+
+
+# -- together with pools -----------------------------------------------------------------------
+
+
+def _fill(number: int) -> int:
+    parts.inherited.put(torch.full((100_000,), float(number)))
+    return os.getpid()
+
+
+def _pass_on(tensor: Any) -> None:
+    tensor += 1
+    parts.inherited.put(tensor)
+
+
+def test_workers_as_writers(make_queue: Any):
+    """Workers put what they make; it stays when they are replaced."""
+    q = make_queue()
+    with Pool(2, parts.remember, (q,), maxtasksperchild=1) as pool:
+        pool.map(_fill, range(6), chunksize=1)
+        got = [q.get(LIMIT) for _ in range(6)]
+    pool.join()
+    assert sorted(int(one[0]) for one in got) == list(range(6))
+    assert all(bool((one == one[0]).all()) for one in got)
+
+
+def test_from_a_pool_into_a_queue(make_queue: Any):
+    """What a worker got from its pool, shared, it passes on shared; it outlives the worker."""
+    q = make_queue()
+    tensor = torch.zeros(1000)
+    with Pool(1, parts.remember, (q,), is_copy_tensor=False) as pool:
+        pool.apply(_pass_on, (tensor,))
+    pool.join()
+    back = q.get(LIMIT)
+    assert back.data_ptr() == tensor.data_ptr()
+    assert tensor.tolist() == [1.0] * 1000
+
+
+def test_from_a_queue_into_a_pool(make_queue: Any, start: Any):
+    """What came by a queue can be sent to workers, copied; shared, it says what to do."""
+    q = make_queue()
+    start("spawn", parts.make_tensors, q, 1, 100_000)
+    tensor = q.get(LIMIT)
+    with Pool(1) as pool:
+        assert int(pool.apply(torch.sum, (tensor,))) == 0
+    pool.join()
+    with Pool(1, is_copy_tensor=False) as pool:
+        with pytest.raises(TaskNotPicklable, match="clone"):
+            pool.apply(torch.sum, (tensor,))
+        assert int(pool.apply(torch.sum, (tensor.clone(),))) == 0
+    pool.join()
