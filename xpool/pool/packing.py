@@ -76,4 +76,5 @@ def find_arena(
     if limit is None:
         limit = arena.limit
     lessor = functools.partial(arena.lease, limit=limit)
-    return arena, limit, Layout(lessor, None if copy_tensor else arena, method, pool=token)
+    shared = None if copy_tensor else arena
+    return arena, limit, Layout(lessor=lessor, arena=shared, method=method, pool=token)

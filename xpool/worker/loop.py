@@ -240,7 +240,8 @@ class _Worker:
         if orders["copy_tensor"]:
             return Layout(lessor=lease)
         keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
-        return Layout(lease, arena, orders["share_method"], keep=keeper.reduce)
+        method = orders["share_method"]
+        return Layout(lessor=lease, arena=arena, method=method, keep=keeper.reduce)
 
     def serve(self) -> None:
         read = self._source.read
