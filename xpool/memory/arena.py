@@ -104,6 +104,7 @@ class Arena:
     _own: Arena | None = None
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
+    _finalizing = staticmethod(sys.is_finalizing)
 
     def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
         self.file = File(fd, region)
@@ -358,6 +359,8 @@ class Arena:
     @uninterrupted
     def drop(self, number: int) -> None:
         """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
+        if self._finalizing():
+            return  # the modules may be gone already; the process takes its holds with it
         self._dropped.append(number)
         self._settle()
 
