@@ -182,3 +182,8 @@ def fill_module(module: Any, value: float) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.fill_(value)
+
+
+def filled_1m(i: int) -> Any:
+    """Return 1 MiB that is full of a number."""
+    return torch.full((1 << 18,), i, dtype=torch.int32)
