@@ -166,7 +166,7 @@ def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
         q.put((i, bytearray([i]) * LARGE))
         assert results.get(LIMIT) == i
     guests.tidy(float("inf"))
-    assert _arena().statistics()["out"] == 1
+    assert 1 <= _arena().statistics()["out"] <= 3  # those that went with the same ticket
     os.kill(stopped.pid, signal.SIGCONT)
     assert results.get(LIMIT) == 1
     q.put(None)

@@ -252,6 +252,46 @@ def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
     assert scripts.run_ok([path], limit=50).strip() == "True"
 
 
+def test_descriptors_on_their_way(tmp_path: Any):
+    """Where the system lets a user have so many descriptors on their way, `put` waits for fewer."""
+    path = scripts.write(
+        tmp_path / "user.py",
+        """
+        import errno, os, resource, threading, torch
+        from xpool.queue import SimpleQueue
+        from xpool.queue import simple
+
+        if os.getuid() == 0:
+            os.setuid(65534)  # root may have any number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        q = SimpleQueue()
+        refused = threading.Event()
+
+        class Told:
+            def sleep(self, seconds):
+                refused.set()
+                time.sleep(seconds)
+
+            def __getattr__(self, name):
+                return getattr(time, name)
+
+        time, simple.time = simple.time, Told()
+
+        def write():
+            for i in range(300):
+                q.put(torch.full((3,), i))
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        refused.wait()
+        got = [int(q.get()[0]) for _ in range(300)]
+        thread.join()
+        print(got == list(range(300)))
+        """,
+    )
+    assert scripts.run_ok([path]).strip() == "True"
+
+
 def test_no_descriptor_left(make_queue: Any, start: Any):
     """Without a descriptor `get` and `put` raise, the message stays, and both work again."""
     q, results = make_queue(), make_queue()
