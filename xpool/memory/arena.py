@@ -473,7 +473,7 @@ class Arena:
 
     def _clear_dead(self) -> bool:
         """As the one that made the file: let guests that have ended hold nothing."""
-        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd)
+        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd, 0)
 
     @uninterrupted
     def statistics(self) -> dict[str, int]:
