@@ -108,6 +108,7 @@ class Arena:
     _mapping: type[File] = File
     _allotting: type[Region] = Region
     is_guest = False  # it came with a message: see `xpool.memory.guests`
+    _finalizing = staticmethod(sys.is_finalizing)
 
     def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
         self.file = self._mapping(fd, region)
@@ -391,6 +392,8 @@ class Arena:
     @uninterrupted
     def drop(self, number: int) -> None:
         """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
+        if self._finalizing():
+            return  # the modules may be gone already; the process takes its holds with it
         self._dropped.append(number)
         self._settle()
 

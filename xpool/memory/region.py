@@ -12,8 +12,8 @@ from xpool.memory.layout import ENTRIES, LARGE, PAGE, File
 
 __all__ = ["Region"]
 
-_LOOKS = 4
-"""Blocks that are out which a lease looks at: more than it takes, so that what is free is found."""
+_YOUNG = 64
+"""Blocks leased last: the ones to look at first, since most values do not live long."""
 
 _AT_ONCE = 512
 """Blocks whose memory goes back to the system in one turn: about a millisecond."""
@@ -37,7 +37,9 @@ class Region:
         self._end = self._top + file.region
         self._since: list[float] = []  # by index: when it was found free
         self._free: dict[int, list[int]] = {}  # by capacity, indices
-        self._out: deque[int] = deque()  # those that someone holds, or did when last looked at
+        # Those that someone holds, or did when last looked at; the young in the order of leases.
+        self._young: list[int] = []
+        self._old: deque[int] = deque()
         self.filled = False  # there may be memory that can go back to the system, now or later
         # Who sat here before may have left blocks that others still hold.
         count = file.entries(seat)
@@ -45,28 +47,39 @@ class Region:
             last = self._first + count - 1
             self._top = file.offsets[last] + file.capacities[last]
             self._since = [0.0] * count
-            self._out.extend(range(count))
+            self._old.extend(range(count))
             self.filled = True
-            self.collect(count)
+            self.collect_all()
 
     def take(self, nbytes: int, limit: int) -> int | None:
         """Return the number of a free block with memory for ``nbytes`` bytes; None: there is none.
 
         ``limit``: bytes that the file may use, of all regions together.
         """
-        # All, where they are few: warm memory is worth a look.
-        out = self._out
-        self.collect(len(out) if len(out) <= 4 * _LOOKS else _LOOKS)
         capacity = _capacity(nbytes)
         free = self._free.get(capacity)
+        if free is None:
+            free = self._free[capacity] = []
+        if not free:
+            self._look_at_young(capacity)
+            if not free and self._old:
+                # A look costs a twentieth of the first touch of 4 KiB of fresh memory.
+                self._look_at_old(max(16, nbytes // 4096), capacity)
+        elif self._old:
+            self._look_at_old(2)  # so that what is free among them is found in time
         index = free.pop() if free else self._new(capacity)
         if index is None:
             return None
         number = self._first + index
         if self._file.filled[number] < nbytes and not self._fill(number, nbytes, limit):
-            self._free.setdefault(capacity, []).append(index)
-            return None
-        out.append(index)
+            free.append(index)
+            found = self._make_room(free, nbytes, limit)
+            if found is None:
+                return None
+            index, number = found, self._first + found
+        self._young.append(index)
+        if len(self._young) > _YOUNG:
+            self._old.append(self._young.pop(0))
         return number
 
     def _new(self, capacity: int) -> int | None:
@@ -82,32 +95,47 @@ class Region:
 
     def _fill(self, number: int, nbytes: int, limit: int) -> bool:
         file = self._file
-        more = nbytes - file.filled[number]
-        if file.used() + more > limit:
-            # What lies free in other sizes makes room.
-            self.collect_all()
-            while self.give_back(time.monotonic()):
-                pass
-            if file.used() + more > limit:
-                return False
         self.filled = True
-        return file.fill(number, nbytes)
+        return file.used() + nbytes - file.filled[number] <= limit and file.fill(number, nbytes)
 
-    def collect(self, most: int) -> None:
-        """Look at ``most`` blocks that were out; what nobody holds any more is free."""
-        out, claim, first = self._out, self._file.claim, self._first
-        for _ in range(min(most, len(out))):
-            index = out.popleft()
-            if claim(first + index):
-                capacity = self._file.capacities[first + index]
-                self._since[index] = time.monotonic()
-                self._free.setdefault(capacity, []).append(index)
-            else:
-                out.append(index)
+    def _make_room(self, free: list[int], nbytes: int, limit: int) -> int | None:
+        """Where memory is short: take from ``free`` what has it, or give back what others have."""
+        self.collect_all()
+        for place, index in enumerate(free):
+            if self._file.filled[self._first + index] >= nbytes:
+                return free.pop(place)
+        while self.give_back(time.monotonic()):
+            pass
+        return free.pop() if self._fill(self._first + free[-1], nbytes, limit) else None
+
+    def _look_at_old(self, most: int, wanted: int = 0) -> None:
+        """Look at ``most`` in turn; one of the capacity ``wanted`` is enough."""
+        old, claim, first = self._old, self._file.claim, self._first
+        for _ in range(min(most, len(old))):
+            index = old.popleft()
+            if not claim(first + index):
+                old.append(index)
+            elif self._found(index) == wanted:
+                return
+
+    def _look_at_young(self, wanted: int = 0) -> None:
+        """Look from the youngest on; one of the capacity ``wanted`` is enough."""
+        young, claim, first = self._young, self._file.claim, self._first
+        for i in range(len(young) - 1, -1, -1):
+            if claim(first + young[i]) and self._found(young.pop(i)) == wanted:
+                return
+
+    def _found(self, index: int) -> int:
+        """Take a free block in; return its capacity."""
+        capacity = self._file.capacities[self._first + index]
+        self._since[index] = time.monotonic()
+        self._free.setdefault(capacity, []).append(index)
+        return capacity
 
     def collect_all(self) -> None:
-        """Look at all of them."""
-        self.collect(len(self._out))
+        """Look at all that are out; what nobody holds any more is free."""
+        self._look_at_young()
+        self._look_at_old(len(self._old))
 
     def give_back(self, before: float) -> bool:
         """Give memory of blocks that have been free since ``before`` back to the system.
@@ -127,7 +155,9 @@ class Region:
                             return True
                         left -= 1
                         file.punch(number)
-        self.filled = warm or any(file.capacities[self._first + i] >= LARGE for i in self._out)
+        self.filled = warm or any(
+            file.capacities[self._first + i] >= LARGE for i in (*self._young, *self._old)
+        )
         return False
 
     @property
@@ -138,4 +168,4 @@ class Region:
     @property
     def out(self) -> int:
         """Blocks that somebody held when last looked at."""
-        return len(self._out)
+        return len(self._young) + len(self._old)
