@@ -16,7 +16,6 @@ to the system also in processes that send something and then compute for an hour
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import mmap
 import os
@@ -79,10 +78,18 @@ class _Part(File):
 
 
 class _NoRegion(Region):
+    """Where nothing is allocated."""
+
+    blocks = out = 0  # type: ignore[assignment]
+
     def __init__(self, file: File, seat: int) -> None:
-        self._file, self._first = file, 0
-        self._since, self._free, self._out = [], {}, deque()
         self.filled = False
+
+    def collect_all(self) -> None:
+        return
+
+    def give_back(self, before: float) -> bool:
+        return False
 
 
 class Guest(Arena):
@@ -341,21 +348,6 @@ def _run() -> None:
     finally:
         with _calling:
             _thread = None
-
-
-# -- the end -----------------------------------------------------------------------------------
-
-
-@atexit.register
-def _keep_what_is_sent() -> None:
-    """Let no finalizer let go of blocks that are on their way.  The kernel knows when we end."""
-    settle()
-    for arena in list(Arena._known.values()):
-        arena.drop = _not_any_more  # type: ignore[method-assign]
-
-
-def _not_any_more(number: int) -> None:
-    return
 
 
 # -- forks -------------------------------------------------------------------------------------
