@@ -113,6 +113,7 @@ def test_told_of_a_loss(ranks: Ranks):
 def idle_survivor(world: World) -> str:
     """Rank 1 waits for rank 0, which does not take part: only hearsay can end that."""
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)
+    group.barrier()
     if world.rank == 2:
         die()
     if world.rank == 1:
@@ -259,6 +260,7 @@ def dies_in_a_group(rank: int, n: int) -> str:
     from xpool.distributed import get_world
 
     group = get_world().create_collective_group(range(n), timeout=TIMEOUT)
+    group.barrier()
     if rank == 1:
         die()
     with pytest.raises(PeerLost) as error:
