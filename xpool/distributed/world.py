@@ -108,7 +108,7 @@ class World:
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
         self.rank_name_map = dict(enumerate(self.names))
-        self.peers = Peers(self.names, self.name, self._on_loss, has_rpc=self.has_rpc)
+        self.peers = Peers(self.names, self.name, self._on_loss)
         try:
             if self.has_dist:
                 self._running.append("dist")
@@ -124,6 +124,10 @@ class World:
                 limit = self.rpc_timeout
                 agent.start(self.name, *place, rpc_address, earlier, limit)
                 self.peers.watch()
+                # Nobody begins, and perhaps leaves again, while others still connect.
+                meet(self.names[0], ("join", "the world"), tuple(self.names), limit)
+        except GroupError:
+            raise
         except RuntimeError as exc:
             error = explain(self, tuple(self.names), str(exc), limit)
             raise type(error)(f"{self.name!r} could not join the world: {error}.") from exc
