@@ -206,6 +206,9 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
         flags |= _PARAMETER
     if not flags and not tensor.__dict__:
         return _bare(pickler, torch, tensor)
+    if pickler.layout.arena is not None and tensor.is_cpu and tensor.layout is _strided:
+        # Now, while nothing but this tensor uses it for certain.
+        _storage_in_arena(pickler, tensor)
     bare = tensor.detach()
     if flags & _CONJ:
         bare = bare.conj()
@@ -284,8 +287,7 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         start = tensor.data_ptr()
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
     if pickler.layout.arena is not None:
-        storage = tensor.untyped_storage()
-        move(pickler.layout.arena, pickler.layout, storage, partial(_about, tensor))
+        storage = _storage_in_arena(pickler, tensor)
         return _at, (storage, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
     piece = piece_of(pickler, found, tensor)
@@ -302,6 +304,13 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         return _spread, (data, name, once, shape, strides)
     pairs = zip(compact.stride(), strides, strict=True)
     return _tensor, (data, name, shape, tuple(new if old else 0 for new, old in pairs))
+
+
+def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
+    storage, layout = tensor.untyped_storage(), pickler.layout
+    if storage.nbytes() and layout.arena is not None:
+        move(layout.arena, layout, storage, partial(_about, tensor), tensor)
+    return storage
 
 
 def _with_memory(tensor: Any) -> Any:
