@@ -80,7 +80,7 @@ class _Part(File):
 class _NoRegion(Region):
     """Where nothing is allocated."""
 
-    blocks = out = 0  # type: ignore[assignment]
+    blocks = out = 0
 
     def __init__(self, file: File, seat: int) -> None:
         self.filled = False
