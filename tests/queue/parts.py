@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from queue import Empty
 from typing import Any
 
 inherited: Any = None
@@ -163,3 +164,32 @@ def stop_at(where: str, function: Any, *args: Any) -> None:
 
     setattr(owner, name, stop)
     function(*args)
+
+
+def juggle(queue: Any, faults: Any, seed: int) -> None:
+    """Get tensors, look whether they are spoilt, keep some for a while, put them back, add some."""
+    import random
+
+    import torch
+
+    from xpool.memory import arena, guests
+
+    arena.IDLE = guests.IDLE = 0.005  # tidy up all the time
+    rng = random.Random(seed)
+    kept: list[Any] = []
+    while True:
+        try:
+            kept.append(queue.get(0 if rng.random() < 0.8 else 0.1))
+        except Empty:
+            size = rng.choice([3, 500, 20_000, 300_000])
+            kept.append(torch.full((size,), rng.randrange(1, 2**20)))
+        tensor = kept[-1]
+        if not bool((tensor == tensor[0]).all()) or not int(tensor[0]):
+            faults.put(f"{len(tensor)} elements: {tensor[:8].tolist()}")
+        if len(kept) > 4:
+            for _ in range(rng.randrange(1, 5)):
+                one = kept.pop(rng.randrange(len(kept)))
+                if rng.random() < 0.75:
+                    queue.put(one)
+                del one
+        del tensor

@@ -15,6 +15,7 @@ from support.waiting import LIMIT, eventually
 
 from xpool.memory import guests
 from xpool.memory.arena import Arena
+from xpool.memory.layout import HOLDS
 
 LARGE = 100_000
 
@@ -222,3 +223,50 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
         guests.tidy()
         most = max(most, len(Arena._known))
     assert most <= 3  # our own, that of the last, and one that is on its way out
+
+
+@pytest.mark.torch
+def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
+    """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""
+    monkeypatch.setattr("xpool.memory.arena.IDLE", 0.005)
+    monkeypatch.setattr("xpool.memory.guests.IDLE", 0.005)
+    q, faults = make_queue(), make_queue()
+    rng = random.Random(seed := random.randrange(2**32))
+    jugglers = [start("fork", parts.juggle, q, faults, rng.random()) for _ in range(4)]
+    seen, kept = 0, []
+    for _ in range(15):
+        for _ in range(60):
+            tensor = q.get(LIMIT)
+            assert bool((tensor == tensor[0]).all()) and int(tensor[0]), f"seed {seed}"
+            seen += 1
+            kept.append(tensor)
+            if len(kept) > 8:
+                q.put(kept.pop(rng.randrange(8)))
+        victim = jugglers.pop(rng.randrange(4))
+        victim.kill()
+        victim.join()
+        jugglers.append(start("fork", parts.juggle, q, faults, rng.random()))
+    for tensor in kept:
+        assert bool((tensor == tensor[0]).all()) and int(tensor[0]), f"seed {seed}"
+    for juggler in jugglers:
+        juggler.kill()
+        juggler.join()
+    assert faults.empty(), f"{faults.get()}, seed {seed}"
+    del tensor
+    kept.clear()
+    while not q.empty():
+        q.get()
+    settled()
+    assert not any(arena.is_guest for arena in Arena._known.values())
+
+
+def test_too_many_guests(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
+    """Where all seats of a file are taken, a message in it is refused, and the next one comes."""
+    q = make_queue()
+    start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
+    monkeypatch.setattr("xpool.memory.seats.FIRST_GUEST", HOLDS)
+    with pytest.raises(LookupError, match="more are not possible"):
+        q.get(LIMIT)
+    assert q.get(LIMIT) == "short"
+    monkeypatch.undo()
+    assert q.get(LIMIT) == bytearray(LARGE)
