@@ -12,7 +12,7 @@ import pytest
 from xpool.devices import Gpu, Host, devices
 from xpool.devices.host import find_chips
 from xpool.devices.numa import find_nodes, parse_cpulist
-from xpool.devices.nvml import find_gpus
+from xpool.devices.nvml import Spare, find_gpus, find_spare
 
 from .hosts import DEVICE_IDS, XLA, add_node, add_pci, add_vfio
 
@@ -166,15 +166,35 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, process_t *p) 
   *n = number(d) == 2 ? 2 : 0;
   return 0;
 }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **d) {
+  int i;
+  if (sscanf(uuid, "GPU-%d", &i) != 1 && sscanf(uuid, "MIG-%d", &i) != 1) return 6;
+  *d = (void *)(100L + i);
+  return 0;
+}
+int nvmlDeviceGetMemoryInfo(void *d, unsigned long long *total_free_used) {
+  total_free_used[1] = (10ULL << 30) + number(d);
+  return number(d) == 3 ? 3 : 0;
+}
+int nvmlDeviceGetUtilizationRates(void *d, unsigned *gpu_memory) {
+  gpu_memory[0] = 25;
+  return number(d) >= 100 ? 3 : 0;
+}
 """
+
+
+def build_nvml(folder: Path) -> str:
+    """Build a library with NVML's interface; return its path."""
+    (folder / "nvml.c").write_text(NVML)
+    library = str(folder / "libnvidia-ml.so.1")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "nvml.c"], check=True)
+    return library
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
 def test_nvml_is_read_as_its_header_says(tmp_path: Path):
     """Through a library with NVML's interface: identities, MIG instances, modes and nodes."""
-    (tmp_path / "nvml.c").write_text(NVML)
-    library = str(tmp_path / "libnvidia-ml.so.1")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
+    library = build_nvml(tmp_path)
     add_pci(tmp_path, "0000:66:00.0", "0x2330", vendor="0x10de", node=1)
     gpus = find_gpus(tmp_path, library)
     assert gpus == (
@@ -184,6 +204,21 @@ def test_nvml_is_read_as_its_header_says(tmp_path: Path):
     )
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
+def test_what_gpus_have_left(tmp_path: Path):
+    """Memory and idle time, of numbers and identities; all or none."""
+    library = build_nvml(tmp_path)
+    assert find_spare(["2", "GPU-1", "MIG-101"], library) == [
+        Spare((10 << 30) + 2, 0.75),
+        Spare((10 << 30) + 1, 0.75),
+        Spare((10 << 30) + 101, 1.0),
+    ]
+    assert find_spare(["0", "3"], library) is None
+    assert find_spare(["0", "what"], library) is None
+    assert find_gpus(tmp_path, library) is not None  # NVML was shut down each time
+
+
 def test_without_nvml(tmp_path: Path):
     """Without the driver's library there is nothing to ask."""
     assert find_gpus(tmp_path, str(tmp_path / "libnvidia-ml.so.1")) is None
+    assert find_spare(["0"], str(tmp_path / "libnvidia-ml.so.1")) is None

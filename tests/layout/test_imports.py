@@ -23,7 +23,7 @@ ROWS = [
     {"fleet", "server"},
     {"engine"},
     {"pool"},
-    {"adapters", "xla"},
+    {"adapters", "assigner", "xla"},
     {"testing"},
 ]
 RANK = {room: rank for rank, row in enumerate(ROWS) for room in row}

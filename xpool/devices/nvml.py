@@ -6,12 +6,15 @@ Structures and constants are those of ``nvml.h`` (NVML API reference).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from xpool.devices.numa import numa_node
 
-__all__ = ["LIBRARY", "Gpu", "find_gpus"]
+__all__ = ["LIBRARY", "Gpu", "Spare", "find_gpus", "find_spare"]
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -60,21 +63,71 @@ class _ProcessInfo(ctypes.Structure):
     ]
 
 
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint) for name in ("gpu", "memory")]
+
+
 def find_gpus(root: Path = Path("/"), library: str = LIBRARY) -> tuple[Gpu, ...] | None:
     """Return the GPUs of this machine; None when there is no NVML, or no driver behind it."""
+    with _opened(library) as nvml:
+        count = ctypes.c_uint()
+        if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return None
+        return tuple(_gpu(nvml, i, root) for i in range(count.value))
+
+
+class Spare(NamedTuple):
+    """What a device has left."""
+
+    memory: int
+    """Bytes."""
+
+    idle: float
+    """The share of the last moments in which nothing ran on it; 1 where that is not known."""
+
+
+def find_spare(names: Iterable[str], library: str = LIBRARY) -> list[Spare] | None:
+    """Return what devices have left; None when NVML is not there or does not know one of them.
+
+    ``names`` are numbers on the PCI bus, ``GPU-...`` or ``MIG-...``, as `Seen.name` is.
+    """
+    with _opened(library) as nvml:
+        if nvml is None:
+            return None
+        found = [_spare(nvml, name) for name in names]
+    return [spare for spare in found if spare] if all(found) else None
+
+
+@contextmanager
+def _opened(library: str) -> Iterator[ctypes.CDLL | None]:
     try:
         nvml = ctypes.CDLL(library)
     except OSError:
-        return None
-    if nvml.nvmlInit_v2() != 0:
-        return None
+        nvml = None
+    if nvml is None or nvml.nvmlInit_v2() != 0:
+        yield None
+        return
     try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return None
-        return tuple(_gpu(nvml, i, root) for i in range(count.value))
+        yield nvml
     finally:
         nvml.nvmlShutdown()
+
+
+def _spare(nvml: ctypes.CDLL, name: str) -> Spare | None:
+    device, memory, load = ctypes.c_void_p(), _Memory(), _Utilization()
+    if name.isdigit():
+        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(device))
+    else:
+        failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
+    if failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != 0:
+        return None
+    # MIG instances do not tell how busy they are.
+    known = nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(load)) == 0
+    return Spare(memory.free, 1 - load.gpu / 100 if known else 1.0)
 
 
 def _gpu(nvml: ctypes.CDLL, index: int, root: Path) -> Gpu:

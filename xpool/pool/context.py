@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool.errors import OptionError
@@ -25,7 +25,9 @@ class CtxPool(Pool):
             that replaces it.  A context with an ``env`` (a mapping) has these variables set in
             its worker before anything else is imported, as those of `xpool.devices` do.  Contexts
             with a ``group`` other than 0 form one replica group: when one of its workers dies, the
-            pool stops with `DeviceError`, since the others cannot go on with a new one.
+            pool stops with `DeviceError`, since the others cannot go on with a new one.  A
+            `xpool.assigner.ModelAssigner` gives one for each of its devices, which holds the models
+            placed there.
 
     The other arguments are those of `Pool`.  The initializer gets ``initargs`` alone; it finds
     the context in ``current_worker().context``.
@@ -39,7 +41,7 @@ class CtxPool(Pool):
         maxtasksperchild: int | None = None,
         context: Any = None,
         *,
-        worker_contexts: Sequence[Any],
+        worker_contexts: Iterable[Any],
         **options: Any,
     ) -> None:
         self._contexts = list(check_iterable("worker_contexts", worker_contexts))
@@ -76,7 +78,7 @@ class CtxThreadPool(ThreadPool):
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
         *,
-        worker_contexts: Sequence[Any],
+        worker_contexts: Iterable[Any],
         **options: Any,
     ) -> None:
         self._contexts = list(check_iterable("worker_contexts", worker_contexts))

@@ -1,0 +1,27 @@
+"""Which model on which device: `ModelAssigner`, and the estimators that it goes by.
+
+::
+
+    from xpool import CtxPool
+    from xpool.assigner import ModelAssigner
+
+    assigner = ModelAssigner(models, {(0, 1): 5}, devices=["cuda:0", "cuda:1"], move_models=False)
+    assigner.assignment                          # the device of each model
+    pool = CtxPool(worker_contexts=assigner)     # a worker for each device, holding its models
+
+Importing this module imports torch, and starts no device runtime.  ``docs/assigner.md`` has the
+cost that is minimised, and says when the search is exact.
+"""
+
+from __future__ import annotations
+
+from xpool.assigner.assign import ModelAssigner, ModelContext, PlacementError
+from xpool.assigner.estimate import ModelComplexityEstimator, ModelSizeEstimator
+
+__all__ = [
+    "ModelAssigner",
+    "ModelComplexityEstimator",
+    "ModelContext",
+    "ModelSizeEstimator",
+    "PlacementError",
+]

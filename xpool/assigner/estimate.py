@@ -1,0 +1,188 @@
+"""How large a model is, and how much work a forward pass of it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from xpool.errors import OptionError
+
+__all__ = ["ModelComplexityEstimator", "ModelSizeEstimator", "check_model", "check_number"]
+
+MIB = 1024**2
+
+
+class ModelSizeEstimator:
+    """The memory that a model takes.
+
+    Args:
+        model: a `torch.nn.Module`, on any device, also on "meta".
+        size_multiplier: room for what is no parameter and no buffer (inputs, activations,
+            gradients): `estimate_size` is so many times their sum.
+
+    Raises:
+        TypeError: ``model`` is no module, or the multiplier no number.
+        OptionError (a `ValueError`): the multiplier is not above 0, or a parameter has no
+            shape yet.
+    """
+
+    def __init__(self, model: nn.Module, size_multiplier: float = 2) -> None:
+        self.model = check_model("model", model)
+        self.size_multiplier = check_number("size_multiplier", size_multiplier, above=0)
+
+    def get_parameter_sizes(self) -> float:
+        """Return the size of all parameters in MiB; those that are shared count once."""
+        return _bytes(self.model.parameters()) / MIB
+
+    def get_buffer_sizes(self) -> float:
+        """Return the size of all buffers in MiB."""
+        return _bytes(self.model.buffers()) / MIB
+
+    def estimate_size(self) -> float:
+        """Return the size of parameters and buffers in MiB, times the multiplier."""
+        return (self.get_parameter_sizes() + self.get_buffer_sizes()) * self.size_multiplier
+
+
+class ModelComplexityEstimator:
+    """The floating-point operations of one forward pass.
+
+    Args:
+        model: a `torch.nn.Module`.
+        inputs: what its ``forward`` is called with: a tensor, or a tuple of arguments.  They are
+            counted as they are, so take a batch of the size that will be used.  Without them,
+            two operations are counted for each element of a parameter: what a model of linear
+            layers does for one sample, and too little for one that uses its weights more than
+            once, as convolutions do.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any = None) -> None:
+        self.model = check_model("model", model)
+        self.inputs = inputs
+
+    def estimate_complexity(self) -> float:
+        """Return the operations as `torch.utils.flop_counter.FlopCounterMode` counts them.
+
+        That is: products and sums of matrix products, convolutions and attention; all else
+        counts nothing.  Shapes alone are followed, on torch's "meta" device: nothing is computed,
+        and the model, the inputs and random generators stay as they are.  A model that this is
+        not enough for, since its control flow depends on values, is run for real, once, on copies
+        of its state; fused kernels that the counter does not know are switched off for that
+        time, in this whole process.
+
+        Raises:
+            OptionError (a `ValueError`): ``forward`` fails with these inputs; its own error is
+                the cause.  Or a parameter has no shape yet.
+        """
+        elements: int = sum(p.numel() for p in _shaped(self.model.parameters()))
+        if self.inputs is None:
+            return 2.0 * elements
+        inputs = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+        with torch.inference_mode(False), torch.enable_grad():
+            try:
+                return float(_count(self.model, inputs))
+            except Exception as exc:
+                raise OptionError(
+                    f"the forward pass of {type(self.model).__name__} fails with these inputs, a "
+                    f"tuple of {len(inputs)}: {type(exc).__name__}: {exc}. Give what the model is "
+                    "called with: a tensor, or a tuple of arguments."
+                ) from exc
+
+
+def check_model(name: str, model: Any) -> nn.Module:
+    """Return the model; raise `TypeError` when it is none."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, not {model!r}")
+    return model
+
+
+def check_number(
+    name: str, value: Any, *, above: float = -math.inf, least: float = -math.inf
+) -> float:
+    """Return a finite number that is above ``above`` and at least ``least``.
+
+    Raises:
+        TypeError: it is no number.
+        OptionError (a `ValueError`): it is out of range.
+    """
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, not {value!r}") from None
+    if not math.isfinite(number):
+        raise OptionError(f"{name} must be finite, not {value!r}")
+    if number <= above:
+        raise OptionError(f"{name} must be above {above:g}, not {value!r}")
+    if number < least:
+        raise OptionError(f"{name} must be at least {least:g}, not {value!r}")
+    return number
+
+
+def _shaped(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        if is_lazy(tensor):
+            raise OptionError(
+                "the model has a lazy parameter without a shape; run the model once before"
+            )
+        yield tensor
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in _shaped(tensors))
+
+
+def _count(model: nn.Module, inputs: tuple[Any, ...]) -> int:
+    try:
+        with torch.device("meta"):
+            return _forward(model, inputs, lambda tensor: torch.empty_like(tensor, device="meta"))
+    except Exception:
+        # Shapes were not enough, or the model is at fault; the run with values tells.
+        gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        with torch.random.fork_rng(devices=sorted(gpus, key=str)), _plain_kernels():
+            return _forward(model, inputs, torch.clone)
+
+
+def _forward(model: nn.Module, inputs: tuple[Any, ...], copy: Callable[[Tensor], Tensor]) -> int:
+    """Count a forward pass on copies of everything that it could write to."""
+
+    def parameter(tensor: Tensor) -> Tensor:
+        # Where nothing needs a gradient, encoder layers take a path that the counter cannot see.
+        return copy(tensor.detach()).requires_grad_(tensor.is_floating_point())
+
+    state = {name: parameter(p) for name, p in model.named_parameters()}
+    state |= {name: copy(b) for name, b in model.named_buffers()}
+    args = tree_map(lambda x: copy(x) if isinstance(x, Tensor) else x, inputs)
+    with FlopCounterMode(display=False) as counter:
+        torch.func.functional_call(model, state, args)
+    return int(counter.get_total_flops())
+
+
+@contextlib.contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """Have recurrent layers and attention done by matrix products, which the counter knows."""
+    cuda, libraries = torch.backends.cuda, (torch.backends.mkldnn, torch.backends.cudnn)
+    flash, efficient = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+    enabled = [library.enabled for library in libraries]
+    try:
+        cuda.enable_flash_sdp(False)
+        cuda.enable_mem_efficient_sdp(False)
+        for library in libraries:
+            library.enabled = False
+        yield
+    finally:
+        cuda.enable_flash_sdp(flash)
+        cuda.enable_mem_efficient_sdp(efficient)
+        for library, was in zip(libraries, enabled):
+            library.enabled = was

@@ -1,0 +1,105 @@
+"""The devices that models are placed on, described without starting a runtime of theirs.
+
+CUDA's own functions for free memory make a context on the device: hundreds of megabytes, and a
+process that cannot be forked any more.  So NVML is asked, as `xpool.devices` does, and torch only
+where that is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from xpool.devices import DeviceContext, Host, devices
+from xpool.devices.kinds import best
+from xpool.devices.nvml import Spare, find_spare
+from xpool.errors import DeviceError, OptionError
+from xpool.memory.system import available_memory
+from xpool.options import check_iterable
+
+__all__ = ["Place", "find_places"]
+
+
+class Place(NamedTuple):
+    """A device, or a worker's share of it: one for each entry of ``devices``."""
+
+    device: torch.device
+    """As this process calls it; CUDA devices have an index."""
+
+    binding: DeviceContext
+    """What a worker that is to own it sets."""
+
+    memory: float
+    """Free bytes."""
+
+    power: float
+    """Computing power; 1: an idle GPU."""
+
+
+def find_places(wanted: Any, cpu_weight: float, host: Host | None = None) -> list[Place]:
+    """Return the places that ``wanted`` names; None: all CUDA devices, or else the CPU.
+
+    Entries that name the same device share its memory and power equally.
+
+    Raises:
+        TypeError: ``wanted`` is no list of devices.
+        OptionError (a `ValueError`): an entry is no CPU and no CUDA device, or there is none.
+        DeviceError (a `RuntimeError`): a CUDA device is not there, or cannot be used.
+    """
+    host = Host.here() if host is None else host
+    if wanted is None:
+        gpus = devices("cuda", host=host) if best(host) == "cuda" else []
+        named = [torch.device("cuda", i) for i in range(len(gpus))] or [torch.device("cpu")]
+    else:
+        named = _named(wanted)
+        gpus = devices("cuda", host=host) if any(d.type == "cuda" for d in named) else []
+    for i, device in enumerate(named):
+        if device.type == "cuda" and device.index >= len(gpus):
+            raise DeviceError(
+                f"devices[{i}] is '{device}', but this process may see cuda:0 to "
+                f"cuda:{len(gpus) - 1}; name those, or 'cpu'"
+            )
+    cpus = sum(device.type == "cpu" for device in named)
+    bindings = iter(devices("cpu", cpus, host=host) if cpus else ())
+    spare = _spare(gpus, sorted({d.index for d in named if d.type == "cuda"}))
+    places = []
+    for device in named:
+        sharing = named.count(device)
+        if device.type == "cpu":
+            binding, left = next(bindings), Spare(available_memory(), cpu_weight)
+        else:
+            binding, left = gpus[device.index], spare[device.index]
+        places.append(Place(device, binding, left.memory / sharing, left.idle / sharing))
+    return places
+
+
+def _named(wanted: Any) -> list[torch.device]:
+    if isinstance(wanted, (str, torch.device)):
+        raise TypeError(f"devices must be a list of devices, such as [{str(wanted)!r}]")
+    found = []
+    for i, given in enumerate(check_iterable("devices", wanted)):
+        try:
+            device = torch.device(given)
+        except (RuntimeError, TypeError) as exc:
+            raise OptionError(
+                f"devices[{i}] is {given!r}, which is no device; give 'cpu' or 'cuda:i'"
+            ) from exc
+        if device.type not in ("cpu", "cuda"):
+            raise OptionError(f"devices[{i}] is '{device}'; models go to 'cpu' and 'cuda:i' only")
+        found.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else device)
+    if not found:
+        raise OptionError(
+            "devices is empty; leave it out for all GPUs of this machine, or else the CPU"
+        )
+    return [torch.device("cpu") if device.type == "cpu" else device for device in found]
+
+
+def _spare(gpus: Sequence[DeviceContext], indices: Sequence[int]) -> dict[int, Spare]:
+    if not indices:
+        return {}
+    found = find_spare([gpus[i].name for i in indices])
+    if found is None:
+        found = [Spare(torch.cuda.mem_get_info(i)[0], 1.0) for i in indices]
+    return dict(zip(indices, found))
