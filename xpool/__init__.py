@@ -45,6 +45,9 @@ if TYPE_CHECKING:
         TaskTimeout as TaskTimeout,
     )
     from xpool.errors import (
+        TensorLost as TensorLost,
+    )
+    from xpool.errors import (
         TimeoutError as TimeoutError,
     )
     from xpool.errors import (
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
         XPoolError as XPoolError,
     )
     from xpool.jobs.states import PoolStates as PoolStates
+    from xpool.pickle.handles import TensorHandle as TensorHandle
     from xpool.pool.base import BasePool as BasePool
     from xpool.pool.context import CtxPool as CtxPool
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
@@ -83,10 +87,11 @@ if TYPE_CHECKING:
 _homes = {
     "xpool.errors": (
         "DeviceError InternalError OptionError PoolBroken PoolClosed RemoteTraceback "
-        "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TimeoutError "
-        "WorkerDied WorkerStartFailed XPoolError"
+        "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TensorLost "
+        "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool.jobs.states": "PoolStates",
+    "xpool.pickle.handles": "TensorHandle",
     "xpool.pool.base": "BasePool",
     "xpool.pool.context": "CtxPool CtxThreadPool",
     "xpool.pool.p2p": "P2PPool",

@@ -14,6 +14,7 @@
     |   `-- TaskCancelled
     |-- the worker --------------------------------------------------------------
     |   |-- WorkerDied          it ended while it ran the task
+    |   |   `-- TensorLost      it ended, and a tensor on its device with it
     |   |-- WorkerStartFailed   it cannot be started: the pool is stopped
     |   `-- PoolBroken          workers die and nothing gets done: the pool is stopped
     `-- xpool ---------------------------------------------------------------------
@@ -46,6 +47,7 @@ __all__ = [
     "TaskNotPicklable",
     "TaskStopped",
     "TaskTimeout",
+    "TensorLost",
     "TimeoutError",
     "WorkerDied",
     "WorkerStartFailed",
@@ -180,6 +182,19 @@ class WorkerDied(XPoolError):
                 "the fault is its own. It is not run again; run it alone to see what it does."
             )
         return f"{story}{hint} Only this task is lost; pass retries=n to have it run again."
+
+
+class TensorLost(WorkerDied):
+    """The worker that held a tensor on its device has ended, and the tensor with it.
+
+    Fields as of `WorkerDied`; ``task`` says which tensor.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{self.task} is lost: worker {self.worker} (pid {self.pid}), which held it, has "
+            "ended. Make it again in the worker that is there now, or keep a copy: handle.cpu()."
+        )
 
 
 _HINTS: dict[int | None, str] = {

@@ -67,8 +67,8 @@ class Block:
     capacity: int
     arena: Arena
     number: int
-    owner: int
-    """The worker whose tensor on a device it stands for, where it does."""
+    stands_for: tuple[int, int]
+    """Where it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
 
     former: Any
     """Memory that must live as long as this does."""
@@ -97,7 +97,7 @@ def _block_type(capacity: int) -> Any:
     made = _types.get(capacity)
     if made is None:
         bases = Block, ctypes.c_char * capacity
-        space = {"__slots__": ("arena", "former", "number", "owner"), "capacity": capacity}
+        space = {"__slots__": ("arena", "former", "number", "stands_for"), "capacity": capacity}
         made = _types[capacity] = type(f"Block{capacity}", bases, space)
     return made
 

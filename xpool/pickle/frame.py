@@ -56,9 +56,14 @@ class Leased(bytes):
         return found
 
     @property
-    def owners(self) -> set[int]:
-        """The workers on whose devices the tensors lie to which there are handles in it."""
-        return {block.owner for block in self.blocks.values() if hasattr(block, "owner")}
+    def owners(self) -> dict[int, int]:
+        """The workers that have tensors to which there are handles in it, and how many bytes."""
+        found: dict[int, int] = {}
+        for block in self.blocks.values():
+            worker, nbytes = getattr(block, "stands_for", (None, 0))
+            if worker is not None:
+                found[worker] = found.get(worker, 0) + nbytes
+        return found
 
 
 def weight(message: bytes | memoryview) -> int:

@@ -82,11 +82,13 @@ class P2PPool(Pool):
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
         engine, packer = self._engine, self._packer
-        number = job.func = self._learn(func, False, chunked, terms)
+        number, owner = self._learn(func, False, chunked, terms)
+        job.func = number
+        bound = -1 if owner is None else owner
         limit = limit_of(terms)
 
         def put(index: int, task: Any) -> int:
-            payload, worker = packer.pack_task(task, terms.retries > 0, -1)
+            payload, worker = packer.pack_task(task, terms.retries > 0, bound)
             span = Span(job.number, number, index, (payload,), terms.retries, worker, limit)
             span.feeder = window
             engine.submit(span)

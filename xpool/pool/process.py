@@ -50,8 +50,9 @@ class Pool(BasePool):
         is_daemon: False lets workers have children, pools of their own among them.
         is_copy_tensor: True: what arrives is the receiver's own.  False: the storages of tensors
             move to shared memory, and both sides see each other's writes.
-        share_method: which tensors are shared when ``is_copy_tensor`` is False: "cpu", "cuda",
-            "xla", or None, each by its own kind.
+        share_method: when ``is_copy_tensor`` is False, the kind of device ("cpu", "cuda" or "xla")
+            whose tensors are shared, while others are copied; None: all are shared, those on
+            devices by `TensorHandle`.
         memory_limit: bytes of shared memory past which this pool sends large values through the
             pipe, counted for the whole program; None: half of what was available when the first
             pool was made; 0: always through the pipe.
@@ -229,13 +230,13 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
-        job.func = self._learn(func, starred, chunked, terms)
+        job.func, owner = self._learn(func, starred, chunked, terms)
         limit = limit_of(terms)
         spans = [Span(job.number, job.func, 0, (), terms.retries, None, limit)]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
-                payload, worker = self._packer.pack_task(chunk, terms.retries > 0, None)
+                payload, worker = self._packer.pack_task(chunk, terms.retries > 0, owner)
             except Exception as error:
                 # It fails alone; what comes after it is a span of its own.
                 failed.append((i, error))
@@ -262,11 +263,14 @@ class Pool(BasePool):
         self._engine.sent(payload)
         return Span(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
 
-    def _learn(self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms) -> int:
-        """Have the engine keep a function for the workers."""
+    def _learn(
+        self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
+    ) -> tuple[int, int | None]:
+        """Have the engine keep a function for the workers, or for one, if it holds handles."""
         if terms.retry_on:
             func = Retried(func, terms.retry_on)
-        return self._engine.learn(_MODES[starred, chunked], self._packer.pack(func, True))
+        payload, owner = self._packer.pack_task(func, True, None)
+        return self._engine.learn(_MODES[starred, chunked], payload), owner
 
     def _submit_span(self, span: Span) -> None:
         self._engine.submit(span)
@@ -276,8 +280,8 @@ class Pool(BasePool):
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
-        job.func = self._learn(func, False, chunked, terms)
-        return _Stream(self, job, window, terms).put
+        job.func, owner = self._learn(func, False, chunked, terms)
+        return _Stream(self, job, window, terms, owner).put
 
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(job.number)
@@ -332,7 +336,9 @@ def limit_of(terms: Terms) -> Limit | None:
 class _Stream:
     """Puts the tasks of an `imap` where the workers take them."""
 
-    def __init__(self, pool: Pool, job: Job, window: Window, terms: Terms) -> None:
+    def __init__(
+        self, pool: Pool, job: Job, window: Window, terms: Terms, owner: int | None
+    ) -> None:
         # Not the pool itself: the feeder must not keep it from going.
         self._engine = pool._engine
         self._span = Span(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
@@ -341,9 +347,10 @@ class _Stream:
         self._window = window
         self._packer = pool._packer
         self._kept = terms.retries > 0
+        self._owner = owner
 
     def put(self, index: int, task: Any) -> int:
-        payload, worker = self._packer.pack_task(task, self._kept, None)
+        payload, worker = self._packer.pack_task(task, self._kept, self._owner)
         span = self._span
         if worker is not None:
             bound = Span(span.job, span.func, index, (payload,), span.retries, worker, span.limit)
