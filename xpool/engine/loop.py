@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool.engine.limits import Limits
@@ -123,6 +123,16 @@ class Engine(Limits):
                 span.bound = self.sched.least_loaded()
             self.sched.put(span)
             self._give_idle(span.job if driven else 0)
+
+    @uninterrupted
+    def submit_together(self, spans: Iterable[Span]) -> None:
+        """Queue spans at one moment: bound ones of several callers come everywhere in one order."""
+        with self.lock:
+            self._leave_signal_handler()
+            if not self._ending:
+                for span in spans:
+                    self.sched.put(span)
+                self._give_idle()
 
     @uninterrupted
     def feed(self, span: Span) -> None:

@@ -13,9 +13,9 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
-from xpool.errors import OptionError, TaskNotPicklable, TaskTimeout
+from xpool.errors import OptionError, TaskNotPicklable
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
-from xpool.jobs.scheduler import Limit, Span
+from xpool.jobs.scheduler import Span
 from xpool.options import (
     Terms,
     check_count,
@@ -25,10 +25,11 @@ from xpool.options import (
 )
 from xpool.pickle.handles import pools
 from xpool.pickle.main import main_is_importable, main_location
-from xpool.pool.base import BasePool, at_exit
+from xpool.pool.base import at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
 from xpool.pool.packing import Packer, find_arena
+from xpool.pool.together import Together, limit_of
 from xpool.queue.messages import Mode
 from xpool.results import Job
 from xpool.worker.calls import Retried
@@ -39,7 +40,7 @@ PRELOAD = ("numpy", "numpy.random", "torch")
 """Modules that the fork server imports when the program has: slow to import, safe to fork."""
 
 
-class Pool(BasePool):
+class Pool(Together):
     """A pool of worker processes, with the verbs of `multiprocessing.pool.Pool`.
 
     Args:
@@ -104,6 +105,7 @@ class Pool(BasePool):
         self._arena = arena
         self._memory_limit = limit
         self._packer = Packer(is_recursive, layout)
+        self._files = []
         pools[self._token] = self
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
@@ -320,13 +322,6 @@ _MODES = {
     (True, False): Mode.STAR,
     (True, True): Mode.STARCHUNK,
 }
-
-
-def limit_of(terms: Terms) -> Limit | None:
-    """Return the limit of each task under these terms; None: there is none."""
-    if terms.timeout is None:
-        return None
-    return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
 
 
 class _Stream:

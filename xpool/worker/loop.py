@@ -18,6 +18,7 @@ from typing import Any
 from xpool.errors import OptionError, ResultNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena, Block
 from xpool.pickle import decode, encode
+from xpool.pickle.broadcast import Objects
 from xpool.pickle.exceptions import encode_exception
 from xpool.pickle.frame import Leased
 from xpool.pickle.handles import Keeper
@@ -203,6 +204,7 @@ class _Worker:
         self._arena = arena
         self._out = out
         self._layout = self._make_layout(orders)
+        self._objects = Objects(arena, orders["token"])
         self._tidy_at = 0.0  # when to look for memory that was unused for long
         self._source = source
         self._seq = 0
@@ -292,6 +294,7 @@ class _Worker:
         if now >= self._tidy_at:  # also where there is always something to do
             self._tidy_at = now + IDLE
             out.forget_adopted()
+            self._objects.sweep()
             arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
@@ -299,6 +302,7 @@ class _Worker:
         while not poller.poll(seconds * 1000):
             out.forget_adopted()
             kept = Keeper.here is not None and Keeper.here.sweep()
+            kept |= self._objects.sweep()
             if not arena.trim() and not out.kept and not kept:
                 return
             seconds = min(2 * seconds, 60.0)
