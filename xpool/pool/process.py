@@ -8,6 +8,7 @@ import os
 import pickle
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -106,6 +107,7 @@ class Pool(Together):
         self._memory_limit = limit
         self._packer = Packer(is_recursive, layout)
         self._files = []
+        self._order = threading.RLock()
         pools[self._token] = self
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
@@ -121,6 +123,7 @@ class Pool(Together):
         super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
 
     _keeps_terms = True
+    _has_peers = False  # its workers can send messages to each other
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -154,6 +157,8 @@ class Pool(Together):
             initializer_timeout=self._initializer_timeout,
         )
         self._crew = self._engine
+        if self._has_peers:
+            self._engine.connect_peers()
 
     def pool_inqueue_put(self, task: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
@@ -382,6 +387,7 @@ class _Orders:
         self._copy_tensor = pool._copy_tensor
         self._share_method = pool._share_method
         self._token = pool._token
+        self._peers = pool._size if pool._has_peers else 0
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
@@ -409,6 +415,7 @@ class _Orders:
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
             "token": self._token,
+            "peers": self._peers,
             "context": None if self._contexts is None else self._contexts[index],
         }
         return pickle.dumps(orders)

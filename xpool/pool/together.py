@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ class Together(BasePool):
     _packer: Packer
     _token: str
     _memory_limit: int
+    _order: threading.RLock
     _files: list[File]  # what was broadcast where there is no arena for it
 
     def run_all(
@@ -58,11 +60,16 @@ class Together(BasePool):
         self._check_running()
         self._check_call(func, None, None)
         terms = self._terms(timeout, 0, ())
-        job = Gather(next(self._job_numbers), label(func), self, self._size)
-        job.terms = terms
-        self._enter(job, self._size)
+        with self._order:  # the workers come to the calls by number
+            job = Gather(next(self._job_numbers), label(func), self, self._size)
+            job.terms = terms
+            self._enter(job, self._size)
+            try:
+                self._engine.submit_together(self._spans_for_all(job, (func, args, {}), terms))
+            except BaseException:
+                self._cancel(job)
+                raise
         try:
-            self._engine.submit_together(self._spans_for_all(job, (func, args, {}), terms))
             return job.get()
         except BaseException:
             self._cancel(job)

@@ -49,6 +49,7 @@ from xpool.queue.outbox import Outbox
 from xpool.worker import calls, main_module
 from xpool.worker.calls import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
+from xpool.worker.peers import Peers
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
 
@@ -69,17 +70,21 @@ def run(
     tasks: int,
     answers: int,
     outbox: int,
-    arena: list[int],
+    others: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
-    """Serve until told to stop; return the exit code.  ``arena``: its descriptor, or nothing."""
+    """Serve until told to stop; return the exit code.
+
+    ``others``: the descriptors of control and arena, where there are such.
+    """
     box = Outbox(outbox)
     out = _Answers(answers, box)
     listen(box, outbox, _Worker._run.__code__)
     box.tick()
     try:
-        shared = _join(arena, orders)
-        worker = _Worker(orders, Source(tasks), out, shared, inherited)
+        control = others.pop(0) if orders["peers"] else -1
+        shared = _join(others, orders)
+        worker = _Worker(orders, Source(tasks), out, shared, control, inherited)
     except SystemExit as exc:
         reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
         out.frame(FAILED, encode_exception(reason, traceback.format_exc()))
@@ -199,12 +204,17 @@ class _Worker:
         source: Source,
         out: _Answers,
         arena: Arena | None,
+        control: int,
         inherited: tuple[Any, tuple[Any, ...]] | None,
     ) -> None:
         self._arena = arena
         self._out = out
         self._layout = self._make_layout(orders)
         self._objects = Objects(arena, orders["token"])
+        self._peers: Peers | None = None
+        if control >= 0 and arena is not None:
+            layout = self._layout._replace(keep=None)
+            self._peers = Peers(orders["index"], orders["peers"], control, layout)
         self._tidy_at = 0.0  # when to look for memory that was unused for long
         self._source = source
         self._seq = 0
@@ -218,7 +228,7 @@ class _Worker:
         if orders["context"] is not None:
             context = decode(orders["context"])
             self._prefix = (context,)
-        enter(WorkerInfo(orders["index"], orders["pool"], context))
+        enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers))
         _use_threads(orders["threads"])
         if hasattr(context, "env"):
             bound: Any = context
@@ -295,6 +305,8 @@ class _Worker:
             self._tidy_at = now + IDLE
             out.forget_adopted()
             self._objects.sweep()
+            if self._peers is not None:
+                self._peers.settle()
             arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
@@ -303,6 +315,7 @@ class _Worker:
             out.forget_adopted()
             kept = Keeper.here is not None and Keeper.here.sweep()
             kept |= self._objects.sweep()
+            kept |= self._peers is not None and self._peers.settle()
             if not arena.trim() and not out.kept and not kept:
                 return
             seconds = min(2 * seconds, 60.0)
