@@ -53,10 +53,6 @@ _STOP = (STOP_SIGNAL,)
 _SLICE = 0.01  # seconds between looks, while several threads wait: one may read what another wants
 
 
-class _Ended(Exception):
-    """The other end of a channel is closed."""
-
-
 class _Channel:
     """One end of a channel to a peer."""
 
@@ -122,17 +118,14 @@ class _Channel:
             return False
         except (BrokenPipeError, ConnectionResetError):
             self.ended = True
-            raise _Ended from None
+            return False
         self.told = self.got
         return True
 
     def settle(self) -> None:
         """Say what was taken out, if that is owed and there is room."""
         if self.told < self.got and not self.ended:
-            try:
-                self._packet(_TAKEN, 0, 0, b"")
-            except _Ended:
-                return  # it is marked so
+            self._packet(_TAKEN, 0, 0, b"")
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -262,14 +255,11 @@ class Peers:
                 with self._lock:
                     channel = self._channel(peer)
                     if channel is not None:
-                        try:
-                            if channel.try_send(self._scope, message):
-                                return
-                        except _Ended:
-                            self._lose(peer, channel)
+                        if channel.try_send(self._scope, message):
+                            return
                         channel.take_out(False)
                         if channel.ended:
-                            self._lose(peer, channel)
+                            raise self._lost(peer, channel)
                 self._wait(channel, True, until, f"worker {peer} took nothing more")
 
     def recv(self, peer: int, timeout: float | None = None) -> Any:
@@ -289,7 +279,7 @@ class Peers:
                         if message is not None:
                             break
                         if channel.ended:
-                            self._lose(peer, channel)
+                            raise self._lost(peer, channel)
                 self._wait(channel, False, until, f"worker {peer} sent nothing")
         if isinstance(message, OSError):
             raise message
@@ -299,8 +289,12 @@ class Peers:
     def call(self, scope: int) -> Iterator[None]:
         """While this lasts, messages belong to a call of `run_all`."""
         with self._lock:
-            for channel in self._all():
-                channel.forget_before(scope)
+            for peer, channels in self._channels.items():
+                for channel in list(channels):
+                    channel.take_out(False)
+                    channel.forget_before(scope)
+                    if channel.ended:
+                        self._forget(peer, channel)  # of a death that the last call has failed of
         self._scope = scope
         try:
             yield
@@ -381,14 +375,15 @@ class Peers:
             sock.set_inheritable(False)
             self._channels.setdefault(peer, deque()).append(_Channel(sock, serial))
 
-    def _lose(self, peer: int, channel: _Channel) -> None:
-        """Forget a channel whose other end is closed."""
+    def _forget(self, peer: int, channel: _Channel) -> None:
+        """Let go of a channel whose other end is closed."""
         self._known[peer] = channel.serial
-        channels = self._channels[peer]
-        if channel in channels:
-            channels.remove(channel)
+        self._channels[peer].remove(channel)
         channel.sock.close()
-        raise PeerLost(
+
+    def _lost(self, peer: int, channel: _Channel) -> PeerLost:
+        self._forget(peer, channel)
+        return PeerLost(
             f"worker {peer} has ended while worker {self._index} worked with it; the next message "
             "is to or from the worker that replaces it"
         )
