@@ -202,10 +202,6 @@ class Pool(Together):
 
     # -- shortcuts ---------------------------------------------------------------------------------
 
-    def _worker_contexts(self) -> list[Any] | None:
-        """What each worker owns, by index; None: nothing."""
-        return None
-
     def _submit_call(
         self,
         job: Job,

@@ -13,6 +13,7 @@ from xpool.jobs.scheduler import Limit, Span
 from xpool.options import Terms, label
 from xpool.pickle.broadcast import Broadcast, broadcast
 from xpool.pool.base import BasePool
+from xpool.pool.group import WorkerGroup
 from xpool.pool.packing import Packer
 from xpool.results import Job, Parcel, Unopened, local
 from xpool.worker.wrappers import File
@@ -31,6 +32,7 @@ class Together(BasePool):
     _token: str
     _memory_limit: int
     _order: threading.RLock
+    _group: WorkerGroup | None = None
     _files: list[File]  # what was broadcast where there is no arena for it
 
     def run_all(
@@ -45,7 +47,7 @@ class Together(BasePool):
         When one fails, the others are stopped, as by `AsyncResult.cancel`: an exception is raised
         here as it is, and its ``__cause__`` names the worker.  A worker that dies in it is an error
         too, and is replaced; a `PeerLost` that only follows from another worker's failure gives way
-        to that.
+        to that.  With a `create_group`, that is made anew at first where it is broken.
 
         Args:
             timeout: seconds that each call may take, from when its worker begins it; None: the
@@ -59,9 +61,23 @@ class Together(BasePool):
         """
         self._check_running()
         self._check_call(func, None, None)
+        group = self._group
+        if group is None:
+            return self._run_on_all(func, args, timeout)
+        with self._order:
+            wrapped = group.wrap(func)
+        try:
+            return self._run_on_all(wrapped, args, timeout, label(func))
+        except BaseException:
+            group.note_failure()
+            raise
+
+    def _run_on_all(
+        self, func: Any, args: tuple[Any, ...], timeout: float | None, name: str = ""
+    ) -> list[Any]:
         terms = self._terms(timeout, 0, ())
         with self._order:  # the workers come to the calls by number
-            job = Gather(next(self._job_numbers), label(func), self, self._size)
+            job = Gather(next(self._job_numbers), name or label(func), self, self._size)
             job.terms = terms
             self._enter(job, self._size)
             try:
@@ -74,6 +90,36 @@ class Together(BasePool):
         except BaseException:
             self._cancel(job)
             raise
+
+    def create_group(self, backend: str = "gloo", *, timeout: float = 60) -> WorkerGroup:
+        """Make the workers one world of `torch.distributed`, so that functions which `run_all` runs
+        can communicate; see `WorkerGroup`.  A pool has one: this makes it anew, if there is one.
+
+        Args:
+            backend: ``"gloo"`` on any workers; ``"nccl"`` on those of ``devices("cuda")``;
+                ``"xla"`` on those of one replica group.
+            timeout: seconds for making it, and for each collective operation.
+
+        Raises:
+            OptionError: there is no such backend, or it does not fit these workers.
+            WorkerDied, xpool.distributed.GroupTimeout: as `WorkerGroup.rebuild`.
+            PoolClosed: the pool takes no more work.
+        """
+        self._check_running()
+        group = WorkerGroup(self, backend, timeout)
+        with self._order:
+            group.generation = 0 if self._group is None else self._group.generation
+            group.rebuild()
+            self._group = group
+        return group
+
+    def _generations(self) -> list[int]:
+        """Which process each worker is, by how many it has had."""
+        return [slot.generation for slot in self._engine.slots]
+
+    def _worker_contexts(self) -> list[Any] | None:
+        """What each worker owns, by index; None: nothing."""
+        return None
 
     def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[Span]:
         payload, owner = self._packer.pack_task(call, True, None)
