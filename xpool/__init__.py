@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         OptionError as OptionError,
     )
     from xpool.errors import (
+        PeerLost as PeerLost,
+    )
+    from xpool.errors import (
         PoolBroken as PoolBroken,
     )
     from xpool.errors import (
@@ -86,7 +89,7 @@ if TYPE_CHECKING:
 
 _homes = {
     "xpool.errors": (
-        "DeviceError InternalError OptionError PoolBroken PoolClosed RemoteTraceback "
+        "DeviceError InternalError OptionError PeerLost PoolBroken PoolClosed RemoteTraceback "
         "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TensorLost "
         "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),

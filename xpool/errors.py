@@ -15,6 +15,7 @@
     |-- the worker --------------------------------------------------------------
     |   |-- WorkerDied          it ended while it ran the task
     |   |   `-- TensorLost      it ended, and a tensor on its device with it
+    |   |-- PeerLost            it ended while another worked with it
     |   |-- WorkerStartFailed   it cannot be started: the pool is stopped
     |   `-- PoolBroken          workers die and nothing gets done: the pool is stopped
     `-- xpool ---------------------------------------------------------------------
@@ -39,6 +40,7 @@ __all__ = [
     "DeviceError",
     "InternalError",
     "OptionError",
+    "PeerLost",
     "PoolBroken",
     "PoolClosed",
     "RemoteTraceback",
@@ -197,6 +199,10 @@ class TensorLost(WorkerDied):
         )
 
 
+class PeerLost(XPoolError):
+    """A process that this one works with has ended, and what it was to send will not come."""
+
+
 _HINTS: dict[int | None, str] = {
     None: "Look for its last output on stderr.",
     0: "Something in the task called sys.exit or os._exit.",
@@ -250,11 +256,17 @@ class InternalError(XPoolError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of the worker, as text: ``__cause__`` of a task's own exception."""
+    """The traceback of the worker, as text: ``__cause__`` of a task's own exception.
+
+    ``worker``: its index, of an error that `run_all` raises; else None.
+    """
+
+    worker: int | None = None
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
 
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        where = "" if self.worker is None else f"In worker {self.worker}:\n"
+        return f'\n"""\n{where}{self.text}"""'

@@ -85,6 +85,7 @@ class World:
         # Guarded by _lock: open collective groups, and how many of each there have been.
         self._collective: list[CollectiveGroup] = []
         self._made: dict[tuple[int, ...], int] = {}
+        self._everyone: CollectiveGroup | None = None
 
         if dist_init_method is None and rpc_init_method is not None:
             address = rendezvous.beside(rpc_init_method)
@@ -160,6 +161,22 @@ class World:
         error = PeerLost(self.peers.describe(name))
         for group in groups:
             group._lost(self.names.index(name), error)
+
+    @property
+    def group(self) -> CollectiveGroup:
+        """The group of all ranks; there is one from the start, with ``dist_timeout``.
+
+        It stands on torch's default group, which functions of `torch.distributed` use that are not
+        told another.
+        """
+        self._check_started(self.has_dist, "collective groups", "init_dist=True")
+        with self._lock:
+            if self._everyone is None:
+                ranks = self.get_ranks()
+                everyone = CollectiveGroup(self, ranks, dist.group.WORLD, self.dist_timeout)
+                self._everyone = everyone
+                self._collective.append(everyone)
+            return self._everyone
 
     # -- groups -------------------------------------------------------------------------------
 

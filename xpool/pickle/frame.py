@@ -20,7 +20,7 @@ use (share mode), and never copied.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
 
 from xpool.memory.arena import MISSING, Arena, Block
@@ -108,7 +108,7 @@ def pack(
     head = _HEAD.pack(FRAMED, flags, len(known) - 1, len(views), known[0])
     head += struct.pack(f"<{len(known) - 1}Q", *known[1:])
     head += b"".join(_ENTRY.pack(*entry) for entry in table)
-    message = _join(head, () if leased[0] is not None else chunks, inline)
+    message = _join(head, () if leased[0] is not None else chunks, inline, layout.room)
     if held:
         message = Leased(message)
         message.blocks = held
@@ -144,7 +144,10 @@ def _lease(
 
 
 def _join(
-    head: bytes, chunks: Sequence[bytes | memoryview], views: Sequence[memoryview]
+    head: bytes,
+    chunks: Sequence[bytes | memoryview],
+    views: Sequence[memoryview],
+    room: Callable[[int], memoryview] | None,
 ) -> bytes | memoryview:
     parts: list[bytes | memoryview] = [head, *chunks]
     size = sum(map(len, parts))
@@ -155,7 +158,7 @@ def _join(
         size += pad + view.nbytes
     if size < LARGE:
         return b"".join(parts)
-    whole = memoryview(fresh(size))
+    whole = memoryview(fresh(size)) if room is None else room(size)
     at = 0
     for part in parts:
         whole[at : at + len(part)] = part

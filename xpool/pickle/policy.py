@@ -54,6 +54,9 @@ class Layout(NamedTuple):
     kept: bool = False
     """The sender may send the message again: the receiver copies, what it got is not its own."""
 
+    room: Callable[[int], memoryview] | None = None
+    """Gives memory for a message with buffers that is to lie in one piece."""
+
 
 BY_PIPE = Layout()
 

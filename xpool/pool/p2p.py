@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from xpool.options import Exceptions, Terms, check_count
 from xpool.pool.feeder import Window
 from xpool.pool.process import Pool, limit_of
 from xpool.results import AsyncResult, Job
+from xpool.worker.calls import InCall
 
 __all__ = ["P2PPool"]
 
@@ -21,7 +23,12 @@ class P2PPool(Pool):
     To the worker with the least to do, or the one that the caller names: ``worker=i`` of `apply`
     and `apply_async`, 0 to ``size() - 1``.  When that worker dies, what is bound to it waits for
     its replacement.
+
+    Its workers can send messages to each other: ``current_worker().send(peer, obj)`` and
+    ``recv(peer)``, see `WorkerInfo` and docs/peers.md.
     """
+
+    _has_peers = sys.platform == "linux"
 
     def apply(
         self,
@@ -67,6 +74,10 @@ class P2PPool(Pool):
                 f"worker must be from 0 to {self._size - 1} in this pool, not {worker}"
             )
         return worker
+
+    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[Span]:
+        func, args, kwds = call
+        return super()._spans_for_all(job, (InCall(func, job.number), args, kwds), terms)
 
     def _submit_span(self, span: Span) -> None:
         if span.bound is not None:

@@ -8,14 +8,15 @@ import os
 import pickle
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
-from xpool.errors import OptionError, TaskNotPicklable, TaskTimeout
+from xpool.errors import OptionError, TaskNotPicklable
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
-from xpool.jobs.scheduler import Limit, Span
+from xpool.jobs.scheduler import Span
 from xpool.options import (
     Terms,
     check_count,
@@ -25,10 +26,11 @@ from xpool.options import (
 )
 from xpool.pickle.handles import pools
 from xpool.pickle.main import main_is_importable, main_location
-from xpool.pool.base import BasePool, at_exit
+from xpool.pool.base import at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
 from xpool.pool.packing import Packer, find_arena
+from xpool.pool.together import Together, limit_of
 from xpool.queue.messages import Mode
 from xpool.results import Job
 from xpool.worker.calls import Retried
@@ -39,7 +41,7 @@ PRELOAD = ("numpy", "numpy.random", "torch")
 """Modules that the fork server imports when the program has: slow to import, safe to fork."""
 
 
-class Pool(BasePool):
+class Pool(Together):
     """A pool of worker processes, with the verbs of `multiprocessing.pool.Pool`.
 
     Args:
@@ -105,6 +107,8 @@ class Pool(BasePool):
         self._arena = arena
         self._memory_limit = limit
         self._packer = Packer(is_recursive, layout)
+        self._files = []
+        self._order = threading.RLock()
         pools[self._token] = self
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
@@ -120,6 +124,7 @@ class Pool(BasePool):
         super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
 
     _keeps_terms = True
+    _has_peers = False  # its workers can send messages to each other
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -153,6 +158,8 @@ class Pool(BasePool):
             initializer_timeout=self._initializer_timeout,
         )
         self._crew = self._engine
+        if self._has_peers:
+            self._engine.connect_peers()
 
     def pool_inqueue_put(self, task: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
@@ -195,10 +202,6 @@ class Pool(BasePool):
             self._engine.wait()
 
     # -- shortcuts ---------------------------------------------------------------------------------
-
-    def _worker_contexts(self) -> list[Any] | None:
-        """What each worker owns, by index; None: nothing."""
-        return None
 
     def _submit_call(
         self,
@@ -326,13 +329,6 @@ _MODES = {
 }
 
 
-def limit_of(terms: Terms) -> Limit | None:
-    """Return the limit of each task under these terms; None: there is none."""
-    if terms.timeout is None:
-        return None
-    return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
-
-
 class _Stream:
     """Puts the tasks of an `imap` where the workers take them."""
 
@@ -394,6 +390,7 @@ class _Orders:
         self._copy_tensor = pool._copy_tensor
         self._share_method = pool._share_method
         self._token = pool._token
+        self._peers = pool._size if pool._has_peers else 0
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
@@ -421,6 +418,7 @@ class _Orders:
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
             "token": self._token,
+            "peers": self._peers,
             "context": None if self._contexts is None else self._contexts[index],
         }
         return pickle.dumps(orders)

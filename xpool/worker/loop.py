@@ -18,6 +18,7 @@ from typing import Any
 from xpool.errors import OptionError, ResultNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena, Block
 from xpool.pickle import decode, encode
+from xpool.pickle.broadcast import Objects
 from xpool.pickle.exceptions import encode_exception
 from xpool.pickle.frame import Leased
 from xpool.pickle.handles import Keeper
@@ -48,6 +49,7 @@ from xpool.queue.outbox import Outbox
 from xpool.worker import calls, main_module
 from xpool.worker.calls import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
+from xpool.worker.peers import Peers
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
 
@@ -68,17 +70,21 @@ def run(
     tasks: int,
     answers: int,
     outbox: int,
-    arena: list[int],
+    others: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
-    """Serve until told to stop; return the exit code.  ``arena``: its descriptor, or nothing."""
+    """Serve until told to stop; return the exit code.
+
+    ``others``: the descriptors of control and arena, where there are such.
+    """
     box = Outbox(outbox)
     out = _Answers(answers, box)
     listen(box, outbox, _Worker._run.__code__)
     box.tick()
     try:
-        shared = _join(arena, orders)
-        worker = _Worker(orders, Source(tasks), out, shared, inherited)
+        control = others.pop(0) if orders["peers"] else -1
+        shared = _join(others, orders)
+        worker = _Worker(orders, Source(tasks), out, shared, control, inherited)
     except SystemExit as exc:
         reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
         out.frame(FAILED, encode_exception(reason, traceback.format_exc()))
@@ -198,12 +204,19 @@ class _Worker:
         source: Source,
         out: _Answers,
         arena: Arena | None,
+        control: int,
         inherited: tuple[Any, tuple[Any, ...]] | None,
     ) -> None:
         self._arena = arena
         self._out = out
         self._keeper: Keeper | None = None
         self._layout = self._make_layout(orders)
+        self._objects = Objects(arena, orders["token"])
+        self._peers: Peers | None = None
+        if control >= 0 and arena is not None:
+            layout = self._layout._replace(keep=None)
+            self._peers = Peers(orders["index"], orders["peers"], control, layout)
+        self._waits_for_others = False  # for the end of holds, by what `_release` found last
         self._tidy_at = 0.0  # when to look for memory that was unused for long
         self._source = source
         self._seq = 0
@@ -217,7 +230,7 @@ class _Worker:
         if orders["context"] is not None:
             context = decode(orders["context"])
             self._prefix = (context,)
-        enter(WorkerInfo(orders["index"], orders["pool"], context))
+        enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers))
         _use_threads(orders["threads"])
         if hasattr(context, "env"):
             bound: Any = context
@@ -301,7 +314,7 @@ class _Worker:
             kept = self._release(everything=True)
             if kept:
                 arena.trim()  # and soon again: the memory of a device is scarce
-            elif arena.trim() or out.kept:
+            elif arena.trim() or out.kept or self._waits_for_others:
                 seconds = min(2 * seconds, 60.0)
             else:
                 return
@@ -309,6 +322,9 @@ class _Worker:
     def _release(self, everything: bool = False) -> bool:
         """Let go of what nobody needs any more; return whether tensors are kept for handles."""
         self._out.forget_adopted()
+        self._waits_for_others = self._objects.sweep()
+        if self._peers is not None:
+            self._waits_for_others |= self._peers.settle()
         keeper = self._keeper
         return keeper is not None and keeper.sweep(everything)
 
