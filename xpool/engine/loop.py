@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from xpool.engine.exchange import CULPRIT
 from xpool.engine.limits import Limits
 from xpool.engine.switchboard import Switchboard
 from xpool.engine.watch import Watch
@@ -57,9 +58,6 @@ STOP_GRACE = 0.3
 KILLED_STARTS = 8
 """Workers that may be killed in one place while they start, at intervals that grow to a second.
 More than may fail by themselves: a kill says little about the next one."""
-
-CULPRIT = 5
-"""Workers that one task may kill, whatever its ``retries``."""
 
 
 class Engine(Limits):
@@ -214,6 +212,8 @@ class Engine(Limits):
             # No longer ours, or its sentinel: a death is for the engine's thread.
             if slot.driven != job or any(fd != slot.inlet.fd for fd, _ in events):
                 return False
+            if slot.mad is not None:
+                return False  # its death is for the engine's thread, too
             if events:
                 self._receive(slot)
             held = self.sched.hands[slot.index].held
@@ -423,6 +423,8 @@ class Engine(Limits):
         exitcode = handle.exitcode
         state = slot.state
         died = f"worker {w} (pid {handle.pid}), {exit_reason(exitcode)}"
+        if slot.mad is not None:
+            died += f", for it wrote nonsense ({slot.mad})"
         asked = slot.stop is not None  # to break off what it ran: then we have killed it
         if lost is not None:
             self._lose(slot, *lost, handle.pid, exitcode)

@@ -90,6 +90,9 @@ class Slot:
         # When to look whether what it runs is over its time, and what it was asked to break off.
         self.check_at: float | None = None
         self.stop: Stop | None = None
+        # What it had come to when it was last seen to do something without a clock, and when.
+        self.still: tuple[Any, float] | None = None
+        self.mad: Exception | None = None  # it wrote nonsense, and is listened to no more
         self.greeted = False  # it has said that it is ready
         self.driven = 0  # the job whose caller receives from it himself; 0: none
         self.driver = 0  # and the thread of that caller

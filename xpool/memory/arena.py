@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -82,7 +83,9 @@ class Block:
         """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():
+            return  # names of this module are gone; whoever looks after the dead clears the hold
         try:
             arena = self.arena
         except AttributeError:
