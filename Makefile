@@ -42,6 +42,7 @@ help:
 run: $(VENV)/.run
 	$(VENV)/bin/python examples/evaluate.py
 	$(VENV)/bin/python examples/preprocess.py
+	$(VENV)/bin/python examples/versions.py
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(ARGS)
