@@ -60,7 +60,7 @@ def move_in(pickler: Context, tensor: Any) -> Any:
     arena = pickler.layout.arena
     assert arena is not None
     storage = tensor.untyped_storage()
-    if storage.nbytes():
+    if storage.nbytes() and not arena.holds(storage.data_ptr()):
         count = getattr(sys.modules["torch"]._C, "_storage_Use_Count", None)
         # This tensor, the storage's own Python object, and the detached one that is being sent.
         users = 3 if tensor.requires_grad else 2
