@@ -351,13 +351,18 @@ class Arena:
             )
         return block
 
+    def holds(self, address: int) -> bool:
+        """Whether a block that this process holds begins at an address."""
+        number = self.file.find(address - self._address)
+        return number is not None and number in self._counts
+
     @uninterrupted
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
         offset = self._offset_of(address)
         number = None if offset is None else self.file.find(offset)
         # The caller has the memory there, so what this process holds now stays held.
-        if number is None or not self._counts.get(number):
+        if number is None or number not in self._counts:
             return None
         return self._hold_in_turn(number)
 
@@ -535,6 +540,9 @@ class _Inherited(Arena):
             "a message of xpool was not opened before this process was forked: open it in the "
             "process that the message came to"
         )
+
+    def holds(self, address: int) -> bool:
+        return False
 
     def holding(self, address: int) -> Block | None:
         return None

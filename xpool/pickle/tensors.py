@@ -298,8 +298,9 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
 
 def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
     storage, layout = tensor.untyped_storage(), pickler.layout
-    if storage.nbytes() and layout.arena is not None:
-        move(layout.arena, layout, storage, partial(_about, tensor), tensor)
+    arena = layout.arena
+    if arena is not None and storage.nbytes() and not arena.holds(storage.data_ptr()):
+        move(arena, layout, storage, partial(_about, tensor), tensor)
     return storage
 
 

@@ -309,7 +309,7 @@ class _Worker:
             arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        seconds = IDLE
+        seconds = 0.1
         while not poller.poll(seconds * 1000):
             kept = self._release(everything=True)
             if kept:
