@@ -22,7 +22,7 @@ _generation = 0  # of the group that this worker is in
 
 
 class Join:
-    """A function that makes the worker in which it runs a member of its pool's world.
+    """A function that makes its worker a member of the pool's world, and returns its process id.
 
     Args:
         generation: how often the pool has made its world by now.
@@ -36,7 +36,7 @@ class Join:
         self._generation, self._size, self._address = generation, size, address
         self._backend, self._timeout = backend, timeout
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: Any) -> int:
         global _generation
         if self._backend == "xla":
             import_module("torch_xla.distributed.xla_backend")  # registers it with torch
@@ -44,6 +44,7 @@ class Join:
         with _on_this_machine():
             join(rank, self._size, self._address, **how)  # type: ignore[arg-type]
         _generation = self._generation
+        return os.getpid()
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class WorkerGroup:
         self.timeout = seconds
         self._check_backend(pool)
         self._pool = pool
-        self._members: list[int] = []  # by worker: which of its processes is a member
+        self._members: list[int] = []  # by worker: the process id of the one that is a member
         self._failed = True
 
     def _check_backend(self, pool: Together) -> None:
@@ -68,7 +68,7 @@ class WorkerGroup:
     @property
     def broken(self) -> bool:
         """Whether a call has failed since it was made, or a worker was replaced."""
-        return self._failed or self._members != self._pool._generations()
+        return self._failed or self._members != self._pool._pids()
 
     def rebuild(self) -> None:
         """Make the group anew, of the workers that are there now.
@@ -87,14 +87,12 @@ class WorkerGroup:
             # One file may have the descriptor of an earlier one; worlds are told apart by address.
             address = f"file://{meeting.key[0]}?generation={self.generation}"
             join = Join(self.generation, self._pool.size(), address, self.backend, self.timeout)
-            before = self._pool._generations()
             try:
-                self._pool._run_on_all(join, (), None)
+                self._members = self._pool._run_on_all(join, (), None)
             except (WorkerDied, PeerLost):
                 if attempt == ATTEMPTS - 1:
                     raise
                 continue
-            self._members = before
             self._failed = False
             return
 

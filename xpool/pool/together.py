@@ -113,9 +113,10 @@ class Together(BasePool):
             self._group = group
         return group
 
-    def _generations(self) -> list[int]:
-        """Which process each worker is, by how many it has had."""
-        return [slot.generation for slot in self._engine.slots]
+    def _pids(self) -> list[int | None]:
+        """The workers' processes; None where one is missing, or has just been started."""
+        with self._engine.lock:
+            return [slot.pid for slot in self._engine.slots]
 
     def _worker_contexts(self) -> list[Any] | None:
         """What each worker owns, by index; None: nothing."""
