@@ -52,7 +52,7 @@ def end_in_collection(how: str) -> str:
     return "collected"
 
 
-def end_half_written(how: str, size: int) -> bytes:
+def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
     """End when half of the message with the result is in the pipe."""
     from xpool.worker import loop
 
@@ -62,10 +62,17 @@ def end_half_written(how: str, size: int) -> bytes:
         whole = b"".join(parts)
         write_all(fd, [whole[: len(whole) // 2]])
         loop.write_all = write_all
+        if box is not None:
+            work.post(box, str(os.getpid()))
         work.end(how)
 
     loop.write_all = half
     return bytes(size)
+
+
+def stay_half_written(box: str, size: int) -> bytes:
+    """Say so and stay when half of the message with the result is in the pipe."""
+    return end_half_written("hang", size, box)
 
 
 class TwoBuffers:
