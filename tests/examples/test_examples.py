@@ -109,6 +109,24 @@ def test_versions(folder: Path, workers: int):
     assert [dot[0].text.split(":")[0] for dot in dots] == [f"version {n}" for n in numbers]
 
 
+@pytest.mark.parametrize(("workers", "method"), [(2, "exact"), (8, "gradient")])
+def test_placement(workers: int, method: str):
+    """Every model runs on the worker that the assigner gave it, and the ensemble is good."""
+    out = run_example("placement.py", f"--workers={workers}")
+    held = re.search(rf"^<ModelAssigner (cpu: .*); {method}, cost [\d.]+>$", out, re.M)
+    assert held
+    numbers = [re.findall(r"\d", models) for models in re.findall(r"\[(.*?)\]", held[1])]
+    assert len(numbers) == workers
+    assert sorted(number for models in numbers for number in models) == list("012345")
+    table = re.findall(r" +([\d.]+) MiB +([\d.]+) MFLOP  worker (\d) \(cpu\)$", out, re.M)
+    assert [str(i) in numbers[int(worker)] for i, (_, _, worker) in enumerate(table)] == [True] * 6
+    assert re.search(r"^\d+ of 256 KiB a batch go from one worker to another$", out, re.M)
+    accuracy = re.search(r"^ensemble: accuracy (0\.\d{4})$", out, re.M)
+    assert accuracy
+    assert float(accuracy[1]) > 0.95
+    assert "checked: one process finds the same for all 898 images\n" in out
+
+
 def test_no_workers():
     """A number of workers that makes no sense ends in the library's own message."""
     done = subprocess.run(
