@@ -501,7 +501,7 @@ def test_exceptions_that_are_postponed() -> None:
                     other = None
             except Stop:
                 raised += 1
-                block = other = None
+                block = None
     finally:
         while threading.active_count() > 1 and any(
             isinstance(thread, threading.Timer) for thread in threading.enumerate()
