@@ -496,9 +496,8 @@ def test_exceptions_that_are_postponed() -> None:
                 for _ in range(200):
                     block = one.lease(66_000)
                     assert block is not None
-                    other = one.adopt(block.name)
+                    one.adopt(block.name).view(1)
                     block = None
-                    other = None
             except Stop:
                 raised += 1
                 block = None
