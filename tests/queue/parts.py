@@ -7,6 +7,7 @@ from queue import Empty
 from typing import Any
 
 inherited: Any = None
+made: Any = None
 
 
 def echo(inbox: Any, outbox: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import signal
 from typing import Any
 
 import parts
@@ -12,7 +13,7 @@ import pytest
 from conftest import settled
 from support import scripts
 from support.leaks import descriptors
-from support.waiting import LIMIT
+from support.waiting import LIMIT, eventually
 
 from xpool import Pool, TaskNotPicklable
 from xpool.memory.arena import Arena
@@ -426,3 +427,30 @@ def _make_and_keep(outbox: Any, ask: Any) -> None:
     tensor = torch.zeros(100_000)
     outbox.put(tensor)
     ask.get()
+
+
+def _make_and_remember(value: float) -> Any:
+    parts.made = torch.full((100_000,), value)
+    return parts.made
+
+
+def _put_made() -> int:
+    parts.inherited.put(parts.made)
+    return os.getpid()
+
+
+def test_a_worker_dies_after_it_put(make_queue: Any):
+    """A block of the pool's arena that only a worker held is kept for the message it put."""
+    q = make_queue()
+    arena = _arena()
+    with Pool(1, parts.remember, (q,), is_copy_tensor=False) as pool:
+        pool.apply(_make_and_remember, (7.0,))
+        os.kill(pool.apply(_put_made), signal.SIGKILL)
+        eventually(lambda: arena._graves, "its seat is kept")
+        assert pool.apply(os.getpid)
+        tensor = q.get(LIMIT)
+        arena.trim(float("inf"))
+        assert not arena._graves
+        assert bool((tensor == 7).all())
+    pool.join()
+    assert bool((tensor == 7).all())
