@@ -11,9 +11,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.torch
-def test_distributed(tmp_path: Path):
-    """The guide's program prints what is shown, word for word."""
+@pytest.mark.parametrize("page", ["distributed.md", "peers.md"])
+def test_the_guides_program(tmp_path: Path, page: str):
+    """It prints what is shown, word for word."""
     pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
-    blocks = fenced_blocks((ROOT / "docs" / "distributed.md").read_text(encoding="utf-8"))
+    blocks = fenced_blocks((ROOT / "docs" / page).read_text(encoding="utf-8"))
     program = "\n".join(text for language, text in blocks if language == "python")
     assert run_script(tmp_path, program) == next(text for kind, text in blocks if kind == "text")
