@@ -174,21 +174,19 @@ def adopt(message: bytes | memoryview) -> bytes | memoryview:
     known = tokens(message)
     if not known:
         return message
-    arenas = [Arena.find(token) for token in known]
     leased = Leased(message)
     leased.blocks = {
-        (which, place): _of(arenas, which).adopt(place)
+        (which, place): _find(known, which).adopt(place)
         for place, _, which, _ in _table(memoryview(message))[1]
         if place != MISSING
     }
     return leased
 
 
-def _of(arenas: list[Arena], which: int) -> Arena:
-    try:
-        return arenas[which]
-    except IndexError:
-        raise ValueError("a message of xpool names a block, and no arena") from None
+def _find(known: list[int], which: int) -> Arena:
+    if which >= len(known):
+        raise ValueError("a message of xpool names a block, and no arena")
+    return Arena.find(known[which])
 
 
 def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
@@ -213,7 +211,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
         LookupError: it lies in memory that this process does not have.
     """
     view = memoryview(message).cast("B")
-    arenas = [Arena.find(token) for token in tokens(view)]
+    known = tokens(view)
     flags, table, end = _table(view)
     if view.readonly and any(place == MISSING for place, _, _, _ in table[1:]):
         view = memoryview(bytearray(view))  # the receiver may write to what it gets
@@ -227,7 +225,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        block = held.get((which, place)) or _of(arenas, which).adopt(place)
+        block = held.get((which, place)) or _find(known, which).adopt(place)
         part = block.view(size)
         if len(part) < size:
             raise ValueError(f"a message names {size} bytes of block {place}, which has less")
