@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TypeVar
 
-__all__ = ["install", "uninterrupted"]
+__all__ = ["install", "postponed", "uninterrupted"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -43,19 +43,25 @@ def install() -> None:
         signal.signal(signal.SIGINT, _handler)
 
 
-def _handler(signum: int, frame: FrameType | None) -> None:
+def postponed(signum: int, frame: FrameType | None) -> bool:
+    """For a handler that raises: whether a signal came at a bad moment, and comes again at once."""
     at = frame
     while at is not None:
         if at.f_code in _marked:
-            _thread.start_new_thread(_again, ())
-            return
+            _thread.start_new_thread(_again, (signum,))
+            return True
         at = at.f_back
-    signal.default_int_handler(signum, frame)
+    return False
 
 
-def _again() -> None:
+def _handler(signum: int, frame: FrameType | None) -> None:
+    if not postponed(signum, frame):
+        signal.default_int_handler(signum, frame)
+
+
+def _again(signum: int) -> None:
     time.sleep(0.001)  # not to wait for anything: to let the main thread run on
     # A signal, and not `interrupt_main`: it must also end a wait that has begun meanwhile.
     main = threading.main_thread().ident
     if main is not None:
-        signal.pthread_kill(main, signal.SIGINT)
+        signal.pthread_kill(main, signum)

@@ -204,7 +204,8 @@ class Machine(RuleBasedStateMachine):
             assert {n for n in numbers if not arena.file.free(n)} == live & set(numbers)
             # Each entry is free or out, once; and no two lie over each other.
             region = arena._region
-            known = sorted(chain(region._young, region._old, *region._free.values()))
+            free = (*region._warm.values(), *region._bare.values())
+            known = sorted(chain(region._young, region._old, *free))
             assert known == list(range(len(numbers)))
             ends = 0
             for number in numbers:

@@ -25,6 +25,7 @@ from support.scripts import popen, run_ok, write
 from support.waiting import eventually, wait_gone
 
 import xpool
+from xpool.interrupt import postponed
 from xpool.memory.arena import Arena
 
 MIB = 1 << 20
@@ -470,6 +471,50 @@ def test_exceptions_from_signal_handlers(make_pool: Callable[..., Any]) -> None:
     for number, count in list(one._counts.items()):
         for _ in range(count):
             one.drop(number)
+
+
+def test_exceptions_that_are_postponed() -> None:
+    """A handler that raises only where `postponed` allows it loses nothing at all."""
+    one = arena()
+
+    class Stop(Exception):
+        pass
+
+    def handler(signum: int, frame: Any) -> None:
+        if not postponed(signum, frame):
+            raise Stop
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    raised = calls = 0
+    try:
+        while raised < 300:
+            try:
+                calls += 1
+                threading.Timer(0.0001 * (calls % 10), signal.pthread_kill, (main, 10)).start()
+                for _ in range(200):
+                    block = one.lease(66_000)
+                    assert block is not None
+                    other = one.adopt(block.name)
+                    block = None
+                    other = None
+            except Stop:
+                raised += 1
+                block = other = None
+    finally:
+        while threading.active_count() > 1 and any(
+            isinstance(thread, threading.Timer) for thread in threading.enumerate()
+        ):
+            try:
+                for thread in threading.enumerate():
+                    if isinstance(thread, threading.Timer):
+                        thread.join()
+            except Stop:
+                continue
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one may come again
+        signal.signal(signal.SIGUSR1, before)
+    assert one.statistics()["held"] == 0
 
 
 def test_subprocess_does_not_pin(make_pool: Callable[..., Any]) -> None:

@@ -187,3 +187,8 @@ def fill_module(module: Any, value: float) -> None:
 def filled_1m(i: int) -> Any:
     """Return 1 MiB that is full of a number."""
     return torch.full((1 << 18,), i, dtype=torch.int32)
+
+
+def first(tensor: Any) -> int:
+    """Return the first element."""
+    return int(tensor[0])

@@ -224,6 +224,10 @@ class Arena:
         offset = address - self._address
         return offset if 0 <= offset < len(self.file.map) else None
 
+    def _number_at(self, address: int) -> int | None:
+        offset = self._offset_of(address)
+        return None if offset is None else self.file.find(offset)
+
     def _address_at(self, offset: int) -> int:
         return self._address + offset
 
@@ -345,13 +349,17 @@ class Arena:
             )
         return block
 
+    def holds(self, address: int) -> bool:
+        """Whether a block that this process holds begins at an address."""
+        number = self._number_at(address)
+        return number is not None and number in self._counts
+
     @uninterrupted
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
-        offset = self._offset_of(address)
-        number = None if offset is None else self.file.find(offset)
+        number = self._number_at(address)
         # The caller has the memory there, so what this process holds now stays held.
-        if number is None or not self._counts.get(number):
+        if number is None or number not in self._counts:
             return None
         return self._hold_in_turn(number)
 
@@ -522,6 +530,9 @@ class _Inherited(Arena):
             "a message of xpool was not opened before this process was forked: open it in the "
             "process that the message came to"
         )
+
+    def holds(self, address: int) -> bool:
+        return False
 
     def holding(self, address: int) -> Block | None:
         return None

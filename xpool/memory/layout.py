@@ -162,6 +162,8 @@ class File:
         if not filled and self.capacities[number] >= LARGE:
             self.filled[number] = 1  # a trace for who clears up after a death in the midst of it
         if not self.reserve(start, stop - start):
+            if not filled:
+                self.punch(number)  # a part of it may have been there
             return False
         self.filled[number] = nbytes
         return True

@@ -18,8 +18,9 @@ from typing import Any
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
 from xpool.pickle.hooks import Context
+from xpool.pickle.policy import Layout
 
-__all__ = ["open_storage", "share_storage"]
+__all__ = ["move_in", "open_storage", "share_storage"]
 
 # Reentrant: a signal handler may share something in the midst of that.
 _moving = threading.RLock()
@@ -44,15 +45,43 @@ def share_storage(pickler: Context, storage: Any) -> Any:
     nbytes = storage.nbytes()
     if not nbytes:
         return (None,)
-    with _moving:
-        block = arena.holding(storage.data_ptr())
-        if block is None and pickler.layout.anywhere:
-            block = Arena.holding_any(storage.data_ptr())
-        if block is None:
-            block = _move(arena, pickler.layout.lessor or arena.lease, storage, nbytes)
+    block = _moved(pickler.layout, arena, storage, alone=False)
     buffer = PickleBuffer(block.view(nbytes))
     pickler.shared[id(buffer)] = block
     return (buffer,)
+
+
+def move_in(pickler: Context, tensor: Any) -> Any:
+    """Return the storage of a tensor that is going to be shared, moved into the arena by now.
+
+    Raises:
+        TaskNotPicklable: as `share_storage`.
+    """
+    arena = pickler.layout.arena
+    assert arena is not None
+    storage = tensor.untyped_storage()
+    if storage.nbytes() and not arena.holds(storage.data_ptr()):
+        count = getattr(sys.modules["torch"]._C, "_storage_Use_Count", None)
+        # This tensor, the storage's own Python object, and the detached one that is being sent.
+        users = 3 if tensor.requires_grad else 2
+        alone = (
+            count is not None
+            and count(storage._cdata) <= users
+            and hasattr(tensor, "_use_count")
+            and tensor._use_count() == 1
+        )
+        _moved(pickler.layout, arena, storage, alone)
+    return storage
+
+
+def _moved(layout: Layout, arena: Arena, storage: Any, alone: bool) -> Block:
+    with _moving:
+        block = arena.holding(storage.data_ptr())
+        if block is None and layout.anywhere:
+            block = Arena.holding_any(storage.data_ptr())
+        if block is None:
+            block = _move(arena, layout.lessor or arena.lease, storage, alone)
+        return block
 
 
 def open_storage(buffer: Any) -> Any:
@@ -64,13 +93,14 @@ def open_storage(buffer: Any) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, nbytes: int) -> Block:
+def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, alone: bool) -> Block:
     torch = sys.modules["torch"]
+    nbytes = storage.nbytes()
     if Arena.elsewhere(storage.data_ptr(), arena):
         raise _refusal(
             nbytes,
-            "it is shared with the processes of another pool already, by the worker that this "
-            "runs in",
+            "it is shared with other processes already: those of another pool, in a worker of "
+            "which this runs, or those that put it into a queue",
             "Send a clone() of the tensor",
         )
     if not hasattr(storage, "_swap_data_ptr_"):
@@ -88,9 +118,9 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, nby
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
     target.copy_(storage)
-    if not storage.resizable():
-        # Something else may know the address, an array of numpy's for one, and must not find
-        # its memory freed: it lives as long as the block.
+    if not (alone and storage.resizable()):
+        # Something else may know the address, an array of numpy's or a DLPack capsule, and must
+        # not find its memory freed: it lives as long as the storage does.
         block.former = target
     storage._swap_data_ptr_(target)
     return block

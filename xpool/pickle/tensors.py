@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from xpool.errors import TaskNotPicklable
 from xpool.pickle.hooks import LAZY, REDUCERS, Context
-from xpool.pickle.sharing import open_storage, share_storage
+from xpool.pickle.sharing import move_in, open_storage, share_storage
 
 __all__ = ["Spans"]
 
@@ -97,7 +97,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     if not tensor.is_cpu:
         args = _alone(torch, plain.detach().cpu(), flags)
     elif pickler.layout.arena is not None:
-        storage = plain.untyped_storage()
+        storage = move_in(pickler, tensor)
         place = plain.storage_offset(), tuple(plain.shape), plain.stride()
         return _with_attributes(tensor, _of_storage, (storage, _name(plain), *place, flags))
     elif plain.is_conj() or plain.is_neg():

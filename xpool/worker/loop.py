@@ -270,7 +270,7 @@ class _Worker:
             arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        seconds = IDLE
+        seconds = 0.1
         while not poller.poll(seconds * 1000):
             out.forget_adopted()
             if not arena.trim() and not out.kept:
