@@ -33,12 +33,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from threading import get_ident
-from typing import Any
 
 from xpool.interrupt import uninterrupted
 from xpool.memory import seats
+from xpool.memory.block import Block, block_types, make_block_type
 from xpool.memory.layout import ENTRIES, HOLDS, PAGE, File
 from xpool.memory.region import Region
 from xpool.memory.system import available_memory
@@ -54,55 +53,6 @@ MISSING = 2**64 - 1
 _AT_ONCE = 512  # blocks that are looked at in one turn, where there may be very many
 
 _MOST = 128 << 30  # bytes of addresses for a region: 480 of them fit into 47 bits of address
-
-
-class Block:
-    """A hold on a block, in this process: as long as this lives the memory is not given away.
-
-    Instances are of a subclass that is a ctypes array over the memory: what is made of
-    `memoryview(block)` (an array, a tensor) keeps the block alive, by whatever way.
-    """
-
-    __slots__ = ()
-
-    capacity: int
-    arena: Arena
-    number: int
-    stands_for: tuple[int, int]
-    """Where it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
-
-    former: Any
-    """Memory that must live as long as this does."""
-
-    @property
-    def name(self) -> int:
-        """What a message calls it: the stamp of this lease, and the number."""
-        return self.arena.file.stamps[self.number] << 32 | self.number
-
-    def view(self, nbytes: int) -> memoryview:
-        """Return the first ``nbytes`` bytes."""
-        return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if ending():
-            return  # names of this module are gone; whoever looks after the dead clears the hold
-        try:
-            arena = self.arena
-        except AttributeError:
-            return  # an exception came while it was made: it stays held, for want of a better
-        arena.drop(self.number)
-
-
-_types: dict[int, Any] = {}  # by capacity: four an octave, so there are few
-
-
-def _block_type(capacity: int) -> Any:
-    made = _types.get(capacity)
-    if made is None:
-        bases = Block, ctypes.c_char * capacity
-        space = {"__slots__": ("arena", "former", "number", "stands_for"), "capacity": capacity}
-        made = _types[capacity] = type(f"Block{capacity}", bases, space)
-    return made
 
 
 class Arena:
@@ -230,6 +180,10 @@ class Arena:
         offset = address - self._address
         return offset if 0 <= offset < len(self.file.map) else None
 
+    def _number_at(self, address: int) -> int | None:
+        offset = self._offset_of(address)
+        return None if offset is None else self.file.find(offset)
+
     def _address_at(self, offset: int) -> int:
         return self._address + offset
 
@@ -353,14 +307,13 @@ class Arena:
 
     def holds(self, address: int) -> bool:
         """Whether a block that this process holds begins at an address."""
-        number = self.file.find(address - self._address)
+        number = self._number_at(address)
         return number is not None and number in self._counts
 
     @uninterrupted
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
-        offset = self._offset_of(address)
-        number = None if offset is None else self.file.find(offset)
+        number = self._number_at(address)
         # The caller has the memory there, so what this process holds now stays held.
         if number is None or number not in self._counts:
             return None
@@ -400,7 +353,7 @@ class Arena:
 
     def _block(self, number: int) -> Block:
         capacity = self.file.capacities[number]
-        kind = _types.get(capacity) or _block_type(capacity)
+        kind = block_types.get(capacity) or make_block_type(capacity)
         made = kind.from_address(self._address_at(self.file.offsets[number]))
         made.number = number
         made.arena = self

@@ -95,8 +95,8 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, ten
     nbytes = storage.nbytes()
     if Arena.elsewhere(storage.data_ptr(), arena):
         raise _Refused(
-            "it is shared with another pool's processes, for one of which this code works. "
-            "Send a clone() of it instead."
+            "it is shared with other processes already: those of another pool, in a worker of "
+            "which this runs, or those that put it into a queue. Send a clone() of it instead."
         )
     block = lessor(nbytes)
     if block is None:

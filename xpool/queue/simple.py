@@ -418,6 +418,9 @@ def _read(fd: int, size: int) -> memoryview:
 class _Unshared:
     """Stands for the arena where there is none: only a tensor that should be shared asks it."""
 
+    def holds(self, address: int) -> bool:
+        return False
+
     def holding(self, address: int) -> Block:
         raise OptionError(
             "a tensor cannot be put into a SimpleQueue with copy_tensor=False: this process cannot "
