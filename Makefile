@@ -12,6 +12,8 @@
 #   VENV     the environment's folder; `make clean` removes it.
 #   ARGS     more arguments, for pytest (test, core), ruff (lint) or the benchmark (bench).
 #
+#   make faults     the whole fault matrix, in about ten minutes on two free cores
+#   make soak       mixed load while workers are killed, for MINUTES=10
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
 
@@ -31,7 +33,7 @@ CORE_VENV = .venv-core/$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.ver
 XLA_VENV ?= .venv-xla
 TPU_SITE ?= .venv-tpu
 
-.PHONY: help run test test-xla test-tpu lint core bench docs-states clean
+.PHONY: help run test faults soak test-xla test-tpu lint core bench docs-states clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -40,9 +42,18 @@ help:
 run: $(VENV)/.run
 	$(VENV)/bin/python examples/evaluate.py
 	$(VENV)/bin/python examples/preprocess.py
+	$(VENV)/bin/python examples/versions.py
 
 test: $(VENV)/.test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+faults: $(VENV)/.test
+	XPOOL_TEST_MATRIX=1 XPOOL_TEST_SLOW=1 $(VENV)/bin/python -m pytest tests/faults $(ARGS)
+
+MINUTES ?= 10
+
+soak: $(VENV)/.test
+	$(VENV)/bin/python -m bench.soak --minutes $(MINUTES) $(ARGS)
 
 test-xla: $(XLA_VENV)/.xla
 	XPOOL_TEST_WAIT=120 XPOOL_TEST_TIMEOUT=240 PJRT_DEVICE=CPU $(XLA_VENV)/bin/python -m pytest -m xla tests/devices $(ARGS)

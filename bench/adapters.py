@@ -50,6 +50,9 @@ class Peer:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    def share_tensors(self) -> None:
+        """From now on tensors are to be shared, not copied, where that is a setting."""
+
     def open(self, *, with_torch: bool = False, with_lambdas: bool = False) -> None:
         """Start the pool, for a program that uses torch, or for lambdas where that is a setting."""
         raise NotImplementedError
@@ -125,6 +128,12 @@ class XPool(PoolPeer):
         from xpool import Pool
 
         self.pool = Pool(WORKERS)
+
+    def share_tensors(self) -> None:
+        from xpool import Pool
+
+        self.close()
+        self.pool = Pool(WORKERS, is_copy_tensor=False)
 
 
 class Standard(PoolPeer):

@@ -33,6 +33,16 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def count(tensor: torch.Tensor) -> int:
+    """Say how many elements there are, without a look at them."""
+    return tensor.numel()
+
+
+def small(number: int) -> torch.Tensor:
+    """Make a tensor of 4 KiB."""
+    return torch.full((1024,), float(number))
+
+
 def first() -> torch.Tensor:
     """Make the small tensor that a new pool is asked for first."""
     return torch.ones(16)

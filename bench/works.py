@@ -179,6 +179,42 @@ def small_tensors(peer: Peer, sizes: Sizes) -> Outcome:
     return Outcome(statistics.median(rates))
 
 
+def shared_handle(peer: Peer, sizes: Sizes) -> Outcome:
+    """Median microseconds for a large tensor that lies in shared memory already, to a worker."""
+    from bench import tensor_tasks
+
+    peer.share_tensors()
+    tensor = tensor_tasks.make(sizes.big_floats)[0].share_memory_()
+    for _ in range(20):
+        if peer.apply(tensor_tasks.count, tensor) != sizes.big_floats:
+            raise AssertionError("another tensor arrived")
+    times = []
+    for _ in range(sizes.round_trips // 5):
+        begin = time.perf_counter()
+        peer.apply(tensor_tasks.count, tensor)
+        times.append(time.perf_counter() - begin)
+    return Outcome(statistics.median(times) * 1e6)
+
+
+def few_descriptors(peer: Peer, sizes: Sizes) -> Outcome:
+    """Live results of 4 KiB a second, of 5,000, where the program may have 64 descriptors."""
+    import resource
+
+    from bench import tensor_tasks
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        begin = time.perf_counter()
+        live = list(peer.imap_unordered(tensor_tasks.small, range(5_000)))
+        seconds = time.perf_counter() - begin
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if sorted(int(tensor[0]) for tensor in live) != list(range(5_000)):
+        raise AssertionError("other results arrived")
+    return Outcome(5_000 / seconds)
+
+
 def private_memory(peer: Peer, _sizes: Sizes) -> Outcome:
     """Median over the workers of the megabytes that are private to one, once it used torch."""
     from bench import tensor_tasks
@@ -285,6 +321,7 @@ def busy_death(peer: Peer, _sizes: Sizes) -> Outcome:
 
 
 PLAIN, TENSORS, START, DEATH = "plain", "tensors", "start", "death"
+SHARE, LIMIT = "share", "limit"  # of their own: what they set holds for the whole process
 
 SHARED = (PLAIN, TENSORS)
 """Groups whose works can run on one pool."""
@@ -331,6 +368,24 @@ WORKS: dict[str, Work] = {
             ("memcpy",),
             TENSORS,
             to_worker,
+        ),
+        Work(
+            "shared",
+            "64 MiB tensor shared before, handle only",
+            "us",
+            False,
+            ("pipe",),
+            SHARE,
+            shared_handle,
+        ),
+        Work(
+            "few_fds",
+            "5,000 live tensors, 64 descriptors",
+            "tensors/s",
+            True,
+            (),
+            LIMIT,
+            few_descriptors,
         ),
         Work("start", "first tensor of a second pool", "ms", False, ("fork",), START, second_start),
         Work(

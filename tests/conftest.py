@@ -60,6 +60,10 @@ MARKERS: dict[str, tuple[str, Callable[[], str | None]]] = {
         "takes long; run with XPOOL_TEST_SLOW=1",
         lambda: None if os.environ.get("XPOOL_TEST_SLOW") else "slow; set XPOOL_TEST_SLOW=1",
     ),
+    "matrix": (
+        "of the whole fault matrix: minutes; make faults, or XPOOL_TEST_MATRIX=1",
+        lambda: None if os.environ.get("XPOOL_TEST_MATRIX") else "run by make faults",
+    ),
     "xpool_only": (
         "what the standard library's pools do not have",
         lambda: "the standard library does not promise this" if STDLIB else None,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         OptionError as OptionError,
     )
     from xpool.errors import (
+        PeerLost as PeerLost,
+    )
+    from xpool.errors import (
         PoolBroken as PoolBroken,
     )
     from xpool.errors import (
@@ -45,6 +48,9 @@ if TYPE_CHECKING:
         TaskTimeout as TaskTimeout,
     )
     from xpool.errors import (
+        TensorLost as TensorLost,
+    )
+    from xpool.errors import (
         TimeoutError as TimeoutError,
     )
     from xpool.errors import (
@@ -57,6 +63,7 @@ if TYPE_CHECKING:
         XPoolError as XPoolError,
     )
     from xpool.jobs.states import PoolStates as PoolStates
+    from xpool.pickle.handles import TensorHandle as TensorHandle
     from xpool.pool.base import BasePool as BasePool
     from xpool.pool.context import CtxPool as CtxPool
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
@@ -82,11 +89,12 @@ if TYPE_CHECKING:
 
 _homes = {
     "xpool.errors": (
-        "DeviceError InternalError OptionError PoolBroken PoolClosed RemoteTraceback "
-        "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TimeoutError "
-        "WorkerDied WorkerStartFailed XPoolError"
+        "DeviceError InternalError OptionError PeerLost PoolBroken PoolClosed RemoteTraceback "
+        "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TensorLost "
+        "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool.jobs.states": "PoolStates",
+    "xpool.pickle.handles": "TensorHandle",
     "xpool.pool.base": "BasePool",
     "xpool.pool.context": "CtxPool CtxThreadPool",
     "xpool.pool.p2p": "P2PPool",

@@ -14,6 +14,8 @@
     |   `-- TaskCancelled
     |-- the worker --------------------------------------------------------------
     |   |-- WorkerDied          it ended while it ran the task
+    |   |   `-- TensorLost      it ended, and a tensor on its device with it
+    |   |-- PeerLost            it ended while another worked with it
     |   |-- WorkerStartFailed   it cannot be started: the pool is stopped
     |   `-- PoolBroken          workers die and nothing gets done: the pool is stopped
     `-- xpool ---------------------------------------------------------------------
@@ -38,6 +40,7 @@ __all__ = [
     "DeviceError",
     "InternalError",
     "OptionError",
+    "PeerLost",
     "PoolBroken",
     "PoolClosed",
     "RemoteTraceback",
@@ -46,6 +49,7 @@ __all__ = [
     "TaskNotPicklable",
     "TaskStopped",
     "TaskTimeout",
+    "TensorLost",
     "TimeoutError",
     "WorkerDied",
     "WorkerStartFailed",
@@ -182,6 +186,23 @@ class WorkerDied(XPoolError):
         return f"{story}{hint} Only this task is lost; pass retries=n to have it run again."
 
 
+class TensorLost(WorkerDied):
+    """The worker that held a tensor on its device has ended, and the tensor with it.
+
+    Fields as of `WorkerDied`; ``task`` says which tensor.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{self.task} is lost: worker {self.worker} (pid {self.pid}), which held it, has "
+            "ended. Make it again in the worker that is there now, or keep a copy: handle.cpu()."
+        )
+
+
+class PeerLost(XPoolError):
+    """A process that this one works with has ended, and what it was to send will not come."""
+
+
 _HINTS: dict[int | None, str] = {
     None: "Look for its last output on stderr.",
     0: "Something in the task called sys.exit or os._exit.",
@@ -235,11 +256,17 @@ class InternalError(XPoolError):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of the worker, as text: ``__cause__`` of a task's own exception."""
+    """The traceback of the worker, as text: ``__cause__`` of a task's own exception.
+
+    ``worker``: its index, of an error that `run_all` raises; else None.
+    """
+
+    worker: int | None = None
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
 
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        where = "" if self.worker is None else f"In worker {self.worker}:\n"
+        return f'\n"""\n{where}{self.text}"""'

@@ -6,6 +6,8 @@ a later `get` could wait for ever.  Locks do not help.  So, as trio does, xpool 
 its own in the place of Python's default one (of no other): when the interrupt comes inside a
 function marked `uninterrupted`, it is raised a moment later.  These functions never wait and never
 run a user's code, so the moment is short.
+
+In a worker the same holds for the signal that breaks a task off (`xpool.worker.stopping`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import TypeVar
 
-__all__ = ["install", "uninterrupted"]
+__all__ = ["install", "postponed", "uninterrupted"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -43,19 +45,27 @@ def install() -> None:
         signal.signal(signal.SIGINT, _handler)
 
 
+def postponed(signum: int, frame: FrameType | None) -> bool:
+    """For a signal handler that raises: whether it came where it may not.
+
+    Then the main thread gets the signal once more, a moment later.
+    """
+    while frame is not None:
+        if frame.f_code in _marked:
+            _thread.start_new_thread(_again, (signum,))
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _handler(signum: int, frame: FrameType | None) -> None:
-    at = frame
-    while at is not None:
-        if at.f_code in _marked:
-            _thread.start_new_thread(_again, ())
-            return
-        at = at.f_back
-    signal.default_int_handler(signum, frame)
+    if not postponed(signum, frame):
+        signal.default_int_handler(signum, frame)
 
 
-def _again() -> None:
+def _again(signum: int) -> None:
     time.sleep(0.001)  # not to wait for anything: to let the main thread run on
     # A signal, and not `interrupt_main`: it must also end a wait that has begun meanwhile.
     main = threading.main_thread().ident
     if main is not None:
-        signal.pthread_kill(main, signal.SIGINT)
+        signal.pthread_kill(main, signum)

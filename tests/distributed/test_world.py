@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import socket
 from pathlib import Path
 
@@ -115,6 +116,20 @@ def test_one_world_after_another(ranks: Ranks, place: str):
     if place == "two files":
         addresses = [ranks.address(), ranks.address()]
     assert ranks.run(2, twice, addresses) == [[2, 2]] * 2
+
+
+def with_few_descriptors(rank: int, address: str) -> tuple[float, bool]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    with World(f"w{rank}", rank, 5, dist_init_method=address) as world:
+        total = both_kinds(world)
+        world.create_rpc_group("again", world.get_members()).barrier()
+        return total, len(os.listdir("/proc/self/fd")) < 150
+
+
+def test_few_descriptors(ranks: Ranks):
+    """Where descriptors are short, the world makes do with fewer."""
+    assert ranks.run(5, with_few_descriptors, ranks.address()) == [(10, True)] * 5
 
 
 def test_no_world():

@@ -11,6 +11,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import eventually
 
 import xpool
 from xpool import InternalError, Pool
@@ -184,14 +185,53 @@ def test_answers_that_are_not_as_many_as_said(data, count):
     ],
 )
 def test_a_worker_that_writes_nonsense(make_pool, garbage):
-    """Nonsense from a worker ends the pool, with the story; nobody waits for ever."""
-    pool = make_pool(Pool, 1)
+    """Nonsense from a worker costs the task that it ran, which tells the story, and no other."""
+    pool = make_pool(Pool, 2)
+    before = [pool.apply_async(abs, (-i,)) for i in range(20)]
     task = pool.apply_async(write_to_the_parent, (garbage,))
-    with pytest.raises(InternalError, match="bug in xpool"):
+    after = [pool.apply_async(abs, (-i,)) for i in range(20)]
+    with pytest.raises(InternalError, match="was killed since it wrote nonsense"):
         task.get(20)
-    with pytest.raises(ValueError, match="The pool has failed"):
-        pool.apply(abs, (1,))
-    pool.join()
+    assert [r.get(20) for r in before + after] == [*range(20), *range(20)]
+    with pytest.raises(InternalError, match="write_to_the_parent"):  # its caller receives himself
+        pool.apply(write_to_the_parent, (garbage,))
+    assert pool.map(abs, range(100), chunksize=1) == list(range(100))
+    eventually(lambda: pool.statistics()["deaths"] == 2, "both workers are replaced")
+
+
+def test_nonsense_in_the_shared_page(make_pool):
+    """Counters of the page that cannot be cost the same: one task."""
+    pool = make_pool(Pool, 1)
+    task = pool.apply_async(scribble)
+    rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
+    with pytest.raises((InternalError, xpool.WorkerDied)):
+        task.get(20)
+    assert [r.get(20) for r in rest] == list(range(20))
+
+
+def scribble() -> None:
+    """Say in the page that terabytes were answered, and die."""
+    import gc
+
+    (box,) = (obj for obj in gc.get_objects() if isinstance(obj, Outbox))
+    box.words[8] = 2**40
+    os._exit(5)
+
+
+def test_a_task_that_may_be_tried_again_after_nonsense(make_pool, tmp_path):
+    """It counts as the death of its worker."""
+    pool = make_pool(Pool, 1)
+    flag = str(tmp_path / "flag")
+    assert pool.apply(nonsense_once, (flag,), retries=1) == "second"
+
+
+def nonsense_once(flag: str) -> str:
+    """Write nonsense the first time."""
+    if os.path.exists(flag):
+        return "second"
+    os.close(os.open(flag, os.O_CREAT))
+    write_to_the_parent(b"\xff" * 64)
+    return "first"
 
 
 def write_to_the_parent(garbage: bytes) -> None:

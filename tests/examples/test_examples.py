@@ -127,6 +127,20 @@ def test_placement(workers: int, method: str):
     assert "checked: one process finds the same for all 898 images\n" in out
 
 
+@pytest.mark.parametrize("workers", [3, 6])
+def test_pipeline(workers: int):
+    """Every batch passes all stages of one pipeline, and what comes out is right."""
+    out = run_example("pipeline.py", f"--workers={workers}")
+    lines = re.findall(r"^worker (\d+): pipeline (\d+), stage (\d+), (\d+) batches", out, re.M)
+    stages = [(int(pipeline), int(stage)) for _, pipeline, stage, _ in lines]
+    assert stages == [divmod(i, 3) for i in range(workers)]
+    assert sum(int(batches) for _, _, _, batches in lines) == 3 * 29
+    accuracy = re.search(r"^accuracy (0\.\d{4})$", out, re.M)
+    assert accuracy
+    assert float(accuracy[1]) > 0.95
+    assert re.search(r"^checked: one process finds the same \d+ of 898$", out, re.M)
+
+
 def test_no_workers():
     """A number of workers that makes no sense ends in the library's own message."""
     done = subprocess.run(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("page", ["assigner.md", "distributed.md"])
+@pytest.mark.parametrize("page", ["assigner.md", "distributed.md", "peers.md"])
 def test_guide(tmp_path: Path, page: str):
     """The guide's program prints what is shown, word for word."""
     pytest.importorskip("torch", reason="what these guides are about stands on torch")

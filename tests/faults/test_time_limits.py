@@ -79,6 +79,15 @@ def test_a_task_that_does_not_end_is_killed(process_kind, make_pool, how):
     assert pool.apply(work.pid) != error.pid and pool.apply(work.who)[0] == error.worker
 
 
+def test_the_books_are_kept_whole(process_kind, make_pool, log):
+    """`TaskStopped` is not raised in a function that must not be cut short, but right after it."""
+    pool = make_pool(process_kind, 1)
+    for _ in range(6):
+        stopped(pool.apply_async(work.keep_books, (str(log),), timeout=0.1), 0.1)
+    said = log.read_text().split("\n")  # a slow machine may have killed it first
+    assert said.pop() == "" and set(said) == {"whole"}
+
+
 def test_a_stopped_process(process_kind, make_pool, mailbox):
     """A worker that SIGSTOP holds cannot say where it is; it is killed all the same."""
     pool = make_pool(process_kind, 1)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -203,7 +204,8 @@ class Machine(RuleBasedStateMachine):
             assert {n for n in numbers if not arena.file.free(n)} == live & set(numbers)
             # Each entry is free or out, once; and no two lie over each other.
             region = arena._region
-            known = sorted([*region._out, *(i for free in region._free.values() for i in free)])
+            free = (*region._warm.values(), *region._bare.values())
+            known = sorted(chain(region._young, region._old, *free))
             assert known == list(range(len(numbers)))
             ends = 0
             for number in numbers:
@@ -291,19 +293,26 @@ def test_late_adopter_between_look_and_lease() -> None:
         assert block is not None
         name, number = block.name, block.number
         del block
-        file, late = one.own.file, []
-        free = file.free
+        file, late = one.own.file, list[Any]()
+        first_look = file.map
 
-        def free_then_adopted(n: int) -> bool:
-            found = free(n)
-            if n == number and not late:
-                late.append(other.adopt(name))
-            return found
+        class AdoptedThen:
+            """The map, as it is looked at: another process comes right after the first look."""
 
-        file.free = free_then_adopted  # type: ignore[method-assign]
+            def __getitem__(self, key: Any) -> bytes:
+                found = first_look[key]
+                if not late and found == bytes(HOLDS):
+                    late.append(other.adopt(name))
+                return found
+
+        file.map = AdoptedThen()  # type: ignore[assignment]
+        try:
+            assert file.claim(number) is False
+        finally:
+            file.map = first_look
+        assert late[0].number == number
         again = one.own.lease(LARGE)
-        assert late and again is not None and again.number != number
-        del file.free
+        assert again is not None and again.number != number
         late.clear()
         del again
 

@@ -158,6 +158,14 @@ def fingerprint(obj: Any) -> list[Any]:
     return [*found, ties(obj)]
 
 
+def shared(sent: Any, back: Any) -> bool:
+    """Whether each dense part of the one has the very memory of its like in the other."""
+    ones = [part for leaf in leaves(sent) for part in parts(leaf) if torch.is_tensor(part)]
+    twos = [part for leaf in leaves(back) for part in parts(leaf) if torch.is_tensor(part)]
+    pairs = [(one, two) for one, two in zip(ones, twos, strict=True) if one.numel()]
+    return all(one.data_ptr() == two.data_ptr() for one, two in pairs)
+
+
 def strides_lost(sent: Any, back: Any) -> list[Any]:
     """The parts that have not the strides that they had, where that is promised."""
     lost = []
@@ -296,13 +304,13 @@ OTHERS: list[Callable[[], Any]] = [
 
 
 @st.composite
-def structures(draw: Draw) -> Any:
+def structures(draw: Draw, arrays: bool = True) -> Any:
     """Tensors, arrays and others, some of them in common memory, in containers and closures."""
     memories = [_memory(draw) for _ in range(draw(st.integers(1, 3)))]
     items: list[Any] = []
     for _ in range(draw(st.integers(1, 7))):
         tensor, array = draw(st.sampled_from(memories))
-        kind = draw(st.sampled_from("tttttaaasqoor"))
+        kind = draw(st.sampled_from("tttttaaasqoor" if arrays else "tttttsqoor"))
         if kind == "t":
             items.append(_tensor(draw, tensor))
         elif kind == "a":

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xpool import Pool
-from xpool.errors import OptionError
+from xpool.memory.arena import Arena
 from xpool.pickle import decode, dumps, encode, extents, loads
+from xpool.pickle.policy import Layout
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -30,15 +31,15 @@ THOROUGH = settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=SLOW)
 
 
-@pytest.fixture(params=["copy", "share"], scope="module")
-def copy_tensor(request: pytest.FixtureRequest) -> bool:
-    """Both modes, as far as they are built."""
-    if request.param == "share":
-        try:
-            encode([1], copy_tensor=False)
-        except OptionError:
-            pytest.skip("share mode (copy_tensor=False) is not built yet")
-    return bool(request.param == "copy")
+@pytest.fixture(scope="module")
+def share() -> Iterator[Layout]:
+    """Share mode, in this process."""
+    arena = Arena.own()
+    if arena is None:
+        pytest.skip("there is no shared memory here")
+    arena.begin()
+    yield Layout(lessor=arena.lease, arena=arena)
+    arena.end()
 
 
 def check(sent: Any, back: Any, before: list[Any]) -> None:
@@ -49,56 +50,88 @@ def check(sent: Any, back: Any, before: list[Any]) -> None:
 
 @THOROUGH
 @given(sent=anything.structures())
-def test_encode_and_dumps(copy_tensor: bool, sent: Any) -> None:
+def test_encode_and_dumps(sent: Any) -> None:
     """Through a message, in place and copied, and through a plain pickle."""
     before = anything.fingerprint(sent)
-    message = encode(sent, copy_tensor=copy_tensor)
+    message = encode(sent)
     check(sent, decode(message), before)
     check(sent, decode(bytearray(message)), before)
-    plain = dumps(sent, copy_tensor=copy_tensor)
+    plain = dumps(sent)
     check(sent, loads(plain), before)
-    if copy_tensor:
-        check(sent, pickle.loads(plain), before)
+    check(sent, pickle.loads(plain), before)
+
+
+@THOROUGH
+@given(sent=anything.structures(arrays=False))
+def test_shared(share: Layout, sent: Any) -> None:
+    """In share mode what arrives is the same memory: first sent, sent again, and sent on."""
+    before = anything.fingerprint(sent)
+    for _ in range(2):
+        message = encode(sent, layout=share)
+        back = decode(message)
+        check(sent, back, before)
+        assert anything.shared(sent, back)
+    on = encode(back, layout=share)
+    del back, message
+    gc.collect(0)
+    assert anything.shared(sent, decode(on))
+    held = dumps(sent, copy_tensor=False)
+    back = loads(held)
+    check(sent, back, before)
+    assert anything.shared(sent, back)
 
 
 @FEW
 @given(sent=anything.structures())
-def test_beside_what_dill_does(copy_tensor: bool, sent: Any) -> None:
+def test_arrays_beside_what_is_shared(share: Layout, sent: Any) -> None:
+    """Arrays arrive as copies, with the values that they had; so do they where tensors moved."""
+    values = [fact[1:] for fact in anything.fingerprint(sent)[:-1]]
+    back = decode(encode(sent, layout=share))
+    for obj in (back, sent):
+        assert [fact[1:] for fact in anything.fingerprint(obj)[:-1]] == values
+    assert anything.shared(sent, back)
+
+
+@FEW
+@given(sent=anything.structures())
+def test_beside_what_dill_does(sent: Any) -> None:
     """The same through dill's pickler."""
     before = anything.fingerprint(sent)
-    back, _ = decode(encode((sent, {1: 2}.keys()), copy_tensor=copy_tensor))
+    back, _ = decode(encode((sent, {1: 2}.keys())))
     check(sent, back, before)
 
 
 @FEW
 @given(sent=anything.structures())
-def test_on_and_on(copy_tensor: bool, sent: Any) -> None:
+def test_on_and_on(sent: Any) -> None:
     """What has arrived is sent on as well as what was made here."""
     before = anything.fingerprint(sent)
     back = sent
     for _ in range(3):
-        back = decode(bytearray(encode(back, copy_tensor=copy_tensor)))
+        back = decode(bytearray(encode(back)))
         gc.collect(0)
     assert anything.fingerprint(back) == before
 
 
-@pytest.fixture(scope="module")
-def pool(copy_tensor: bool, warm: None) -> Iterator[Any]:
-    with Pool(1, is_copy_tensor=copy_tensor) as one:
+@pytest.fixture(scope="module", params=["copy", "share"])
+def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
+    with Pool(1, is_copy_tensor=request.param == "copy") as one:
         one.apply(anything.echo, (1,))  # until the worker runs: no test is charged with it
         yield one
     one.join()
 
 
 @FEW
-@given(sent=anything.structures())
-@example(sent=[torch.zeros(20_000)[::2], np.zeros((300, 300)).T])
-def test_through_a_pool(copy_tensor: bool, pool: Any, sent: Any) -> None:
+@given(data=st.data())
+def test_through_a_pool(pool: Any, data: Any) -> None:
     """To a worker and back: right there, and right here again."""
+    copies = pool._copy_tensor
+    sent = data.draw(anything.structures(arrays=copies))
     before = anything.fingerprint(sent)
     back, there = pool.apply(anything.echo, (sent,))
     assert there == before
     check(sent, back, before)
+    assert copies or anything.shared(sent, back)
 
 
 # -- the arithmetic -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,10 @@ def lasting() -> None:
     resource_tracker.ensure_running()
     forkserver.ensure_running()
     Arena.own()
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)  # torch's threads do not survive a fork
 
 
 def settled() -> None:

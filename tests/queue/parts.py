@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from queue import Empty
 from typing import Any
 
 inherited: Any = None
+made: Any = None
 
 
 def echo(inbox: Any, outbox: Any) -> None:
@@ -105,12 +107,90 @@ def sums(inbox: Any, outbox: Any) -> None:
 
 def statistics(outbox: Any) -> None:
     """Tidy up, and put the arena's statistics."""
-    from support.waiting import eventually
-
     from xpool.memory import guests
     from xpool.memory.arena import Arena
 
-    eventually(lambda: not guests.tidy(float("inf")), "tidy")
+    guests.tidy(float("inf"))
     arena = Arena.own()
     assert arena is not None
     outbox.put(arena.statistics())
+
+
+# -- deaths ------------------------------------------------------------------------------------
+
+
+def report(inbox: Any, results: Any) -> None:
+    """Get (number, array), check the array, and put the number, until None comes."""
+    while (item := inbox.get()) is not None:
+        number, data = item
+        whole = data == bytes([number % 251]) * len(data)
+        del item, data
+        results.put(number if whole else f"spoilt {number}")
+
+
+def put_for_ever(queue: Any, who: int, nbytes: int) -> None:
+    """Put (who, i, bytes) for ever."""
+    i = 0
+    while True:
+        queue.put((who, i, bytearray([i % 251]) * nbytes))
+        i += 1
+
+
+def die_at(where: str, function: Any, *args: Any) -> None:
+    """Kill this process when it comes to a method (``module:class.name``), the first time."""
+    import importlib
+    import signal
+
+    module, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for one in classes:
+        owner = getattr(owner, one)
+    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    function(*args)
+
+
+def stop_at(where: str, function: Any, *args: Any) -> None:
+    """Stop this process (SIGSTOP) when it comes to a function (``module:name``)."""
+    import importlib
+    import signal
+
+    module, _, name = where.partition(":")
+    owner = importlib.import_module(module)
+    real = getattr(owner, name)
+
+    def stop(*args: Any, **kwds: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return real(*args, **kwds)
+
+    setattr(owner, name, stop)
+    function(*args)
+
+
+def juggle(queue: Any, faults: Any, seed: int) -> None:
+    """Get tensors, look whether they are spoilt, keep some for a while, put them back, add some."""
+    import random
+
+    import torch
+
+    from xpool.memory import arena, guests
+
+    arena.IDLE = guests.IDLE = 0.005  # tidy up all the time
+    rng = random.Random(seed)
+    kept: list[Any] = []
+    while True:
+        try:
+            kept.append(queue.get(0 if rng.random() < 0.8 else 0.1))
+        except Empty:
+            size = rng.choice([3, 500, 20_000, 300_000])
+            kept.append(torch.full((size,), rng.randrange(1, 2**20)))
+        tensor = kept[-1]
+        if not bool((tensor == tensor[0]).all()) or not int(tensor[0]):
+            faults.put(f"{len(tensor)} elements: {tensor[:8].tolist()}")
+        if len(kept) > 4:
+            for _ in range(rng.randrange(1, 5)):
+                one = kept.pop(rng.randrange(len(kept)))
+                if rng.random() < 0.75:
+                    queue.put(one)
+                del one
+        del tensor

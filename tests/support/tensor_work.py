@@ -173,5 +173,22 @@ def fork_and_share_parts(tensor: Any) -> int:
     """Fork a child in this worker; return its exit code."""
     child = os.fork()
     if not child:
-        os._exit(int(tensor.sum()) % 100)
+        os._exit(int(tensor.numpy().sum()) % 100)  # torch's threads do not survive a fork
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fill_module(module: Any, value: float) -> None:
+    """Fill the parameters of a module."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def filled_1m(i: int) -> Any:
+    """Return 1 MiB that is full of a number."""
+    return torch.full((1 << 18,), i, dtype=torch.int32)
+
+
+def first(tensor: Any) -> int:
+    """Return the first element."""
+    return int(tensor[0])

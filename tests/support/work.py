@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+from xpool.interrupt import uninterrupted
 from xpool.testing.saboteurs import (
     EndsWhenCollected,
     EndsWhenPickled,
@@ -443,6 +444,28 @@ def spin_once(flag: str, x: Any = None) -> Any:
     if first(flag):
         count_up()
     return x
+
+
+@uninterrupted
+def enter_and_leave(book: list[str]) -> None:
+    """Write two lines that belong together."""
+    book.append("in")
+    for _ in range(200):
+        book[-1:] = [book[-1]]
+    book.append("out")
+
+
+def keep_books(log: str) -> None:
+    """Do that for ever; log whether the last pair was whole."""
+    book: list[str] = []
+    try:
+        while True:
+            book.clear()
+            for _ in range(400):
+                book[:] = []
+            enter_and_leave(book)
+    finally:
+        log_line(log, "whole" if book in ([], ["in", "out"]) else f"cut: {book}")
 
 
 def stop_self(box: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -314,6 +315,17 @@ class CollectiveGroup:
     def size(self) -> int:
         """Number of members."""
         return len(self._ranks)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around what all members do: an error of torch's in it becomes the group's, and any error
+        breaks the group, so that the others do not wait for this one."""
+        try:
+            with self._watched(what, launching=True):
+                yield
+        except BaseException as exc:
+            self._break(GroupError(f"{type(exc).__name__} in {self._world.name!r}"))
+            raise
 
     def destroy(self) -> None:
         """Let go of the group's connections; the group is of no use afterwards."""

@@ -4,7 +4,7 @@
 
     GroupError         also RuntimeError   the group or world cannot be used so
     |-- NotAMember                         the process is not a member of the group
-    |-- PeerLost                           a process has died or left; the message names it
+    |-- PeerLost       also xpool.PeerLost a process has died or left; the message names it
     `-- GroupTimeout   also TimeoutError   it took longer than its timeout
     GroupKeyError      also KeyError       no such service or value, or its name is taken
 
@@ -14,6 +14,7 @@ The classes beside `XPoolError` are those that `torch.distributed` and programs 
 
 from __future__ import annotations
 
+from xpool import errors
 from xpool.errors import TimeoutError, XPoolError
 
 __all__ = ["GroupError", "GroupKeyError", "GroupTimeout", "NotAMember", "PeerLost"]
@@ -27,7 +28,7 @@ class NotAMember(GroupError):
     """The calling or the called process is not a member of the group."""
 
 
-class PeerLost(GroupError):
+class PeerLost(GroupError, errors.PeerLost):
     """A process that is needed has died or has left the world."""
 
 

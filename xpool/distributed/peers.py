@@ -1,7 +1,7 @@
 """Who of the world is still there, and meetings that do not wait for those who are not.
 
-Each rank holds a call open to the lead, the lowest rank alive, which holds one open to each.
-Such a call is answered only by a process that leaves; it fails when its process dies.
+Each rank holds a call open to each other.  Such a call is answered only by a process that leaves;
+it fails when its process dies.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ MOMENT = 5.0  # seconds for what is said in passing: it improves messages, no mo
 class Peers:
     """The other ranks, as far as they are known to be there."""
 
-    def __init__(
-        self, names: list[str], me: str, on_loss: Callable[[str, str], None], *, has_rpc: bool
-    ) -> None:
-        self.names, self.me, self._has_rpc = names, me, has_rpc
+    def __init__(self, names: list[str], me: str, on_loss: Callable[[str, str], None]) -> None:
+        self.names, self.me = names, me
         self._on_loss = on_loss
         # Guards what follows; waited on by `wait_lost`.
         self._changed = threading.Condition()
         self._lost: dict[str, str] = {}
-        self._watched: set[str] = set()
         self._held: list[Future[str]] = []
         self._leaving = False
 
@@ -70,14 +67,16 @@ class Peers:
     # -- watching ---------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Hold calls open as this rank's part requires; again when the lead has changed."""
-        lead = self.lead()
-        targets = self.names if lead == self.me else [lead]
-        with self._changed:
-            gone = self._lost.keys() | self._watched | {self.me}
-            new = [] if self._leaving else [name for name in targets if name not in gone]
-            self._watched.update(new)
-        for name in new:
+        """Connect to all others, and hold calls open there.
+
+        Not when there is something to say: a process that dies while it connects to another breaks
+        what accepts connections in that one, for all.
+        """
+        others = [name for name in self.names if name != self.me]
+        # One after the other: so many connections at once would be a burden on the machine.
+        for name in others:
+            rpc.rpc_sync(name, _greet)
+        for name in others:
             held = rpc.rpc_async(name, _hold, timeout=0)
             held.add_done_callback(lambda done, name=name: self._ended(done, name))
 
@@ -99,31 +98,24 @@ class Peers:
         self.lose(name, reason)
 
     def lose(self, name: str, reason: str) -> None:
-        """Take note that a process is gone; the lead tells the others."""
+        """Take note that a process is gone."""
         with self._changed:
             if name in self._lost or name == self.me or self._leaving:
                 return
             self._lost[name] = reason
             self._changed.notify_all()
-            others = [one for one in self.names if one not in self._lost and one != self.me]
-        if self._has_rpc:
-            if self.lead() == self.me:
-                for other in others:
-                    _tell(other, name, reason)
-            self.watch()
         self._on_loss(name, reason)
 
     def leave(self, tell: bool) -> None:
-        """Answer those who watch this process, and watch no more; tell those who do not know."""
+        """Answer those who watch this process; ``tell`` them first, where they do not know."""
         with self._changed:
             self._leaving = True
             held, self._held = self._held, []
-            left = [name for name in self.names if name not in self._lost]
-        told = [] if not tell else left if left[0] == self.me else left[:1]
-        for sent in [_tell(name, self.me, LEFT) for name in told if name != self.me]:
+            left = [name for name in self.names if name not in self._lost and name != self.me]
+        for name in left if tell else ():
             try:
-                if sent is not None:
-                    sent.wait()
+                # Answers may be lost with the connections that they are to take; this is not.
+                rpc.rpc_sync(name, _told, args=(self.me, LEFT), timeout=MOMENT)
             except RuntimeError:
                 pass  # it is gone itself, or too slow: then it will find out
         for future in held:
@@ -135,11 +127,8 @@ def _hold() -> Future[str]:
     return the_world().peers.hold()
 
 
-def _tell(to: str, name: str, reason: str) -> Future[Any] | None:
-    try:
-        return rpc.rpc_async(to, _told, args=(name, reason), timeout=MOMENT)
-    except RuntimeError:
-        return None  # gone as well, or RPC has been shut down here
+def _greet() -> None:
+    """Answer a call that is made for its connection."""
 
 
 def _told(name: str, reason: str) -> None:

@@ -85,6 +85,7 @@ class World:
         # Guarded by _lock: open collective groups, and how many of each there have been.
         self._collective: list[CollectiveGroup] = []
         self._made: dict[tuple[int, ...], int] = {}
+        self._everyone: CollectiveGroup | None = None
 
         if dist_init_method is None and rpc_init_method is not None:
             address = rendezvous.beside(rpc_init_method)
@@ -108,7 +109,7 @@ class World:
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
         self.rank_name_map = dict(enumerate(self.names))
-        self.peers = Peers(self.names, self.name, self._on_loss, has_rpc=self.has_rpc)
+        self.peers = Peers(self.names, self.name, self._on_loss)
         try:
             if self.has_dist:
                 self._running.append("dist")
@@ -124,6 +125,10 @@ class World:
                 limit = self.rpc_timeout
                 agent.start(self.name, *place, rpc_address, earlier, limit)
                 self.peers.watch()
+                # Nobody begins, and perhaps leaves again, while others still connect.
+                meet(self.names[0], ("join", "the world"), tuple(self.names), limit)
+        except GroupError:
+            raise
         except RuntimeError as exc:
             error = explain(self, tuple(self.names), str(exc), limit)
             raise type(error)(f"{self.name!r} could not join the world: {error}.") from exc
@@ -156,6 +161,22 @@ class World:
         error = PeerLost(self.peers.describe(name))
         for group in groups:
             group._lost(self.names.index(name), error)
+
+    @property
+    def group(self) -> CollectiveGroup:
+        """The group of all ranks; there is one from the start, with ``dist_timeout``.
+
+        It stands on torch's default group, which functions of `torch.distributed` use that are not
+        told another.
+        """
+        self._check_started(self.has_dist, "collective groups", "init_dist=True")
+        with self._lock:
+            if self._everyone is None:
+                ranks = self.get_ranks()
+                everyone = CollectiveGroup(self, ranks, dist.group.WORLD, self.dist_timeout)
+                self._everyone = everyone
+                self._collective.append(everyone)
+            return self._everyone
 
     # -- groups -------------------------------------------------------------------------------
 

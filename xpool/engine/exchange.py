@@ -44,6 +44,12 @@ from xpool.results import Parcel, Unopened
 
 __all__ = ["Encoded", "Exchange", "own_part"]
 
+CULPRIT = 5
+"""Workers that one task may kill, whatever its ``retries``."""
+
+ENDED = -1
+"""In the place of the kind of a message: there is none."""
+
 LOOK = 0.010
 """Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
 
@@ -137,35 +143,97 @@ class Exchange:
 
     def _receive(self, slot: Slot) -> None:
         """Take what has come from a worker, and hand it its next tasks in the same step."""
-        for head, body in slot.inlet.frames():
-            kind, errors, count, _, mark, nanos = TO_PARENT.unpack(head)
-            if self._stopped:
-                continue  # all was answered when the pool was terminated
-            if kind == ANSWER:
-                self._answers(slot, errors, count, body, mark, nanos)
-            elif kind == READY:
-                self._ready(slot, body)
-            elif kind == SKIPPED:
-                self.sched.skipped(slot.index, count)
+        frames = slot.inlet.frames()
+        while slot.mad is None:
+            kind = ENDED
+            try:
+                for head, body in frames:
+                    kind, errors, count, _, mark, nanos = TO_PARENT.unpack(head)
+                    if not self._stopped:  # else all was answered when the pool was terminated
+                        self._understand(slot, kind, errors, count, body, mark, nanos)
+                        break
+                    kind = ENDED
+            except Exception as exc:
+                self._give_up(slot, exc)
+                return
+            if kind == ENDED:
+                break
+            if kind == READY and slot.reason is None:
+                self._serves(slot)
+            elif kind in (ANSWER, SKIPPED):
                 self._after_answers(slot)
-                self._give_idle()
-            elif kind == FAILED:
-                slot.reason = body
-            else:
-                raise InternalError(f"worker {slot.index} sent a message of unknown kind {kind}")
+                if kind == SKIPPED:
+                    self._give_idle()
         if slot.inlet.ended:
             self._watch.remove(slot.inlet.fd)
 
-    def _ready(self, slot: Slot, body: bytes | memoryview) -> None:
-        facts = decode(body)
-        if facts["wire"] != WIRE:
-            slot.reason = RuntimeError(
-                "the worker imports another version of xpool; look at PYTHONPATH"
-            )
-            slot.kill()
-            return
+    def _understand(
+        self,
+        slot: Slot,
+        kind: int,
+        errors: int,
+        count: int,
+        body: bytes | memoryview,
+        mark: int,
+        nanos: int,
+    ) -> None:
+        """Take what one message says into the books of this worker, and do nothing else yet.
+
+        Raises:
+            Exception, of any kind: the worker has written nonsense.
+        """
+        if kind == ANSWER:
+            self._answers(slot, errors, count, body, mark, nanos)
+        elif kind == READY:
+            facts = decode(body)
+            slot.mapped = facts["mapped"]
+            if facts["wire"] != WIRE:
+                slot.reason = RuntimeError(
+                    "the worker imports another version of xpool; look at PYTHONPATH"
+                )
+                slot.kill()
+            elif slot.greeted:
+                raise ValueError("a second greeting")
+        elif kind == SKIPPED:
+            self.sched.skipped(slot.index, count)
+        elif kind == FAILED:
+            slot.reason = body
+        else:
+            raise ValueError(f"a message of unknown kind {kind}")
+
+    def _give_up(self, slot: Slot, exc: Exception) -> None:
+        """Kill a worker that has written nonsense, and believe nothing more that comes from it.
+
+        What it has begun and not answered fails: whether that was done cannot be known.
+        """
+        slot.mad = exc
+        if not slot.greeted:
+            slot.reason = exc
+        slot.kill()
+        slot.inlet.ended = True
+        self._watch.remove(slot.inlet.fd)
+        self.sched.retire(slot.index)
+        hand = self.sched.hands[slot.index]
+        while hand.held and hand.answered < slot.box.began:
+            grant = hand.held[0]
+            wanted = grant.done < grant.taken and not grant.withdrawn
+            index = self.sched.answered(slot.index, 1)[1]
+            if wanted and grant.retries > 0 and grant.past.killed + 1 < CULPRIT:
+                self._again(grant, index - grant.first, killed=True)
+            elif wanted:
+                error = InternalError(
+                    f"worker {slot.index} (pid {slot.pid}) was killed since it wrote nonsense to "
+                    f"its parent ({type(exc).__name__}: {exc}), while it ran "
+                    f"{self._describe(grant.job, index)} or after. If no code of that task, or of "
+                    "a library that it uses, writes to memory or descriptors that are not its "
+                    "own, this is a bug in xpool"
+                )
+                error.__cause__ = exc
+                self.results.append((grant.job, index, (False, error)))
+
+    def _serves(self, slot: Slot) -> None:
+        """Take a worker into service that says that it is ready."""
         retiring = slot.state is WorkerStates.RETIRING
-        slot.mapped = facts["mapped"]
         slot.happens(WorkerEvent.HELLO)
         slot.greeted, slot.stop = True, None
         slot.failures, slot.killed, slot.reason = 0, 0, None
@@ -186,7 +254,6 @@ class Exchange:
         if body:
             again = bool(errors & BODY_AGAIN)
             self._answer(slot, bool(errors & BODY_ERROR), body, seconds, again)
-        self._after_answers(slot)
 
     def _encoded(self, slot: Slot, payload: bytes | memoryview) -> Encoded:
         """One answer; of the blocks that it names, hold is taken now, before it may be dropped."""
@@ -219,11 +286,10 @@ class Exchange:
         again: bool = False,
     ) -> None:
         """Take one answer; ``again``: it is an error that the task is to be tried again after."""
+        # Also one that nobody will open: it has to be adopted.  First, since it may be nonsense.
+        answer = self._encoded(slot, payload)
         grant, index = self.sched.answered(slot.index, 1, seconds)
         position = index - grant.first
-        answer = self._encoded(
-            slot, payload
-        )  # also one that nobody will open: it has to be adopted
         if slot.stop is not None and grant.seq + position == slot.stop.seq:
             self._broken_off(slot, grant, position)
         elif again and grant.retries > 0:
@@ -257,6 +323,8 @@ class Exchange:
         self._watch.alarm(when)
 
     def _after_answers(self, slot: Slot) -> None:
+        if slot.mad is not None:
+            return  # it gets nothing more
         w = slot.index
         hand = self.sched.hands[w]
         if hand.size < 2:
@@ -297,9 +365,15 @@ class Exchange:
 
     def _take_late(self, slot: Slot, mark: int) -> int:
         """Move answers out of an outbox that no message has told of; return how many."""
-        found = entries(slot.box.take(mark))
-        for error, payload in found:
-            self._answer(slot, error, payload)
+        if slot.mad is not None:
+            return 0
+        try:
+            found = entries(slot.box.take(mark))
+            for error, payload in found:
+                self._answer(slot, error, payload)
+        except Exception as exc:
+            self._give_up(slot, exc)
+            return 0
         self._budget.finished |= bool(found)
         return len(found)
 

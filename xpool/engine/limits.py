@@ -18,6 +18,7 @@ from xpool.engine.exchange import GRACE, Exchange, own_part
 from xpool.errors import TaskTimeout
 from xpool.fleet.slot import Slot, Stop
 from xpool.interrupt import uninterrupted
+from xpool.jobs.scheduler import Grant
 from xpool.queue.outbox import NO_LIMIT, STOP_SIGNAL
 
 __all__ = ["TASK_GRACE", "Limits"]
@@ -91,6 +92,37 @@ class Limits(Exchange):
         if limits:
             # The soonest that one can be over its time which is not begun yet.
             self._check_by(slot, now + min(limits))
+            if box.since is not None or (running is not None and running[0].limit is None):
+                slot.still = None
+            else:
+                self._mind_standstill(slot, running, min(limits), now)
+
+    def _mind_standstill(
+        self, slot: Slot, running: tuple[Grant, int] | None, limit: float, now: float
+    ) -> None:
+        """End a worker that for ``limit`` seconds has not done what is no task and takes no time:
+        read what it was sent, begin it, or send an answer.  It is stopped by SIGSTOP, say, or an
+        object that it let go of hangs in its finalizer.
+        """
+        hand, box = self.sched.hands[slot.index], slot.box
+        doing = box.began, hand.answered, slot.inlet.got, slot.outlet.rest
+        if slot.still is None or slot.still[0] != doing:
+            slot.still = doing, now
+        elif now < slot.still[1] + limit:
+            self._check_by(slot, slot.still[1] + limit)
+        elif running is not None:
+            # It may have run for some of that time, but only once, and not as long as its limit.
+            if now >= slot.still[1] + 2 * limit:
+                self._ask(slot, running[0].seq + running[1], now)
+            else:
+                self._check_by(slot, slot.still[1] + 2 * limit)
+        elif not hand.paused:
+            # Nothing of what it holds is begun, and nothing shall be: others get it.
+            self._hold_back(slot, box.began, now)
+            self._check_by(slot, now + GRACE)
+        else:
+            slot.stop = Stop(-1, now)
+            slot.kill()
 
     def _ask(self, slot: Slot, seq: int, now: float) -> None:
         """Ask a worker to break off what it runs, and to begin nothing more."""

@@ -28,10 +28,12 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from xpool.engine.exchange import CULPRIT
 from xpool.engine.limits import Limits
+from xpool.engine.switchboard import Switchboard
 from xpool.engine.watch import Watch
 from xpool.errors import DeviceError, PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
@@ -56,9 +58,6 @@ STOP_GRACE = 0.3
 KILLED_STARTS = 8
 """Workers that may be killed in one place while they start, at intervals that grow to a second.
 More than may fail by themselves: a kill says little about the next one."""
-
-CULPRIT = 5
-"""Workers that one task may kill, whatever its ``retries``."""
 
 
 class Engine(Limits):
@@ -89,6 +88,7 @@ class Engine(Limits):
         self.failure: BaseException | None = None
         self.dropped = False
         self.died = 0
+        self.switchboard: Switchboard | None = None  # where workers send messages to each other
         self.together = False  # the workers form one group: the death of one is the end of all
         self._launcher = launcher
         self._orders = orders
@@ -123,6 +123,20 @@ class Engine(Limits):
                 span.bound = self.sched.least_loaded()
             self.sched.put(span)
             self._give_idle(span.job if driven else 0)
+
+    def connect_peers(self) -> None:
+        """Let workers have channels to each other; before the first is started."""
+        self.switchboard = Switchboard(self.slots, self._watch)
+
+    @uninterrupted
+    def submit_together(self, spans: Iterable[Span]) -> None:
+        """Queue spans at one moment: bound ones of several callers come everywhere in one order."""
+        with self.lock:
+            self._leave_signal_handler()
+            if not self._ending:
+                for span in spans:
+                    self.sched.put(span)
+                self._give_idle()
 
     @uninterrupted
     def feed(self, span: Span) -> None:
@@ -198,6 +212,8 @@ class Engine(Limits):
             # No longer ours, or its sentinel: a death is for the engine's thread.
             if slot.driven != job or any(fd != slot.inlet.fd for fd, _ in events):
                 return False
+            if slot.mad is not None:
+                return False  # its death is for the engine's thread, too
             if events:
                 self._receive(slot)
             held = self.sched.hands[slot.index].held
@@ -265,6 +281,8 @@ class Engine(Limits):
         assert slot.handle is not None
         self._watch.add(slot.inlet.fd, self._receive_from(slot))
         self._watch_end(slot)
+        if self.switchboard is not None:
+            self.switchboard.started(slot)
         self._send(slot, boot_frame(self._orders(slot.index, slot.generation, seat)))
         if self._start_limit is not None:
             self._check_by(slot, self._watch.now() + self._start_limit)
@@ -344,6 +362,8 @@ class Engine(Limits):
                 self._mind_limits(now)
                 self._try_again(now)
                 self._start_overdue(now)
+                if self.switchboard is not None:
+                    self.switchboard.mind(now)
                 if self._trim_at is not None:
                     self._watch.alarm(self._trim_at)
         if self._dead_seats:
@@ -403,12 +423,16 @@ class Engine(Limits):
         exitcode = handle.exitcode
         state = slot.state
         died = f"worker {w} (pid {handle.pid}), {exit_reason(exitcode)}"
+        if slot.mad is not None:
+            died += f", for it wrote nonsense ({slot.mad})"
         asked = slot.stop is not None  # to break off what it ran: then we have killed it
         if lost is not None:
             self._lose(slot, *lost, handle.pid, exitcode)
         self._deep.pop(w, None)
         for fd in (slot.inlet.fd, slot.outlet.fd, handle.sentinel):
             self._watch.remove(fd)
+        if self.switchboard is not None:
+            self.switchboard.ended(slot)
         slot.gone()
         if slot.seat is not None:
             self._dead_seats.append(slot.seat)  # all that it has sent is held here by now

@@ -73,6 +73,7 @@ class Slot:
         self.stopping_since: float | None = None
         self.start_at: float | None = None  # when to try again, where the system refused
         self.seat: int | None = None  # its place in the arena
+        self.has_control = False  # its processes can ask for channels to their peers
         self._fresh()
 
     def _fresh(self) -> None:
@@ -89,11 +90,15 @@ class Slot:
         # When to look whether what it runs is over its time, and what it was asked to break off.
         self.check_at: float | None = None
         self.stop: Stop | None = None
+        # What it had come to when it was last seen to do something without a clock, and when.
+        self.still: tuple[Any, float] | None = None
+        self.mad: Exception | None = None  # it wrote nonsense, and is listened to no more
         self.greeted = False  # it has said that it is ready
         self.driven = 0  # the job whose caller receives from it himself; 0: none
         self.driver = 0  # and the thread of that caller
         self.unchecked = False  # its sentinel has news that wait for the end of that
         self.muted = False  # its pipe does not wake the engine's thread
+        self.control: int | None = None
         self.mapped = True  # it can use blocks of the arena
 
     def happens(self, event: WorkerEvent) -> None:
@@ -136,11 +141,17 @@ class Slot:
                 _widen(fd)
             os.set_blocking(task_w, False)
             os.set_blocking(answer_r, False)
+            if self.has_control:
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                control, its_control = (end.detach() for end in pair)
+                theirs.append(its_control)
+                mine.append(_mine(control))
+                os.set_blocking(control, False)
             box = Outbox(page)
             box.limit = NO_LIMIT
             ours, boot = socket.socketpair()
             with ours:
-                fds = [task_r, answer_w, life_r, page]
+                fds = list(theirs)
                 if arena is not None:
                     fds.append(arena.file.fd)
                 socket.send_fds(ours, [b"W"], fds)
@@ -159,6 +170,7 @@ class Slot:
                 os.close(fd)
         self.outlet, self.inlet, self.box = Outlet(task_w), Inlet(answer_r, TO_PARENT.size), box
         self.lifeline: int | None = life_w
+        self.control = control if self.has_control else None
         self.poller = select.poll()
         self.poller.register(answer_r, select.POLLIN)
         self.poller.register(self.handle.sentinel, select.POLLIN)
@@ -186,6 +198,9 @@ class Slot:
         if self.lifeline is not None:
             _close(self.lifeline)
             self.lifeline = None
+        if self.control is not None:
+            _close(self.control)
+            self.control = None
         _close(self.outlet.fd)
         _close(self.inlet.fd)
         _parents_only.discard(self.handle.sentinel)

@@ -33,6 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -67,8 +68,8 @@ class Block:
     capacity: int
     arena: Arena
     number: int
-    owner: int
-    """The worker whose tensor on a device it stands for, where it does."""
+    stands_for: tuple[int, int]
+    """Where it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
 
     former: Any
     """Memory that must live as long as this does."""
@@ -82,7 +83,9 @@ class Block:
         """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():
+            return  # names of this module are gone; whoever looks after the dead clears the hold
         try:
             arena = self.arena
         except AttributeError:
@@ -97,7 +100,7 @@ def _block_type(capacity: int) -> Any:
     made = _types.get(capacity)
     if made is None:
         bases = Block, ctypes.c_char * capacity
-        space = {"__slots__": ("arena", "former", "number", "owner"), "capacity": capacity}
+        space = {"__slots__": ("arena", "former", "number", "stands_for"), "capacity": capacity}
         made = _types[capacity] = type(f"Block{capacity}", bases, space)
     return made
 
@@ -111,6 +114,7 @@ class Arena:
     _mapping: type[File] = File
     _allotting: type[Region] = Region
     is_guest = False  # it came with a message: see `xpool.memory.guests`
+    _finalizing = staticmethod(sys.is_finalizing)
 
     def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
         self.file = self._mapping(fd, region)
@@ -347,13 +351,18 @@ class Arena:
             )
         return block
 
+    def holds(self, address: int) -> bool:
+        """Whether a block that this process holds begins at an address."""
+        number = self.file.find(address - self._address)
+        return number is not None and number in self._counts
+
     @uninterrupted
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
         offset = self._offset_of(address)
         number = None if offset is None else self.file.find(offset)
         # The caller has the memory there, so what this process holds now stays held.
-        if number is None or not self._counts.get(number):
+        if number is None or number not in self._counts:
             return None
         return self._hold_in_turn(number)
 
@@ -401,6 +410,8 @@ class Arena:
     @uninterrupted
     def drop(self, number: int) -> None:
         """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
+        if self._finalizing():
+            return  # the modules may be gone already; the process takes its holds with it
         self._dropped.append(number)
         self._settle()
 
@@ -470,7 +481,7 @@ class Arena:
 
     def _clear_dead(self) -> bool:
         """As the one that made the file: let guests that have ended hold nothing."""
-        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd)
+        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd, 0)
 
     @uninterrupted
     def statistics(self) -> dict[str, int]:
@@ -529,6 +540,9 @@ class _Inherited(Arena):
             "a message of xpool was not opened before this process was forked: open it in the "
             "process that the message came to"
         )
+
+    def holds(self, address: int) -> bool:
+        return False
 
     def holding(self, address: int) -> Block | None:
         return None

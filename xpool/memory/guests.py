@@ -78,10 +78,19 @@ class _Part(File):
 
 
 class _NoRegion(Region):
+    """Where nothing is allocated."""
+
+    blocks = out = 0
+    filled = False
+
     def __init__(self, file: File, seat: int) -> None:
-        self._file, self._first = file, 0
-        self._since, self._free, self._out = [], {}, deque()
-        self.filled = False
+        return
+
+    def collect_all(self) -> None:
+        return
+
+    def give_back(self, before: float) -> bool:
+        return False
 
 
 class Guest(Arena):
@@ -178,7 +187,7 @@ class Guest(Arena):
             if seats.claim(file, fd, seat, guest=True):
                 seats.leave(file, fd, seat)
                 self._heritage.remove(seat)
-        seats.clear_dead(file, fd)
+        seats.clear_dead(file, fd, self.seat)
         for seat in range(HOLDS):
             for number in range(seat * ENTRIES, seat * ENTRIES + file.entries(seat)):
                 self._punch_if_free(number)

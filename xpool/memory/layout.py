@@ -128,12 +128,13 @@ class File:
         and looks at the stamp then.  Here the stamp changes first, and the holds are looked at
         again.  So one of the two sees the other, and leaves the block alone.
         """
-        if not self.free(number):
+        at = _TABLES + number * _ENTRY
+        if self.map[at : at + HOLDS] != _NOBODY:
             return False
         self.stamps[number] = (self.stamps[number] + 1) & 0xFFFF_FFFF
         with _fence:  # a lock orders what the processor writes and reads
             pass
-        return self.free(number)
+        return self.map[at : at + HOLDS] == _NOBODY
 
     def only(self, number: int, seat: int) -> bool:
         """Whether nobody but the process in this seat holds a block."""
@@ -161,6 +162,8 @@ class File:
         if not filled and self.capacities[number] >= LARGE:
             self.filled[number] = 1  # a trace for who clears up after a death in the midst of it
         if not self.reserve(start, stop - start):
+            if not filled:
+                self.punch(number)  # a part of it may have been there
             return False
         self.filled[number] = nbytes
         return True

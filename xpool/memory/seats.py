@@ -107,14 +107,17 @@ def leave(file: File, fd: int, seat: int) -> None:
     _set(fd, fcntl.F_UNLCK, seat * _SPAN, 1)
 
 
-def clear_dead(file: File, fd: int) -> bool:
-    """Clear the seats of guests that have ended; return whether there were any."""
+def clear_dead(file: File, fd: int, own: int) -> bool:
+    """Clear the seats of guests that have ended; return whether there were any.
+
+    ``own``: the caller's seat, which is not locked against himself.
+    """
     marks = file.map[_MARKS : _MARKS + HOLDS - FIRST_GUEST]
     found = False
     at = marks.find(1)
     while at >= 0:
         seat = FIRST_GUEST + at
-        if claim(file, fd, seat, guest=True):
+        if seat != own and claim(file, fd, seat, guest=True):
             leave(file, fd, seat)
             found = True
         at = marks.find(1, at + 1)

@@ -9,7 +9,16 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["on_own_device", "staged"]
+from xpool.pickle.policy import Layout
+
+__all__ = ["copy_to", "is_kept", "on_own_device", "staged"]
+
+
+def is_kept(layout: Layout, tensor: Any) -> bool:
+    """Whether a worker keeps a tensor that it sends, and sends a handle to it."""
+    if layout.keep is None or tensor.is_cpu or tensor.is_meta:
+        return False
+    return layout.method is None or layout.method == tensor.device.type
 
 
 def staged(tensor: Any) -> Any:
@@ -21,4 +30,16 @@ def on_own_device(tensor: Any) -> Any:
     """Return a tensor that has arrived in host memory where this process wants it."""
     context: Any = sys.modules.get("xpool.devices.context")
     device = context.own_device() if context is not None else None
-    return tensor if device is None else tensor.to(device)
+    return tensor if device is None else copy_to(tensor, device)
+
+
+def copy_to(tensor: Any, device: Any) -> Any:
+    """Return a leaf on another device, with all that the tensor is besides its values."""
+    torch = sys.modules["torch"]
+    made = tensor.detach().to(device)
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    elif tensor.requires_grad:
+        made.requires_grad_()
+    made.__dict__.update(tensor.__dict__)
+    return made

@@ -4,7 +4,7 @@
 
     b"\\x01"  u8 flags  u16 more  u32 count  u64 token
     u64 token x more
-    (u64 place, u48 length, u16 which) x (1 + count)  what lies inline
+    (u64 place, u64 length, u32 which, u32 shared) x (1 + count)  what lies inline
 
 All numbers are little-endian.  The first entry of the table is the pickle, the others are its
 buffers (protocol 5).  A ``place`` is the name of a block of the arena that has one of the tokens
@@ -13,16 +13,15 @@ at a multiple of `ALIGN` from the start of the message.  A message without buffe
 plain pickle: its first byte is `PLAIN`, the PROTO opcode.
 
 `KEPT` among the flags: the sender keeps what lies in blocks, to send it again; so the receiver
-copies it, instead of using it in place.  `SHARED` in a ``which``: the block is memory that both
-sides use (share mode), and is never copied.
+copies it, instead of using it in place.  ``shared`` is 1 where the block is memory that both sides
+use (share mode), and never copied.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
-from typing import NamedTuple
 
 from xpool.memory.arena import MISSING, Arena, Block
 from xpool.memory.fresh import LARGE, fresh
@@ -36,18 +35,11 @@ PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
 KEPT = 1
-SHARED = 1 << 15
 
 _HEAD = struct.Struct("<BBHIQ")
-_ENTRY = struct.Struct("<QQ")
-_LENGTH = (1 << 48) - 1
+_ENTRY = struct.Struct("<QQII")
 
-
-class _Entry(NamedTuple):
-    place: int
-    length: int
-    which: int
-    shared: bool
+_Entry = tuple[int, int, int, int]
 
 
 class Leased(bytes):
@@ -64,9 +56,14 @@ class Leased(bytes):
         return found
 
     @property
-    def owners(self) -> set[int]:
-        """The workers on whose devices the tensors lie to which there are handles in it."""
-        return {block.owner for block in self.blocks.values() if hasattr(block, "owner")}
+    def owners(self) -> dict[int, int]:
+        """The workers that have tensors to which there are handles in it, and how many bytes."""
+        found: dict[int, int] = {}
+        for block in self.blocks.values():
+            worker, nbytes = getattr(block, "stands_for", (None, 0))
+            if worker is not None:
+                found[worker] = found.get(worker, 0) + nbytes
+        return found
 
 
 def weight(message: bytes | memoryview) -> int:
@@ -98,20 +95,20 @@ def pack(
     for given, block, view in zip(blocks, leased, [None, *views], strict=True):
         length = size if view is None else view.nbytes
         if block is None:
-            table.append((MISSING, length))
+            table.append((MISSING, length, 0, 0))
             if view is not None:
                 inline.append(view)
         else:
             which = arenas.setdefault(block.arena, len(arenas))
             name = block.name
             held[which, name] = block
-            table.append((name, length | (which if given is None else which | SHARED) << 48))
+            table.append((name, length, which, int(given is not None)))
     known = [arena.token for arena in arenas] or [0]
     flags = KEPT if layout.kept and held else 0
     head = _HEAD.pack(FRAMED, flags, len(known) - 1, len(views), known[0])
     head += struct.pack(f"<{len(known) - 1}Q", *known[1:])
     head += b"".join(_ENTRY.pack(*entry) for entry in table)
-    message = _join(head, () if leased[0] is not None else chunks, inline)
+    message = _join(head, () if leased[0] is not None else chunks, inline, layout.room)
     if held:
         message = Leased(message)
         message.blocks = held
@@ -147,7 +144,10 @@ def _lease(
 
 
 def _join(
-    head: bytes, chunks: Sequence[bytes | memoryview], views: Sequence[memoryview]
+    head: bytes,
+    chunks: Sequence[bytes | memoryview],
+    views: Sequence[memoryview],
+    room: Callable[[int], memoryview] | None,
 ) -> bytes | memoryview:
     parts: list[bytes | memoryview] = [head, *chunks]
     size = sum(map(len, parts))
@@ -158,7 +158,7 @@ def _join(
         size += pad + view.nbytes
     if size < LARGE:
         return b"".join(parts)
-    whole = memoryview(fresh(size))
+    whole = memoryview(fresh(size)) if room is None else room(size)
     at = 0
     for part in parts:
         whole[at : at + len(part)] = part
@@ -167,54 +167,53 @@ def _join(
 
 
 def tokens(message: bytes | memoryview) -> list[int]:
-    """Return the tokens of the arenas whose blocks a framed message names."""
-    return _table(memoryview(message))[1]
+    """Return the tokens of the arenas whose blocks a framed message names.
+
+    Raises:
+        ValueError: the message is cut short or is not a framed one.
+    """
+    if len(message) < _HEAD.size or message[0] != FRAMED:
+        raise ValueError("not a message of xpool: neither a pickle nor a framed table")
+    _, _, more, _, token = _HEAD.unpack_from(message)
+    if len(message) < _HEAD.size + 8 * more:
+        raise ValueError("a message of xpool was cut short in its head")
+    return [token, *struct.unpack_from(f"<{more}Q", message, _HEAD.size)] if token else []
 
 
 def adopt(message: bytes | memoryview) -> bytes | memoryview:
     """Take hold of the blocks of a message, if there are any: it will be opened later."""
     if message[0] != FRAMED or type(message) is Leased:
         return message
-    _, known, table, _ = _table(memoryview(message))
+    known = tokens(message)
     if not known:
         return message
-    arenas = [Arena.find(token) for token in known]
     leased = Leased(message)
     leased.blocks = {
-        (one.which, one.place): _arena(arenas, one).adopt(one.place)
-        for one in table
-        if one.place != MISSING
+        (which, place): _arena(known, which).adopt(place)
+        for place, _, which, _ in _table(memoryview(message))[1]
+        if place != MISSING
     }
     return leased
 
 
-def _arena(arenas: list[Arena], entry: _Entry) -> Arena:
-    try:
-        return arenas[entry.which]
-    except IndexError:
-        raise ValueError("a message of xpool names a block, and no arena") from None
+def _arena(known: list[int], which: int) -> Arena:
+    if which >= len(known):
+        raise ValueError("a message of xpool names a block, and no arena")
+    return Arena.find(known[which])
 
 
-def _table(message: memoryview) -> tuple[int, list[int], list[_Entry], int]:
-    """Return flags, tokens and table of a message, and where the table ends.
+def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
+    """Return flags and table of a framed message, and where the table ends.
 
     Raises:
-        ValueError: the message is cut short or is not a framed one.
+        ValueError: the message is cut short.
     """
-    size = len(message)
-    if size < _HEAD.size or message[0] != FRAMED:
-        raise ValueError("not a message of xpool: neither a pickle nor a framed table")
-    _, flags, more, count, token = _HEAD.unpack_from(message)
+    _, flags, more, count, _ = _HEAD.unpack_from(message)
     start = _HEAD.size + 8 * more
     stop = start + (1 + count) * _ENTRY.size
-    if size < stop:
+    if len(message) < stop:
         raise ValueError("a message of xpool was cut short in its table")
-    known = [token, *struct.unpack_from(f"<{more}Q", message, _HEAD.size)] if token else []
-    table = [
-        _Entry(place, word & _LENGTH, word >> 48 & ~SHARED, bool(word >> 48 & SHARED))
-        for place, word in _ENTRY.iter_unpack(message[start:stop])
-    ]
-    return flags, known, table, stop
+    return flags, list(_ENTRY.iter_unpack(message[start:stop])), stop
 
 
 def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[memoryview]]:
@@ -225,29 +224,26 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
         LookupError: it lies in memory that this process does not have.
     """
     view = memoryview(message).cast("B")
-    flags, known, table, end = _table(view)
-    if view.readonly and any(one.place == MISSING for one in table[1:]):
+    known = tokens(view)
+    flags, table, end = _table(view)
+    if view.readonly and any(place == MISSING for place, _, _, _ in table[1:]):
         view = memoryview(bytearray(view))  # the receiver may write to what it gets
     held = message.blocks if type(message) is Leased else {}
-    arenas = [Arena.find(token) for token in known]
     parts: list[memoryview] = []
-    for one in table:
-        if one.place == MISSING:
+    for place, size, which, shared in table:
+        if place == MISSING:
             begin = end + -end % ALIGN if parts else end
-            end = begin + one.length
+            end = begin + size
             if end > len(view):
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        arena = _arena(arenas, one)
-        block = held.get((one.which, one.place)) or arena.adopt(one.place)
-        part = block.view(one.length)
-        if len(part) < one.length:
-            raise ValueError(
-                f"a message names {one.length} bytes of block {one.place}, which has less"
-            )
-        if flags & KEPT and parts and not one.shared:
-            copy = memoryview(fresh(one.length))
+        block = held.get((which, place)) or _arena(known, which).adopt(place)
+        part = block.view(size)
+        if len(part) < size:
+            raise ValueError(f"a message names {size} bytes of block {place}, which has less")
+        if flags & KEPT and parts and not shared:
+            copy = memoryview(fresh(size))
             copy[:] = part
             part = copy
         parts.append(part)
@@ -261,7 +257,7 @@ def inline(message: bytes | memoryview) -> bytes | memoryview:
     """
     if type(message) is not Leased:
         return message
-    if any(one.shared for one in _table(memoryview(message))[2]):
+    if any(shared for _, _, _, shared in _table(memoryview(message))[1]):
         return message
     pickled, buffers = unpack(message)
     return pack([pickled], [PickleBuffer(buffer) for buffer in buffers], BY_PIPE, {})

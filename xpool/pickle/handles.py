@@ -12,47 +12,40 @@ message that nobody opens, a process that is killed) is true of handles.
 from __future__ import annotations
 
 import weakref
+from itertools import islice
 from math import prod
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool.errors import TaskNotPicklable, WorkerDied
+from xpool.errors import PoolClosed, TaskNotPicklable, TensorLost
 from xpool.memory.arena import Arena, Block
+from xpool.pickle.devices import copy_to, on_own_device
 from xpool.pickle.hooks import Context, builder, register
 
-__all__ = ["Keeper", "TensorHandle", "TensorLost", "pools"]
+__all__ = ["Keeper", "TensorHandle", "pools"]
 
 pools: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """The pools of this process, by their tokens."""
 
-_TOKEN = 64
+_TOKEN = 64  # bytes: the least that a block has
 
-
-class TensorLost(WorkerDied):
-    """The worker that held a tensor on its device has ended, and the tensor with it.
-
-    Fields as of `WorkerDied`; ``task`` says which tensor.
-    """
-
-    def __str__(self) -> str:
-        return (
-            f"{self.task} is lost: worker {self.worker} (pid {self.pid}), which held it, has "
-            "ended. Make it again in the worker that is there now, or keep a copy: handle.cpu()."
-        )
+_AT_ONCE = 64  # kept tensors that are looked at before a task
 
 
 class TensorHandle:
     """A tensor that lies on the device of a worker.
 
     Given to the pool as (part of) an argument, it takes the task to that worker, where the function
-    gets the tensor itself and nothing is copied.  For another worker (``worker=i``, or handles of
-    two workers in one call) the tensor is copied, through the memory of this machine, and arrives
-    as `cpu` returns it.  The worker keeps the tensor until all handles are gone.
+    gets the tensor itself, the same object, and nothing is copied.  For another worker
+    (``worker=i``, or handles of two workers in one task) the tensor is copied, through the memory
+    of this machine, and arrives on the device that that worker is bound to, else on the CPU.  The
+    worker keeps the tensor until all handles are gone.
 
     Attributes:
         shape: tuple of int.
         dtype: `torch.dtype`.
         device: str, as in the worker: ``"xla:0"``, ``"cuda:0"``.
+        requires_grad: bool.
         worker: index of the worker.
         pid: its process.
     """
@@ -60,9 +53,10 @@ class TensorHandle:
     def __init__(self, buffer: memoryview, *about: Any) -> None:
         self._buffer = buffer
         self._about = about
-        self.pool, self.worker, self.pid, self.shape, self.dtype, self.device, _ = about
+        self._pool, self.worker, self.pid, self.shape, self.dtype, self.device = about[:6]
+        self.requires_grad = about[6]
         block: Block = buffer.obj  # type: ignore[assignment]
-        block.owner = self.worker  # type: ignore[misc]  # its subclass has it
+        block.stands_for = self.worker, self.nbytes  # type: ignore[misc]  # its subclass has it
         self._block = block
 
     @property
@@ -72,52 +66,44 @@ class TensorHandle:
         return size
 
     def cpu(self) -> Any:
-        """Return a copy of the tensor in this process, on the CPU.
+        """Return a copy of the tensor in this process, on the CPU, when its worker has time.
+
+        It has what it would have in copy mode: gradient or not, Parameter, attributes.
 
         Raises:
-            WorkerDied: the worker has ended.
+            TensorLost (a `WorkerDied`): the worker has ended.
             PoolClosed: the pool takes no more work.
         """
-        return _pool_of(self).apply(_to_cpu, (self,))
+        pool = pools.get(self._pool)
+        if pool is None:
+            raise PoolClosed(f"{self!r}: its pool is gone, and the tensor with it")
+        return pool.apply(_to_cpu, (self,))
 
     def __repr__(self) -> str:
-        return f"<TensorHandle {self._title()}, held by worker {self.worker} (pid {self.pid})>"
+        what = f"of shape {self.shape}, {self.dtype}, on {self.device}"
+        return f"<TensorHandle to a tensor {what}, of worker {self.worker} (pid {self.pid})>"
 
-    def _title(self) -> str:
-        return f"tensor of shape {self.shape}, {self.dtype}, on {self.device}"
-
-
-def _pool_of(handle: TensorHandle) -> Any:
-    pool = pools.get(handle.pool)
-    if pool is None:
+    def __reduce__(self) -> Any:
         raise TaskNotPicklable(
-            f"{handle!r}: its pool is gone, or is another process's; a handle is good for its own "
-            "pool only. Send handle.cpu() instead."
+            f"{self!r} is good for tasks of the pool that it came from only. Send handle.cpu() "
+            "instead."
         )
-    return pool
 
 
 def _to_cpu(*args: Any) -> Any:
-    return args[-1].cpu()  # a context may come before it
+    return copy_to(args[-1], "cpu")  # a context may come before it
 
 
 @register(TensorHandle)
 def _reduce(pickler: Context, handle: TensorHandle) -> Any:
     layout = pickler.layout
-    if layout.pool != handle.pool:
-        raise TaskNotPicklable(
-            f"{handle!r} is good for the pool that it came from only. Send handle.cpu() instead."
-        )
+    if layout.pool != handle._pool:
+        return handle.__reduce__()
     if layout.target is not None and layout.target != handle.worker:
-        return _same, (handle.cpu(),)
+        return on_own_device, (handle.cpu(),)
     buffer = PickleBuffer(handle._buffer)
     pickler.shared[id(buffer)] = handle._block
     return open_handle, (buffer, handle._block.name, *handle._about)
-
-
-@builder
-def _same(tensor: Any) -> Any:
-    return tensor
 
 
 class Keeper:
@@ -129,19 +115,18 @@ class Keeper:
         self.pool = pool
         self._arena = arena
         self._who = worker, pid
-        self._kept: dict[int, tuple[Block, Any]] = {}
+        self._kept: dict[int, tuple[Block, Any]] = {}  # by name; those looked at last come last
         Keeper.here = self
 
     def reduce(self, pickler: Context, tensor: Any) -> Any:
         """Keep a tensor, and pickle a handle to it."""
-        self.sweep()
         block = self._arena.lease(_TOKEN)
         if block is None:
             raise TaskNotPicklable(
                 f"No shared memory is left for a handle to a tensor on {tensor.device}; let go of "
                 "results, or give the pool a larger memory_limit."
             )
-        self._kept[block.name] = block, tensor.detach()
+        self._kept[block.name] = block, tensor
         sent = self._arena.adopt(block.name)  # the message's own hold, beside that of the table
         buffer = PickleBuffer(sent.view(1))
         pickler.shared[id(buffer)] = sent
@@ -153,11 +138,16 @@ class Keeper:
         kept = self._kept.get(name)
         return None if kept is None else kept[1]
 
-    def sweep(self) -> bool:
-        """Let go of the tensors to which there are no handles; return whether any are left."""
-        for name, (block, _) in list(self._kept.items()):
-            if self._arena.alone(block):
-                del self._kept[name]
+    def sweep(self, everything: bool = False) -> bool:
+        """Let go of tensors to which there are no handles; return whether any are left.
+
+        Looks at some of them in turn, or at ``everything``.
+        """
+        count = len(self._kept) if everything else _AT_ONCE
+        for name in list(islice(self._kept, count)):
+            kept = self._kept.pop(name)
+            if not self._arena.alone(kept[0]):
+                self._kept[name] = kept
         return bool(self._kept)
 
     def __len__(self) -> int:
@@ -167,14 +157,9 @@ class Keeper:
 @builder
 def open_handle(buffer: Any, name: int, pool: str, worker: int, pid: int, *about: Any) -> Any:
     """Return the tensor in its own worker, a `TensorHandle` in the pool's process."""
-    if pool in pools:
-        return TensorHandle(buffer, pool, worker, pid, *about)
     keeper = Keeper.here
     if keeper is None or keeper.pool != pool:
-        raise LookupError(
-            "a handle to a tensor on a device was sent to a process that does not belong to its "
-            "pool; send handle.cpu() instead"
-        )
+        return TensorHandle(buffer, pool, worker, pid, *about)
     tensor = keeper.get(name)
     if tensor is None:
         shape, dtype, device, _ = about

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from xpool.pickle.devices import is_kept
 from xpool.pickle.hooks import Context, builder
 
 __all__ = ["parts", "reduce_subclass", "reduce_typed_storage"]
@@ -119,6 +120,9 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
         check(tensor)
+        if is_kept(pickler.layout, tensor):
+            assert pickler.layout.keep is not None
+            return pickler.layout.keep(pickler, tensor)
         if _is_wrapper(torch, tensor):
             return NotImplemented
         grad = tensor.requires_grad

@@ -315,7 +315,10 @@ def _pickle(
         raise error
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error)
-    return _by_dill(obj, layout, recurse, error, blob)
+    try:
+        return _by_dill(obj, layout, recurse, error, blob)
+    finally:
+        del error  # it holds this frame, and what was pickled so far
 
 
 def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from xpool.memory.arena import Arena, Block
 
-__all__ = ["INLINE_BELOW", "BY_PIPE", "Placement", "Layout", "in_block", "placement"]
+__all__ = ["INLINE_BELOW", "BY_PIPE", "Placement", "Layout", "in_block", "placement", "share"]
 
 #: Bytes.  Below this, a copy in the message costs less than a block of shared memory.
 INLINE_BELOW = 64 * 1024
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
     """Share mode: descriptors go along, so what is shared stays in whatever arena it is."""
 
     method: str | None = None
-    """``share_method=``: "cpu", "cuda" or None, each tensor by its own kind."""
+    """Share mode: the only kind of device whose tensors are shared; None: all."""
 
     keep: Callable[[Any, Any], Any] | None = None
     """Share mode, in a worker: reduces a tensor on a device, which it keeps, to a handle."""
@@ -54,8 +54,16 @@ class Layout(NamedTuple):
     kept: bool = False
     """The sender may send the message again: the receiver copies, what it got is not its own."""
 
+    room: Callable[[int], memoryview] | None = None
+    """Gives memory for a message with buffers that is to lie in one piece."""
+
 
 BY_PIPE = Layout()
+
+
+def share(layout: Layout, arena: Arena, method: str | None) -> Layout:
+    """Return a layout for share mode; ``method``: only tensors of this kind, None: each."""
+    return layout._replace(arena=arena if method in (None, "cpu") else None, method=method)
 
 
 def placement(nbytes: int) -> Placement:

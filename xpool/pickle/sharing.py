@@ -52,11 +52,14 @@ def share(pickler: Context, storage: Any) -> Any:
     return (buffer,)
 
 
-def move(arena: Arena, layout: Layout, storage: Any, about: Callable[[], str]) -> Block:
+def move(
+    arena: Arena, layout: Layout, storage: Any, about: Callable[[], str], tensor: Any = None
+) -> Block:
     """Have the memory of a storage in the arena; return a hold on it.
 
     Args:
         about: says whose storage it is, for the message.
+        tensor: the one that uses it, where one is being sent.
 
     Raises:
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
@@ -67,7 +70,7 @@ def move(arena: Arena, layout: Layout, storage: Any, about: Callable[[], str]) -
             block = Arena.holding_any(storage.data_ptr())
         if block is None:
             try:
-                block = _move(arena, layout.lessor or arena.lease, storage, storage.nbytes())
+                block = _move(arena, layout.lessor or arena.lease, storage, tensor)
             except _Refused as exc:
                 raise TaskNotPicklable(f"{about()} cannot be shared: {exc}") from None
         return block
@@ -87,8 +90,9 @@ def open_storage(buffer: Any) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, nbytes: int) -> Block:
+def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, tensor: Any) -> Block:
     torch = sys.modules["torch"]
+    nbytes = storage.nbytes()
     if Arena.elsewhere(storage.data_ptr(), arena):
         raise _Refused(
             "it is shared with another pool's processes, for one of which this code works. "
@@ -102,12 +106,21 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, nby
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
     target.copy_(storage)
-    if not storage.resizable():
-        # Something else may know the address, an array of numpy's for one, and must not find
-        # its memory freed: it lives as long as the block.
+    if not storage.resizable() or _has_other_users(torch, storage, tensor):
+        # Something else may know the address, an array of numpy's or a DLPack capsule, and must
+        # not find its memory freed: it lives as long as the block.
         block.former = target
     _swap(torch, storage, target)
     return block
+
+
+def _has_other_users(torch: Any, storage: Any, tensor: Any) -> bool:
+    """Whether more than the tensor that is sent may use a storage, as far as torch tells."""
+    if tensor is None or not hasattr(torch._C, "_storage_Use_Count"):
+        return True
+    # The storage's own Python object and the tensor; and of the tensor, its own Python object.
+    alone = torch._C._storage_Use_Count(storage._cdata) <= 2
+    return not (alone and hasattr(tensor, "_use_count") and tensor._use_count() == 1)
 
 
 def _swap(torch: Any, storage: Any, other: Any) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import layouts
-from xpool.pickle.devices import staged
+from xpool.pickle.devices import is_kept, on_own_device, staged
 from xpool.pickle.extents import Extent, Piece, Seen, extent
 from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
 from xpool.pickle.policy import INLINE_BELOW
@@ -194,6 +194,9 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     """A tensor or Parameter of any kind."""
     if tensor.requires_grad or tensor._backward_hooks:
         check(tensor)
+    if is_kept(pickler.layout, tensor):
+        assert pickler.layout.keep is not None
+        return pickler.layout.keep(pickler, tensor)
     torch = sys.modules["torch"]
     flags = 0
     if tensor.is_conj():
@@ -206,6 +209,9 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
         flags |= _PARAMETER
     if not flags and not tensor.__dict__:
         return _bare(pickler, torch, tensor)
+    if pickler.layout.arena is not None and tensor.is_cpu and tensor.layout is _strided:
+        # Now, while nothing but this tensor uses it for certain.
+        _storage_in_arena(pickler, tensor)
     bare = tensor.detach()
     if flags & _CONJ:
         bare = bare.conj()
@@ -257,24 +263,11 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
             f"{_about(tensor)} has named axes {tensor.names}, which cannot be sent to another "
             "process. Send x.rename(None), and the names beside it."
         )
-    if pickler.layout.arena is not None:
-        _check_method(pickler.layout.method, tensor)
     if not tensor.is_cpu:
-        if pickler.layout.keep is not None:
-            return pickler.layout.keep(pickler, tensor)
         return staged(tensor)
     if tensor.numel() == 0:
         return _empty, (name, tuple(tensor.shape), tensor.stride())
     return _dense(pickler, torch, tensor, name)
-
-
-def _check_method(method: str | None, tensor: Any) -> None:
-    if method is not None and method != tensor.device.type:
-        raise TaskNotPicklable(
-            f"{_about(tensor)} cannot be shared by share_method={method!r}, which is for tensors "
-            f"on {method}. Move it there, leave share_method out (each tensor by its own kind), or "
-            "send copies: is_copy_tensor=True."
-        )
 
 
 def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
@@ -284,8 +277,7 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         start = tensor.data_ptr()
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
     if pickler.layout.arena is not None:
-        storage = tensor.untyped_storage()
-        move(pickler.layout.arena, pickler.layout, storage, partial(_about, tensor))
+        storage = _storage_in_arena(pickler, tensor)
         return _at, (storage, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
     piece = piece_of(pickler, found, tensor)
@@ -304,6 +296,14 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
     return _tensor, (data, name, shape, tuple(new if old else 0 for new, old in pairs))
 
 
+def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
+    storage, layout = tensor.untyped_storage(), pickler.layout
+    arena = layout.arena
+    if arena is not None and storage.nbytes() and not arena.holds(storage.data_ptr()):
+        move(arena, layout, storage, partial(_about, tensor), tensor)
+    return storage
+
+
 def _with_memory(tensor: Any) -> Any:
     if tensor._is_zerotensor():  # autograd's way to say zeros without memory
         return tensor.clone()
@@ -319,7 +319,7 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
         return open_storage, share(pickler, storage)
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return _storage_of, (flat,)
+    return _storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)
 
 
 # -- the receiving side ----------------------------------------------------------------------------
@@ -397,8 +397,8 @@ def _meta(name: str, shape: Any, strides: Any) -> Any:
 
 
 @builder
-def _storage_of(tensor: Any) -> Any:
-    return tensor.untyped_storage()
+def _storage_of(tensor: Any, of_device: bool = False) -> Any:
+    return (on_own_device(tensor) if of_device else tensor).untyped_storage()
 
 
 @builder

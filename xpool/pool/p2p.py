@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from xpool.options import Exceptions, Terms, check_count
 from xpool.pool.feeder import Window
 from xpool.pool.process import Pool, limit_of
 from xpool.results import AsyncResult, Job
+from xpool.worker.calls import InCall
 
 __all__ = ["P2PPool"]
 
@@ -21,7 +23,12 @@ class P2PPool(Pool):
     To the worker with the least to do, or the one that the caller names: ``worker=i`` of `apply`
     and `apply_async`, 0 to ``size() - 1``.  When that worker dies, what is bound to it waits for
     its replacement.
+
+    Its workers can send messages to each other: ``current_worker().send(peer, obj)`` and
+    ``recv(peer)``, see `WorkerInfo` and docs/peers.md.
     """
+
+    _has_peers = sys.platform == "linux"
 
     def apply(
         self,
@@ -68,6 +75,10 @@ class P2PPool(Pool):
             )
         return worker
 
+    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[Span]:
+        func, args, kwds = call
+        return super()._spans_for_all(job, (InCall(func, job.number), args, kwds), terms)
+
     def _submit_span(self, span: Span) -> None:
         if span.bound is not None:
             self._engine.submit(span)
@@ -82,11 +93,13 @@ class P2PPool(Pool):
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
         engine, packer = self._engine, self._packer
-        number = job.func = self._learn(func, False, chunked, terms)
+        number, owner = self._learn(func, False, chunked, terms)
+        job.func = number
+        bound = -1 if owner is None else owner
         limit = limit_of(terms)
 
         def put(index: int, task: Any) -> int:
-            payload, worker = packer.pack_task(task, terms.retries > 0, -1)
+            payload, worker = packer.pack_task(task, terms.retries > 0, bound)
             span = Span(job.number, number, index, (payload,), terms.retries, worker, limit)
             span.feeder = window
             engine.submit(span)

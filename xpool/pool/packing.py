@@ -10,7 +10,7 @@ from xpool.memory.arena import Arena
 from xpool.options import check_count
 from xpool.pickle import encode
 from xpool.pickle.frame import Leased
-from xpool.pickle.policy import BY_PIPE, Layout
+from xpool.pickle.policy import BY_PIPE, Layout, share
 
 __all__ = ["Packer", "find_arena"]
 
@@ -32,18 +32,19 @@ class Packer:
     def pack_task(self, task: Any, kept: bool, worker: int | None) -> tuple[Payload, int | None]:
         """Pickle a task for a worker (None: any, -1: the least loaded); return with it which.
 
-        With handles to tensors on devices that is their worker.  For handles of several, and where
-        another was asked for, the tensors that lie elsewhere are copied.
+        With handles to tensors on devices that is their worker.  Of several it is the one that has
+        most of their bytes; what lies elsewhere, or where another was asked for, is copied.
         """
         payload = self.pack(task, kept)
         if type(payload) is not Leased or not payload.owners:
             return payload, worker
         owners = payload.owners
-        target = min(owners) if worker is None or worker < 0 else worker
-        if owners != {target}:
-            layout = self.layout._replace(target=target, kept=kept)
+        if worker is None or worker < 0:
+            worker = min(owners, key=lambda i: (-owners[i], i))
+        if owners.keys() != {worker}:
+            layout = self.layout._replace(target=worker, kept=kept)
             payload = encode(task, recurse=self.recurse, layout=layout)
-        return payload, target
+        return payload, worker
 
     def pack_option(self, name: str, obj: Any) -> bytes:
         """Pickle what every worker gets when it starts."""
@@ -76,5 +77,5 @@ def find_arena(
     if limit is None:
         limit = arena.limit
     lessor = functools.partial(arena.lease, limit=limit)
-    shared = None if copy_tensor else arena
-    return arena, limit, Layout(lessor=lessor, arena=shared, method=method, pool=token)
+    layout = Layout(lessor=lessor, pool=token)
+    return arena, limit, layout if copy_tensor else share(layout, arena, method)

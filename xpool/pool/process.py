@@ -8,14 +8,15 @@ import os
 import pickle
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
-from xpool.errors import OptionError, TaskNotPicklable, TaskTimeout
+from xpool.errors import OptionError, TaskNotPicklable
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
-from xpool.jobs.scheduler import Limit, Span
+from xpool.jobs.scheduler import Span
 from xpool.options import (
     Terms,
     check_count,
@@ -25,10 +26,11 @@ from xpool.options import (
 )
 from xpool.pickle.handles import pools
 from xpool.pickle.main import main_is_importable, main_location
-from xpool.pool.base import BasePool, at_exit
+from xpool.pool.base import at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
 from xpool.pool.packing import Packer, find_arena
+from xpool.pool.together import Together, limit_of
 from xpool.queue.messages import Mode
 from xpool.results import Job
 from xpool.worker.calls import Retried
@@ -39,7 +41,7 @@ PRELOAD = ("numpy", "numpy.random", "torch")
 """Modules that the fork server imports when the program has: slow to import, safe to fork."""
 
 
-class Pool(BasePool):
+class Pool(Together):
     """A pool of worker processes, with the verbs of `multiprocessing.pool.Pool`.
 
     Args:
@@ -50,8 +52,9 @@ class Pool(BasePool):
         is_daemon: False lets workers have children, pools of their own among them.
         is_copy_tensor: True: what arrives is the receiver's own.  False: the storages of tensors
             move to shared memory, and both sides see each other's writes.
-        share_method: which tensors are shared when ``is_copy_tensor`` is False: "cpu", "cuda",
-            "xla", or None, each by its own kind.
+        share_method: when ``is_copy_tensor`` is False, the kind of device ("cpu", "cuda" or "xla")
+            whose tensors are shared, while others are copied; None: all are shared, those on
+            devices by `TensorHandle`.
         memory_limit: bytes of shared memory past which this pool sends large values through the
             pipe, counted for the whole program; None: half of what was available when the first
             pool was made; 0: always through the pipe.
@@ -104,6 +107,8 @@ class Pool(BasePool):
         self._arena = arena
         self._memory_limit = limit
         self._packer = Packer(is_recursive, layout)
+        self._files = []
+        self._order = threading.RLock()
         pools[self._token] = self
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
@@ -119,6 +124,7 @@ class Pool(BasePool):
         super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
 
     _keeps_terms = True
+    _has_peers = False  # its workers can send messages to each other
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -152,6 +158,8 @@ class Pool(BasePool):
             initializer_timeout=self._initializer_timeout,
         )
         self._crew = self._engine
+        if self._has_peers:
+            self._engine.connect_peers()
 
     def pool_inqueue_put(self, task: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
@@ -195,10 +203,6 @@ class Pool(BasePool):
 
     # -- shortcuts ---------------------------------------------------------------------------------
 
-    def _worker_contexts(self) -> list[Any] | None:
-        """What each worker owns, by index; None: nothing."""
-        return None
-
     def _submit_call(
         self,
         job: Job,
@@ -229,13 +233,13 @@ class Pool(BasePool):
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
-        job.func = self._learn(func, starred, chunked, terms)
+        job.func, owner = self._learn(func, starred, chunked, terms)
         limit = limit_of(terms)
         spans = [Span(job.number, job.func, 0, (), terms.retries, None, limit)]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
-                payload, worker = self._packer.pack_task(chunk, terms.retries > 0, None)
+                payload, worker = self._packer.pack_task(chunk, terms.retries > 0, owner)
             except Exception as error:
                 # It fails alone; what comes after it is a span of its own.
                 failed.append((i, error))
@@ -262,11 +266,14 @@ class Pool(BasePool):
         self._engine.sent(payload)
         return Span(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
 
-    def _learn(self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms) -> int:
-        """Have the engine keep a function for the workers."""
+    def _learn(
+        self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
+    ) -> tuple[int, int | None]:
+        """Have the engine keep a function for the workers, or for one, if it holds handles."""
         if terms.retry_on:
             func = Retried(func, terms.retry_on)
-        return self._engine.learn(_MODES[starred, chunked], self._packer.pack(func, True))
+        payload, owner = self._packer.pack_task(func, True, None)
+        return self._engine.learn(_MODES[starred, chunked], payload), owner
 
     def _submit_span(self, span: Span) -> None:
         self._engine.submit(span)
@@ -276,8 +283,8 @@ class Pool(BasePool):
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, window, terms)
-        job.func = self._learn(func, False, chunked, terms)
-        return _Stream(self, job, window, terms).put
+        job.func, owner = self._learn(func, False, chunked, terms)
+        return _Stream(self, job, window, terms, owner).put
 
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(job.number)
@@ -322,17 +329,12 @@ _MODES = {
 }
 
 
-def limit_of(terms: Terms) -> Limit | None:
-    """Return the limit of each task under these terms; None: there is none."""
-    if terms.timeout is None:
-        return None
-    return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
-
-
 class _Stream:
     """Puts the tasks of an `imap` where the workers take them."""
 
-    def __init__(self, pool: Pool, job: Job, window: Window, terms: Terms) -> None:
+    def __init__(
+        self, pool: Pool, job: Job, window: Window, terms: Terms, owner: int | None
+    ) -> None:
         # Not the pool itself: the feeder must not keep it from going.
         self._engine = pool._engine
         self._span = Span(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
@@ -341,9 +343,10 @@ class _Stream:
         self._window = window
         self._packer = pool._packer
         self._kept = terms.retries > 0
+        self._owner = owner
 
     def put(self, index: int, task: Any) -> int:
-        payload, worker = self._packer.pack_task(task, self._kept, None)
+        payload, worker = self._packer.pack_task(task, self._kept, self._owner)
         span = self._span
         if worker is not None:
             bound = Span(span.job, span.func, index, (payload,), span.retries, worker, span.limit)
@@ -387,6 +390,7 @@ class _Orders:
         self._copy_tensor = pool._copy_tensor
         self._share_method = pool._share_method
         self._token = pool._token
+        self._peers = pool._size if pool._has_peers else 0
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
@@ -414,6 +418,7 @@ class _Orders:
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
             "token": self._token,
+            "peers": self._peers,
             "context": None if self._contexts is None else self._contexts[index],
         }
         return pickle.dumps(orders)

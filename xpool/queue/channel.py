@@ -70,6 +70,12 @@ class Outlet:
         self.backlog.extend(parts)
         self.flush()
 
+    @property
+    def rest(self) -> tuple[int, int]:
+        """What is still to be written: another value whenever some of it was."""
+        backlog = self.backlog
+        return len(backlog), len(backlog[0]) if backlog else 0
+
     def flush(self) -> None:
         """Write from the backlog until it is empty or the pipe is full."""
         backlog = self.backlog
@@ -122,6 +128,11 @@ class Inlet:
     def partial(self) -> bool:
         """Whether a frame has come in part."""
         return bool(self._buffer) or self._body is not None
+
+    @property
+    def got(self) -> int:
+        """How many bytes of the frame that is under way have come."""
+        return self._at if self._body is not None else len(self._buffer)
 
     def frames(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yield (head, body) for each frame that is complete after one read of the pipe."""

@@ -24,6 +24,12 @@ From a worker::
     READY   body: pickled facts about the worker
     FAILED  body: the exception that kept it from starting
 
+Between a worker of a `P2PPool` and its parent, packets on the worker's control::
+
+    WANTED  peer u32, ended u32, known u64: a channel to a peer, please; the last that I know of
+            has this number, and has ended or not
+    LINK    peer u32, error u32, serial u64: here it is (a descriptor goes along), or an errno
+
 An entry in the outbox, and in the body of several answers: size u32 (top bit: it is an error),
 payload.  Answers come in the order in which the worker was given the items: no names are needed.
 """
@@ -34,9 +40,9 @@ import struct
 
 __all__ = [
     "ANSWER", "BODY_AGAIN", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC",
-    "FUNC_HEAD", "OUTBOX_MIXED", "READY", "SKIPPED", "STOP", "TASKS", "TIMED",
-    "TO_PARENT", "TO_WORKER", "U64", "WIRE", "Mode", "Parts", "boot_frame", "forget_frame",
-    "func_frame", "stop_frame", "tasks_frame",
+    "FUNC_HEAD", "LINK", "OUTBOX_MIXED", "READY", "SKIPPED", "STOP", "TASKS", "TIMED",
+    "TO_PARENT", "TO_WORKER", "U64", "WANTED", "WIRE", "Mode", "Parts", "boot_frame",
+    "forget_frame", "func_frame", "stop_frame", "tasks_frame",
 ]  # fmt: skip
 
 Parts = list[bytes | memoryview]
@@ -46,6 +52,7 @@ WIRE = 1
 
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<BBxxIQQQ")
+WANTED = LINK = struct.Struct("<IIQ")
 _ONE_TASK = struct.Struct("<BxxxIQQQ")
 FUNC_HEAD = struct.Struct("<QB")
 U64 = struct.Struct("<Q")

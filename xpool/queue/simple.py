@@ -143,7 +143,8 @@ class SimpleQueue:
         """Take the next object out; waits up to ``timeout`` seconds for one, None: for ever.
 
         Every process that has the queue can put, this one too, so the queue never ends: when
-        nobody is left who would put, only the timeout ends the wait.
+        nobody is left who would put, only the timeout ends the wait.  `close` in another thread
+        ends it within a second.
 
         Raises:
             queue.Empty: nothing came in time.
@@ -156,7 +157,12 @@ class SimpleQueue:
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             self._check_open()
-            message = self._try_get()
+            try:
+                message = self._try_get()
+            except OSError as exc:
+                if exc.errno == errno.EBADF:
+                    self._check_open()  # another thread has closed it
+                raise
             if message is not None:
                 break
             if not self._wait(self._reader, select.POLLIN, end):

@@ -6,8 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.queue.outbox import Outbox
+from xpool.worker.context import current_worker
 
-__all__ = ["Prefixed", "Retried", "Ticking"]
+__all__ = ["InCall", "Prefixed", "Retried", "Ticking"]
+
+
+class InCall:
+    """A function of `run_all`: the messages that it sends and receives belong to that call."""
+
+    def __init__(self, func: Callable[..., Any], number: int) -> None:
+        self._func, self._number = func, number
+
+    def __call__(self, *args: Any) -> Any:
+        peers = current_worker().peers
+        if peers is None:
+            return self._func(*args)
+        with peers.call(self._number):
+            return self._func(*args)
 
 
 class Prefixed:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from xpool.errors import OptionError
 
 __all__ = ["WorkerInfo", "current_worker", "enter", "leave"]
 
@@ -20,6 +22,44 @@ class WorkerInfo:
     index: int
     pool: str
     context: Any = None
+    peers: Any = field(default=None, repr=False, compare=False)
+
+    def send(self, peer: int, obj: Any, timeout: float | None = None) -> None:
+        """Send an object to the worker with index ``peer``, for its `recv`.  In a `P2PPool`.
+
+        Does not wait for the receiver, unless 256 MiB of tensors, or as many packets as a socket
+        takes (some hundred), are on their way to it.  Tensors and arrays are copied once, into
+        memory that the receiver uses in place; with ``is_copy_tensor=False`` tensors are shared.
+
+        Raises:
+            PeerLost: the peer has died; the next `send` is to the worker that replaces it.
+            multiprocessing.TimeoutError: there was no room for it within ``timeout`` seconds (None:
+                any time), or no peer to send it to; it was not sent.
+            TaskNotPicklable: it cannot be pickled or shared.
+            OptionError (a `ValueError`): there is no such peer.
+            OSError: no descriptor is left for a channel to the peer.
+        """
+        self._channels().send(peer, obj, timeout)
+
+    def recv(self, peer: int, timeout: float | None = None) -> Any:
+        """Return the next object that the worker with index ``peer`` has sent to this one.
+
+        Raises:
+            PeerLost: the peer has died, and what it had sent before has been received, or is lost
+                with it; the next `recv` is from the worker that replaces it.
+            multiprocessing.TimeoutError: nothing came within ``timeout`` seconds (None: any time).
+            OptionError, OSError: as `send`.
+            Exception: what unpickling raised; the message is gone.
+        """
+        return self._channels().recv(peer, timeout)
+
+    def _channels(self) -> Any:
+        if self.peers is None:
+            raise OptionError(
+                f"workers of {self.pool} cannot send messages to each other: that takes a P2PPool, "
+                "on Linux, and shared memory (no limit on addresses, ulimit -v)"
+            )
+        return self.peers
 
     @property
     def device(self) -> Any:

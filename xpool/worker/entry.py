@@ -13,6 +13,7 @@ tasks, read end       frames from the parent; ends when the parent is gone
 answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
 outbox                the page of `xpool.queue.outbox`
+control               where channels to peers are asked for, in pools that have them
 arena                 the file of `xpool.memory.arena`, where there is one
 ====================  ======================================================================
 """
@@ -47,10 +48,10 @@ def main(
     when the device is bound.
     """
     with socket.socket(fileno=boot) as sock:
-        _, fds, _, _ = socket.recv_fds(sock, 1, 5)
+        _, fds, _, _ = socket.recv_fds(sock, 1, 6)
     if len(fds) < 4:
         return 0  # the parent was gone before it began
-    tasks, answers, lifeline, outbox, *arena = fds
+    tasks, answers, lifeline, outbox, *others = fds
     die_with_parent(lifeline)
     signal.signal(signal.SIGINT, _ignore)
     head = _read(tasks, _HEAD.size)
@@ -61,7 +62,7 @@ def main(
 
     from xpool.worker.loop import run
 
-    return run(orders, tasks, answers, outbox, arena, inherited)
+    return run(orders, tasks, answers, outbox, others, inherited)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 from xpool.errors import OptionError, ResultNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena, Block
 from xpool.pickle import decode, encode
+from xpool.pickle.broadcast import Objects
 from xpool.pickle.exceptions import encode_exception
 from xpool.pickle.frame import Leased
 from xpool.pickle.handles import Keeper
 from xpool.pickle.main import mark_replica
-from xpool.pickle.policy import BY_PIPE, Layout
+from xpool.pickle.policy import BY_PIPE, Layout, share
 from xpool.queue.channel import Source, write_all
 from xpool.queue.messages import (
     ANSWER,
@@ -48,6 +49,7 @@ from xpool.queue.outbox import Outbox
 from xpool.worker import calls, main_module
 from xpool.worker.calls import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
+from xpool.worker.peers import Peers
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
 
@@ -68,17 +70,21 @@ def run(
     tasks: int,
     answers: int,
     outbox: int,
-    arena: list[int],
+    others: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
-    """Serve until told to stop; return the exit code.  ``arena``: its descriptor, or nothing."""
+    """Serve until told to stop; return the exit code.
+
+    ``others``: the descriptors of control and arena, where there are such.
+    """
     box = Outbox(outbox)
     out = _Answers(answers, box)
     listen(box, outbox, _Worker._run.__code__)
     box.tick()
     try:
-        shared = _join(arena, orders)
-        worker = _Worker(orders, Source(tasks), out, shared, inherited)
+        control = others.pop(0) if orders["peers"] else -1
+        shared = _join(others, orders)
+        worker = _Worker(orders, Source(tasks), out, shared, control, inherited)
     except SystemExit as exc:
         reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
         out.frame(FAILED, encode_exception(reason, traceback.format_exc()))
@@ -198,11 +204,19 @@ class _Worker:
         source: Source,
         out: _Answers,
         arena: Arena | None,
+        control: int,
         inherited: tuple[Any, tuple[Any, ...]] | None,
     ) -> None:
         self._arena = arena
         self._out = out
+        self._keeper: Keeper | None = None
         self._layout = self._make_layout(orders)
+        self._objects = Objects(arena, orders["token"])
+        self._peers: Peers | None = None
+        if control >= 0 and arena is not None:
+            layout = self._layout._replace(keep=None)
+            self._peers = Peers(orders["index"], orders["peers"], control, layout)
+        self._waits_for_others = False  # for the end of holds, by what `_release` found last
         self._tidy_at = 0.0  # when to look for memory that was unused for long
         self._source = source
         self._seq = 0
@@ -216,7 +230,7 @@ class _Worker:
         if orders["context"] is not None:
             context = decode(orders["context"])
             self._prefix = (context,)
-        enter(WorkerInfo(orders["index"], orders["pool"], context))
+        enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers))
         _use_threads(orders["threads"])
         if hasattr(context, "env"):
             bound: Any = context
@@ -239,9 +253,9 @@ class _Worker:
 
         if orders["copy_tensor"]:
             return Layout(lessor=lease)
-        keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
-        method = orders["share_method"]
-        return Layout(lessor=lease, arena=arena, method=method, keep=keeper.reduce)
+        self._keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
+        layout = Layout(lessor=lease, keep=self._keeper.reduce)
+        return share(layout, arena, orders["share_method"])
 
     def serve(self) -> None:
         read = self._source.read
@@ -291,17 +305,28 @@ class _Worker:
         now = time.monotonic()
         if now >= self._tidy_at:  # also where there is always something to do
             self._tidy_at = now + IDLE
-            out.forget_adopted()
+            self._release()
             arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        seconds = IDLE
+        seconds = 0.1
         while not poller.poll(seconds * 1000):
-            out.forget_adopted()
-            kept = Keeper.here is not None and Keeper.here.sweep()
-            if not arena.trim() and not out.kept and not kept:
+            kept = self._release(everything=True)
+            if kept:
+                arena.trim()  # and soon again: the memory of a device is scarce
+            elif arena.trim() or out.kept or self._waits_for_others:
+                seconds = min(2 * seconds, 60.0)
+            else:
                 return
-            seconds = min(2 * seconds, 60.0)
+
+    def _release(self, everything: bool = False) -> bool:
+        """Let go of what nobody needs any more; return whether tensors are kept for handles."""
+        self._out.forget_adopted()
+        self._waits_for_others = self._objects.sweep()
+        if self._peers is not None:
+            self._waits_for_others |= self._peers.settle()
+        keeper = self._keeper
+        return keeper is not None and keeper.sweep(everything)
 
     def _tasks(self, count: int, body: bytes | memoryview, run: Any = None) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
@@ -310,6 +335,8 @@ class _Worker:
         out, enter_item = self._out, self._out.box.enter
         if run is None:
             run = self._run
+        if self._keeper is not None:
+            self._release()  # before the task, which may need that memory
         out.begin()
         for k in range(1, count + 1):
             seq = self._seq
@@ -378,9 +405,22 @@ class _Worker:
         except SystemExit:
             raise
         except BaseException as exc:
-            cause = exc.__cause__ or exc
-            failure = ResultNotPicklable(cause, _short_repr(value))
-            return encode_exception(failure, _worker_traceback(exc)), BODY_ERROR
+            return _refused(exc, value), BODY_ERROR
+
+
+def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
+    """Say that a result cannot be sent, and let go of it."""
+    failure = ResultNotPicklable(exc.__cause__ or exc, _short_repr(value))
+    payload = encode_exception(failure, _worker_traceback(exc))
+    # Its frames hold what they were pickling, tensors on a device for one, and each other.
+    raised, seen = list[BaseException | None]([exc]), set[int]()
+    while raised:
+        one = raised.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            raised += [one.__cause__, one.__context__]
+    return payload
 
 
 def _worker_traceback(exc: BaseException) -> str:

@@ -3,7 +3,8 @@
 Two handlers of one signal, one after the other.  faulthandler's, in C, writes the stack of the main
 thread into the outbox's file, whatever the interpreter is doing; then it calls Python's, which runs
 ours as soon as the main thread gets to it, and that raises `TaskStopped` if this is still the task
-that is meant.  A task that is stuck in C code never gets to it, and is killed.
+that is meant.  A task that is stuck in C code never gets to it, and is killed.  Where the task is
+in code that keeps the arena's books (`xpool.interrupt`), it is raised a moment later.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 from types import CodeType, FrameType
 
 from xpool.errors import TaskStopped
+from xpool.interrupt import postponed
 from xpool.queue.outbox import STACK_AT, STOP_SIGNAL, Outbox
 
 __all__ = ["listen"]
@@ -29,10 +31,11 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
         os.lseek(fd, STACK_AT, os.SEEK_SET)  # for the next stack
         if not box.told_to_stop():
             return  # for a task that has ended meanwhile
-        while frame is not None:
-            if frame.f_code is inside:
-                raise TaskStopped("its time is over, or it was cancelled")
-            frame = frame.f_back
+        at = frame
+        while at is not None and at.f_code is not inside:
+            at = at.f_back
+        if at is not None and not postponed(signum, frame):
+            raise TaskStopped("its time is over, or it was cancelled")
 
     os.lseek(fd, STACK_AT, os.SEEK_SET)
     signal.signal(STOP_SIGNAL, stop)

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
 
-__all__ = ["MpModelWrapper", "MpSerialExecutor"]
+__all__ = ["File", "MpModelWrapper", "MpSerialExecutor"]
 
 T = TypeVar("T")
 
 
-class _File:
+class File:
     """An anonymous file that other processes can open as long as who made it keeps this."""
 
     def __init__(self, content: bytes | memoryview = b"") -> None:
@@ -42,13 +42,18 @@ class _File:
         weakref.finalize(self, _close, fd, remove)
 
     @classmethod
-    def _from(cls, path: str, inode: int) -> _File:
+    def _from(cls, path: str, inode: int) -> File:
         file = cls.__new__(cls)
         file._at = path, inode
         return file
 
     def __reduce__(self) -> Any:
-        return _File._from, self._at
+        return File._from, self._at
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What it is known by: its path and inode."""
+        return self._at
 
     def open(self) -> int:
         """Return a descriptor of its own, for the caller to close."""
@@ -101,7 +106,7 @@ class MpSerialExecutor:
     """
 
     def __init__(self) -> None:
-        self._lock = _File()
+        self._lock = File()
 
     def run(self, fn: Callable[[], T]) -> T:
         """Return ``fn()``, run while no one else runs one.
@@ -129,7 +134,7 @@ class MpModelWrapper:
         self._model = model
         self._turn = MpSerialExecutor()
         self._moved: Any = None  # the device that the model itself is on, once it was moved
-        self._sent: _File | None = None
+        self._sent: File | None = None
         self._sent_as: Any = None
 
     def to(self, device: Any) -> Any:
@@ -170,11 +175,11 @@ class MpModelWrapper:
                 )
             state = self._state()
             if self._sent is None or state != self._sent_as:
-                self._sent, self._sent_as = _File(encode(self._model)), state
+                self._sent, self._sent_as = File(encode(self._model)), state
         return _received, (self._turn, self._sent)
 
 
-def _received(turn: MpSerialExecutor, sent: _File) -> MpModelWrapper:
+def _received(turn: MpSerialExecutor, sent: File) -> MpModelWrapper:
     wrapper = MpModelWrapper.__new__(MpModelWrapper)
     wrapper._model, wrapper._moved = None, None
     wrapper._turn, wrapper._sent, wrapper._sent_as = turn, sent, None

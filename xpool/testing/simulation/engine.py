@@ -508,15 +508,20 @@ class EngineWorld(World):
     def check_limits(self) -> None:
         """What is over its time is stopped: asked, and killed a tenth of a second later."""
         for worker in self.workers:
-            if worker.at_work is None:
+            which = worker.at_work or worker.at_door or worker.unsafe
+            if which is None:
                 continue
-            task, limit = self.known[worker.at_work], self.limits.get(worker.at_work[0])
-            ran = self.now - worker.began_at
+            task, limit = self.known[which], self.limits.get(which[0])
+            ran = self.now - (worker.began_at if worker.at_work else worker.came_at)
             task.longest = max(task.longest, ran)
             if limit is None or self.ended_violently:
                 continue
-            if ran > limit.seconds + TASK_GRACE + 0.05:
-                self.wrong(f"{worker.at_work} runs for {ran} s, its limit is {limit.seconds}")
+            if which == worker.unsafe and ran >= limit.seconds and task.finished is not None:
+                # It does not get its answer out, for so long that it may be taken for stuck.
+                task.finished = None
+                task.over += 1
+            if worker.at_work is not None and ran > limit.seconds + TASK_GRACE + 0.05:
+                self.wrong(f"{which} runs for {ran} s, its limit is {limit.seconds}")
 
     def check_failure(self) -> None:
         """The pool gives up only on a worker that has failed several times on end."""

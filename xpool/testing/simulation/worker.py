@@ -96,6 +96,7 @@ class Worker:
         self.started: list[tuple[int, int]] = []  # tasks, in order
         self.at_work: tuple[int, int] | None = None  # the one that runs
         self.began_at = 0.0  # and since when
+        self.came_at = 0.0  # when it came to the door of that
         self.unsafe: tuple[int, int] | None = None  # finished, and its answer not yet out
         self.at_door: tuple[int, int] | None = None  # said to be begun, and not begun yet
         self._buffer = bytearray()
@@ -212,7 +213,7 @@ class Worker:
         for k in range(1, count + 1):
             seq = self._seq
             payload = body[at : at + sizes[k]]
-            self.at_door = world.task_of(payload)
+            self.at_door, self.came_at = world.task_of(payload), world.now
             allowed = self.box.enter(seq)
             yield None
             if not allowed:

@@ -1,0 +1,166 @@
+"""What the workers of the handle tests run, on the stand-in for a device and on torch_xla's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from support import work
+
+from xpool import current_worker
+from xpool.memory.arena import Arena
+from xpool.pickle.handles import Keeper
+
+made: list[Any] = []
+"""What this worker has made, to be compared with what it is given."""
+
+
+class Stand:
+    """The context of a worker whose device is the stand-in."""
+
+    def put(self, tensor: Any) -> Any:
+        from support.away import Away
+
+        return Away(tensor)
+
+
+def put(context: Any, tensor: Any) -> Any:
+    """Return a tensor on the worker's device; it is remembered."""
+    there = context.put(tensor) if hasattr(context, "put") else tensor.to(context.device)
+    made[:] = [there]
+    return there
+
+
+def make(context: Any, size: int = 4, start: int = 0) -> Any:
+    """Return ``[start, start + 1, ...]`` on the device."""
+    import torch
+
+    return put(context, torch.arange(start, start + size, dtype=torch.float32))
+
+
+def make_at_gate(context: Any, box: str, gate: str, size: int = 4) -> Any:
+    work.post(box, str(os.getpid()))
+    work.pass_gate(gate)
+    return make(context, size)
+
+
+def make_parameter(context: Any) -> Any:
+    import torch
+
+    parameter = torch.nn.Parameter(make(context))
+    parameter.label = "weights"
+    made[:] = [parameter]
+    return parameter
+
+
+def make_leaf(context: Any) -> Any:
+    return make(context).requires_grad_()
+
+
+def make_computed(context: Any) -> Any:
+    """Return what has a graph behind it."""
+    return make_leaf(context) * 2
+
+
+def make_with_lock(context: Any) -> Any:
+    """Return what cannot be sent, beside what could."""
+    import threading
+
+    return [make(context), threading.Lock()]
+
+
+def structure(context: Any) -> Any:
+    import torch
+
+    x = make(context, 6)
+    model = torch.nn.Linear(6, 2)
+    model.weight = torch.nn.Parameter(put(context, model.weight.detach()))
+    return {"x": x, "again": x, "view": x.narrow(0, 1, 2), "host": torch.ones(3), "in": [(x * 2,)],
+            "model": model, "empty": make(context, 0)}  # fmt: skip
+
+
+def look_at_structure(context: Any, found: Any) -> dict[str, Any]:
+    """Say what arrived, on whose device."""
+    x = found["x"]
+    return {
+        "pid": os.getpid(),
+        "same": found["again"] is x,
+        "sums": [t.sum().cpu().item() for t in (x, found["view"], found["in"][0][0])],
+        "types": {t.device.type for t in (x, found["view"], found["model"].weight)},
+        "parameter": type(found["model"].weight).__name__,
+        "host": found["host"].device.type,
+    }
+
+
+def is_it(context: Any, tensor: Any, *others: Any) -> bool:
+    """Whether the very tensor that this worker made last came back to it."""
+    return tensor is made[0]
+
+
+def use(context: Any, *tensors: Any, **named: Any) -> tuple[int, float, list[str]]:
+    """Return the process, the sum of everything, and what each lies on."""
+    every = [*tensors, *named.values()]
+    return (
+        os.getpid(),
+        sum(t.sum().cpu().item() for t in every),
+        [t.device.type for t in every],
+    )
+
+
+def add_one(context: Any, tensor: Any) -> Any:
+    return tensor + 1
+
+
+def change(context: Any, tensor: Any) -> None:
+    tensor.add_(1)
+
+
+def kept(context: Any, *_: Any) -> int:
+    """Return how many tensors this worker keeps for handles."""
+    assert Keeper.here is not None
+    return len(Keeper.here)
+
+
+def kept_and_blocks(context: Any, *_: Any) -> tuple[int, int]:
+    """Return how many tensors this worker keeps, and bytes of shared memory of all."""
+    assert Keeper.here is not None
+    arena = Arena.here()
+    assert arena is not None
+    return len(Keeper.here), arena.statistics()["bytes"]
+
+
+def pid_of(context: Any, *_: Any) -> int:
+    return os.getpid()
+
+
+def kill_oneself(context: Any, *_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(context: Any, *_: Any) -> None:
+    """Wait for ever, in a way that may be interrupted."""
+    while True:
+        signal.pause()
+
+
+def fail_with(context: Any, tensor: Any) -> None:
+    raise ValueError("with", tensor)
+
+
+def plain_make(size: int = 4) -> Any:
+    """As `make`, for pools without contexts: on the stand-in."""
+    return make(Stand(), size)
+
+
+def plain_use(*tensors: Any) -> Any:
+    return current_worker().index, use(None, *tensors)
+
+
+def plain_types(*tensors: Any) -> list[str]:
+    return [type(t).__name__ for t in tensors]
+
+
+def share_and_write(tensor: Any) -> Any:
+    """Write to a tensor of the host."""
+    tensor.add_(1)

@@ -1,0 +1,668 @@
+"""Share mode for tensors on devices: they stay with their worker, and handles travel.
+
+Each test runs with a stand-in for a device, and (``make test-xla``) on real torch_xla.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.waiting import Gate, Mailbox
+
+import xpool
+from xpool import (
+    CtxPool,
+    P2PPool,
+    Pool,
+    PoolClosed,
+    ResultNotPicklable,
+    TaskNotPicklable,
+    TaskTimeout,
+    TensorHandle,
+    TensorLost,
+    WorkerDied,
+)
+from xpool.devices import devices
+from xpool.engine.exchange import Exchange
+from xpool.memory.arena import Arena
+from xpool.pool.packing import Packer
+from xpool.queue import SimpleQueue
+
+from . import handle_tasks as tasks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+KINDS = [
+    pytest.param("stand-in", marks=pytest.mark.torch),
+    pytest.param("xla", marks=pytest.mark.xla),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_runtime_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing starts torch_xla's runtime in this process."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    yield
+    torch_xla = sys.modules.get("torch_xla")
+    assert torch_xla is None or not torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+def contexts(kind: str, count: int) -> Any:
+    return devices("xla", count) if kind == "xla" else [tasks.Stand() for _ in range(count)]
+
+
+def start(kind: str, count: int, **options: Any) -> CtxPool:
+    return CtxPool(worker_contexts=contexts(kind, count), is_copy_tensor=False, **options)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def device(request: pytest.FixtureRequest) -> str:
+    """What the workers have: a stand-in, or torch_xla's CPU client."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def two(device: str) -> Iterator[CtxPool]:
+    """Two workers with a device each, in share mode; shared by the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PJRT_DEVICE", "CPU")
+        pool = start(device, 2)
+        pool.map(tasks.pid_of, range(2), 1)
+        yield pool
+        pool.close()
+        pool.join()
+
+
+@pytest.fixture
+def make_two(device: str, make_pool: Callable[..., Any]) -> Callable[..., Any]:
+    """Pools of their own, for tests that do them harm."""
+    return lambda count=2, **options: make_pool(start, device, count, **options)
+
+
+class Pair(NamedTuple):
+    a: TensorHandle
+    b: TensorHandle
+
+
+def pair(pool: Any, mailbox: Mailbox, gate: Gate, sizes: tuple[int, int] = (4, 4)) -> Pair:
+    """A handle of each of two workers."""
+    asked = [
+        pool.apply_async(tasks.make_at_gate, (mailbox.path, gate.path, size)) for size in sizes
+    ]
+    mailbox.lines(2)
+    gate.open(2)
+    found = Pair(*(one.get() for one in asked))
+    assert found.a.pid != found.b.pid
+    return found
+
+
+# -- what a handle is --------------------------------------------------------------------------
+
+
+def test_a_handle_says_what_it_is(two: CtxPool):
+    """Shape, dtype, device, size, worker; and it reads so."""
+    import torch
+
+    handle = two.apply(tasks.make, (6,))
+    assert type(handle) is xpool.TensorHandle
+    assert handle.shape == (6,)
+    assert handle.dtype is torch.float32
+    assert handle.device == "xla:0"
+    assert handle.nbytes == 24
+    assert not handle.requires_grad
+    assert handle.pid in two.statistics()["pids"]
+    assert two.statistics()["pids"][handle.worker] == handle.pid
+    assert repr(handle) == (
+        f"<TensorHandle to a tensor of shape (6,), torch.float32, on xla:0, of worker "
+        f"{handle.worker} (pid {handle.pid})>"
+    )
+
+
+def test_inside_any_structure(two: CtxPool):
+    """Tensors on the device are handles wherever they are, one for each; others arrive."""
+    found = two.apply(tasks.structure)
+    x = found["x"]
+    assert found["again"] is x
+    handles = [x, found["view"], found["in"][0][0], found["model"].weight, found["empty"]]
+    assert all(type(handle) is TensorHandle for handle in handles)
+    assert [handle.shape for handle in handles] == [(6,), (2,), (6,), (2, 6), (0,)]
+    assert found["host"].tolist() == [1.0, 1.0, 1.0]
+    assert found["model"].bias.device.type == "cpu"
+    seen = two.apply(tasks.look_at_structure, (found,))
+    assert seen["pid"] == x.pid
+    assert seen["same"]
+    assert seen["sums"] == [15.0, 3.0, 30.0]
+    assert seen["types"] == {"xla"}
+    assert seen["parameter"] in ("Parameter", "Away")
+    assert seen["host"] == "cpu"
+
+
+def test_the_owner_gets_the_tensor_itself(two: CtxPool):
+    """It is the same object in the worker, and what a task writes to it stays."""
+    handle = two.apply(tasks.make)
+    assert two.apply(tasks.is_it, (handle,))
+    two.apply(tasks.change, (handle,))
+    assert handle.cpu().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_copy_on_the_cpu(two: CtxPool):
+    """`cpu` copies, each time anew."""
+    handle = two.apply(tasks.make)
+    first = handle.cpu()
+    assert (first.device.type, first.tolist()) == ("cpu", [0.0, 1.0, 2.0, 3.0])
+    first.add_(7)
+    assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_what_a_tensor_is_besides_its_values(two: CtxPool):
+    """Gradients are required and Parameters are Parameters, at the owner and on the CPU."""
+    import torch
+
+    parameter = two.apply(tasks.make_parameter)
+    assert parameter.requires_grad
+    assert two.apply(tasks.is_it, (parameter,))
+    copy = parameter.cpu()
+    assert type(copy) is torch.nn.Parameter
+    assert copy.requires_grad
+    assert copy.label == "weights"
+    leaf = two.apply(tasks.make_leaf)
+    assert leaf.requires_grad
+    assert leaf.cpu().requires_grad
+    assert leaf.cpu().is_leaf
+    assert not two.apply(tasks.make).cpu().requires_grad
+
+
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)  # the stand-in has no autograd
+def test_a_graph_cannot_be_kept(two: CtxPool):
+    """What was computed and tracks gradients is refused, as in copy mode."""
+    with pytest.raises(ResultNotPicklable, match=r"x\.detach\(\)"):
+        two.apply(tasks.make_computed)
+
+
+# -- where tasks go ----------------------------------------------------------------------------
+
+
+def test_every_verb_brings_the_task_to_the_owner(two: CtxPool, mailbox: Mailbox, gate: Gate):
+    """As an argument by position or by name, and as an item of whatever maps."""
+    both = pair(two, mailbox, gate)
+    for handle in both:
+        expected = (handle.pid, 6.0, ["xla"])
+        assert two.apply(tasks.use, (handle,)) == expected
+        assert two.apply(tasks.use, kwds={"x": handle}) == expected
+        assert two.apply_async(tasks.use, (handle,)).get() == expected
+    items = [both[i % 2] for i in range(9)]
+    expected_pids = [handle.pid for handle in items]
+    assert [pid for pid, _, _ in two.map(tasks.use, items, 1)] == expected_pids
+    assert [pid for pid, _, _ in two.starmap(tasks.use, [(h,) for h in items], 1)] == expected_pids
+    assert [pid for pid, _, _ in two.imap(tasks.use, items)] == expected_pids
+    unordered = [pid for pid, _, _ in two.imap_unordered(tasks.use, items)]
+    assert sorted(unordered) == sorted(expected_pids)
+    assert two.map_async(tasks.use, items[:1], 1).get()[0][0] == both.a.pid
+    chunks = [both.a] * 4 + [both.b] * 4
+    assert [pid for pid, _, _ in two.map(tasks.use, chunks, 4)] == [h.pid for h in chunks]
+    assert [pid for pid, _, _ in two.imap(tasks.use, chunks, 4)] == [h.pid for h in chunks]
+
+
+def test_handles_among_other_items(two: CtxPool, mailbox: Mailbox, gate: Gate):
+    """Items without handles go to anyone, in one job with those that have some; all in order."""
+    import torch
+
+    both = pair(two, mailbox, gate)
+    items = [torch.full((2,), float(i)) if i % 3 else both[i % 2] for i in range(30)]
+    sums = [2.0 * i if i % 3 else 6.0 for i in range(30)]
+    for found in (
+        two.map(tasks.use, items, 1),
+        list(two.imap(tasks.use, items)),
+        two.map(tasks.use, items, 4),
+    ):
+        assert [total for _, total, _ in found] == sums
+    for handle, (pid, _, _) in zip(items, two.map(tasks.use, items, 1)):
+        if isinstance(handle, TensorHandle):
+            assert pid == handle.pid
+
+
+def test_two_handles_of_one_owner(two: CtxPool):
+    """Both are found where they are."""
+    one = two.apply(tasks.make)
+    other = two.apply(tasks.add_one, (one,))
+    assert other.pid == one.pid
+    assert two.apply(tasks.use, (one, other)) == (one.pid, 16.0, ["xla", "xla"])
+
+
+def test_handles_of_two_owners(two: CtxPool, device: str, mailbox: Mailbox, gate: Gate):
+    """The task goes to where most of the bytes are; the other tensor is copied there."""
+    both = pair(two, mailbox, gate, (4, 8))
+    where = "xla" if device == "xla" else "cpu"  # on the device to which a worker is bound
+    assert two.apply(tasks.use, both) == (both.b.pid, 34.0, [where, "xla"])
+    assert two.apply(tasks.use, both[::-1]) == (both.b.pid, 34.0, ["xla", where])
+    assert two.map(tasks.use, both, 2)[0][0] == both.b.pid
+    assert [handle.cpu().sum().item() for handle in both] == [6.0, 28.0]
+
+
+@pytest.mark.torch
+def test_another_worker_may_be_asked_for(make_pool: Callable[..., Any]):
+    """With ``worker=`` the task goes there, and gets a copy."""
+    pool = make_pool(P2PPool, 2, is_copy_tensor=False)
+    handle = pool.apply(tasks.plain_make, worker=1)
+    assert handle.worker == 1
+    assert pool.apply(tasks.plain_use, (handle,), worker=1)[1][2] == ["xla"]
+    index, (_, total, where) = pool.apply(tasks.plain_use, (handle,), worker=0)
+    assert (index, total, where) == (0, 6.0, ["cpu"])
+    for _ in range(3):
+        assert pool.apply(tasks.plain_use, (handle,))[0] == 1
+        assert pool.map(tasks.plain_use, [handle] * 3, 1)[0][0] == 1
+        assert next(pool.imap(tasks.plain_use, [handle]))[0] == 1
+
+
+def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate):
+    """A partial or a closure binds the tasks of its job as an argument does."""
+    both = pair(two, mailbox, gate, (4, 8))
+    for handle, total in zip(both, (6.0, 28.0)):
+
+        def closure(context: Any, other: Any, held: Any = handle) -> Any:
+            return tasks.use(context, held)
+
+        def cell(context: Any, other: Any) -> Any:
+            return tasks.use(context, handle)  # noqa: B023  # it runs before the next turn
+
+        expected = (handle.pid, total, ["xla"])
+        assert two.apply(closure, (0,)) == expected
+        assert two.map(closure, range(5), 1) == [expected] * 5
+        assert two.map(cell, range(5)) == [expected] * 5
+        assert list(two.imap(cell, range(5))) == [expected] * 5
+        assert sorted(two.imap_unordered(closure, range(5), 2)) == [expected] * 5
+    summed = functools.partial(tasks.use, x=both.a)
+    # The function lies with one, the items with the other: these are copied.
+    pids = {pid for pid, total, _ in two.map(summed, [both.b] * 3, 1) if total == 34.0}
+    assert pids == {both.a.pid}
+    assert two.map(functools.partial(tasks.use, x=both.a, y=both.b), [both.a], 1)[0][:2] == (
+        both.b.pid,
+        40.0,
+    )
+
+
+@pytest.mark.torch
+def test_functions_in_a_pool_of_channels(make_pool: Callable[..., Any]):
+    """As in other pools: a function's handles bind its tasks."""
+    pool = make_pool(P2PPool, 2, is_copy_tensor=False)
+    handle = pool.apply(tasks.plain_make, worker=1)
+    held = functools.partial(tasks.plain_use, handle)
+    other = pool.apply(tasks.plain_make, worker=0)
+    for found in (pool.map(held, [other] * 4, 1), list(pool.imap(held, [other] * 4))):
+        assert [index for index, _ in found] == [1] * 4
+        assert [use[1:] for _, use in found] == [(12.0, ["xla", "cpu"])] * 4
+
+
+# -- what travels ------------------------------------------------------------------------------
+
+
+class Counted:
+    """Bytes of the messages of a pool, both ways, and shared memory that they took."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[int] = []
+        self.received: list[int] = []
+        pack_task, encoded = Packer.pack_task, Exchange._encoded
+
+        def packed(packer: Any, *args: Any) -> Any:
+            payload, worker = pack_task(packer, *args)
+            self.sent.append(len(payload))
+            return payload, worker
+
+        def received(exchange: Any, slot: Any, payload: Any) -> Any:
+            self.received.append(len(payload))
+            return encoded(exchange, slot, payload)
+
+        monkeypatch.setattr(Packer, "pack_task", packed)
+        monkeypatch.setattr(Exchange, "_encoded", received)
+
+
+def used() -> int:
+    """Bytes of shared memory in use by this program."""
+    arena = Arena.own()
+    assert arena is not None
+    return arena.statistics()["bytes"]
+
+
+def test_no_bytes_of_the_tensor_move(make_two: Any, monkeypatch: pytest.MonkeyPatch):
+    """Handing a tensor of 8 MiB from task to task of its worker moves its name alone."""
+    pool = make_two(1)
+    handle = pool.apply(tasks.make, (2,))
+    counted = Counted(monkeypatch)
+    before = used()
+    size = 2 << 20
+    handle = pool.apply(tasks.make, (size,))
+    for _ in range(5):
+        handle = pool.apply(tasks.add_one, (handle,))
+        count, memory = pool.apply(tasks.kept_and_blocks, (handle,))
+        assert count == 1
+        assert memory - before < 64 * 1024
+    assert handle.nbytes == 4 * size
+    assert len(counted.sent) == 11
+    assert len(counted.received) >= 6
+    assert max(counted.sent + counted.received) < 1000
+    assert pool.apply(tasks.use, (handle,))[0] == handle.pid
+    assert used() - before < 64 * 1024
+    print(f"largest message to the worker {max(counted.sent)} bytes, from it "
+          f"{max(counted.received)}")  # fmt: skip
+    assert handle.cpu()[-1].item() == size - 1 + 5
+
+
+# -- letting go --------------------------------------------------------------------------------
+
+
+def test_the_worker_lets_go_with_the_last_handle(make_two: Any):
+    """Dropped handles, results that nobody opens, iterators that nobody finishes."""
+    pool = make_two(1)
+    handles = [pool.apply(tasks.make, (i,)) for i in range(5)]
+    assert pool.apply(tasks.kept) == 5
+    del handles[1:3]
+    gc.collect()
+    assert pool.apply(tasks.kept) == 3
+    handles.clear()
+    assert pool.apply(tasks.kept) == 0
+    result = pool.apply_async(tasks.make)
+    result.wait()
+    assert pool.apply(tasks.kept) == 1
+    del result
+    assert pool.apply(tasks.kept) == 0
+    found = pool.imap(tasks.make, [3] * 20)
+    first = next(found)
+    del found
+    gc.collect()
+    assert pool.apply(tasks.kept) <= 20
+    del first
+    gc.collect()
+    assert pool.apply(tasks.kept) == 0
+
+
+def test_what_cannot_be_sent_is_not_kept(make_two: Any):
+    """A handle in a result that failed as a whole leaves nothing behind."""
+    pool = make_two(1)
+    with pytest.raises(ResultNotPicklable, match="lock"):
+        pool.apply(tasks.make_with_lock)
+    assert pool.apply(tasks.kept) == 0
+
+
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)  # the stand-in has no copy mode
+def test_an_exception_holds_a_copy(two: CtxPool):
+    """A tensor in an exception comes as a copy, and nothing is kept for it."""
+    handle = two.apply(tasks.make)
+    with pytest.raises(ValueError, match="with") as caught:
+        two.apply(tasks.fail_with, (handle,))
+    assert caught.value.args[1].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_thousand_handles(make_two: Any):
+    """Handles cost neither descriptors nor much time, and all are let go of."""
+    pool = make_two(1)
+    pool.apply(tasks.make)
+    files = len(os.listdir("/proc/self/fd"))
+    handles = pool.map(tasks.make, [2] * 1000, 50)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert pool.apply(tasks.kept) == 1000
+    assert len({id(handle) for handle in handles}) == 1000
+    assert pool.apply(tasks.use, handles)[1] == 1000.0
+    handles.clear()
+    looks = 1
+    while pool.apply(tasks.kept):
+        looks += 1
+    assert looks <= 20  # at some of them before each task
+
+
+def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
+    """Threads use and drop handles of both workers at once."""
+    both = pair(two, mailbox, gate)
+    wrong: list[Any] = []
+
+    def run(handle: TensorHandle) -> None:
+        for _ in range(20):
+            new = two.apply(tasks.add_one, (handle,))
+            if new.pid != handle.pid or new.cpu().tolist() != [1.0, 2.0, 3.0, 4.0]:
+                wrong.append(new)
+
+    threads = [threading.Thread(target=run, args=(both[i % 2],)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+PARENT = """
+import os, sys
+sys.path[:0] = sys.argv[2:]
+from devices.test_handles import start, tasks
+if __name__ == "__main__":
+    pool = start(sys.argv[1], 2)
+    handles = pool.map(tasks.make, [8] * 4, 1)
+    print(*pool.statistics()["pids"], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_parent_is_killed(device: str, tmp_path: Path):
+    """The workers, and with them what they keep on the device, go with it."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen(
+        [sys.executable, str(script), device, str(ROOT / "tests"), str(ROOT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        ends = [os.pidfd_open(pid) for pid in pids]
+        parent.kill()
+        for end in ends:
+            import select
+
+            poller = select.poll()
+            poller.register(end, select.POLLIN)
+            assert poller.poll()
+            os.close(end)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------
+
+
+def test_the_owner_dies(make_two: Any, mailbox: Mailbox, gate: Gate):
+    """Its handles say so, in every use; the other worker's are as they were."""
+    pool = make_two(2)
+    lost, good = pair(pool, mailbox, gate)
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        pool.apply(tasks.kill_oneself, (lost,))
+    for use in (lost.cpu, lambda: pool.apply(tasks.use, (good, lost))):
+        with pytest.raises(TensorLost, match=r"shape \(4,\), torch.float32, on xla:0 is lost"):
+            use()
+    with pytest.raises(TensorLost, match=f"pid {lost.pid}.*keep a copy") as caught:
+        pool.map(tasks.use, [good, lost], 1)
+    assert isinstance(caught.value, WorkerDied)
+    assert (caught.value.worker, caught.value.pid) == (lost.worker, lost.pid)
+    with pytest.raises(TensorLost):
+        pool.map(functools.partial(tasks.use, x=lost), [good], 1)
+    assert pool.apply(tasks.use, (good,))[0] == good.pid
+    new = pool.apply(tasks.make)
+    assert new.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_waiting_tasks_of_a_dead_owner(make_two: Any, mailbox: Mailbox, gate: Gate):
+    """Those behind the task that killed it are answered, too; a retry does not bring it back."""
+    pool = make_two(1)
+    handle = pool.apply(tasks.make)
+    first = pool.apply_async(tasks.make_at_gate, (mailbox.path, gate.path))
+    killer = pool.apply_async(tasks.kill_oneself, (handle,), retries=2)
+    behind = [pool.apply_async(tasks.use, (handle,)) for _ in range(3)]
+    mailbox.lines(1)
+    gate.open(1)
+    assert type(first.get()) is TensorHandle
+    for result in (killer, *behind):
+        with pytest.raises(TensorLost):
+            result.get()
+
+
+def test_retries_keep_the_tensor(two: CtxPool):
+    """A task that may be sent again gets the tensor itself all the same."""
+    handle = two.apply(tasks.make)
+    assert two.apply(tasks.is_it, (handle,), retries=2)
+    with pytest.raises(ValueError, match="with"):
+        two.apply(tasks.fail_with, (handle,), retries=1, retry_on=ValueError)
+    assert two.apply(tasks.is_it, (handle,), timeout=1000)
+
+
+def test_a_task_that_runs_too_long(make_two: Any):
+    """Stopped in time, it leaves its worker and the tensor as they were."""
+    pool = make_two(1)
+    handle = pool.apply(tasks.make)
+    with pytest.raises(TaskTimeout):
+        pool.apply(tasks.hang, (handle,), timeout=0.2)
+    assert pool.apply(tasks.use, (handle,))[0] == handle.pid
+
+
+def test_the_owner_retires(make_two: Any):
+    """A worker that is replaced by ``maxtasksperchild`` takes its tensors with it."""
+    pool = make_two(1, maxtasksperchild=2)
+    handle = pool.apply(tasks.make)
+    assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(TensorLost, match="has ended"):
+        handle.cpu()
+
+
+@pytest.mark.parametrize("end", ["close", "terminate"])
+def test_the_pool_has_ended(make_two: Any, end: str):
+    """Then a handle is good for nothing, and says so."""
+    pool = make_two(1)
+    handle = pool.apply(tasks.make)
+    unopened = pool.apply_async(tasks.make)
+    unopened.wait()
+    getattr(pool, end)()
+    pool.join()
+    for use in (handle.cpu, lambda: pool.apply(tasks.use, (handle,)), unopened.get().cpu):
+        with pytest.raises(PoolClosed, match="takes no more work"):
+            use()
+
+
+@pytest.mark.torch
+def test_the_pool_is_gone():
+    """A handle does not keep its pool."""
+    pool = start("stand-in", 1)
+    handle = pool.apply(tasks.make)
+    unopened = pool.apply_async(tasks.make)
+    unopened.wait()
+    pool.terminate()
+    pool.join()
+    del pool
+    gc.collect()
+    with pytest.raises(PoolClosed, match="its pool is gone"):
+        handle.cpu()
+    assert "of shape (4,)" in repr(handle)
+    del unopened
+
+
+def test_the_wrong_receiver(two: CtxPool, make_pool: Callable[..., Any]):
+    """Other pools, other processes, and options of a pool refuse a handle, and say what to do."""
+    handle = two.apply(tasks.make)
+    other = make_pool(Pool, 1, is_copy_tensor=False)
+    copies = make_pool(Pool, 1)
+    words = r"good for tasks of the pool that it came from only. Send handle.cpu\(\) instead"
+    queue = SimpleQueue()
+    queue_of_shared = SimpleQueue(copy_tensor=False)
+    for refuses in (
+        lambda: other.apply(tasks.plain_use, (handle,)),
+        lambda: copies.apply(tasks.plain_use, (handle,)),
+        lambda: other.map(tasks.plain_use, [handle]),
+        lambda: list(other.imap(functools.partial(tasks.plain_use, handle), [1])),
+        lambda: Pool(1, tasks.plain_use, (handle,), is_copy_tensor=False),
+        lambda: CtxPool(worker_contexts=[handle], is_copy_tensor=False),
+        lambda: queue.put(handle),
+        lambda: queue_of_shared.put(handle),
+        lambda: pickle.dumps(handle),
+        lambda: xpool.pickle.dumps([handle]),
+        lambda: xpool.pickle.dumps(handle, copy_tensor=False),
+    ):
+        with pytest.raises(TaskNotPicklable, match=words):
+            refuses()
+    queue.close()
+    queue_of_shared.close()
+    copy = handle.cpu()
+    assert other.apply(tasks.plain_types, (copy,)) == ["Tensor"]
+
+
+@pytest.mark.torch
+def test_a_child_of_this_process(make_pool: Callable[..., Any]):
+    """A process that the program forks has no workers to ask."""
+    pool = make_pool(start, "stand-in", 1)
+    handle = pool.apply(tasks.make)
+    pid = os.fork()
+    if not pid:
+        try:
+            handle.cpu()
+        except PoolClosed:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+    used()  # it looks whether the child has ended, for which what it might see was held
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_start_methods(make_pool: Callable[..., Any], method: str):
+    """However the workers were started: theirs is the tensor, this process's the handle."""
+    pool = make_pool(Pool, 2, context=method, is_copy_tensor=False)
+    handle = pool.apply(tasks.plain_make)
+    assert type(handle) is TensorHandle
+    assert pool.apply(tasks.plain_use, (handle,))[0] == handle.worker
+    assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+# -- what is shared ----------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("method", "device_shared", "host_shared"),
+    [(None, True, True), ("xla", True, False), ("cpu", None, True), ("cuda", None, False)],
+)
+def test_share_methods(
+    make_pool: Callable[..., Any],
+    method: str | None,
+    device_shared: bool | None,
+    host_shared: bool,
+):
+    """``share_method`` names the kind that is shared; tensors of the others are copied."""
+    import torch
+
+    pool = make_pool(Pool, 1, is_copy_tensor=False, share_method=method)
+    if device_shared:  # where it is not, the stand-in has no way to be copied: see below
+        found = pool.apply(tasks.plain_make)
+        assert found.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert pool.apply(tasks.plain_types, (found,)) == ["Away"]
+    host = torch.zeros(2)
+    pool.apply(tasks.share_and_write, (host,))
+    assert host.tolist() == ([1.0, 1.0] if host_shared else [0.0, 0.0])
+
+
+@pytest.mark.xla
+@pytest.mark.parametrize("method", ["cpu", "cuda", "xla"])
+def test_share_methods_on_xla(make_pool: Callable[..., Any], method: str):
+    """A tensor on an XLA device is kept by "xla", and copied by the others."""
+    pool = make_pool(start, "xla", 1, share_method=method)
+    found = pool.apply(tasks.make)
+    if method == "xla":
+        assert pool.apply(tasks.is_it, (found,))
+        found = found.cpu()
+    assert (found.device.type, found.tolist()) == ("cpu", [0.0, 1.0, 2.0, 3.0])

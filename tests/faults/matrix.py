@@ -1,0 +1,123 @@
+"""What becomes of a fault: by the stage at which it strikes and by its way.
+
+The one place where this is said: `test_matrix` holds each cell, and `python tests/faults/matrix.py`
+prints the tables of ``docs/reliability.md``.
+"""
+
+from __future__ import annotations
+
+WAYS = ("raise", "sys.exit", "os._exit", "SIGSEGV", "SIGKILL", "SIGSTOP", "hang")
+
+DIED = {
+    "os._exit": "WorkerDied (exit code 4)",
+    "SIGSEGV": "WorkerDied (SIGSEGV)",
+    "SIGKILL": "WorkerDied (SIGKILL)",
+}
+EXITED = {"sys.exit": "WorkerDied (exit code 3)", **DIED}
+LATE = {"SIGSTOP": "TaskTimeout", "hang": "TaskTimeout"}
+ENDS = dict.fromkeys(DIED, "program ends")
+GOES_ON = {"SIGSTOP": "goes on"}
+NO_START = dict.fromkeys(WAYS, "WorkerStartFailed")
+REPLACED = dict.fromkeys(WAYS, "replaced")
+
+PROCESSES: dict[str, dict[str, str]] = {
+    "task pickle": {
+        "raise": "its error", "sys.exit": "SystemExit", **ENDS, **GOES_ON, "hang": "waits",
+    },
+    "task unpickle": {"raise": "its error", **EXITED, **LATE},
+    "initializer": NO_START,
+    "run": {"raise": "its error", **EXITED, **LATE},
+    "result pickle": {"raise": "ResultNotPicklable", **EXITED, **LATE},
+    "garbage collection": {"raise": "answered", "sys.exit": "answered", **DIED, **LATE},
+    "result half copied to shared memory": {"raise": "ResultNotPicklable", **EXITED, **LATE},
+    "result in shared memory half announced": {
+        "raise": "WorkerDied (exit code 1)", **EXITED, **LATE,
+    },
+    "large result half written to the pipe": {
+        "raise": "WorkerDied (exit code 1)", **EXITED, **LATE,
+    },
+    "result unpickle": {
+        "raise": "its error", "sys.exit": "SystemExit", **ENDS, **GOES_ON, "hang": "waits",
+    },
+    "callback": {
+        "raise": "answered", "sys.exit": "answered", **ENDS, **GOES_ON, "hang": "waits",
+    },
+    "idle": REPLACED,
+}  # fmt: skip
+"""For pools of processes."""
+
+THREADS: dict[str, dict[str, str]] = {
+    "initializer": {
+        "raise": "WorkerStartFailed", "sys.exit": "WorkerStartFailed", **ENDS, **GOES_ON,
+        "hang": "WorkerStartFailed",
+    },
+    "run": {
+        "raise": "its error", "sys.exit": "WorkerDied (exit code 3)", **ENDS, **GOES_ON,
+        "hang": "TaskTimeout",
+    },
+    "garbage collection": {
+        "raise": "answered", "sys.exit": "answered", **ENDS, **GOES_ON, "hang": "TaskTimeout",
+    },
+    "callback": PROCESSES["callback"],
+}  # fmt: skip
+"""For pools of threads."""
+
+IN_THE_CALLER = ("task pickle", "result unpickle", "callback")
+"""Stages that are run in the program's own process, in every pool."""
+
+NO_SENSE = {
+    "task pickle, task unpickle, result pickle, result unpickle, large results": (
+        "threads hand objects over by reference: nothing is pickled or copied"
+    ),
+    "idle": "an idle thread waits in a queue of Python's and runs no code of yours",
+}
+"""Stages that a pool of threads does not have, and why."""
+
+MEANING = {
+    "its error": "`get()` raises what was raised there",
+    "SystemExit": (
+        "it leaves the verb, or `get()`, like any other; the job is given up, or a later `get()` "
+        "tries again"
+    ),
+    "answered": "Python reports the exception on stderr; the result is not touched",
+    "WorkerDied": "with this exit code or signal; `retries=` runs the task again",
+    "TaskTimeout": (
+        "with `timeout=`, after which the worker is asked, then killed; without, the task may take "
+        "any time, and so may this"
+    ),
+    "WorkerStartFailed": (
+        "after a few attempts, for the pool and all that waits; stopped and hanging ones with "
+        "`initializer_timeout=`. One that fails once costs nothing"
+    ),
+    "ResultNotPicklable": "with the exception as its cause",
+    "program ends": "the fault is in the program's own process; its workers leave within a second",
+    "goes on": "the whole program is stopped; when it is continued (SIGCONT), all is answered",
+    "waits": "that call, or callback, alone waits; everything else is answered, and the pool ends",
+    "replaced": (
+        "no task is lost. Stopped and hanging workers are replaced when they are given tasks with "
+        "`timeout=` and begin none of them for that time"
+    ),
+}
+
+
+def table(title: str, rows: dict[str, dict[str, str]]) -> list[str]:
+    """Return one table as Markdown."""
+    lines = [f"| {title} | " + " | ".join(f"`{way}`" for way in WAYS) + " |"]
+    lines.append("|---" * (len(WAYS) + 1) + "|")
+    for stage, cells in rows.items():
+        lines.append(f"| {stage} | " + " | ".join(cells[way] for way in WAYS) + " |")
+    return lines
+
+
+def document() -> str:
+    """Return the part of the page that is made of this."""
+    lines = table("processes", PROCESSES)
+    lines += ["", *table("threads", THREADS), "", "What makes no sense for threads:", ""]
+    lines += [f"* {stage}: {why}." for stage, why in NO_SENSE.items()]
+    lines += ["", "What the words mean:", ""]
+    lines += [f"* **{word}**: {meaning}." for word, meaning in MEANING.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,174 @@
+"""The fault matrix: every way, at every stage, in every kind of pool, with every start method.
+
+What is expected stands in `matrix`; here it is held.  A part runs by default, all of it with
+``make faults`` (``XPOOL_TEST_MATRIX=1``).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from support import cells, scripts, work
+from support.kinds import KINDS, STDLIB
+from support.waiting import eventually, wait_gone
+
+from . import matrix
+from .test_saboteurs import check_usable
+from .test_signals import workers_of
+
+pytestmark = pytest.mark.xpool_only
+
+METHODS = ("None", "fork", "spawn", "forkserver")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+
+SABOTEURS = {
+    "task unpickle": lambda how: (work.same, (work.EndsWhenUnpickled(how),)),
+    "run": lambda how: (work.end, (how,)),
+    "result pickle": lambda how: (work.make_ends_when_pickled, (how,)),
+    "garbage collection": lambda how: (cells.end_in_collection, (how,)),
+    "result half copied to shared memory": lambda how: (cells.end_half_copied, (how,)),
+    "result in shared memory half announced": lambda how: (
+        cells.end_half_written, (how, 1_000_000),
+    ),
+    "large result half written to the pipe": lambda how: (
+        cells.end_half_written, (how, 1_000_000),
+    ),
+}  # fmt: skip
+
+
+def grid(rows, stages, kinds, quick):
+    """Return the parameters of the cells; all but the quick ones are of the whole matrix."""
+    found = []
+    for kind in kinds:
+        for method in METHODS if kind.processes else METHODS[:1]:
+            for stage in stages:
+                for how in matrix.WAYS:
+                    plain = kind.name in ("pool", "thread") and method == "None"
+                    marks = () if plain and quick(stage, how) else pytest.mark.matrix
+                    name = f"{kind}-{method}-{stage.replace(' ', '_')}-{how}"
+                    cell = (kind, method, stage, how, rows[stage][how])
+                    found.append(pytest.param(*cell, id=name, marks=marks))
+    return found
+
+
+PROCESS_KINDS = [kind for kind in KINDS if kind.processes and not STDLIB]
+THREAD_KINDS = [kind for kind in KINDS if not kind.processes and not STDLIB]
+
+IN_WORKERS = grid(matrix.PROCESSES, SABOTEURS, PROCESS_KINDS, lambda *_: True)
+STARTS = grid(
+    matrix.PROCESSES, ["initializer"], PROCESS_KINDS, lambda stage, how: how in ("SIGSTOP", "hang")
+)
+IDLE = grid(matrix.PROCESSES, ["idle"], PROCESS_KINDS, lambda *_: True)
+IN_THE_CALLER = grid(
+    matrix.PROCESSES,
+    matrix.IN_THE_CALLER,
+    PROCESS_KINDS,
+    lambda stage, how: how == "SIGKILL" or (stage, how) == ("callback", "hang"),
+) + grid(matrix.THREADS, matrix.THREADS, THREAD_KINDS, lambda stage, how: how == "hang")
+
+CELLS = "kind, method, stage, how, expected"
+
+
+def options(method, stage=""):
+    """Return the options of the pool for a cell."""
+    found = {} if method == "None" else {"context": method}
+    if stage.endswith("pipe"):
+        found["memory_limit"] = 0
+    return found
+
+
+def nothing_held():
+    """Whether no block of the arena is held, and its memory is back with the system."""
+    from xpool.memory.arena import Arena
+
+    arena = Arena.own()
+    counts = arena.statistics() if arena is not None else {}
+    # The tables themselves keep a few pages; any of the results here has more.
+    return not (counts.get("held") or counts.get("out")) and counts.get("bytes", 0) < 200_000
+
+
+def test_the_matrix_is_complete():
+    """Every way has a cell at every stage, and the page shows what is held here."""
+    for rows in (matrix.PROCESSES, matrix.THREADS):
+        assert all(set(cells) == set(matrix.WAYS) for cells in rows.values())
+    said = {word for rows in (matrix.PROCESSES, matrix.THREADS) for c in rows.values()
+            for word in c.values()}  # fmt: skip
+    assert {word.split(" (")[0] for word in said} == set(matrix.MEANING)
+    assert matrix.document() in PAGE.read_text(), "run: python tests/faults/matrix.py"
+
+
+@pytest.mark.parametrize(CELLS, IN_WORKERS)
+def test_in_a_worker(make_pool, kind, method, stage, how, expected, mailbox, gate):
+    """The task ends as the matrix says, the others have their results, the pool is usable."""
+    pool = make_pool(kind, 2, **options(method, stage))
+    before = [pool.apply_async(work.square, (i,)) for i in range(10)]
+    func, args = SABOTEURS[stage](how)
+    limit = cells.LIMIT if expected == "TaskTimeout" else None
+    victim = pool.apply_async(func, args, timeout=limit)
+    after = [pool.apply_async(work.square, (i,)) for i in range(10, 20)]
+    assert cells.outcome(victim) == expected
+    assert [r.get(30) for r in before + after] == [i * i for i in range(20)]
+    check_usable(pool, mailbox, gate, 2)
+    pool.terminate()
+    pool.join()
+    eventually(nothing_held, "no block of shared memory is held")
+
+
+@pytest.mark.parametrize(CELLS, STARTS)
+def test_in_the_initializer(make_pool, kind, method, stage, how, expected):
+    """A pool whose workers never start stops and says so to all who wait."""
+    more = {"initializer_timeout": cells.LIMIT} if how in ("SIGSTOP", "hang") else {}
+    pool = make_pool(kind, 1, work.end, (how,), **options(method), **more)
+    try:
+        results = [pool.apply_async(work.square, (i,)) for i in range(5)]
+    except Exception as error:
+        assert cells.named(error) == expected
+    else:
+        assert {cells.outcome(result, 50) for result in results} == {expected}
+
+
+@pytest.mark.parametrize(CELLS, IDLE)
+def test_in_an_idle_worker(make_pool, kind, method, stage, how, expected, mailbox, gate):
+    """No task is lost, and the worker is replaced."""
+    pool = make_pool(kind, 2, cells.arm, (how,), **options(method))
+    victim = workers_of(pool, mailbox, gate, 2)[0]
+    os.kill(victim, signal.SIGUSR1)
+    if how not in ("SIGSTOP", "hang"):
+        assert wait_gone([victim]) == []
+    results = [pool.apply_async(work.square, (i,), timeout=cells.LIMIT) for i in range(8)]
+    assert [result.get(30) for result in results] == [i * i for i in range(8)]
+    assert (expected, wait_gone([victim])) == ("replaced", [])
+    check_usable(pool, mailbox, gate, 2)
+
+
+@pytest.mark.parametrize(CELLS, IN_THE_CALLER)
+def test_in_the_caller(kind, method, stage, how, expected):
+    """A fault in the program's own process, and in threads: a program of its own for each."""
+    program = scripts.popen([cells.__file__, kind.name, method, stage, how])
+    workers: list[int] = []
+    try:
+        if stage != "initializer":
+            workers = [int(word) for word in program.stdout.readline().split()]
+        if how == "SIGSTOP":
+            _, status = os.waitpid(program.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status), status
+            os.kill(program.pid, signal.SIGCONT)
+        out, err = program.communicate(timeout=50)
+    finally:
+        program.kill()
+        program.communicate()
+    ended = time.monotonic()
+    if expected == "program ends":
+        exits = {"os._exit": 4, "SIGSEGV": -signal.SIGSEGV, "SIGKILL": -signal.SIGKILL}
+        assert program.returncode == exits[how], err
+    else:
+        said = out.split("\n")[0]
+        if stage == "initializer" and how == "SIGSTOP" and said == "answered":
+            said = "goes on"
+        assert (said, program.returncode) == (expected, 0), err
+        assert stage == "initializer" or "usable" in out
+    assert wait_gone(workers, 5) == [], f"still there {time.monotonic() - ended:.1f} s later"

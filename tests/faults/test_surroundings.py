@@ -1,0 +1,411 @@
+"""What surrounds a pool goes wrong: its parent, its group, memory, descriptors, the clock."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from support import scripts, work
+from support.waiting import eventually, wait_gone
+
+from .test_limits import script
+from .test_parent import PARENT, finish, started
+
+pytestmark = pytest.mark.xpool_only
+
+
+# Workers kill each other -------------------------------------------------------------------------
+
+
+def kill_another(x):
+    """Kill a worker of the same pool: whichever the parent names in the file."""
+    path, me = x
+    with open(path) as file:
+        pids = [int(word) for word in file.read().split()]
+    for pid in pids:
+        if pid != os.getpid():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            break
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return me
+
+
+@pytest.mark.parametrize(
+    "workers", [1, 2, *(pytest.param(n, marks=pytest.mark.matrix) for n in (5, 13))]
+)
+def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
+    """Whatever kills whom: each task is answered, by its result or WorkerDied, and all goes on."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, workers)
+    pool.map(work.square, range(workers), 1)
+    path = tmp_path / "pids"
+    tasks = []
+    for i in range(3 * workers):
+        path.write_text(" ".join(map(str, filter(None, pool.statistics()["pids"]))))
+        tasks.append(pool.apply_async(kill_another, ((str(path), i),)))
+    for i, task in enumerate(tasks):
+        try:
+            assert task.get(50) == i
+        except WorkerDied as error:
+            assert error.signal == "SIGKILL"
+    assert pool.map(work.square, range(100)) == [i * i for i in range(100)]
+
+
+# The parent is killed while its workers do this or that ------------------------------------------
+
+STATES = """
+    os.write(hold, b"..")
+    [r.get() for r in seen]
+    if what == "running":
+        pending = [pool.apply_async(work.post_and_sleep, (box,)) for _ in range(4)]
+    elif what == "starting":
+        more = xpool.Pool(2, work.post_and_sleep, (box,), context=method)
+    elif what == "writing":
+        from support import cells
+        slow = xpool.Pool(2, memory_limit=0, context=method)
+        pending = [slow.apply_async(cells.stay_half_written, (box, 5_000_000)) for _ in range(2)]
+    elif what == "stopped":
+        pending = [pool.apply_async(work.stop_self, (box,)) for _ in range(2)]
+    print("ready", flush=True)
+    threading.Event().wait(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["forkserver", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("spawn", "fork"))],
+)
+@pytest.mark.parametrize("what", ["idle", "running", "starting", "writing", "stopped"])
+def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, what):
+    """SIGKILL of the parent ends its workers, whatever they are in, within a second or so."""
+    path = scripts.write(tmp_path / "parent.py", PARENT.format(body=STATES.strip()))
+    process = scripts.popen([path, what, method, mailbox.path])
+    try:
+        workers = [int(line) for line in mailbox.lines(2)]
+        started(process)
+        if what != "idle":
+            workers += [int(line) for line in mailbox.lines(2)]
+        process.kill()
+        assert wait_gone(workers, 3) == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+# Signals to the whole group, during every verb ---------------------------------------------------
+
+CALLS = {
+    "apply": "pool.apply(work.post_and_sleep, (box,))",
+    "apply_async": "pool.apply_async(work.post_and_sleep, (box,)).get()",
+    "map": "pool.map(work.post_and_sleep, [box] * 20, 1)",
+    "map_async": "pool.map_async(work.post_and_sleep, [box] * 20).get()",
+    "starmap": "pool.starmap(work.post_and_sleep, [(box,)] * 20)",
+    "starmap_async": "pool.starmap_async(work.post_and_sleep, [(box,)] * 20, 1).wait()",
+    "imap": "list(pool.imap(work.post_and_sleep, [box] * 20))",
+    "imap_unordered": "list(pool.imap_unordered(work.post_and_sleep, [box] * 20))",
+    "join": "pool.apply_async(work.post_and_sleep, (box,)); pool.close(); pool.join()",
+    "with": "exec('with pool: pool.apply(work.post_and_sleep, (box,))')",
+}
+
+DURING = """
+    os.write(hold, b"..")
+    [r.get() for r in seen]
+    {call}
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_signal_to_the_group(tmp_path, mailbox, verb, number):
+    """The program ends by it, with one traceback for Ctrl-C and none else; no worker stays."""
+    body = DURING.format(call=CALLS[verb]).strip()
+    path = scripts.write(tmp_path / "parent.py", PARENT.replace("{body}", body))
+    process = scripts.popen([path, verb, "forkserver", mailbox.path])
+    try:
+        workers = [int(line) for line in mailbox.lines(2)]
+        mailbox.line()  # the caller waits for a task that runs
+        os.killpg(process.pid, number)
+        _, err = finish(process, 10)
+    finally:
+        process.kill()
+        process.communicate()
+    interrupts = int(number == signal.SIGINT)
+    assert (err.count("Traceback"), err.count("KeyboardInterrupt")) == (interrupts,) * 2, err
+    assert process.returncode == -number or (interrupts and process.returncode == 130)
+    assert wait_gone(workers, 3) == []
+
+
+# Memory ------------------------------------------------------------------------------------------
+
+FULL = """
+    import os
+    import xpool
+    from support import work
+
+    if __name__ == "__main__":
+        fd = os.open("/dev/shm/filler", os.O_CREAT | os.O_WRONLY)
+        try:
+            while os.write(fd, bytes(4096)):
+                continue
+        except OSError as error:
+            print(error.strerror)
+        with xpool.Pool(2) as pool:
+            got = pool.map(work.large, [3_000_000] * 10, chunksize=1)
+            print([len(x) for x in got] == [3_000_000] * 10)
+            print(pool.apply(len, (bytes(3_000_000),)))
+        pool.join()
+"""
+
+
+def test_dev_shm_is_full(tmp_path):
+    """Large values travel all the same: nothing of xpool lies in /dev/shm."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a /dev/shm of one's own needs root and unshare")
+    path = scripts.write(tmp_path / "full.py", FULL)
+    command = "mount -t tmpfs -o size=64k none /dev/shm && exec python3 -c '' "
+    if subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True).returncode:
+        pytest.skip("this machine does not allow to mount a /dev/shm of one's own")
+    mount = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, sys.executable, path],
+        capture_output=True, text=True, timeout=50, env=scripts.environment(),
+    )  # fmt: skip
+    said = done.stdout.splitlines()
+    assert said == ["No space left on device", "True", "3000000"], done.stderr
+
+
+def limit_addresses(mebibytes):
+    """Let this process have that many more addresses than it has."""
+    import resource
+
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (now + (mebibytes << 20),) * 2)
+
+
+def take_memory(n):
+    """Ask for that many bytes."""
+    return len(bytearray(n))
+
+
+def test_workers_at_their_memory_limit(process_kind, make_pool):
+    """RLIMIT_AS: the task gets MemoryError, or its large result does; the worker goes on."""
+    from xpool import ResultNotPicklable, XPoolError
+
+    pool = make_pool(process_kind, 2, limit_addresses, (64,))
+    tasks = [pool.apply_async(take_memory, (n,)) for n in (1000, 1 << 30, 2000, 1 << 32)]
+    assert tasks[0].get(30) == 1000 and tasks[2].get(30) == 2000
+    for task in tasks[1::2]:
+        with pytest.raises((MemoryError, XPoolError)):
+            task.get(30)
+    large = pool.map_async(work.large, [40 << 20] * 4, 1)
+    try:
+        assert [len(x) for x in large.get(40)] == [40 << 20] * 4
+    except (MemoryError, ResultNotPicklable) as error:
+        assert "MemoryError" in repr(error) or "memory" in str(error)
+    assert pool.map(work.square, range(50)) == [i * i for i in range(50)]
+
+
+def test_the_parent_at_its_memory_limit(tmp_path):
+    """A program under ``ulimit -v`` has no arena; pools work, by pipe, or say what is missing."""
+    text = """
+        import resource, sys
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            resource.setrlimit(resource.RLIMIT_AS, (2 << 30,) * 2)
+            with xpool.Pool(2) as pool:
+                got = pool.map(work.large, [3_000_000] * 10, chunksize=1)
+                print([len(x) for x in got] == [3_000_000] * 10)
+                try:
+                    print(len(pool.apply(work.large, (3 << 30,))))
+                except (MemoryError, xpool.XPoolError) as error:
+                    print("refused")
+                print(pool.apply(work.square, (3,)))
+            pool.join()
+    """
+    assert script(tmp_path, text, limit=50) == ["True", "refused", "9"]
+
+
+def test_the_signal_of_the_oom_killer(process_kind, make_pool):
+    """A worker that is killed as the kernel does when memory is short: the error says that."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(WorkerDied, match="memory") as caught:
+        pool.apply(work.end, ("SIGKILL",))
+    assert caught.value.signal == "SIGKILL"
+    assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["argument", "result"])
+def test_three_gibibytes(make_pool, way):
+    """A value of more than 2^31 bytes arrives, whole."""
+    from xpool import Pool
+    from xpool.memory.system import available_memory
+
+    size = 3 << 30
+    if available_memory() < 5 * size:
+        pytest.skip(f"needs {5 * size >> 30} GiB of free memory")
+    pool = make_pool(Pool, 1)
+    if way == "argument":
+        assert pool.apply(len, (bytes(size),)) == size
+    else:
+        got = pool.apply(work.large, (size,))
+        assert len(got) == size and not any(got[:: 1 << 20])
+
+
+# The clock, many pools, the end ------------------------------------------------------------------
+
+
+def test_the_clock_jumps(tmp_path):
+    """Wall-clock time jumps by years, back and forth, in parent and workers: nothing changes."""
+    text = """
+        import itertools, random, time
+        import xpool
+        from support import work
+
+        def jump():
+            true, turn = time.time, itertools.cycle([1e9, -1e9, 0.0, 3e9])
+            time.time = lambda: true() + next(turn)
+            time.time_ns = lambda: int(time.time() * 1e9)
+
+        if __name__ == "__main__":
+            jump()
+            pool = xpool.Pool(2, jump, initializer_timeout=30)
+            print(pool.map(work.square, range(4), timeout=20, retries=2))
+            begin = time.monotonic()
+            try:
+                pool.apply_async(work.spin, timeout=0.3).get(20)
+            except xpool.TaskTimeout as error:
+                print(error.seconds, time.monotonic() - begin >= 0.3)
+            try:
+                pool.apply_async(work.sleep_long).get(0.2)
+            except xpool.TimeoutError:
+                print("not yet")
+            pool.terminate()
+            pool.join(20)
+    """
+    assert script(tmp_path, text) == ["[0, 1, 4, 9]", "0.3 True", "not yet"]
+
+
+def test_a_hundred_pools(tmp_path):
+    """A hundred pools, one after the other, each used and closed, leave nothing."""
+    text = """
+        import xpool
+        from support import leaks, work
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                pool.apply(work.square, (1,))
+            pool.join()
+            before = leaks.Snapshot.take()
+            for i in range(100):
+                pool = xpool.Pool(2) if i % 3 else xpool.ThreadPool(2)
+                assert pool.apply(len, (bytes(100_000),)) == 100_000
+                if i % 2:
+                    pool.close()
+                else:
+                    pool.terminate()
+                pool.join()
+            print(before.leaks(5))
+    """
+    assert script(tmp_path, text, limit=50) == ["[]"]
+
+
+def test_used_after_a_fork(tmp_path):
+    """In a child that the program forks the pool says whose it is; its parent's goes on."""
+    text = """
+        import os
+        import xpool
+        from support import work
+
+        if __name__ == "__main__":
+            pool = xpool.Pool(2)
+            pending = pool.map_async(work.large, [100_000] * 20)
+            if os.fork() == 0:
+                for use in (lambda: pool.apply(work.square, (3,)), pending.get):
+                    try:
+                        use()
+                        print("used")
+                    except xpool.PoolClosed as error:
+                        print("belongs to" in str(error), flush=True)
+                with xpool.Pool(1) as mine:
+                    print(mine.apply(work.square, (3,)), flush=True)
+                mine.join()
+                os._exit(0)
+            print(os.wait()[1], len(pending.get(20)), pool.apply(work.square, (4,)))
+            pool.close()
+            pool.join()
+    """
+    assert script(tmp_path, text) == ["True", "True", "9", "0 20 16"]
+
+
+@pytest.mark.parametrize("holder", ["module", "cycle", "builtins", "thread", "finalizer"])
+def test_values_held_at_the_end(tmp_path, holder):
+    """Values in shared memory, and pools, that live until the interpreter ends: not a word."""
+    text = """
+        import builtins, sys, threading
+        import xpool
+        from support import work
+
+        class Holder:
+            def __init__(self, pool, values):
+                self.pool, self.values, self.me = pool, values, self
+
+        class Uses(Holder):
+            def __del__(self):
+                try:
+                    self.pool.apply(len, (b"",))
+                except (xpool.XPoolError, RuntimeError):
+                    return
+
+        if __name__ == "__main__":
+            how = sys.argv[1]
+            pool = xpool.Pool(2)
+            values = pool.map(work.large, [300_000] * 20)
+            if how == "cycle":
+                Holder(pool, values)
+                del pool, values
+            elif how == "builtins":
+                builtins.kept = [Holder(pool, values)]
+            elif how == "finalizer":
+                sys.kept = Uses(pool, values)
+            elif how == "thread":
+                threading.Thread(
+                    target=lambda: (pool, values, threading.Event().wait()), daemon=True
+                ).start()
+            print("bye")
+    """
+    assert script(tmp_path, text, holder, limit=20) == ["bye"]
+
+
+def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):
+    """A handler that calls `apply` while the main thread is anywhere in a verb gets its answer."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 2)
+    got = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: got.append(pool.apply(work.square, (3,))))
+    try:
+        for i in range(30):
+            results = [pool.apply_async(work.square, (j,)) for j in range(20)]
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert pool.map(work.square, range(20)) == [j * j for j in range(20)]
+            assert [r.get(30) for r in results] == [j * j for j in range(20)]
+            eventually(lambda i=i: len(got) == i + 1, "the handler has its answer")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert got == [9] * 30

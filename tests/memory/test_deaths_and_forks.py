@@ -1,0 +1,527 @@
+"""Blocks and what may happen to processes: they are killed, forked, interrupted, or just end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from support import tensor_work as tasks
+from support.leaks import descendants
+from support.scripts import popen, run_ok, write
+from support.waiting import eventually, wait_gone
+
+import xpool
+from xpool.interrupt import postponed
+from xpool.memory.arena import Arena
+
+MIB = 1 << 20
+
+
+def arena() -> Arena:
+    found = Arena.own()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def let_go(warm: None) -> Iterator[None]:
+    yield
+    gc.collect()
+    eventually(lambda: arena().statistics()["held"] == 0, "blocks let go")
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
+def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
+    """Workers killed at random moments: every value that arrives is right, and nothing stays."""
+    pool = make_pool(xpool.Pool, 2, is_copy_tensor=not share)
+    rng = random.Random(5)
+    held: list[tuple[int, Any]] = []
+    died = 0
+    for i in range(60):
+        sent = [torch.full((rng.randrange(1, 3 * MIB),), i, dtype=torch.uint8) for _ in range(3)]
+        results = [pool.apply_async(tasks.same, (x,)) for x in sent]
+        time.sleep(rng.random() * 0.004)  # any moment will do
+        victim = rng.choice([pid for pid in pool.statistics()["pids"] if pid] or [0])
+        if victim:
+            os.kill(victim, signal.SIGKILL)
+        for result in results:
+            try:
+                held.append((i, result.get()))
+            except xpool.WorkerDied:
+                died += 1
+        del result, results, sent
+        while len(held) > 8:
+            held.pop(rng.randrange(len(held)))
+        for value, x in held:
+            assert (x == value).all()
+    print(f"{died} tasks died")
+    del x
+    held.clear()
+    pool.close()
+    pool.join()
+    assert arena().file.used() <= 2 * MIB
+
+
+def test_killed_parent_leaves_nothing(tmp_path: Path) -> None:
+    """Parent and workers killed amid large transfers: no process, no name, no memory stays."""
+    script = write(
+        tmp_path / "program.py",
+        """
+        import sys, torch, xpool
+        from support import tensor_work as tasks
+        if __name__ == "__main__":
+            pool = xpool.Pool(2)
+            x = torch.zeros(8 << 20, dtype=torch.uint8)
+            held = [pool.apply(tasks.same, (x,)) for _ in range(4)]
+            print(*pool.statistics()["pids"], flush=True)
+            stream = pool.imap_unordered(tasks.same, (x for _ in iter(int, 1)))
+            for value in stream:
+                held[0] = value
+        """,
+    )
+    before = set(os.listdir("/dev/shm"))
+    for i in range(6):
+        process = popen([script])
+        assert process.stdout is not None and process.stderr is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2, process.stderr.read()
+        time.sleep(0.01 * i)  # any moment will do
+        victims = [process.pid, *pids] if i % 2 else [process.pid]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=20)
+        assert wait_gone(pids, 10) == []
+    eventually(lambda: not _mapped_elsewhere(), "the files gone")
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def _mapped_elsewhere() -> list[str]:
+    """Return processes of ours that map an arena of another program than this."""
+    mine = os.fstat(arena().file.fd).st_ino
+    found = []
+    for pid in descendants():
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            if "xpool-arena" in line and int(line.split()[4]) != mine:
+                found.append(f"{pid}: {line}")
+    return found
+
+
+# -- forks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
+    """A forked child sees what the parent held, though that drops it; then it is free."""
+    pool = make_pool(xpool.Pool, 1)
+    held = [pool.apply(tasks.filled, (i, MIB)) for i in range(4)]
+    unopened = pool.apply_async(tasks.filled, (9, MIB))
+    unopened.wait()
+    parents = arena()
+    go_r, go_w = os.pipe()
+    said_r, said_w = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.close(go_w)
+            os.read(go_r, 1)
+            # Not by torch: its threads do not survive a fork.
+            right = all((x.numpy() == i).all() for i, x in enumerate(held))
+            right = right and bool((unopened.get().numpy() == 9).all())
+            # Its own holds are nobody's: it takes nothing and gives nothing.
+            right = right and parents.lease(100_000) is None
+            held.clear()
+            gc.collect()
+            os.write(said_w, b"y" if right else b"n")
+            os.read(go_r, 1)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(go_r)
+    names = [x.data_ptr() for x in held]
+    held.clear()
+    del unopened
+    for i in range(60):
+        assert int(pool.apply(tasks.same, (torch.full((MIB,), i),)).sum()) == i * MIB
+        new = pool.apply(tasks.filled, (i, MIB))
+        assert new.data_ptr() not in names
+        del new
+    assert arena().statistics()["held"] == 5
+    os.write(go_w, b".")
+    assert os.read(said_r, 1) == b"y"
+    os.close(go_w)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(said_r)
+    os.close(said_w)
+    assert arena().statistics()["held"] == 0
+    places = {pool.apply(tasks.filled, (1, MIB)).data_ptr() for _ in range(20)}
+    assert len(places) <= 10
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_child_that_executes(make_pool: Callable[..., Any]) -> None:
+    """A child that becomes another program holds nothing any more."""
+    pool = make_pool(xpool.Pool, 1)
+    held = pool.apply(tasks.filled, (1, MIB))
+    read, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(read, 0)
+        os.close(write_end)
+        os.execvp("cat", ["cat"])
+    os.close(read)
+    del held
+    try:
+        eventually(lambda: arena().statistics()["held"] == 0, "unpinned")
+    finally:
+        os.close(write_end)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forks_from_many_threads(make_pool: Callable[..., Any]) -> None:
+    """Forks in several threads at once: no lock stays locked."""
+    pool = make_pool(xpool.Pool, 1)
+    held = [pool.apply(tasks.filled, (1, MIB))]
+    codes: list[int] = []
+
+    def fork() -> None:
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                try:
+                    os._exit(0 if held[0][0] == 1 else 1)
+                finally:
+                    os._exit(2)
+            codes.append(os.waitpid(child, 0)[1])
+            assert arena().lease(100_000) is not None
+
+    threads = [threading.Thread(target=fork) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [0] * 80
+    assert pool.apply(tasks.total, (held[0],)) == MIB
+    held.clear()
+
+
+def test_worker_forks(make_pool: Callable[..., Any]) -> None:
+    """A task may fork; its child sees the task's argument."""
+    pool = make_pool(xpool.Pool, 1, is_daemon=False)
+    for i in range(5):
+        assert pool.apply(tasks.fork_and_share_parts, (torch.full((MIB,), i),)) == i * MIB % 100
+
+
+def test_own_pool_in_forked_child(tmp_path: Path) -> None:
+    """A forked child has no part in the parent's arena, and makes its own for its own pools."""
+    script = write(
+        tmp_path / "program.py",
+        """
+        import os, torch, xpool
+        from support import tensor_work as tasks
+        from xpool.memory.arena import Arena
+        if __name__ == "__main__":
+            pool = xpool.Pool(1)
+            held = pool.apply(tasks.filled, (1, 1 << 20))
+            child = os.fork()
+            if not child:
+                parents = held
+                with xpool.Pool(1) as mine:
+                    back = mine.apply(tasks.add_one, (parents,))
+                    assert (back == 2).all() and (parents == 1).all()
+                mine.join()
+                with xpool.Pool(1, is_copy_tensor=False) as mine:
+                    x = torch.zeros(1 << 20)
+                    mine.apply(tasks.write, (x, 3.0))
+                    assert (x == 3).all()
+                mine.join()
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert (pool.apply(tasks.same, (held,)) == 1).all()
+            pool.close()
+            pool.join()
+            print("well")
+        """,
+    )
+    assert run_ok(["-W", "ignore::DeprecationWarning", script]) == "well\n"
+
+
+# -- where a block may be dropped ------------------------------------------------------------------
+
+
+def test_dropped_in_many_threads(make_pool: Callable[..., Any]) -> None:
+    """Results taken in one thread and dropped in others, while more come."""
+    pool = make_pool(xpool.Pool, 2)
+    values = list(pool.imap(tasks.numbered, range(400)))
+
+    def drop() -> None:
+        while values:
+            try:
+                value = values.pop()
+            except IndexError:
+                return
+            del value
+
+    threads = [threading.Thread(target=drop) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for i, value in enumerate(pool.imap(tasks.numbered, range(200))):
+        assert (value == i).all()
+    del value
+    for thread in threads:
+        thread.join()
+    assert arena().statistics()["held"] == 0
+
+
+def test_dropped_by_the_collector(make_pool: Callable[..., Any]) -> None:
+    """In circles, found by the collector wherever it strikes; in its callbacks too."""
+    pool = make_pool(xpool.Pool, 2)
+    kept: list[Any] = []
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and kept:
+            kept.pop()
+
+    gc.callbacks.append(callback)
+    threshold = gc.get_threshold()
+    gc.set_threshold(5, 2, 2)
+    try:
+        for i, value in enumerate(pool.imap(tasks.numbered, range(600))):
+            assert (value == i).all()
+            circle: list[Any] = [value]
+            circle.append(circle)
+            kept.append(value)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
+    del value, circle
+    kept.clear()
+    gc.collect()
+    assert arena().statistics()["held"] == 0
+
+
+def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> None:
+    """A handler that drops, leases and adopts comes between any two instructions."""
+    one = arena()
+    kept: list[Any] = []
+    wrong: list[Any] = []
+    calls = [0]
+
+    def handler(signum: int, frame: Any) -> None:
+        calls[0] += 1
+        if kept:
+            block = kept.pop()
+            if bytes(block.view(8)) != b"%08d" % block.number:
+                wrong.append(block.number)
+            again = one.adopt(block.name)
+            del block
+            if one.file.free(again.number):
+                wrong.append("not held")
+        mine = one.lease(70_000)
+        if mine is not None:
+            mine.view(8)[:] = b"handler!"
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    stop = threading.Event()
+
+    def shoot() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while not stop.wait(0.0002):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    shooter = threading.Thread(target=shoot)
+    shooter.start()
+    try:
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            block = one.lease(66_000)
+            assert block is not None
+            block.view(8)[:] = b"%08d" % block.number
+            other = one.adopt(block.name)
+            del block
+            kept.append(other)
+            del other
+    finally:
+        stop.set()
+        shooter.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert wrong == [] and calls[0] > 100
+    kept.clear()
+    assert one.statistics()["held"] == 0
+
+
+@pytest.mark.parametrize("how", ["global", "finalizer", "circle", "thread", "unopened", "sys.exit"])
+def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
+    """Blocks that are alive to the very end: the program ends at once, and silently."""
+    script = write(
+        tmp_path / "program.py",
+        f"""
+        import sys, threading, torch, xpool
+        from support import tensor_work as tasks
+
+        class Holder:
+            def __init__(self, value):
+                self.value, self.me = value, self
+            def __del__(self):
+                assert int(self.value[0]) == 1
+                self.value = None
+
+        if __name__ == "__main__":
+            pool = xpool.Pool(1)
+            value = pool.apply(tasks.filled, (1, 1 << 20))
+            how = {how!r}
+            if how == "finalizer":
+                holder = Holder(value)
+            elif how == "circle":
+                Holder(value)
+            elif how == "unopened":
+                result = pool.apply_async(tasks.filled, (1, 1 << 20))
+                result.wait()
+            elif how == "thread":
+                threading.Thread(target=lambda x: threading.Event().wait(), args=(value,),
+                                 daemon=True).start()
+            xpool.pickle.keep_me = value
+            pool.close()
+            pool.join()
+            if how == "sys.exit":
+                sys.exit(0)
+        """,
+    )
+    assert run_ok([script]) == ""
+
+
+def test_exceptions_from_signal_handlers(make_pool: Callable[..., Any]) -> None:
+    """A handler that raises at any moment costs a little memory at most: no hang, no mix-up."""
+    one = arena()
+
+    class Stop(Exception):
+        pass
+
+    def handler(signum: int, frame: Any) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    stop = threading.Event()
+
+    def shoot() -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        while not stop.wait(0.0005):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    shooter = threading.Thread(target=shoot)
+    raised = 0
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda _: None  # some are raised in finalizers
+    shooter.start()
+    try:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            try:
+                block = one.lease(66_000)
+                assert block is not None
+                block.view(8)[:] = b"%08d" % block.number
+                other = one.adopt(block.name)
+                del block
+                assert bytes(other.view(8)) == b"%08d" % other.number
+                del other
+            except Stop:
+                raised += 1
+                block = other = None
+    finally:
+        while True:
+            try:
+                stop.set()
+                shooter.join()
+                signal.signal(signal.SIGUSR1, before)
+                break
+            except Stop:
+                raised += 1
+        sys.unraisablehook = unraisable
+    assert raised > 100
+    block = one.lease(66_000)
+    assert block is not None
+    del block
+    lost = one.statistics()["held"]
+    assert lost < raised / 10
+    print(f"{raised} exceptions, {lost} blocks lost")
+    for number, count in list(one._counts.items()):
+        for _ in range(count):
+            one.drop(number)
+
+
+def test_exceptions_that_are_postponed() -> None:
+    """A handler that raises only where `postponed` allows it loses nothing at all."""
+    one = arena()
+
+    class Stop(Exception):
+        pass
+
+    def handler(signum: int, frame: Any) -> None:
+        if not postponed(signum, frame):
+            raise Stop
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    main = threading.main_thread().ident
+    assert main is not None
+    raised = calls = 0
+    try:
+        while raised < 300:
+            try:
+                calls += 1
+                threading.Timer(0.0001 * (calls % 10), signal.pthread_kill, (main, 10)).start()
+                for _ in range(200):
+                    block = one.lease(66_000)
+                    assert block is not None
+                    one.adopt(block.name).view(1)
+                    block = None
+            except Stop:
+                raised += 1
+                block = None
+    finally:
+        while threading.active_count() > 1 and any(
+            isinstance(thread, threading.Timer) for thread in threading.enumerate()
+        ):
+            try:
+                for thread in threading.enumerate():
+                    if isinstance(thread, threading.Timer):
+                        thread.join()
+            except Stop:
+                continue
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # one may come again
+        signal.signal(signal.SIGUSR1, before)
+    assert one.statistics()["held"] == 0
+
+
+def test_subprocess_does_not_pin(make_pool: Callable[..., Any]) -> None:
+    """Programs started meanwhile hold nothing."""
+    pool = make_pool(xpool.Pool, 1)
+    held = pool.apply(tasks.filled, (1, MIB))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        del held
+        assert arena().statistics()["held"] == 0
+        assert child.stdin is not None
+        child.stdin.close()

@@ -1,0 +1,323 @@
+"""Share mode: whoever has the tensor sees what anybody writes, whatever way it went."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
+from support import tensor_work as tasks
+from support.leaks import descriptors
+from support.waiting import eventually
+
+import xpool
+from xpool.memory.arena import Arena, Block
+from xpool.pickle import sharing as sharing_module
+
+MIB = 1 << 20
+
+
+def held() -> int:
+    found = Arena.own()
+    assert found is not None
+    return found.statistics()["held"]
+
+
+@pytest.fixture
+def sharing(make_pool: Callable[..., Any], warm: None) -> Any:
+    return make_pool(xpool.P2PPool, 2, is_copy_tensor=False)
+
+
+@pytest.fixture(autouse=True)
+def let_go(warm: None) -> Iterator[None]:
+    yield
+    gc.collect()
+    eventually(lambda: held() == 0, "blocks let go")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 1000, 70_000, MIB])
+def test_both_ways(sharing: Any, size: int) -> None:
+    """Writes of either side are seen by the other, at every size."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    sharing.apply(tasks.keep, ("x", tensor), worker=0)
+    assert sharing.apply(tasks.kept_total, ("x",), worker=0) == 0
+    tensor.fill_(1)
+    assert sharing.apply(tasks.kept_total, ("x",), worker=0) == size
+    sharing.apply(tasks.kept_fill, ("x", 2), worker=0)
+    assert int(tensor.sum()) == 2 * size
+
+
+def test_many_hops(sharing: Any) -> None:
+    """Parent to worker, back, to the other worker, and all of them write."""
+    tensor = torch.zeros(MIB, dtype=torch.int32)
+    back = sharing.apply(tasks.add_one, (tensor,), worker=0)
+    again = sharing.apply(tasks.add_one, (back,), worker=1)
+    third = sharing.apply(tasks.add_one, (again,), worker=0)
+    for one in (tensor, back, again, third):
+        assert (one == 3).all()
+        assert one.data_ptr() == tensor.data_ptr()
+    third.fill_(9)
+    assert (tensor == 9).all()
+
+
+def test_made_by_a_worker(sharing: Any) -> None:
+    """A worker's tensor, seen by the parent and by the other worker, also when its maker died."""
+    tensor = sharing.apply(tasks.make_and_keep, ("mine", MIB), worker=0)
+    sharing.apply(tasks.keep, ("theirs", tensor), worker=1)
+    sharing.apply(tasks.kept_fill, ("mine", 1), worker=0)
+    assert int(tensor.sum()) == sharing.apply(tasks.kept_total, ("theirs",), worker=1) == MIB
+    with pytest.raises(xpool.WorkerDied):
+        sharing.apply(os._exit, (3,), worker=0)
+    sharing.apply(tasks.kept_fill, ("theirs", 2), worker=1)
+    assert int(tensor.sum()) == 2 * MIB
+    sharing.apply(tasks.keep, ("again", tensor), worker=0)
+    tensor.fill_(3)
+    for worker, name in ((0, "again"), (1, "theirs")):
+        assert sharing.apply(tasks.kept_total, (name,), worker=worker) == 3 * MIB
+    # Others come and go; nobody gets this memory.
+    for i in range(20):
+        other = sharing.apply(tasks.make_and_keep, (f"other{i}", MIB), worker=0)
+        other.fill_(8)
+    assert int(tensor.sum()) == 3 * MIB
+
+
+def test_after_the_pool(sharing: Any) -> None:
+    """A tensor outlives the pool that it was shared in, and can be shared again."""
+    tensor = torch.zeros(MIB, dtype=torch.uint8)
+    made = sharing.apply(tasks.make_and_keep, ("x", MIB), worker=1)
+    sharing.apply(tasks.write, (tensor, 5))
+    sharing.close()
+    sharing.join()
+    assert int(tensor.sum()) == 5 * MIB and int(made.sum()) == 0
+    made.fill_(4)
+    with xpool.Pool(1, is_copy_tensor=False) as other:
+        other.apply(tasks.add_one, (made,))
+        other.apply(tasks.add_one, (tensor,))
+    other.join()
+    assert int(made.sum()) == 5 * MIB and int(tensor.sum()) == 6 * MIB
+
+
+def test_two_pools(sharing: Any, make_pool: Callable[..., Any]) -> None:
+    """The pools of one program share one tensor."""
+    other = make_pool(xpool.Pool, 1, is_copy_tensor=False)
+    tensor = torch.zeros(MIB, dtype=torch.uint8)
+    sharing.apply(tasks.keep, ("x", tensor), worker=0)
+    other.apply(tasks.write, (tensor, 1))
+    assert sharing.apply(tasks.kept_total, ("x",), worker=0) == MIB
+
+
+def test_copy_pool_beside_it(sharing: Any, make_pool: Callable[..., Any]) -> None:
+    """A pool in copy mode copies what another pool shares."""
+    other = make_pool(xpool.Pool, 1)
+    tensor = torch.zeros(MIB, dtype=torch.uint8)
+    sharing.apply(tasks.write, (tensor, 1))
+    other.apply(tasks.write, (tensor, 2))
+    assert int(tensor.sum()) == MIB
+    received = other.apply(tasks.same, (tensor,))  # lies in a block already
+    sharing.apply(tasks.write, (received, 3))
+    assert int(received.sum()) == 3 * MIB
+
+
+def test_views_and_modules(sharing: Any) -> None:
+    """Whatever uses the storage sees it: views, parameters, what was made before the first send."""
+    base = torch.zeros(1000, 1000)
+    view, column = base[100:200], base.t()[3]
+    module = torch.nn.Linear(500, 500)
+    weight = module.weight.data
+    sharing.apply(tasks.write, (view, 1.0))
+    assert float(base.sum()) == 100_000 and float(column.sum()) == 100
+    sharing.apply(tasks.fill_module, (module, 2.0))
+    assert (weight == 2).all() and (module.bias == 2).all()
+    alias_a, alias_b = sharing.apply(tasks.same, ((base, view),))
+    alias_b.fill_(7)
+    assert (base[100:200] == 7).all() and (alias_a[150] == 7).all()
+
+
+def of_dead_view(tensor: Any) -> Any:
+    """Return an array over a tensor that nobody else has."""
+    return np.from_dlpack(tensor.view(-1))
+
+
+@pytest.mark.parametrize(
+    "alias", [np.asarray, np.from_dlpack, lambda x: torch.from_dlpack(x).numpy(), of_dead_view]
+)
+def test_alias_of_numpy(sharing: Any, alias: Any) -> None:
+    """An array over a tensor that moves keeps its memory: old values, no crash."""
+    tensor = torch.arange(MIB, dtype=torch.int32)
+    array = alias(tensor)
+    sharing.apply(tasks.write, (tensor, 5))
+    assert (tensor == 5).all()
+    for _ in range(20):  # would overwrite what was freed
+        torch.full((MIB,), 77, dtype=torch.int32)
+    assert (array == np.arange(MIB)).all()
+    if array.flags.writeable:
+        array[:] = 3
+    assert (tensor == 5).all()
+    before = array.copy()
+    del tensor
+    gc.collect()
+    for _ in range(20):
+        torch.full((MIB,), 77, dtype=torch.int32)
+    assert (array == before).all()
+
+
+def test_no_second_copy_is_kept(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a tensor was before it moved is freed at once, where nothing else looks at it."""
+    moved: list[bool] = []
+    move = sharing_module._move
+
+    def noted(*args: Any) -> Block:
+        block = move(*args)
+        moved.append(hasattr(block, "former"))
+        return block
+
+    monkeypatch.setattr(sharing_module, "_move", noted)
+    module = torch.nn.Linear(2000, 2000)
+    plain = torch.zeros(4 * MIB, dtype=torch.float32)
+    sharing.apply(tasks.same, (module,))
+    sharing.apply(tasks.same, (plain,))
+    sharing.apply(tasks.same, (plain[5:],))
+    assert moved == [False] * 3
+    viewed = torch.zeros(MIB)
+    view = viewed[3:]
+    sharing.apply(tasks.same, (viewed,))
+    assert moved == [False] * 3 + [True]
+    del view
+
+
+def test_tensor_over_numpy(sharing: Any) -> None:
+    """A tensor made of an array moves; the array keeps its own memory."""
+    array = np.arange(MIB, dtype=np.int32)
+    tensor = torch.from_numpy(array)
+    sharing.apply(tasks.write, (tensor, 5))
+    assert (tensor == 5).all() and (array == np.arange(MIB)).all()
+
+
+def test_received_as_numpy(sharing: Any) -> None:
+    """An array over a shared tensor that has moved already is shared too."""
+    tensor = torch.zeros(MIB, dtype=torch.uint8)
+    sharing.apply(tasks.keep, ("x", tensor), worker=0)
+    array = tensor.numpy()
+    sharing.apply(tasks.kept_fill, ("x", 4), worker=0)
+    assert (array == 4).all()
+    del tensor
+    gc.collect()
+    assert (array == 4).all()
+    sharing.apply(tasks.kept_fill, ("x", 6), worker=0)
+    assert (array == 6).all()
+
+
+def test_handles_only(sharing: Any) -> None:
+    """Sent again, a tensor takes no memory and no descriptor: its name travels."""
+    tensor = torch.zeros(64 * MIB, dtype=torch.uint8)
+    sharing.apply(tasks.same, (tensor,), worker=0)
+    arena = Arena.own()
+    assert arena is not None
+    used, fds = arena.file.used(), len(descriptors())
+    for _ in range(50):
+        back = sharing.apply(tasks.same, (tensor,), worker=0)
+        assert back.data_ptr() == tensor.data_ptr()
+    assert arena.file.used() == used and len(descriptors()) == fds
+
+
+def test_let_go(sharing: Any) -> None:
+    """When the last user in any process lets go, the memory is free."""
+    arena = Arena.own()
+    assert arena is not None
+    tensor = torch.zeros(32 * MIB, dtype=torch.uint8)
+    sharing.apply(tasks.keep, ("x", tensor), worker=0)
+    number = arena.file.find(tensor.data_ptr() - arena._address)
+    assert number is not None
+    del tensor
+    assert not arena.file.free(number)  # the worker has it
+    assert sharing.apply(tasks.kept_total, ("x",), worker=0) == 0
+    sharing.apply(tasks.forget, worker=0)
+    sharing.apply(tasks.nothing, worker=0)
+    eventually(lambda: arena.file.free(number), "block free")
+
+
+def test_passed_between_workers_while_parent_lets_go(sharing: Any) -> None:
+    """At every moment of the trip someone holds it: many trips, contents checked."""
+    for i in range(200):
+        made = sharing.apply_async(tasks.filled, (i % 250, 100_000), worker=i % 2)
+        kept = sharing.apply_async(tasks.keep, ("x", made.get()), worker=(i + 1) % 2)
+        del made
+        kept.get()
+        assert sharing.apply(tasks.kept_total, ("x",), worker=(i + 1) % 2) == i % 250 * 100_000
+
+
+def test_nested_pool_refuses(make_pool: Callable[..., Any]) -> None:
+    """A worker cannot share its parent's tensor with a pool of its own, and says what to do."""
+    pool = make_pool(xpool.Pool, 1, is_copy_tensor=False, is_daemon=False)
+    tensor = torch.zeros(MIB, dtype=torch.uint8)
+    text = pool.apply(tasks.share_with_a_pool, (tensor,))
+    assert "shared with the processes of another pool" in text and "clone()" in text
+    pool.apply(tasks.write, (tensor, 1))
+    assert int(tensor.sum()) == MIB
+
+
+def test_from_many_threads(sharing: Any) -> None:
+    """Threads that share one tensor for the first time at once move it once."""
+    tensor = torch.zeros(4 * MIB, dtype=torch.uint8)
+    places: list[int] = []
+
+    def share(worker: int) -> None:
+        places.append(sharing.apply(tasks.same, (tensor,), worker=worker).data_ptr())
+
+    threads = [threading.Thread(target=share, args=(i % 2,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(places) == {tensor.data_ptr()}
+
+
+def test_dumps(sharing: Any) -> None:
+    """`xpool.pickle.dumps(copy_tensor=False)`: a pickle with a handle, as long as it is kept."""
+    tensor = torch.zeros(MIB, dtype=torch.uint8)
+    data = xpool.pickle.dumps(tensor, copy_tensor=False)
+    assert len(data) < 1000
+    alias = xpool.pickle.loads(data)
+    alias.fill_(3)
+    assert int(tensor.sum()) == 3 * MIB
+    with pytest.raises(LookupError, match="does not have"):
+        os_data = bytearray(data)
+        os_data[8] ^= 0xFF  # of another program
+        xpool.pickle.loads(os_data)
+    del tensor, alias
+    assert int(xpool.pickle.loads(data).sum()) == 3 * MIB
+    data = bytes(bytearray(data))  # a copy holds nothing
+    blocker = [sharing.apply(tasks.same, (torch.zeros(MIB, dtype=torch.uint8),)) for _ in range(3)]
+    with pytest.raises(LookupError, match="withdrawn"):
+        xpool.pickle.loads(data)
+    del blocker
+
+
+def test_bad_method(make_pool: Callable[..., Any]) -> None:
+    """An unknown share_method is refused when the pool is made."""
+    with pytest.raises(ValueError, match="share_method"):
+        make_pool(xpool.Pool, 1, is_copy_tensor=False, share_method="gpu")
+
+
+def test_torch_that_cannot() -> None:
+    """A torch without the means says what to do."""
+
+    class OldStorage:
+        def data_ptr(self) -> int:
+            return 4096
+
+        def nbytes(self) -> int:
+            return 1000
+
+    arena = Arena.own()
+    assert arena is not None
+    with pytest.raises(xpool.TaskNotPicklable, match=r"1000 bytes.*newer torch"):
+        sharing_module._move(arena, arena.lease, OldStorage(), alone=True)

@@ -1,0 +1,272 @@
+"""Processes killed in the midst of it: the others go on, nothing but what they held is gone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from typing import Any
+
+import parts
+import pytest
+from conftest import settled
+from support.waiting import LIMIT, eventually
+
+from xpool.memory import guests
+from xpool.memory.arena import Arena
+from xpool.memory.layout import HOLDS
+
+LARGE = 100_000
+
+
+def _arena() -> Arena:
+    arena = Arena.own()
+    assert arena is not None
+    return arena
+
+
+@pytest.mark.parametrize("nbytes", [10, LARGE])
+def test_readers_are_killed(make_queue: Any, start: Any, nbytes: int):
+    """Of readers killed in a storm each loses at most the message in its hand."""
+    q, results = make_queue(), make_queue()
+    count, seed = 3000, random.randrange(2**32)
+    rng = random.Random(seed)
+    readers = [start("fork", parts.report, q, results) for _ in range(4)]
+    got: list[Any] = []
+    kills = 0
+
+    def write() -> None:
+        for i in range(count):
+            q.put((i, bytearray([i % 251]) * nbytes))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    at = 100
+    while len(got) < count - kills:
+        try:
+            got.append(results.get(2.0))
+        except Exception:
+            break  # as much as will come has come
+        if len(got) == at and kills < 12:
+            victim = readers.pop(rng.randrange(len(readers)))
+            victim.kill()
+            victim.join()
+            kills += 1
+            readers.append(start("fork", parts.report, q, results))
+            at += rng.randrange(50, 200)
+    writer.join()
+    for _ in readers:
+        q.put(None)
+    for reader in readers:
+        reader.join(LIMIT)
+        assert reader.exitcode == 0
+    while not results.empty():
+        got.append(results.get())
+    assert kills > 5
+    assert len(set(got)) == len(got), seed
+    assert set(got) <= set(range(count)), seed
+    assert len(got) >= count - kills, f"{count - len(got)} lost by {kills} deaths, seed {seed}"
+    settled()
+    assert _arena().statistics()["out"] == 0
+
+
+@pytest.mark.parametrize("nbytes", [10, LARGE])
+def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
+    """What comes from a writer that was killed is whole, in order, and without gaps."""
+    q = make_queue()
+    writers = {who: start("fork", parts.put_for_ever, q, who, nbytes) for who in range(3)}
+    alive = set(writers)
+    expected = dict.fromkeys(writers, 0)
+    taken, born = 0, 3
+    while born < 12:
+        who, i, data = q.get(LIMIT)
+        assert i == expected[who]
+        assert data == bytes([i % 251]) * nbytes
+        expected[who] += 1
+        taken += 1
+        if taken % 150 == 0:
+            victim = random.choice(sorted(alive))
+            alive.remove(victim)
+            writers[victim].kill()
+            writers[victim].join()
+            writers[born] = start("fork", parts.put_for_ever, q, born, nbytes)
+            alive.add(born)
+            expected[born] = 0
+            born += 1
+    for who in alive:
+        writers[who].kill()
+        writers[who].join()
+    while not q.empty():
+        who, i, data = q.get()
+        assert i == expected[who]
+        assert data == bytes([i % 251]) * nbytes
+        expected[who] += 1
+    del data
+    settled()
+    assert not any(arena.is_guest for arena in Arena._known.values())
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "xpool.queue.simple:frame.adopt",
+        "xpool.queue.simple:guests.Guest.enter",
+        "xpool.memory.seats:claim",
+        "xpool.memory.arena:Arena._hold",
+        "xpool.queue.simple:decode",
+    ],
+)
+def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
+    """Wherever in `get` it is: its message is gone, the next goes to another, memory comes back."""
+    q, results = make_queue(), make_queue()
+    q.put((1, bytearray([1]) * LARGE))
+    victim = start("spawn", parts.die_at, where, parts.report, q, results)
+    victim.join(LIMIT)
+    assert victim.exitcode == -signal.SIGKILL
+    q.put((2, bytearray([2]) * LARGE))
+    start("spawn", parts.report, q, results)
+    assert results.get(LIMIT) == 2
+    q.put(None)
+    settled()
+    eventually(lambda: not _arena().statistics()["out"], "blocks are free")
+
+
+@pytest.mark.parametrize(
+    ("where", "arrives"),
+    [
+        ("xpool.queue.simple:encode", False),
+        ("xpool.memory.seats:issue", False),
+        ("xpool.memory.seats:_set", False),
+        ("xpool.memory.guests:Tickets.sent", True),
+        ("xpool.memory.guests:call", True),
+    ],
+)
+def test_a_writer_dies_with_a_message(make_queue: Any, start: Any, where: str, arrives: bool):
+    """Wherever in `put` it is: its message is there whole, or not at all; others can put."""
+    q = make_queue()
+    data = bytearray([7]) * LARGE
+    victim = start("spawn", parts.die_at, where, parts.put_all, q, [data])
+    victim.join(LIMIT)
+    assert victim.exitcode == -signal.SIGKILL
+    assert q.empty() == (not arrives)
+    start("spawn", parts.put_all, q, [data]).join(LIMIT)
+    for _ in range(1 + arrives):
+        assert q.get(LIMIT) == data
+    assert q.empty()
+
+
+def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
+    """A process that stands still with a message in its hand keeps nobody else from anything."""
+    q, results = make_queue(), make_queue()
+    q.put((1, bytearray([1]) * LARGE))
+    stopped = start("spawn", parts.stop_at, "xpool.queue.simple:_opened", parts.report, q, results)
+    eventually(lambda: _state(stopped.pid) == "T", "it stands still")
+    start("spawn", parts.report, q, results)
+    for i in range(2, 200):
+        q.put((i, bytearray([i]) * LARGE))
+        assert results.get(LIMIT) == i
+    guests.tidy(float("inf"))
+    assert 1 <= _arena().statistics()["out"] <= 3  # those that went with the same ticket
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert results.get(LIMIT) == 1
+    q.put(None)
+    q.put(None)
+
+
+def _state(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.torch
+def test_a_guest_dies(make_queue: Any, start: Any):
+    """What a killed process had got and held is free again."""
+    import torch
+
+    there, back, go = make_queue(), make_queue(), make_queue()
+    victim = start("spawn", parts.keep, there, back, go)
+    there.put(torch.zeros(LARGE))
+    assert back.get(LIMIT) == "kept"
+    guests.tidy(float("inf"))
+    assert _arena().statistics()["out"] == 1
+    victim.kill()
+    victim.join()
+    assert _arena().statistics()["out"] == 0
+
+
+def test_a_queue_goes_with_messages(make_queue: Any):
+    """Messages of a queue that nobody has any more hold nothing."""
+    q = make_queue()
+    for _ in range(5):
+        q.put(bytearray(LARGE))
+    guests.settle()
+    assert _arena().statistics()["out"] == 5
+    q.close()
+    guests.settle()
+    assert _arena().statistics()["out"] == 0
+
+
+def test_memory_of_the_killed(make_queue: Any, start: Any):
+    """Memory and descriptors do not grow with the number of processes that were killed."""
+    q = make_queue()
+    most = 0
+    for i in range(12):
+        victim = start("fork", parts.put_for_ever, q, i, 1 << 20)
+        for _ in range(20):
+            data = q.get(LIMIT)
+        victim.kill()
+        victim.join()
+        while not q.empty():
+            data = q.get()
+        del data
+        guests.tidy()
+        most = max(most, len(Arena._known))
+    assert most <= 3  # our own, that of the last, and one that is on its way out
+
+
+@pytest.mark.torch
+def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
+    """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""
+    monkeypatch.setattr("xpool.memory.arena.IDLE", 0.005)
+    monkeypatch.setattr("xpool.memory.guests.IDLE", 0.005)
+    q, faults = make_queue(), make_queue()
+    rng = random.Random(seed := random.randrange(2**32))
+    jugglers = [start("fork", parts.juggle, q, faults, rng.random()) for _ in range(4)]
+    seen, kept = 0, []
+    for _ in range(15):
+        for _ in range(60):
+            tensor = q.get(LIMIT)
+            assert bool((tensor == tensor[0]).all()) and int(tensor[0]), f"seed {seed}"
+            seen += 1
+            kept.append(tensor)
+            if len(kept) > 8:
+                q.put(kept.pop(rng.randrange(8)))
+        victim = jugglers.pop(rng.randrange(4))
+        victim.kill()
+        victim.join()
+        jugglers.append(start("fork", parts.juggle, q, faults, rng.random()))
+    for tensor in kept:
+        assert bool((tensor == tensor[0]).all()) and int(tensor[0]), f"seed {seed}"
+    for juggler in jugglers:
+        juggler.kill()
+        juggler.join()
+    assert faults.empty(), f"{faults.get()}, seed {seed}"
+    del tensor
+    kept.clear()
+    while not q.empty():
+        q.get()
+    settled()
+    assert not any(arena.is_guest for arena in Arena._known.values())
+
+
+def test_too_many_guests(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
+    """Where all seats of a file are taken, a message in it is refused, and the next one comes."""
+    q = make_queue()
+    start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
+    monkeypatch.setattr("xpool.memory.seats.FIRST_GUEST", HOLDS)
+    with pytest.raises(LookupError, match="more are not possible"):
+        q.get(LIMIT)
+    assert q.get(LIMIT) == "short"
+    monkeypatch.undo()
+    assert q.get(LIMIT) == bytearray(LARGE)

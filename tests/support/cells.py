@@ -1,0 +1,231 @@
+"""Saboteurs for the fault matrix; as a program, one cell of it whose fault is in the caller.
+
+``python cells.py KIND METHOD STAGE HOW`` prints the workers' pids, what became of the task, and
+"usable"; its parent sees whether it ends, and how.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support import work
+from support.kinds import KINDS
+
+LIMIT = 0.3
+"""Seconds that a task may take that is to be stopped."""
+
+entered = threading.Event()
+
+
+def strike(how: str) -> None:
+    """Do what the cell says, in the caller's process: when it is continued, a stop is over."""
+    entered.set()
+    if how == "SIGSTOP":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        work.end(how)
+
+
+# In workers --------------------------------------------------------------------------------------
+
+
+def arm(how: str) -> None:
+    """Initializer: end as told on SIGUSR1, which comes when the worker is idle."""
+    signal.signal(signal.SIGUSR1, lambda *_: work.end(how))
+
+
+def end_in_collection(how: str) -> str:
+    """End while the collector runs."""
+    work.EndsWhenCollected(how)
+    gc.collect()
+    return "collected"
+
+
+def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
+    """End when half of the message with the result is in the pipe."""
+    from xpool.worker import loop
+
+    write_all = loop.write_all
+
+    def half(fd: int, parts: Any) -> None:
+        whole = b"".join(parts)
+        write_all(fd, [whole[: len(whole) // 2]])
+        loop.write_all = write_all
+        if box is not None:
+            work.post(box, str(os.getpid()))
+        work.end(how)
+
+    loop.write_all = half
+    return bytes(size)
+
+
+def stay_half_written(box: str, size: int) -> bytes:
+    """Say so and stay when half of the message with the result is in the pipe."""
+    return end_half_written("hang", size, box)
+
+
+class TwoBuffers:
+    """Travels as two blocks of shared memory."""
+
+    def __reduce__(self) -> Any:
+        return list, ([pickle.PickleBuffer(bytearray(300_000)) for _ in range(2)],)
+
+
+def end_half_copied(how: str) -> TwoBuffers:
+    """End when the first of the result's two blocks is filled and the second is asked for."""
+    from xpool.memory.arena import Arena
+
+    lease = Arena.lease
+    calls: list[int] = []
+
+    def second(self: Arena, nbytes: int, limit: int | None = None) -> Any:
+        calls.append(nbytes)
+        if len(calls) == 2:
+            Arena.lease = lease  # type: ignore[method-assign]
+            work.end(how)
+        return lease(self, nbytes, limit)
+
+    Arena.lease = second  # type: ignore[method-assign]
+    return TwoBuffers()
+
+
+# In the caller -----------------------------------------------------------------------------------
+
+
+class StrikesWhenPickled:
+    """Whoever pickles it is struck."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        strike(self.how)
+        return int, (7,)
+
+
+def rebuild(how: str) -> int:
+    """Be struck while this is unpickled."""
+    strike(how)
+    return 7
+
+
+class StrikesWhenUnpickled:
+    """Whoever unpickles it is struck."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        return rebuild, (self.how,)
+
+
+def make_strikes(how: str) -> StrikesWhenUnpickled:
+    """Return a result that strikes the caller."""
+    return StrikesWhenUnpickled(how)
+
+
+class StrikesWhenCollected:
+    """Strikes whoever collects it."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.me = self
+
+    def __del__(self) -> None:
+        strike(self.how)
+
+
+def strike_in_collection(how: str) -> str:
+    """Be struck while the collector runs, in a worker that is a thread."""
+    StrikesWhenCollected(how)
+    gc.collect()
+    return "collected"
+
+
+def outcome(result: Any, limit: float = 30) -> str:
+    """Say what became of a task, in the words of the matrix."""
+    try:
+        result.get(limit)
+    except BaseException as error:
+        return named(error)
+    return "answered"
+
+
+def named(error: BaseException) -> str:
+    """Say what an error is, in the words of the matrix."""
+    import xpool
+
+    if isinstance(error, xpool.WorkerDied):
+        return f"WorkerDied ({error.signal or f'exit code {error.exitcode}'})"
+    for kind in (xpool.TaskTimeout, xpool.ResultNotPicklable, xpool.WorkerStartFailed, SystemExit):
+        if isinstance(error, kind):
+            return kind.__name__
+    if isinstance(error, xpool.PoolClosed) and error.__cause__ is not None:
+        return named(error.__cause__)
+    if "sabotage" in "".join(traceback.format_exception(error)):
+        return "its error"
+    return "".join(traceback.format_exception(error))
+
+
+def struck(pool: Any, stage: str, how: str) -> str:
+    """Have the fault strike; return what became of the task."""
+    if stage == "task pickle":
+        try:
+            return outcome(pool.apply_async(work.same, (StrikesWhenPickled(how),)))
+        except SystemExit as error:
+            return named(error)
+    if stage == "result unpickle":
+        return outcome(pool.apply_async(make_strikes, (how,)))
+    if stage == "callback":
+        return outcome(pool.apply_async(work.square, (3,), callback=lambda _: strike(how)))
+    limit = LIMIT if how == "hang" else None
+    func = {"run": strike, "garbage collection": strike_in_collection}[stage]
+    return outcome(pool.apply_async(func, (how,), timeout=limit))
+
+
+def main(name: str, method: str, stage: str, how: str) -> None:
+    """Run one cell."""
+    kind = next(kind for kind in KINDS if kind.name == name)
+    options = {} if method == "None" else {"context": method}
+    if stage == "initializer":
+        pool = kind(2, strike, (how,), initializer_timeout=LIMIT)
+        print(outcome(pool.apply_async(work.square, (3,))), flush=True)
+        pool.terminate()
+        return
+    pool = kind(2, **options)
+    others = [pool.apply_async(work.square, (i,)) for i in range(20)]
+    assert [r.get(30) for r in others] == [i * i for i in range(20)]
+    print(*pool.statistics().get("pids", ()), flush=True)
+    others = [pool.apply_async(work.square, (i,)) for i in range(20)]
+    if how == "hang" and stage in ("task pickle", "result unpickle", "callback"):
+        thread = threading.Thread(target=struck, args=(pool, stage, how), daemon=True)
+        thread.start()
+        assert entered.wait(30)
+        said = "waits"
+    else:
+        said = struck(pool, stage, how)
+    others += [pool.apply_async(work.square, (i,)) for i in range(20)]
+    assert [r.get(30) for r in others] == [i * i for i in range(20)] * 2
+    assert pool.map(work.square, range(50), 1) == [i * i for i in range(50)]
+    if said == "waits":
+        assert thread.is_alive()
+    print("goes on" if how == "SIGSTOP" and said == "answered" else said, flush=True)
+    print("usable", flush=True)
+    pool.terminate()
+    if said != "waits":
+        pool.join(20)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,249 @@
+"""`broadcast`: one copy for the machine, one object for each worker, until nobody refers to it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="what is broadcast has tensors")
+
+import torch
+from support import work
+from support.waiting import eventually
+
+from xpool import P2PPool, Pool, TaskNotPicklable, current_worker
+from xpool.memory.arena import Arena
+from xpool.pickle.broadcast import Objects
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+N = 1 << 20  # elements: 4 MiB
+
+
+def table(value: float = 1.0) -> dict[str, Any]:
+    return {"w": torch.full((N,), value), "names": ["a", "b"], "n": list(range(100))}
+
+
+def seen(obj: Any, *rest: Any) -> tuple[int, float, int]:
+    """The worker, the sum, and which object it is there."""
+    return current_worker().index, float(obj["w"].sum()), id(obj)
+
+
+def private_kb(obj: Any) -> int:
+    """KiB of the object's memory that are this process's own."""
+    address = obj["w"].data_ptr()
+    inside = False
+    with open("/proc/self/smaps", encoding="ascii") as lines:
+        for line in lines:
+            head = line.split()[0]
+            if "-" in head and not head.endswith(":"):
+                start, stop = (int(part, 16) for part in head.split("-"))
+                inside = start <= address < stop
+            elif inside and head == "Private_Dirty:":
+                return int(line.split()[1])
+    raise AssertionError("the object lies in no mapping")
+
+
+def write(obj: Any) -> float:
+    obj["w"][0] = 100.0
+    return float(obj["w"].sum())
+
+
+def kept(*_: Any) -> int:
+    """How many objects this worker keeps, those apart to which there is no reference."""
+    assert Objects.here is not None
+    Objects.here.sweep()
+    return len(Objects.here._kept)
+
+
+def model_output(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_limit": 0}, {"is_copy_tensor": False}], ids=str)
+def test_each_worker_keeps_one(make_pool, options):
+    """All tasks of a worker get one object: as an argument, in one, in a closure, by any verb."""
+    pool = make_pool(Pool, 3, **options)
+    ref = pool.broadcast(table())
+    assert "dict" in repr(ref)
+    assert ref.nbytes > 4 * N
+    first = pool.run_all(seen, ref)
+    assert [one[:2] for one in first] == [(i, float(N)) for i in range(3)]
+    assert pool.run_all(seen, ref) == first
+    assert pool.run_all(lambda: seen(ref)) == first
+    assert pool.apply(seen, (ref,)) in first
+    assert set(pool.starmap(seen, [(ref, i) for i in range(20)], 1)) <= set(first)
+    assert set(pool.map(lambda i: seen(ref, i), range(20))) <= set(first)
+    assert set(pool.imap(lambda i: seen([ref][0]), range(5))) <= set(first)
+
+
+def test_context_pools(make_pool):
+    """The context comes first, as always."""
+    from xpool import CtxPool
+
+    pool = make_pool(CtxPool, worker_contexts=["a", "b"])
+    ref = pool.broadcast([1, 2])
+    assert pool.run_all(lambda ctx, obj: (ctx, obj), ref) == [("a", [1, 2]), ("b", [1, 2])]
+
+
+def test_one_copy_until_written(make_pool):
+    """The pages are shared; a worker that writes gets its own, and the others see nothing."""
+    pool = make_pool(P2PPool, 3)
+    ref = pool.broadcast(table())
+    assert [one[1] for one in pool.run_all(seen, ref)] == [N] * 3
+    assert pool.run_all(private_kb, ref) == [0, 0, 0]
+    assert pool.apply(write, (ref,), worker=1) == N + 99
+    assert [one[1] for one in pool.run_all(seen, ref)] == [N, N + 99, N]
+    after = pool.run_all(private_kb, ref)
+    assert after[0] == after[2] == 0
+    assert 0 < after[1] <= 64
+
+
+def test_a_snapshot(make_pool):
+    """What the caller does to the object later is not seen."""
+    pool = make_pool(Pool, 2)
+    obj = table()
+    ref = pool.broadcast(obj)
+    obj["w"].zero_()
+    assert [one[1] for one in pool.run_all(seen, ref)] == [N, N]
+
+
+def test_a_model(make_pool):
+    """A module works, with views and shared parameters as they were."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 3))
+    model[2].weight.data[:] = 0.5
+    pool = make_pool(Pool, 2)
+    ref = pool.broadcast(model)
+    x = torch.rand(5, 300)
+    want = model_output(model, x)
+    for out in pool.run_all(model_output, ref, x):
+        assert torch.allclose(out, want)
+
+
+def test_small_and_odd_objects(make_pool):
+    """It may be anything that pickles."""
+    pool = make_pool(Pool, 2)
+    for obj in (None, 0, "text", [], b"x" * 100_000, lambda: 5):
+        ref = pool.broadcast(obj)
+        want = 5 if callable(obj) else obj
+        assert pool.run_all(lambda got: got() if callable(got) else got, ref) == [want, want]
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_limit": 0}], ids=str)
+def test_a_replacement_finds_it(make_pool, options):
+    """The worker that comes after a dead one opens it anew."""
+    pool = make_pool(P2PPool, 2, **options)
+    ref = pool.broadcast(table())
+    pool.run_all(seen, ref)
+    os.kill(pool.run_all(work.pid)[0], signal.SIGKILL)
+    assert [one[1] for one in pool.run_all(seen, ref)] == [N, N]
+    assert pool.run_all(kept) == [1, 1]
+
+
+def test_it_goes_with_the_reference(make_pool):
+    """Workers let go of what nobody refers to, and its memory is used again."""
+    pool = make_pool(Pool, 2)
+    arena = Arena.own()
+    assert arena is not None
+    refs = [pool.broadcast(table(i)) for i in range(3)]
+    for i, ref in enumerate(refs):
+        assert [one[1] for one in pool.run_all(seen, ref)] == [i * N] * 2
+    assert pool.run_all(kept) == [3, 3]
+    del ref
+    refs.clear()
+    gc.collect()
+    assert pool.run_all(kept) == [0, 0]
+    before = arena.statistics()["blocks"]
+    for i in range(5):
+        again = pool.broadcast(table(i))
+        assert [one[1] for one in pool.run_all(seen, again)] == [i * N] * 2
+        del again
+        assert pool.run_all(kept) == [0, 0]
+    assert arena.statistics()["blocks"] <= before + 1
+
+
+def test_a_task_on_its_way_holds_it(make_pool, mailbox, gate):
+    """The reference may go when the task has been submitted."""
+    pool = make_pool(P2PPool, 1)
+    held = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    ref = pool.broadcast(table(2))
+    result = pool.apply_async(seen, (ref,))
+    del ref
+    gc.collect()
+    others = [pool.broadcast(table(9)) for _ in range(3)]
+    gate.open(1)
+    held.get()
+    assert result.get()[1] == 2 * N
+    del others
+
+
+def keep_tensor(obj: Any) -> None:
+    keep_tensor.tensor = obj["w"]  # type: ignore[attr-defined]
+
+
+def kept_sum() -> float:
+    return float(keep_tensor.tensor.sum())  # type: ignore[attr-defined]
+
+
+def test_what_a_task_keeps_of_it_stays(make_pool):
+    """A tensor that a task has put aside outlives the reference, with its values."""
+    pool = make_pool(P2PPool, 1)
+    ref = pool.broadcast(table(3))
+    pool.apply(keep_tensor, (ref,))
+    del ref
+    gc.collect()
+    assert pool.apply(kept) == 0
+    others = [pool.broadcast(table(9)) for _ in range(4)]
+    assert pool.run_all(seen, others[3])[0][1] == 9 * N
+    assert pool.apply(kept_sum) == 3 * N
+
+
+def test_descriptors(make_pool):
+    """The pool's process opens nothing for a broadcast."""
+    pool = make_pool(Pool, 2)
+    pool.run_all(kept)
+    before = len(os.listdir("/proc/self/fd"))
+    refs = [pool.broadcast(i) for i in range(20)]
+    assert [pool.run_all(lambda got: got, ref) for ref in refs] == [[i, i] for i in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_refused(make_pool):
+    """Other pools, other processes, nested references, what does not pickle, too much."""
+    pool = make_pool(Pool, 1)
+    other = make_pool(Pool, 1)
+    ref = pool.broadcast(5)
+    with pytest.raises(TaskNotPicklable, match="the pool that made it"):
+        other.apply(abs, (ref,))
+    with pytest.raises(TaskNotPicklable, match="the pool that made it"):
+        pool.broadcast([ref])
+    with pytest.raises(LookupError, match="only the workers"):
+        pickle.loads(pickle.dumps(ref))
+    with pytest.raises(TaskNotPicklable):
+        pool.broadcast(threading.Lock())
+    small = make_pool(Pool, 1, memory_limit=1 << 20)
+    with pytest.raises(TaskNotPicklable, match="memory_limit"):
+        small.broadcast(table())
+    assert pool.apply(abs, (ref,)) == 5
+
+
+def test_dropped_while_workers_open_it(make_pool):
+    """References come and go while tasks run; each task finds its object."""
+    pool = make_pool(Pool, 2)
+    results = []
+    for i in range(60):
+        results.append(
+            (i, pool.apply_async(seen, (pool.broadcast({"w": torch.full((N // 8,), float(i))}),)))
+        )
+    for i, result in results:
+        assert result.get()[1] == i * N // 8
+    eventually(lambda: pool.run_all(kept) == [0, 0], "nothing is kept")

@@ -1,0 +1,151 @@
+"""`create_group`: workers of a running pool communicate, fail together, and go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="groups are torch's")
+
+import torch
+import torch.distributed as dist
+from support import work
+
+from xpool import CtxPool, OptionError, P2PPool, PeerLost, Pool, WorkerDied, current_worker
+from xpool.distributed import get_world
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+SECONDS = 20.0  # far below the group's timeout, far above what a loaded machine needs
+TIMEOUT = 300
+
+
+def total(value: float = 1.0) -> float:
+    world = get_world()
+    assert world is not None
+    tensor = torch.tensor([value * (world.rank + 1)])
+    world.group.all_reduce(tensor)
+    return tensor.item()
+
+
+def total_by_torch(*_: Any) -> float:
+    tensor = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def fails(how: str, by_torch: bool) -> Any:
+    """Worker 1 fails; the others wait for it in an operation."""
+    if current_worker().index == 1:
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise KeyError("of worker 1")
+    return total_by_torch() if by_torch else total()
+
+
+@pytest.mark.parametrize("kind", [Pool, P2PPool])
+def test_all_reduce(make_pool, kind):
+    """Worker i is rank i; torch's own functions use the same group."""
+    pool = make_pool(kind, 3)
+    group = pool.create_group(timeout=TIMEOUT)
+    assert pool.run_all(total, 2.0) == [12.0] * 3
+    assert pool.run_all(total_by_torch) == [6.0] * 3
+    assert pool.run_all(lambda: dist.get_rank()) == [0, 1, 2]
+    assert group.generation == 1
+    assert not group.broken
+    assert "gloo" in repr(group)
+
+
+def test_context_pools(make_pool):
+    """Functions get the context first, as always."""
+    pool = make_pool(CtxPool, worker_contexts=["a", "b"])
+    pool.create_group(timeout=TIMEOUT)
+    assert pool.run_all(lambda context, x: (context, total(x)), 1.0) == [("a", 3.0), ("b", 3.0)]
+
+
+@pytest.mark.parametrize("by_torch", [False, True], ids=["group", "torch"])
+@pytest.mark.parametrize("how", ["die", "raise"])
+def test_a_failure_ends_what_is_pending(make_pool, how, by_torch):
+    """Within seconds, with the failed worker's error; the others live on, in a new group."""
+    pool = make_pool(P2PPool, 4)
+    group = pool.create_group(timeout=TIMEOUT)
+    for turn in range(1, 4):
+        pids = pool.run_all(work.pid)
+        begin = time.monotonic()
+        if how == "die":
+            with pytest.raises(WorkerDied) as caught:
+                pool.run_all(fails, how, by_torch)
+            assert caught.value.worker == 1
+        else:
+            with pytest.raises(KeyError, match="of worker 1"):
+                pool.run_all(fails, how, by_torch)
+        assert time.monotonic() - begin < SECONDS
+        assert group.broken
+        assert group.generation == turn
+        assert pool.run_all(total) == [10.0] * 4
+        assert group.generation == turn + 1
+        assert not group.broken
+        after = pool.run_all(work.pid)
+        if not by_torch:  # else one may have to be killed in torch's code
+            assert [pids[i] == after[i] for i in (0, 2, 3)] == [True] * 3
+
+
+def test_a_death_between_calls(make_pool):
+    """The next call has a whole group."""
+    pool = make_pool(P2PPool, 3)
+    group = pool.create_group(timeout=TIMEOUT)
+    os.kill(pool.run_all(work.pid)[2], signal.SIGKILL)
+    try:
+        assert pool.run_all(total) == [6.0] * 3
+    except (WorkerDied, PeerLost) as exc:  # it was begun before the death was seen
+        assert re.search("[Ww]orker.2", str(exc))
+    assert pool.run_all(total) == [6.0] * 3
+    assert group.generation >= 2
+
+
+def test_rebuild_by_hand_and_anew(make_pool):
+    """`rebuild` and a second `create_group` make it anew."""
+    pool = make_pool(Pool, 2)
+    group = pool.create_group(timeout=TIMEOUT)
+    group.rebuild()
+    assert group.generation == 2
+    assert pool.run_all(total) == [3.0, 3.0]
+    second = pool.create_group("gloo", timeout=TIMEOUT)
+    assert second.generation == 3
+    assert pool.run_all(total) == [3.0, 3.0]
+
+
+def test_a_timeout_breaks_it(make_pool):
+    """Members that do not take part within the call's limit: the call fails, the next works."""
+    from xpool import TaskTimeout
+
+    pool = make_pool(Pool, 2)
+    pool.create_group(timeout=TIMEOUT)
+    with pytest.raises(TaskTimeout):
+        pool.run_all(one_does_not_come, timeout=1.0)
+    assert pool.run_all(total) == [3.0, 3.0]
+
+
+def one_does_not_come() -> None:
+    if current_worker().index == 0:
+        work.sleep_long()
+    total()
+
+
+def test_refused(make_pool):
+    """What does not fit is named."""
+    pool = make_pool(Pool, 2)
+    with pytest.raises(OptionError, match="gloo"):
+        pool.create_group("mpi")
+    with pytest.raises(OptionError, match=r"devices\('cuda'\)"):
+        pool.create_group("nccl")
+    with pytest.raises(OptionError, match="replica group"):
+        pool.create_group("xla")
+    with pytest.raises(OptionError, match="timeout"):
+        pool.create_group(timeout=0)
+    assert pool.run_all(work.pid)

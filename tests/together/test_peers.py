@@ -1,0 +1,523 @@
+"""Messages between workers: what arrives, in which order, and what a death does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="most messages have tensors")
+
+import torch
+from support import work
+from support.waiting import eventually, pass_gate, post
+
+from xpool import (
+    OptionError,
+    P2PPool,
+    PeerLost,
+    Pool,
+    TaskCancelled,
+    TaskNotPicklable,
+    TimeoutError,
+    WorkerDied,
+    current_worker,
+)
+
+pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
+
+LARGE = 1 << 18  # elements: 1 MiB
+FAR = 30.0  # seconds: more than a loaded machine needs, less than a test may take
+
+
+def ring(n: int, obj: Any) -> Any:
+    """Send to the next, receive from the one before; all at once."""
+    me = current_worker()
+    me.send((me.index + 1) % n, (me.index, obj))
+    return me.recv((me.index - 1) % n, FAR)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_limit": 0}, {"is_copy_tensor": False}], ids=str)
+def test_ring(make_pool, options):
+    """Small and large objects go round, in copy and in share mode and without the arena."""
+    n = 4
+    pool = make_pool(P2PPool, n, **options)
+    for obj in (None, "text", b"x" * 300_000, list(range(50_000)), torch.ones(3)):
+        for i, (sender, got) in enumerate(pool.run_all(ring, n, obj)):
+            assert sender == (i - 1) % n
+            assert torch.equal(got, obj) if isinstance(obj, torch.Tensor) else got == obj
+    results = pool.run_all(ring, n, torch.arange(LARGE))
+    assert all(torch.equal(got, torch.arange(LARGE)) for _, got in results)
+
+
+def all_to_all(n: int, times: int) -> int:
+    """Everybody sends to everybody before anybody receives."""
+    me = current_worker()
+    others = [i for i in range(n) if i != me.index]
+    for k in range(times):
+        for other in others:
+            me.send(other, (me.index, k, torch.full((LARGE,), float(k))), FAR)
+    for k in range(times):
+        for other in others:
+            sender, number, tensor = me.recv(other, FAR)
+            assert (sender, number) == (other, k)
+            assert tensor[-1] == k
+    return me.index
+
+
+def test_all_send_before_any_receives(make_pool):
+    """Nobody waits for anybody: what comes is taken out while one waits to send."""
+    pool = make_pool(P2PPool, 4)
+    assert pool.run_all(all_to_all, 4, 20) == list(range(4))
+
+
+def many_small(n: int, times: int) -> int:
+    me = current_worker()
+    others = [i for i in range(n) if i != me.index]
+    for k in range(times):
+        for other in others:
+            me.send(other, k, FAR)
+    return sum(me.recv(other, FAR) for _ in range(times) for other in others)
+
+
+def test_more_than_a_socket_holds(make_pool):
+    """Thousands of small messages in both directions, before the first is received."""
+    pool = make_pool(P2PPool, 3)
+    assert pool.run_all(many_small, 3, 3000) == [2 * sum(range(3000))] * 3
+
+
+def produce(times: int) -> None:
+    for k in range(times):
+        current_worker().send(1, torch.full((LARGE,), float(k)))
+
+
+def consume(times: int) -> tuple[float, int]:
+    from xpool.memory.arena import Arena
+
+    total = 0.0
+    for _ in range(times):
+        total += float(current_worker().recv(0, FAR)[0])
+    arena = Arena.here()
+    assert arena is not None
+    return total, arena.statistics()["bytes"]
+
+
+def test_memory_is_used_again(make_pool):
+    """A stream of 400 MiB lies in no more memory than what is under way."""
+    pool = make_pool(P2PPool, 2)
+    sent = pool.apply_async(produce, (400,), worker=0)
+    total, used = pool.apply(consume, (400,), worker=1)
+    sent.get()
+    assert total == sum(range(400))
+    assert used < 330 << 20
+
+
+def keep_and_write(value: float) -> list[float]:
+    """The receiver's tensor is its own in copy mode."""
+    me = current_worker()
+    if me.index == 0:
+        mine = torch.full((LARGE,), value)
+        me.send(1, mine)
+        me.recv(1, FAR)
+        return [float(mine[0]), float(mine[1])]
+    got = me.recv(0, FAR)
+    got[0] = -1.0
+    me.send(0, None)
+    return [float(got[0]), float(got[1])]
+
+
+def test_copy_and_share(make_pool):
+    """Copy mode copies, share mode shares."""
+    assert make_pool(P2PPool, 2).run_all(keep_and_write, 5.0) == [[5, 5], [-1, 5]]
+    shared = make_pool(P2PPool, 2, is_copy_tensor=False)
+    assert shared.run_all(keep_and_write, 5.0) == [[-1, 5], [-1, 5]]
+
+
+def closure_sent(n: int) -> Any:
+    me = current_worker()
+    base = 10 * me.index
+    me.send((me.index + 1) % n, lambda x: base + x)
+    return me.recv((me.index - 1) % n, FAR)(1)
+
+
+def test_functions_go_by_value(make_pool):
+    """What may be sent is what a task may be."""
+    assert make_pool(P2PPool, 3).run_all(closure_sent, 3) == [21, 1, 11]
+
+
+# -- mistakes -----------------------------------------------------------------------------------
+
+
+def send_to(peer: Any, obj: Any = None) -> None:
+    current_worker().send(peer, obj)
+
+
+def receive_from(peer: Any, timeout: Any = FAR) -> Any:
+    return current_worker().recv(peer, timeout)
+
+
+def test_refused(make_pool):
+    """Errors name what exists."""
+    pool = make_pool(P2PPool, 3)
+    for peer in (1, 3, -1, "0", None):
+        with pytest.raises(OptionError, match=r"one of \[0, 2\]"):
+            pool.apply(send_to, (peer,), worker=1)
+        with pytest.raises(OptionError, match="this is worker 1"):
+            pool.apply(receive_from, (peer,), worker=1)
+    with pytest.raises(OptionError, match="timeout"):
+        pool.apply(receive_from, (0, -1), worker=1)
+    with pytest.raises(TaskNotPicklable):
+        pool.apply(lambda: send_to(0, threading.Lock()), worker=1)
+    with pytest.raises(OptionError, match="P2PPool"):
+        make_pool(Pool, 2).apply(send_to, (0,))
+
+
+def test_timeouts(make_pool):
+    """A wait ends when its time is over; the message that comes then is the next."""
+    pool = make_pool(P2PPool, 2)
+    with pytest.raises(TimeoutError, match="worker 0 sent nothing"):
+        pool.apply(receive_from, (0, 0.05), worker=1)
+    pool.apply(send_to, (1, "late"), worker=0)
+    assert pool.apply(receive_from, (0,), worker=1) == "late"
+    with pytest.raises(TimeoutError, match="worker 0 sent nothing"):
+        pool.apply(receive_from, (0, 0), worker=1)
+
+
+def flood() -> int:
+    me, sent = current_worker(), 0
+    try:
+        while True:
+            me.send(1, sent, 0.05)
+            sent += 1
+    except TimeoutError:
+        return sent
+
+
+def test_a_full_channel(make_pool):
+    """Who sends to one that receives nothing is told so; all that was sent arrives."""
+    pool = make_pool(P2PPool, 2)
+    sent = pool.apply(flood, worker=0)
+    assert sent > 50
+    assert [pool.apply(receive_from, (0,), worker=1) for _ in range(sent)] == list(range(sent))
+
+
+def bad_pickle() -> None:
+    current_worker().send(1, Unloadable())
+
+
+class Unloadable:
+    def __reduce__(self) -> Any:
+        return _fail, ()
+
+
+def _fail() -> None:
+    raise ArithmeticError("at unpickling")
+
+
+def test_a_message_that_does_not_unpickle(make_pool):
+    """Its receiver gets the error, and then the next message."""
+    pool = make_pool(P2PPool, 2)
+    pool.apply(bad_pickle, worker=0)
+    pool.apply(send_to, (1, 2), worker=0)
+    with pytest.raises(ArithmeticError):
+        pool.apply(receive_from, (0,), worker=1)
+    assert pool.apply(receive_from, (0,), worker=1) == 2
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+def wait_for(peer: int, box: str) -> Any:
+    post(box, "waits")
+    return current_worker().recv(peer)
+
+
+def greet(peer: int) -> None:
+    current_worker().send(peer, "hello")
+    assert current_worker().recv(peer, FAR) == "hello"
+
+
+def test_a_dead_peer_ends_a_receive(make_pool, mailbox):
+    """Who waits for one that dies gets PeerLost; then the replacement is there, with nothing."""
+    pool = make_pool(P2PPool, 2)
+    pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
+    for result in pair:
+        result.get()
+    waiting = pool.apply_async(wait_for, (1, mailbox.path), worker=0)
+    mailbox.line()
+    os.kill(pool.apply(work.pid, worker=1), signal.SIGKILL)
+    with pytest.raises(PeerLost, match="worker 1 has ended while worker 0"):
+        waiting.get()
+    pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
+    for result in pair:
+        result.get()
+
+
+def test_a_peer_that_dies_before_it_is_spoken_to(make_pool):
+    """Without a channel there is nothing to lose: the replacement answers."""
+    pool = make_pool(P2PPool, 2)
+    os.kill(pool.apply(work.pid, worker=1), signal.SIGKILL)
+    pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
+    for result in pair:
+        result.get()
+
+
+def send_until_lost(box: str) -> int:
+    me, sent = current_worker(), 0
+    try:
+        while True:
+            me.send(1, torch.ones(LARGE))
+            sent += 1
+            if sent == 10:
+                post(box, "goes on")
+    except PeerLost:
+        return sent
+
+
+def test_a_dead_peer_ends_a_send(make_pool, mailbox):
+    """Who waits for room in the channel to one that dies gets PeerLost, and memory comes back."""
+    from xpool.memory.arena import Arena
+
+    pool = make_pool(P2PPool, 2)
+    sender = pool.apply_async(send_until_lost, (mailbox.path,), worker=0)
+    mailbox.line()
+    os.kill(pool.apply(work.pid, worker=1), signal.SIGKILL)
+    assert sender.get() >= 10
+    arena = Arena.own()
+    assert arena is not None
+    eventually(lambda: pool.apply(held_blocks, worker=0) <= 2, "the sender holds nothing more")
+
+
+def held_blocks() -> int:
+    from xpool.memory.arena import Arena
+
+    arena = Arena.here()
+    assert arena is not None
+    return arena.statistics()["held"]
+
+
+def send_and_die(gate: str) -> None:
+    me = current_worker()
+    me.send(0, "last words")
+    me.send(0, torch.ones(LARGE))
+    pass_gate(gate)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hear_last_words(gate: str) -> Any:
+    me = current_worker()
+    words = me.recv(1, FAR)
+    post(gate, "")
+    with pytest.raises(PeerLost):
+        while True:
+            me.recv(1, FAR)
+    return words
+
+
+def test_what_was_sent_before(make_pool, tmp_path):
+    """What a dead peer had sent may still be received, then comes PeerLost."""
+    gate = tmp_path / "fifo"
+    os.mkfifo(gate)
+    pool = make_pool(P2PPool, 2)
+    ends = pool.apply_async(send_and_die, (str(gate),), worker=1)
+    assert pool.apply(hear_last_words, (str(gate),), worker=0) == "last words"
+    with pytest.raises(WorkerDied):
+        ends.get()
+
+
+def chain(victim: int, n: int, rounds: int) -> int:
+    """A pipeline in which one is killed at some moment."""
+    me = current_worker()
+    for k in range(rounds):
+        if me.index == victim and k == rounds // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tensor = torch.full((LARGE,), float(k)) if me.index == 0 else me.recv(me.index - 1, FAR)
+        assert tensor[0] == k
+        if me.index < n - 1:
+            me.send(me.index + 1, tensor, FAR)
+    return me.index
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_death_in_a_call_of_all(make_pool, victim):
+    """The call fails with the death; the next has nothing of it, and works."""
+    pool = make_pool(P2PPool, 3)
+    assert pool.run_all(chain, -1, 3, 10) == [0, 1, 2]
+    with pytest.raises(WorkerDied) as caught:
+        pool.run_all(chain, victim, 3, 20)
+    assert caught.value.worker == victim
+    assert pool.run_all(chain, -1, 3, 10) == [0, 1, 2]
+
+
+def fails_half_way(n: int) -> None:
+    me = current_worker()
+    for k in range(5):
+        me.send((me.index + 1) % n, ("stale", k, torch.ones(LARGE)))
+    if me.index == 0:
+        raise ValueError("half-way")
+    me.recv((me.index + 1) % n)
+
+
+def test_what_a_failed_call_leaves_is_dropped(make_pool):
+    """The next call does not receive it, nor does a task receive what a call has sent."""
+    pool = make_pool(P2PPool, 3)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="half-way"):
+            pool.run_all(fails_half_way, 3)
+        assert [sender for sender, _ in pool.run_all(ring, 3, None)] == [2, 0, 1]
+        with pytest.raises(TimeoutError):
+            pool.apply(receive_from, (0, 0.01), worker=1)
+
+
+def test_calls_of_several_threads(make_pool):
+    """Their messages do not mix, though one worker may be a call ahead."""
+    pool = make_pool(P2PPool, 3)
+    results: dict[int, Any] = {}
+
+    def call(i: int) -> None:
+        results[i] = pool.run_all(ring, 3, i)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {i: [(2, i), (0, i), (1, i)] for i in range(12)}
+
+
+def stream_until_stopped(box: str) -> None:
+    me = current_worker()
+    for k in range(10**9):
+        me.send((me.index + 1) % 2, (k, torch.full((LARGE // 16,), float(k))))
+        number, tensor = me.recv((me.index + 1) % 2)
+        assert number == k == tensor[0]
+        if k == 20:
+            post(box, "runs")
+
+
+def test_stopped_anywhere(make_pool, mailbox):
+    """Tasks that are cancelled in the midst of a message leave the workers and channels whole."""
+    pool = make_pool(P2PPool, 2)
+    pids = pool.run_all(work.pid)
+    for _ in range(8):
+        running = threading.Thread(target=run_and_be_cancelled, args=(pool, mailbox.path))
+        running.start()
+        mailbox.lines(2)
+        for job in list(pool._jobs.values()):
+            pool._cancel(job)
+        running.join()
+        assert [sender for sender, _ in pool.run_all(ring, 2, torch.ones(LARGE))] == [1, 0]
+    assert pool.run_all(work.pid) == pids
+
+
+def run_and_be_cancelled(pool: Any, box: str) -> None:
+    with pytest.raises(TaskCancelled):
+        pool.run_all(stream_until_stopped, box)
+
+
+def use_descriptors() -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+
+
+def free_descriptors() -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1024), hard))
+
+
+def test_no_descriptors(make_pool):
+    """A worker that can open nothing says so; when it can, the channel is made."""
+    pool = make_pool(P2PPool, 2)
+    pool.apply(use_descriptors, worker=0)
+    with pytest.raises(OSError, match="no channel to worker 1"):
+        pool.apply(send_to, (1,), worker=0)
+    pool.apply(free_descriptors, worker=0)
+    sent = pool.apply_async(send_to, (1, "now"), worker=0)
+    begin = time.monotonic()
+    while True:
+        try:
+            assert pool.apply(receive_from, (0, FAR), worker=1) == "now"
+            break
+        except PeerLost:
+            assert time.monotonic() - begin < FAR
+    sent.get()
+
+
+def fork_and_send() -> tuple[int, str]:
+    """A child has no channels, and does not keep those of its parent open."""
+    me = current_worker()
+    me.send(1, "from the parent")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            me.send(1, "from the child")
+        except OptionError:
+            os._exit(7)
+        os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), me.recv(1, FAR)
+
+
+def test_a_forked_child(make_pool):
+    """It is refused, and its parent's channels work."""
+    pool = make_pool(P2PPool, 2)
+    other = pool.apply_async(greet_back, worker=1)
+    assert pool.apply(fork_and_send, worker=0) == (7, "back")
+    assert other.get() == "from the parent"
+
+
+def greet_back() -> Any:
+    got = current_worker().recv(0, FAR)
+    current_worker().send(0, "back")
+    return got
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_start_methods(make_pool, method):
+    """Channels are there however workers start."""
+    pool = make_pool(P2PPool, 2, context=method)
+    assert [sender for sender, _ in pool.run_all(ring, 2, torch.ones(LARGE))] == [1, 0]
+
+
+def churn(n: int, seed: int) -> str:
+    """Talk at random; some die."""
+    import random
+
+    me, draw = current_worker(), random.Random(seed)
+    for k in range(200):
+        if draw.random() < 0.004:
+            os.kill(os.getpid(), signal.SIGKILL)
+        peer = draw.choice([i for i in range(n) if i != me.index])
+        try:
+            me.send(peer, torch.full((draw.choice((1, LARGE // 4)),), float(k)), 0.5)
+            me.recv(draw.choice([i for i in range(n) if i != me.index]), 0.002)
+        except (PeerLost, TimeoutError):
+            continue
+    return "done"
+
+
+def test_deaths_at_random(make_pool):
+    """Whatever dies when, every task is answered, and the workers can work together after it."""
+    n = 4
+    pool = make_pool(P2PPool, n)
+    results = [
+        pool.apply_async(churn, (n, 100 * turn + i), worker=i)
+        for turn in range(4)
+        for i in range(n)
+    ]
+    ends = []
+    for result in results:
+        try:
+            ends.append(result.get())
+        except WorkerDied:
+            ends.append("died")
+    assert set(ends) == {"done", "died"}
+    assert [sender for sender, _ in pool.run_all(ring, n, None)] == [(i - 1) % n for i in range(n)]

@@ -1,0 +1,77 @@
+"""The workers of a pool as one world: what `Pool.create_group` runs in each of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from xpool.distributed.current import get_world
+from xpool.distributed.errors import PeerLost
+from xpool.distributed.world import join
+from xpool.worker.context import current_worker
+
+__all__ = ["InGroup", "Join"]
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+_generation = 0  # of the group that this worker is in
+
+
+class Join:
+    """A function that makes its worker a member of the pool's world, and returns its process id.
+
+    Args:
+        generation: how often the pool has made its world by now.
+        size: number of workers; each has its index as its rank.
+        address: where they meet.
+    """
+
+    def __init__(
+        self, generation: int, size: int, address: str, backend: str, timeout: float
+    ) -> None:
+        self._generation, self._size, self._address = generation, size, address
+        self._backend, self._timeout = backend, timeout
+
+    def __call__(self, *_: Any) -> int:
+        global _generation
+        if self._backend == "xla":
+            import_module("torch_xla.distributed.xla_backend")  # registers it with torch
+        rank, how = current_worker().index, {"backend": self._backend, "timeout": self._timeout}
+        with _on_this_machine():
+            join(rank, self._size, self._address, **how)  # type: ignore[arg-type]
+        _generation = self._generation
+        return os.getpid()
+
+
+@contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """Have gloo use the loopback, where nobody has said otherwise: a pool is on one machine."""
+    given = sys.platform != "linux" or _INTERFACE in os.environ
+    if not given:
+        os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[_INTERFACE]
+
+
+class InGroup:
+    """A function for all members: when it fails in one, the others do not wait for that one."""
+
+    def __init__(self, func: Callable[..., Any], generation: int) -> None:
+        self._func, self._generation = func, generation
+
+    def __call__(self, *args: Any) -> Any:
+        world = get_world()
+        if world is None or _generation != self._generation:
+            raise PeerLost(
+                f"worker {current_worker().index} has replaced another since the group was made, "
+                "and is not in it yet; the next run_all makes the group anew"
+            )
+        with world.group.together("run_all"):
+            return self._func(*args)

@@ -1,0 +1,134 @@
+"""Channels between workers: made when one of the two asks, and handed to both.
+
+Called with the engine's lock held.  A worker asks over its control, a socket of packets that the
+parent and it have (docs/peers.md).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+
+from xpool.engine.watch import Watch
+from xpool.fleet.slot import Slot
+from xpool.queue.messages import LINK, WANTED
+
+__all__ = ["Switchboard"]
+
+PATIENCE = 1.0
+"""Seconds that a worker whose peer is said to be dead has to be seen dead here too.  Then the peer
+is given a channel anew: what has closed the old one was something else."""
+
+
+class _Link:
+    """A channel between two processes: its number, and the processes, by their generations."""
+
+    def __init__(self, serial: int, ends: tuple[int, int]) -> None:
+        self.serial, self.ends = serial, ends
+
+
+class Switchboard:
+    """Who of the workers of an engine has a channel to whom."""
+
+    def __init__(self, slots: Sequence[Slot], watch: Watch) -> None:
+        self._slots, self._watch = slots, watch
+        self._links: dict[tuple[int, int], _Link] = {}  # the last of each pair, lower index first
+        self._serials = 0
+        # Who asked for a channel to whom, and gets it with the peer's replacement, or then.
+        self._waiting: dict[tuple[int, int], float] = {}
+        for slot in slots:
+            slot.has_control = True
+
+    def started(self, slot: Slot) -> None:
+        """A process was started: it may ask, and who waits for it gets a channel."""
+        assert slot.control is not None
+        self._watch.add(slot.control, lambda fd: self._read(slot, fd))
+        for asker, peer in [pair for pair in self._waiting if pair[1] == slot.index]:
+            self._connect(asker, peer)
+
+    def ended(self, slot: Slot) -> None:
+        """A process has ended: it waits for nobody."""
+        assert slot.control is not None
+        self._watch.remove(slot.control)
+        for pair in [pair for pair in self._waiting if pair[0] == slot.index]:
+            del self._waiting[pair]
+
+    def mind(self, now: float) -> None:
+        """Look at those who have waited long enough."""
+        for pair, when in list(self._waiting.items()):
+            if now < when:
+                self._watch.alarm(when)
+            elif self._slots[pair[1]].handle is not None:
+                self._connect(*pair)
+
+    def _read(self, slot: Slot, fd: int) -> None:
+        while True:
+            try:
+                data = os.read(fd, WANTED.size)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self._watch.remove(fd)
+                return
+            self._wanted(slot, *WANTED.unpack(data))
+
+    def _wanted(self, slot: Slot, peer: int, ended: int, known: int) -> None:
+        """A worker wants a channel; it knows of those up to ``known``; ``ended``: that has."""
+        pair = min(slot.index, peer), max(slot.index, peer)
+        other = self._slots[peer]
+        link = self._links.get(pair)
+        current = link is not None and link.ends == self._ends(pair)
+        if link is not None and current and link.serial > known:
+            return  # it is on its way
+        if other.handle is None or (current and ended):
+            when = self._watch.now() + PATIENCE
+            self._waiting[slot.index, peer] = when
+            self._watch.alarm(when)
+        else:
+            self._connect(slot.index, peer)
+
+    def _ends(self, pair: tuple[int, int]) -> tuple[int, int]:
+        return self._slots[pair[0]].generation, self._slots[pair[1]].generation
+
+    def _connect(self, asker: int, peer: int) -> None:
+        """Make a channel and hand its ends to both."""
+        self._waiting.pop((asker, peer), None)
+        self._waiting.pop((peer, asker), None)
+        self._serials += 1
+        try:
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as exc:
+            self._refuse(asker, peer, exc)
+            return
+        with ends[0], ends[1]:
+            try:
+                # The asker last: it is told when the other cannot have its end.
+                self._hand(peer, asker, ends[1])
+                self._hand(asker, peer, ends[0])
+            except OSError as exc:
+                self._refuse(asker, peer, exc)
+                return
+        pair = min(asker, peer), max(asker, peer)
+        self._links[pair] = _Link(self._serials, self._ends(pair))
+
+    def _hand(self, worker: int, peer: int, end: socket.socket) -> None:
+        fd = self._slots[worker].control
+        if fd is None:
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        control = socket.socket(fileno=fd)
+        try:
+            socket.send_fds(control, [LINK.pack(peer, 0, self._serials)], [end.fileno()])
+        finally:
+            control.detach()
+
+    def _refuse(self, asker: int, peer: int, exc: OSError) -> None:
+        control = self._slots[asker].control
+        try:
+            if control is not None:
+                os.write(control, LINK.pack(peer, exc.errno or errno.EIO, self._serials))
+        except OSError:
+            return  # it has ended, or reads nothing: then it does not wait either

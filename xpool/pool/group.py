@@ -1,0 +1,116 @@
+"""`WorkerGroup`: the workers of a pool as one world of `torch.distributed`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xpool.errors import OptionError, PeerLost, WorkerDied
+from xpool.options import check_seconds
+from xpool.worker.wrappers import File
+
+if TYPE_CHECKING:
+    from xpool.pool.together import Together
+
+__all__ = ["WorkerGroup"]
+
+ATTEMPTS = 3
+"""Times that workers may die while the group is made, one after the other."""
+
+BACKENDS = ("gloo", "nccl", "xla")
+
+
+class WorkerGroup:
+    """The workers of a pool as one world; `Pool.create_group` makes it.
+
+    Worker i is rank i.  Functions that `run_all` runs have the world by
+    `xpool.distributed.get_world`, its group of all ranks as ``get_world().group``, and may use the
+    functions of `torch.distributed` as well, whose default group it is.
+
+    When a worker has died, or a call has failed in any other way, the group is broken, and the next
+    `run_all` of the pool makes it anew, at first; so does `rebuild`.
+
+    Attributes:
+        backend: torch's backend.
+        timeout: seconds for making it, and for each collective operation.
+        generation: how often it was made.
+    """
+
+    def __init__(self, pool: Together, backend: str, timeout: float) -> None:
+        self.backend, self.generation = backend, 0
+        seconds = check_seconds("timeout", timeout)
+        if seconds is None:
+            raise OptionError("timeout must be a number of seconds: torch waits for no longer")
+        self.timeout = seconds
+        self._check_backend(pool)
+        self._pool = pool
+        self._members: list[int] = []  # by worker: the process id of the one that is a member
+        self._failed = True
+
+    def _check_backend(self, pool: Together) -> None:
+        if self.backend not in BACKENDS:
+            raise OptionError(f"backend must be one of {BACKENDS}, not {self.backend!r}")
+        contexts = pool._worker_contexts() or []
+        if self.backend == "nccl" and not (
+            contexts and all(getattr(one, "kind", "") == "cuda" for one in contexts)
+        ):
+            raise OptionError(
+                "backend='nccl' takes workers with a GPU each: "
+                "CtxPool(worker_contexts=devices('cuda')); on the CPU use 'gloo'"
+            )
+        if self.backend == "xla" and not (
+            contexts and all(getattr(one, "group", 0) == pool.size() for one in contexts)
+        ):
+            raise OptionError(
+                "backend='xla' takes the workers of one replica group, on this host: "
+                "CtxPool(worker_contexts=devices('tpu', independent=False)); else use 'gloo'"
+            )
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call has failed since it was made, or a worker was replaced."""
+        return self._failed or self._members != self._pool._pids()
+
+    def rebuild(self) -> None:
+        """Make the group anew, of the workers that are there now.
+
+        Raises:
+            WorkerDied, PeerLost: workers die again and again meanwhile.
+            xpool.distributed.GroupTimeout: they have not all come within ``timeout``.
+            PoolClosed: the pool takes no more work.
+        """
+        from xpool.distributed.members import Join
+
+        for attempt in range(ATTEMPTS):
+            self._failed = True
+            self.generation += 1
+            meeting = File()
+            # One file may have the descriptor of an earlier one; worlds are told apart by address.
+            address = f"file://{meeting.key[0]}?generation={self.generation}"
+            join = Join(self.generation, self._pool.size(), address, self.backend, self.timeout)
+            try:
+                self._members = self._pool._run_on_all(join, (), None)
+            except (WorkerDied, PeerLost):
+                if attempt == ATTEMPTS - 1:
+                    raise
+                continue
+            self._failed = False
+            return
+
+    def wrap(self, func: Any) -> Any:
+        """Return what runs a function in the group; make that anew before, if it is broken."""
+        from xpool.distributed.members import InGroup
+
+        if self.broken:
+            self.rebuild()
+        return InGroup(func, self.generation)
+
+    def note_failure(self) -> None:
+        """A call has failed: members may be anywhere in an operation."""
+        self._failed = True
+
+    def __repr__(self) -> str:
+        state = ", broken" if self.broken else ""
+        return (
+            f"<WorkerGroup of {self._pool.name}, {self.backend}, generation {self.generation}"
+            f"{state}>"
+        )

@@ -1,0 +1,254 @@
+"""What the process pools do with all workers at once: `Pool.run_all`, `Pool.broadcast`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from xpool.engine.loop import Engine
+from xpool.errors import PeerLost, RemoteTraceback, TaskTimeout
+from xpool.jobs.scheduler import Limit, Span
+from xpool.options import Terms, label
+from xpool.pickle.broadcast import Broadcast, broadcast
+from xpool.pool.base import BasePool
+from xpool.pool.group import WorkerGroup
+from xpool.pool.packing import Packer
+from xpool.results import Job, Parcel, Unopened, local
+from xpool.worker.wrappers import File
+
+__all__ = ["Together", "limit_of"]
+
+HINDSIGHT = 1.0
+"""Seconds that an error which only follows from another worker's (`PeerLost`) waits for that."""
+
+
+class Together(BasePool):
+    """What `Pool` and those made of it have beyond the standard verbs."""
+
+    _engine: Engine
+    _packer: Packer
+    _token: str
+    _memory_limit: int
+    _order: threading.RLock
+    _group: WorkerGroup | None = None
+    _files: list[File]  # what was broadcast where there is no arena for it
+
+    def run_all(
+        self, func: Callable[..., Any], *args: Any, timeout: float | None = None
+    ) -> list[Any]:
+        """Call ``func(*args)`` once in each worker; return the results, by index of the worker.
+
+        A worker that is busy comes to it when it has done what it has in hand; calls of several
+        threads come in the same order in all workers, so the functions may wait for each other.
+        Each worker's arguments are its own copies; a `broadcast` object is the one that it has.
+
+        When one fails, the others are stopped, as by `AsyncResult.cancel`: an exception is raised
+        here as it is, and its ``__cause__`` names the worker.  A worker that dies in it is an error
+        too, and is replaced; a `PeerLost` that only follows from another worker's failure gives way
+        to that.  With a `create_group`, that is made anew at first where it is broken.
+
+        Args:
+            timeout: seconds that each call may take, from when its worker begins it; None: the
+                pool's ``task_timeout``.
+
+        Raises:
+            Exception: what ``func`` raised.
+            WorkerDied, TaskTimeout: with the ``worker`` that died or took too long.
+            TaskNotPicklable: ``func``, an argument or a result cannot be sent.
+            PoolClosed: the pool takes no more work.
+        """
+        self._check_running()
+        self._check_call(func, None, None)
+        group = self._group
+        if group is None:
+            return self._run_on_all(func, args, timeout)
+        with self._order:
+            wrapped = group.wrap(func)
+        try:
+            return self._run_on_all(wrapped, args, timeout, label(func))
+        except BaseException:
+            group.note_failure()
+            raise
+
+    def _run_on_all(
+        self, func: Any, args: tuple[Any, ...], timeout: float | None, name: str = ""
+    ) -> list[Any]:
+        terms = self._terms(timeout, 0, ())
+        with self._order:  # the workers come to the calls by number
+            job = Gather(next(self._job_numbers), name or label(func), self, self._size)
+            job.terms = terms
+            self._enter(job, self._size)
+            try:
+                self._engine.submit_together(self._spans_for_all(job, (func, args, {}), terms))
+            except BaseException:
+                self._cancel(job)
+                raise
+        try:
+            return job.get()
+        except BaseException:
+            self._cancel(job)
+            raise
+
+    def create_group(self, backend: str = "gloo", *, timeout: float = 60) -> WorkerGroup:
+        """Make the workers one world of `torch.distributed`, so that functions which `run_all` runs
+        can communicate; see `WorkerGroup`.  A pool has one: this makes it anew, if there is one.
+
+        Args:
+            backend: ``"gloo"`` on any workers; ``"nccl"`` on those of ``devices("cuda")``;
+                ``"xla"`` on those of one replica group.
+            timeout: seconds for making it, and for each collective operation.
+
+        Raises:
+            OptionError: there is no such backend, or it does not fit these workers.
+            WorkerDied, xpool.distributed.GroupTimeout: as `WorkerGroup.rebuild`.
+            PoolClosed: the pool takes no more work.
+        """
+        self._check_running()
+        group = WorkerGroup(self, backend, timeout)
+        with self._order:
+            group.generation = 0 if self._group is None else self._group.generation
+            group.rebuild()
+            self._group = group
+        return group
+
+    def _pids(self) -> list[int | None]:
+        """The workers' processes; None where one is missing, or has just been started."""
+        with self._engine.lock:
+            return [slot.pid for slot in self._engine.slots]
+
+    def _worker_contexts(self) -> list[Any] | None:
+        """What each worker owns, by index; None: nothing."""
+        return None
+
+    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[Span]:
+        payload, owner = self._packer.pack_task(call, True, None)
+        payloads = [payload] * self._size
+        if owner is not None:  # handles to tensors of single workers: the others get copies
+            payloads = [self._packer.pack_task(call, True, w)[0] for w in range(self._size)]
+        for one in payloads:
+            self._engine.sent(one)
+        limit = limit_of(terms)
+        return [Span(job.number, 0, w, (one,), 0, w, limit) for w, one in enumerate(payloads)]
+
+    def broadcast(self, obj: Any) -> Broadcast:
+        """Pickle an object once for all workers; return a reference, to be given to tasks.
+
+        A task that has the reference as an argument, in one, or in its function's closure, gets the
+        object.  Each worker opens it when it first meets it and keeps it as long as the reference
+        lives: all tasks there get the same object, and so does the worker's replacement, anew.  Its
+        tensors and arrays lie in this machine's memory once, for all workers together, until one of
+        them writes to them: then it has a copy of those pages, which no other process sees.
+
+        Raises:
+            TaskNotPicklable: it cannot be pickled, or there is no memory for it.
+            PoolClosed: the pool takes no more work.
+        """
+        self._check_running()
+        packer = self._packer
+        if packer.layout.lessor is not None and self._memory_limit:
+            return broadcast(obj, self._token, packer.recurse, packer.layout.lessor)
+        message = packer.pack_option(f"broadcast of a {type(obj).__name__}", obj)
+        file = File(message)
+        self._files.append(file)
+        return Broadcast(self._token, file, len(message), None, type(obj).__name__)
+
+
+def limit_of(terms: Terms) -> Limit | None:
+    """Return the limit of each task under these terms; None: there is none."""
+    if terms.timeout is None:
+        return None
+    return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
+
+
+class Gather(Job):
+    """One call on each worker; its tasks are numbered as these are.
+
+    There is news as soon as one has failed: the caller does not wait for the others then.
+    """
+
+    def __init__(self, number: int, label: str, pool: Any, workers: int) -> None:
+        super().__init__(number, f"{label} on all workers", pool)
+        self._values: list[Any] = [None] * workers
+        self._errors: dict[int, Any] = {}  # by worker, in the order in which they came
+        self._left = workers
+        self._failure: BaseException | None = None
+        self._released = False
+
+    # -- the caller's side -------------------------------------------------------------------
+
+    def get(self) -> list[Any]:
+        """Return what each worker returned, by index, or raise what explains the first failure.
+
+        Raises:
+            Exception: what the function raised; its ``__cause__`` says in which worker.
+            WorkerDied, TaskTimeout: as of any task; their ``worker`` says which.
+        """
+        blocking = getattr(local, "blocking", None)
+        if blocking is not None:
+            blocking()
+        self._waiters.wait(lambda: self._released or bool(self._errors), None)
+        if self._failure is not None:
+            raise self._failure
+        values = []
+        if not self._errors:
+            for worker, value in enumerate(self._values):
+                (one,) = value.open() if isinstance(value, Parcel) else (value,)
+                if type(one) is Unopened:
+                    raise _located(one.exc, worker)
+                values.append(one)
+            return values
+        raise self._explanation()
+
+    def _explanation(self) -> BaseException:
+        """The first error that does not follow from another, which may be the later one to come."""
+        until = time.monotonic() + HINDSIGHT
+        known: dict[int, BaseException] = {}
+        while True:
+            for worker, error in self._new_errors(known):
+                known[worker] = error
+                if not isinstance(error, PeerLost):
+                    return error
+            left = until - time.monotonic()
+            if not self._waiters.wait(
+                lambda: self._released or len(self._errors) > len(known), left
+            ) or len(self._errors) == len(known):
+                return next(iter(known.values()))
+
+    def _new_errors(self, known: dict[int, BaseException]) -> Iterator[tuple[int, BaseException]]:
+        for worker, value in list(self._errors.items())[len(known) :]:
+            (error,) = value.open() if isinstance(value, Parcel) else (value,)
+            yield worker, _located(error.exc if type(error) is Unopened else error, worker)
+
+    # -- the engine's side -------------------------------------------------------------------
+
+    def describe(self, index: int) -> str:
+        return self.label
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self.settled:
+            return False
+        (self._values if ok else self._errors)[index] = value
+        self._left -= 1
+        self.settled = not self._left
+        if not ok:
+            self._waiters.wake()
+        return self.settled
+
+    def fail(self, exc: BaseException) -> None:
+        if not self.settled:
+            self._failure = exc
+            self.settled = True
+
+    def release(self) -> None:
+        self._released = True
+        self._pool = None
+        self._waiters.wake()
+
+
+def _located(error: BaseException, worker: int) -> BaseException:
+    """Say in an error of a task's own where it was raised."""
+    if isinstance(error.__cause__, RemoteTraceback):
+        error.__cause__.worker = worker
+    return error

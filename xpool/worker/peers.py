@@ -1,0 +1,449 @@
+"""Messages between the workers of a pool: `current_worker().send` and `recv`.
+
+A channel is a pair of sockets that only its two workers have (docs/peers.md).  A packet in it::
+
+    kind u8, scope u64, number u64, taken u64 | a message of `xpool.pickle.frame`
+
+    DATA   the message follows
+    FILE   it was too long for a packet, and lies in a file whose descriptor goes along
+    TAKEN  nothing follows
+
+``scope``: the call of `run_all` that it belongs to; 0: none.  ``number``: of this packet, among
+those with DATA or FILE, from 1.  ``taken``: the last number that the sender has taken out of its
+own end; of the messages up to that it holds the blocks itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+import struct
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from xpool.errors import OptionError, PeerLost, TimeoutError
+from xpool.memory.arena import Block
+from xpool.memory.fresh import fresh
+from xpool.pickle import decode, encode
+from xpool.pickle.frame import Leased, adopt, weight
+from xpool.pickle.policy import Layout
+from xpool.queue.messages import LINK, WANTED
+from xpool.queue.outbox import STOP_SIGNAL
+
+__all__ = ["Peers"]
+
+WINDOW = 256 * 1024 * 1024
+"""Bytes of blocks that may be on their way in a channel, unless it is a single message."""
+
+_BUFFER = 1024 * 1024  # bytes of packets that may wait in a socket, as asked of the system
+_PACKET = 96 * 1024  # of a message in a packet: a pickle that is not worth a block, and its table
+_HEAD = struct.Struct("<BxxxxxxxQQQ")  # of 32 bytes, so that what follows is aligned
+_DATA, _FILE, _TAKEN = 1, 2, 3
+_LINK_FDS = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_STOP = (STOP_SIGNAL,)
+_SLICE = 0.01  # seconds between looks, while several threads wait: one may read what another wants
+
+
+class _Channel:
+    """One end of a channel to a peer."""
+
+    def __init__(self, sock: socket.socket, serial: int) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self.sock, self.serial = sock, serial
+        self.sent = self.got = self.told = 0  # numbers: last sent, last taken out, last said so
+        self.under_way: deque[tuple[int, Leased]] = deque()  # held until the peer has taken hold
+        self.bytes_out = 0
+        # By scope: messages, and what became of one that could not be taken out.
+        self.inbox: dict[int, deque[Any]] = {}
+        self.bytes_in = 0
+        self.full = False  # of packets; else what it waits for is the window
+        self.ended = False
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def try_send(self, scope: int, message: bytes | memoryview) -> bool:
+        """Send a message if there is room for it."""
+        size = weight(message) if type(message) is Leased else 0
+        self.full = False
+        if size and self.under_way and self.bytes_out + size > WINDOW:
+            return False
+        number = self.sent + 1
+        if size:
+            # Noted first: a task may be stopped between any two lines of this.
+            self.under_way.append((number, message))  # type: ignore[arg-type]
+            self.bytes_out += size
+        sent = False
+        try:
+            if len(message) <= _PACKET:
+                sent = self._packet(_DATA, scope, number, message)
+            else:
+                sent = self._as_file(scope, number, message)
+        finally:
+            if sent:
+                self.sent = number
+            elif size and self.under_way and self.under_way[-1][0] == number:
+                self.under_way.pop()
+                self.bytes_out -= size
+        return sent
+
+    def _as_file(self, scope: int, number: int, message: bytes | memoryview) -> bool:
+        fd = os.memfd_create("xpool-message", os.MFD_CLOEXEC)
+        try:
+            view = memoryview(message)
+            while view:
+                view = view[os.write(fd, view) :]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
+            return self._packet(_FILE, scope, number, b"", rights)
+        finally:
+            os.close(fd)
+
+    def _packet(
+        self, kind: int, scope: int, number: int, body: bytes | memoryview, rights: Any = ()
+    ) -> bool:
+        head = _HEAD.pack(kind, scope, number, self.got)
+        try:
+            self.sock.sendmsg([head, body], rights, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            self.full = True
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            self.ended = True
+            return False
+        self.told = self.got
+        return True
+
+    def settle(self) -> None:
+        """Say what was taken out, if that is owed and there is room."""
+        if self.told < self.got and not self.ended:
+            self._packet(_TAKEN, 0, 0, b"")
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def take_out(self, all_of_it: bool) -> None:
+        """Take out what has come; unless ``all_of_it``, no more than the window."""
+        while not self.ended and (all_of_it or self.bytes_in <= WINDOW):
+            try:
+                data, rights, flags, _ = self.sock.recvmsg(
+                    _PACKET + _HEAD.size, _LINK_FDS, _CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data, rights, flags = b"", [], 0
+            if not data:
+                self.ended = True
+                return
+            self._arrived(data, rights, flags)
+
+    def _arrived(self, data: bytes, rights: Any, flags: int) -> None:
+        kind, scope, number, taken = _HEAD.unpack_from(data)
+        while self.under_way and self.under_way[0][0] <= taken:
+            self.bytes_out -= weight(self.under_way.popleft()[1])
+        if kind == _TAKEN:
+            return
+        message: bytes | memoryview = memoryview(data)[_HEAD.size :]
+        self.got = number
+        try:
+            message = adopt(_from_file(rights, flags) if kind == _FILE else message)
+        except LookupError:
+            # Its sender has died since, and its blocks are free again.
+            self.ended = True
+            return
+        except OSError as exc:
+            self.inbox.setdefault(scope, deque()).append(exc)
+            return
+        size = len(message) + (weight(message) if type(message) is Leased else 0)
+        self.bytes_in += size
+        self.inbox.setdefault(scope, deque()).append(message)
+        if type(message) is Leased:
+            self.settle()
+
+    def next(self, scope: int) -> Any:
+        """Return the next message of a scope that was taken out; None: there is none."""
+        waiting = self.inbox.get(scope)
+        if not waiting:
+            return None
+        message = waiting.popleft()
+        if isinstance(message, OSError):
+            return message
+        self.bytes_in -= len(message) + (weight(message) if type(message) is Leased else 0)
+        return message
+
+    def forget_before(self, scope: int) -> None:
+        """Drop what came for calls before this one."""
+        for old in [one for one in self.inbox if 0 < one < scope]:
+            while self.next(old) is not None:
+                continue
+            del self.inbox[old]
+
+
+def _from_file(rights: Any, flags: int) -> memoryview:
+    fds = array("i")
+    for _, _, numbers in rights:
+        fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
+    if not fds or flags & socket.MSG_CTRUNC:
+        raise OSError("no descriptor was left for the file of a message, which is lost")
+    try:
+        whole = memoryview(fresh(os.fstat(fds[0]).st_size))
+        at = 0
+        while at < len(whole):
+            at += os.preadv(fds[0], [whole[at:]], at)
+        return whole
+    finally:
+        os.close(fds[0])
+
+
+class _Section:
+    """A lock whose holder is not asked to stop: the books would be left in disorder."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._masks: list[Any] = []
+
+    def __enter__(self) -> None:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
+        self._lock.acquire()
+        self._masks.append(mask)
+
+    def __exit__(self, *_: object) -> None:
+        mask = self._masks.pop()
+        self._lock.release()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+class Peers:
+    """The channels of one worker.  Its methods may be called by any thread."""
+
+    here: Peers | None = None
+
+    def __init__(self, index: int, count: int, control: int, layout: Layout) -> None:
+        self._index, self._count = index, count
+        self._control = socket.socket(fileno=control)
+        self._control.setblocking(False)
+        self._layout = layout._replace(lessor=self._lease if layout.lessor else None)
+        self._lessor = layout.lessor
+        # By peer: the channel in use, and those that came since: to its replacements.
+        self._channels: dict[int, deque[_Channel]] = {}
+        self._known: dict[int, int] = {}  # by peer: the number of the last that ended
+        self._asked: set[int] = set()
+        self._refused: dict[int, int] = {}
+        self._scope = 0
+        # Guards all of it, for moments; nobody waits while he has it.
+        self._lock = _Section()
+        self._inside = 0
+        Peers.here = self
+
+    # -- what tasks call -----------------------------------------------------------------------
+
+    def send(self, peer: int, obj: Any, timeout: float | None = None) -> None:
+        """See `WorkerInfo.send`."""
+        self._check(peer)
+        until = _until(timeout)
+        message = encode(obj, layout=self._layout)
+        with self._waiting():
+            while True:
+                with self._lock:
+                    channel = self._channel(peer)
+                    if channel is not None:
+                        if channel.try_send(self._scope, message):
+                            return
+                        channel.take_out(False)
+                        if channel.ended:
+                            raise self._lost(peer, channel)
+                self._wait(channel, True, until, f"worker {peer} took nothing more")
+
+    def recv(self, peer: int, timeout: float | None = None) -> Any:
+        """See `WorkerInfo.recv`."""
+        self._check(peer)
+        until = _until(timeout)
+        with self._waiting():
+            while True:
+                with self._lock:
+                    channel = self._channel(peer)
+                    if channel is not None:
+                        message = channel.next(self._scope)
+                        if message is None:
+                            channel.take_out(True)
+                            channel.forget_before(self._scope)
+                            message = channel.next(self._scope)
+                        if message is not None:
+                            break
+                        if channel.ended:
+                            raise self._lost(peer, channel)
+                self._wait(channel, False, until, f"worker {peer} sent nothing")
+        if isinstance(message, OSError):
+            raise message
+        return decode(message)
+
+    @contextmanager
+    def call(self, scope: int) -> Iterator[None]:
+        """While this lasts, messages belong to a call of `run_all`."""
+        with self._lock:
+            for peer, channels in self._channels.items():
+                for channel in list(channels):
+                    channel.take_out(False)
+                    channel.forget_before(scope)
+                    if channel.ended:
+                        self._forget(peer, channel)  # of a death that the last call has failed of
+        self._scope = scope
+        try:
+            yield
+        finally:
+            self._scope = 0
+
+    def settle(self) -> bool:
+        """Let go of what peers have taken hold of; return whether something is under way."""
+        with self._lock:
+            for channel in self._all():
+                if channel.under_way:
+                    channel.take_out(False)
+                channel.settle()
+                if channel.ended:
+                    channel.under_way.clear()
+            return any(channel.under_way for channel in self._all())
+
+    def close_in_child(self) -> None:
+        """In a child that a task forked: these channels are its parent's."""
+        for channel in self._all():
+            channel.sock.close()
+        self._control.close()
+        self._lock = _Section()
+        self._count = 0
+
+    # -- channels ------------------------------------------------------------------------------
+
+    def _check(self, peer: int) -> None:
+        if not self._count:
+            raise OptionError(
+                "this process was forked by a worker, whose channels it does not have"
+            )
+        if not isinstance(peer, int) or not 0 <= peer < self._count or peer == self._index:
+            others = [i for i in range(self._count) if i != self._index]
+            raise OptionError(
+                f"peer must be the index of another worker of the pool, one of {others}, "
+                f"not {peer!r}; this is worker {self._index}"
+            )
+
+    def _all(self) -> list[_Channel]:
+        return [channel for channels in list(self._channels.values()) for channel in channels]
+
+    def _channel(self, peer: int) -> _Channel | None:
+        """Return the channel to a peer; None: it was asked for."""
+        channels = self._channels.get(peer)
+        if not channels:
+            self._take_links()
+            channels = self._channels.get(peer)
+        if channels:
+            return channels[0]
+        error = self._refused.pop(peer, 0)
+        if error:
+            self._asked.discard(peer)
+            raise OSError(error, f"no channel to worker {peer}: {os.strerror(error)}")
+        if peer not in self._asked:
+            known = self._known.get(peer, 0)
+            self._control.send(WANTED.pack(peer, known > 0, known))
+            self._asked.add(peer)
+        return None
+
+    def _take_links(self) -> None:
+        """Take out the channels that the parent has made."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self._control, LINK.size, 1)
+            except BlockingIOError:
+                return
+            if not data:
+                raise PeerLost("the pool's own process has ended")
+            peer, error, serial = LINK.unpack(data)
+            if error or not fds:
+                self._refused[peer] = error or errno.EMFILE
+                if not error:  # no descriptor was left for it here
+                    self._known[peer] = serial
+                continue
+            self._asked.discard(peer)
+            sock = socket.socket(fileno=fds[0])
+            sock.set_inheritable(False)
+            self._channels.setdefault(peer, deque()).append(_Channel(sock, serial))
+
+    def _forget(self, peer: int, channel: _Channel) -> None:
+        """Let go of a channel whose other end is closed."""
+        self._known[peer] = channel.serial
+        self._channels[peer].remove(channel)
+        channel.sock.close()
+
+    def _lost(self, peer: int, channel: _Channel) -> PeerLost:
+        self._forget(peer, channel)
+        return PeerLost(
+            f"worker {peer} has ended while worker {self._index} worked with it; the next message "
+            "is to or from the worker that replaces it"
+        )
+
+    # -- waiting -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+    def _wait(
+        self, channel: _Channel | None, to_send: bool, until: float | None, what: str
+    ) -> None:
+        """Wait for something to happen; take out what others send meanwhile."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        with self._lock:
+            others = [one for one in self._all() if one.bytes_in <= WINDOW or one is channel]
+            by_fd = {one.sock.fileno(): one for one in others if not one.ended}
+            for fd, one in by_fd.items():
+                events = select.POLLIN
+                if one is channel and to_send and one.full:
+                    events |= select.POLLOUT
+                poller.register(fd, events)
+        seconds = 1.0 if self._inside < 2 else _SLICE
+        if until is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{what} for worker {self._index} in time")
+            seconds = min(left, seconds)
+        found = poller.poll(seconds * 1000)
+        with self._lock:
+            self._take_links()
+            for fd, _ in found:
+                other = by_fd.get(fd)
+                if other is not None and other is not channel and not other.ended:
+                    other.take_out(False)
+
+    def _lease(self, nbytes: int) -> Block | None:
+        assert self._lessor is not None
+        self.settle()  # what peers have taken hold of may be free for this
+        return self._lessor(nbytes)
+
+
+def _until(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or not timeout >= 0:
+        raise OptionError(f"timeout must be None or seconds, at least 0, not {timeout!r}")
+    return time.monotonic() + timeout
+
+
+def _after_fork_in_child() -> None:
+    if Peers.here is not None:
+        Peers.here.close_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
