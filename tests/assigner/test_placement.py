@@ -14,7 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpool.assigner.placement import Problem, _changes, cost, greedy, plain_torch, search
+from xpool.assigner import placement as placing
+from xpool.assigner.placement import (
+    Problem,
+    _changes,
+    _descend,
+    _polished,
+    cost,
+    greedy,
+    plain_torch,
+    search,
+    step,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -97,7 +108,7 @@ def test_the_exact_search_finds_the_least_cost(given: Problem):
 
 
 @given(given=problems(), limit=st.sampled_from([0, 10**6]), iterations=st.sampled_from([0, 20]))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_never_worse_than_greedy(given: Problem, limit: int, iterations: int):
     """Whichever way is taken, and with no descent at all."""
     with plain_torch():
@@ -158,6 +169,31 @@ def random_problem(n: int, m: int, seed: int = 0) -> Problem:
         return Problem(size, room, random(1, n), random(1, m), sent, way, 2, 0.01, 1, 1)
 
 
+@pytest.mark.parametrize("batch", [1, 100, 2**19])
+def test_exact_search_in_batches(monkeypatch: pytest.MonkeyPatch, batch: int):
+    """However many placements are compared at once, the least cost is that of all."""
+    given = random_problem(6, 3)
+    monkeypatch.setattr(placing, "BATCH", batch)
+    with plain_torch():
+        found = search(given, 0, 0.01)
+    least = min(itertools.product(range(3), repeat=6), key=lambda p: plain_cost(list(p), given))
+    assert found.placement == list(least)
+    assert close(found.cost, plain_cost(list(least), given))
+
+
+def test_the_better_of_two_starts():
+    """Now greedy is the better start, now the descent; the result is the better one's."""
+    better = []
+    with plain_torch():
+        for seed in range(8):
+            given = random_problem(20, 4, seed)
+            from_greedy = _polished(greedy(given), given)[1]
+            from_descent = _polished(_descend(given, 20, 4, 50, 0.01), given)[1]
+            assert search(given, 50, 0.01).cost == min(from_greedy, from_descent)
+            better.append(from_descent < from_greedy)
+    assert set(better) == {True, False}
+
+
 @pytest.mark.parametrize(("n", "m"), [(60, 8), (18, 2)])
 def test_many_models(n: int, m: int):
     """Beyond exact search it is better than greedy, and the same each time."""
@@ -184,8 +220,6 @@ def test_where_exact_search_ends():
 
 def test_the_descent_alone_goes_down():
     """The cost of the probabilities falls with the steps, and decides them."""
-    from xpool.assigner.placement import step
-
     given = random_problem(12, 3)
     with plain_torch():
         logits = torch.zeros(12, 3, dtype=torch.double)
