@@ -161,6 +161,7 @@ def plain_types(*tensors: Any) -> list[str]:
     return [type(t).__name__ for t in tensors]
 
 
-def share_and_write(tensor: Any) -> Any:
-    """Write to a tensor of the host."""
-    tensor.add_(1)
+def write_to(*tensors: Any) -> None:
+    """Write to tensors of the host."""
+    for tensor in tensors:
+        tensor.add_(1)

@@ -652,8 +652,26 @@ def test_share_methods(
         assert found.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
         assert pool.apply(tasks.plain_types, (found,)) == ["Away"]
     host = torch.zeros(2)
-    pool.apply(tasks.share_and_write, (host,))
+    pool.apply(tasks.write_to, (host,))
     assert host.tolist() == ([1.0, 1.0] if host_shared else [0.0, 0.0])
+
+
+@pytest.mark.torch
+def test_options_are_shared(make_pool: Callable[..., Any]):
+    """Tensors in ``initargs`` and contexts are shared too, with a worker's replacement as well."""
+    import torch
+
+    small, large = torch.zeros(2), torch.zeros(1 << 16)
+    pool = make_pool(Pool, 1, tasks.write_to, (small, large), is_copy_tensor=False)
+    with pytest.raises(WorkerDied):
+        pool.apply(tasks.kill_oneself, (None,))
+    pool.apply(tasks.plain_types)
+    assert small.tolist() == [2.0, 2.0]
+    assert large.sum().item() == 2.0 * (1 << 16)
+    contexts = [large]
+    pool = make_pool(CtxPool, worker_contexts=contexts, is_copy_tensor=False)
+    pool.apply(tasks.write_to)
+    assert large[0].item() == 3.0
 
 
 @pytest.mark.xla

@@ -141,6 +141,53 @@ def test_pipeline(workers: int):
     assert re.search(r"^checked: one process finds the same \d+ of 898$", out, re.M)
 
 
+@pytest.mark.parametrize("workers", [1, 8])
+def test_share_handle(workers: int):
+    """Each batch's activations are used by ten tasks, which together find what one process does."""
+    out = run_example("share_handle.py", f"--workers={workers}")
+    assert re.search(r"^7\.0 MiB of activations, used 10 times in [\d.]+ s$", out, re.M)
+    lines = re.findall(
+        r"^worker \d+: .*, (\d+) batches through the trunk, (\d+) judged$", out, re.M
+    )
+    assert len(lines) == workers
+    assert sum(int(batches) for batches, _ in lines) == 15
+    assert sum(int(judged) for _, judged in lines) == 150
+    assert "the activations lie in shared memory" in out
+    assert re.search(r"^150 tasks used them in place, \d+ of them in another worker$", out, re.M)
+    accuracy = re.search(r"^accuracy of the heads (0\.\d{4})$", out, re.M)
+    assert accuracy
+    assert float(accuracy[1]) > 0.97
+    assert "checked: one process finds the same for 898 images and 10 heads\n" in out
+
+
+@functools.cache
+def swept(workers: int) -> str:
+    return run_example("tpu_sweep.py", f"--workers={workers}")
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_tpu_sweep(workers: int):
+    """Every trial is run once; the best setting is good, and one process finds the same."""
+    out = swept(workers)
+    trials = re.findall(r"^ +\d+ of 18: rate (\S+), width (\d+), without fold (\d):", out, re.M)
+    assert len(trials) == len(set(trials)) == 18
+    accuracies = re.findall(r"^rate \S+ +width \d+ +accuracy (0\.\d{4})$", out, re.M)
+    assert len(accuracies) == 6
+    assert accuracies == sorted(accuracies, reverse=True)
+    assert float(accuracies[0]) > 0.95
+    done = re.findall(r"^worker \d+: .*, (\d+) trials$", out, re.M)
+    assert len(done) == workers
+    assert sum(map(int, done)) == 18
+    assert "checked: one process finds the same in each of the 3 folds\n" in out
+
+
+def test_tpu_sweep_is_the_same_with_4_workers():
+    """Which worker runs a trial makes no difference to what it finds."""
+    ends = [[line for line in swept(n).splitlines() if "accuracy" in line] for n in (1, 4)]
+    assert ends[0] == ends[1]
+    assert len(ends[0]) == 7
+
+
 def test_no_workers():
     """A number of workers that makes no sense ends in the library's own message."""
     done = subprocess.run(

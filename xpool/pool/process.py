@@ -413,15 +413,20 @@ class _Orders:
             "recurse": self._recurse,
             "seed": self._seed + f"/{index}/{generation}".encode(),
             "threads": self._threads,
-            "initializer": self._initializer,
+            "initializer": _plain(self._initializer),
             "arena": None if arena is None else arena.facts(seat or 0, self._limit),
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
             "token": self._token,
             "peers": self._peers,
-            "context": None if self._contexts is None else self._contexts[index],
+            "context": None if self._contexts is None else _plain(self._contexts[index]),
         }
         return pickle.dumps(orders)
+
+
+def _plain(message: bytes | None) -> bytes | None:
+    """Return the bytes of a message alone: what it shares is held here, by the message itself."""
+    return None if message is None else bytes(message)
 
 
 def _own_cpus() -> tuple[int, ...]:

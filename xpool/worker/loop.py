@@ -312,12 +312,10 @@ class _Worker:
         seconds = 0.1
         while not poller.poll(seconds * 1000):
             kept = self._release(everything=True)
-            if kept:
-                arena.trim()  # and soon again: the memory of a device is scarce
-            elif arena.trim() or out.kept or self._waits_for_others:
-                seconds = min(2 * seconds, 60.0)
-            else:
+            if not (arena.trim() or out.kept or self._waits_for_others or kept):
                 return
+            # The memory of a device is scarce: whether a handle has gone is looked at more often.
+            seconds = min(2 * seconds, IDLE if kept else 60.0)
 
     def _release(self, everything: bool = False) -> bool:
         """Let go of what nobody needs any more; return whether tensors are kept for handles."""
