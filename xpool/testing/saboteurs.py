@@ -73,7 +73,8 @@ def end(how: str) -> None:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.signal(number, signal.SIG_DFL)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         # The signal may be delivered to another thread: do not go on meanwhile.
         threading.Event().wait(None if number == signal.SIGSTOP else 30)
