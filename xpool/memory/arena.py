@@ -82,7 +82,9 @@ class Block:
         """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Any = sys.is_finalizing) -> None:
+        if ending():
+            return  # names of modules are gone already, and soon so is what this process holds
         try:
             arena = self.arena
         except AttributeError:
