@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="what is broadcast has tensors")
 
 import torch
 from support import work
+from support.scripts import run_ok
 from support.waiting import eventually
 
 from xpool import P2PPool, Pool, TaskNotPicklable, current_worker
@@ -234,6 +235,20 @@ def test_refused(make_pool):
     with pytest.raises(TaskNotPicklable, match="memory_limit"):
         small.broadcast(table())
     assert pool.apply(abs, (ref,)) == 5
+
+
+def test_the_interpreters_end():
+    """A reference that lives to the end of the program goes silently."""
+    run_ok(
+        ["-"],
+        """
+        from xpool import Pool
+        pool = Pool(1)
+        ref = pool.broadcast(bytearray(1 << 20))
+        assert pool.run_all(len, ref) == [1 << 20]
+        pool.terminate()
+        """,
+    )
 
 
 def test_dropped_while_workers_open_it(make_pool):

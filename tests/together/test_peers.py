@@ -451,6 +451,28 @@ def test_no_descriptors(make_pool):
     sent.get()
 
 
+def test_no_descriptors_in_the_parent(make_pool):
+    """The worker that asks for a channel is told, and gets one when there are descriptors again."""
+    import resource
+
+    pool = make_pool(P2PPool, 3)
+    pool.run_all(work.pid)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    try:
+        with pytest.raises(OSError, match="open"):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(OSError, match="no channel to worker"):
+            pool.run_all(ring, 3, None)
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [sender for sender, _ in pool.run_all(ring, 3, None)] == [2, 0, 1]
+
+
 def fork_and_send() -> tuple[int, str]:
     """A child has no channels, and does not keep those of its parent open."""
     me = current_worker()
