@@ -199,7 +199,7 @@ def main(name: str, method: str, stage: str, how: str) -> None:
     kind = next(kind for kind in KINDS if kind.name == name)
     options = {} if method == "None" else {"context": method}
     if stage == "initializer":
-        pool = kind(2, strike, (how,), initializer_timeout=LIMIT)
+        pool = kind(1, strike, (how,), initializer_timeout=LIMIT)
         print(outcome(pool.apply_async(work.square, (3,))), flush=True)
         pool.terminate()
         return
