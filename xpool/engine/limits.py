@@ -46,6 +46,17 @@ class Limits(Exchange):
                     # It may have been about to begin another of them.
                     self._check_by(slot, now + GRACE)
 
+    @uninterrupted
+    def runs(self, job: int) -> bool:
+        """Whether a worker is in a task of this job now."""
+        with self.lock:
+            for slot in self.slots:
+                if slot.handle is not None and not self._stopped:
+                    running = self.sched.running(slot.index, slot.box.began)
+                    if running is not None and running[0].job == job:
+                        return True
+            return False
+
     def _mind_limits(self, now: float) -> None:
         """Look at the workers whose time has come."""
         for slot in self.slots:

@@ -24,6 +24,11 @@ HINDSIGHT = 1.0
 """Seconds that an error which only follows from another worker's (`PeerLost`) waits for that."""
 
 
+STOPPING = 5.0
+"""Seconds that the other workers have to leave a call that has failed; the engine kills those that
+do not within a tenth of one."""
+
+
 class Together(BasePool):
     """What `Pool` and those made of it have beyond the standard verbs."""
 
@@ -44,10 +49,11 @@ class Together(BasePool):
         threads come in the same order in all workers, so the functions may wait for each other.
         Each worker's arguments are its own copies; a `broadcast` object is the one that it has.
 
-        When one fails, the others are stopped, as by `AsyncResult.cancel`: an exception is raised
-        here as it is, and its ``__cause__`` names the worker.  A worker that dies in it is an error
-        too, and is replaced; a `PeerLost` that only follows from another worker's failure gives way
-        to that.  With a `create_group`, that is made anew at first where it is broken.
+        When one fails, the others are stopped, as by `AsyncResult.cancel`, and when they have left
+        the function, the exception is raised here as it is; its ``__cause__`` names the worker.  A
+        worker that dies in it is an error too, and is replaced; a `PeerLost` that only follows from
+        another worker's failure gives way to that.  With a `create_group`, that is made anew first
+        where it is broken.
 
         Args:
             timeout: seconds that each call may take, from when its worker begins it; None: the
@@ -67,14 +73,20 @@ class Together(BasePool):
         with self._order:
             wrapped = group.wrap(func)
         try:
-            return self._run_on_all(wrapped, args, timeout, label(func))
+            return self._run_on_all(wrapped, args, timeout, label(func), HINDSIGHT)
         except BaseException:
             group.note_failure()
             raise
 
     def _run_on_all(
-        self, func: Any, args: tuple[Any, ...], timeout: float | None, name: str = ""
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        timeout: float | None,
+        name: str = "",
+        patience: float = 0.0,
     ) -> list[Any]:
+        """``patience``: seconds in which the others may end by themselves when one has failed."""
         terms = self._terms(timeout, 0, ())
         with self._order:  # the workers come to the calls by number
             job = Gather(next(self._job_numbers), name or label(func), self, self._size)
@@ -87,8 +99,14 @@ class Together(BasePool):
                 raise
         try:
             return job.get()
-        except BaseException:
+        except BaseException as exc:
+            if isinstance(exc, Exception):
+                job.wait(patience)
             self._cancel(job)
+            # A worker that has to be killed for this must not be missed in the next call.
+            until = time.monotonic() + STOPPING
+            while self._engine.runs(job.number) and time.monotonic() < until:
+                time.sleep(0.002)
             raise
 
     def create_group(self, backend: str = "gloo", *, timeout: float = 60) -> WorkerGroup:
@@ -200,6 +218,10 @@ class Gather(Job):
                 values.append(one)
             return values
         raise self._explanation()
+
+    def wait(self, timeout: float) -> None:
+        """Wait until all have answered, at most ``timeout`` seconds."""
+        self._waiters.wait(lambda: self._released, timeout)
 
     def _explanation(self) -> BaseException:
         """The first error that does not follow from another, which may be the later one to come."""
