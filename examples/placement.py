@@ -96,9 +96,10 @@ def train(ensemble: Ensemble, images: Tensor, labels: Tensor) -> None:
     for _ in range(EPOCHS):
         for batch in torch.randperm(len(images)).split(BATCH):
             optimizer.zero_grad()
-            for network, classifier in ensemble.chains:
-                opinion = models[classifier](models[network](images[batch]))
-                nn.functional.cross_entropy(opinion, labels[batch]).backward()
+            for network, chains in groupby(ensemble.chains, key=lambda chain: chain[0]):
+                seen = models[network](images[batch])
+                opinions = [models[classifier](seen) for _, classifier in chains]
+                sum(nn.functional.cross_entropy(o, labels[batch]) for o in opinions).backward()
             optimizer.step()
     models.eval()
 
@@ -138,7 +139,7 @@ def run(context: ModelContext, numbers: list[int], inputs: Tensor) -> Tensor:
     return inputs.cpu()
 
 
-def opinions(
+def opinions_of(
     pool: AddressedPool, assigner: ModelAssigner, chain: tuple[int, int], batches: list[Tensor]
 ) -> Tensor:
     """What one chain of models says to all batches: a task for each worker that it touches."""
@@ -164,7 +165,7 @@ def main() -> None:
 
     batches = list(test_images.split(BATCH))
     with AddressedPool(worker_contexts=assigner) as pool:
-        found = [opinions(pool, assigner, chain, batches) for chain in ensemble.chains]
+        found = [opinions_of(pool, assigner, chain, batches) for chain in ensemble.chains]
     with torch.no_grad():
         for (network, classifier), opinion in zip(ensemble.chains, found):
             alone = ensemble.models[classifier](ensemble.models[network](test_images))
