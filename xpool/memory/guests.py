@@ -81,9 +81,10 @@ class _NoRegion(Region):
     """Where nothing is allocated."""
 
     blocks = out = 0
+    filled = False
 
     def __init__(self, file: File, seat: int) -> None:
-        self.filled = False
+        return
 
     def collect_all(self) -> None:
         return
