@@ -78,6 +78,7 @@ class Block:
         """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
+    @uninterrupted
     def __del__(self) -> None:
         try:
             arena = self.arena
