@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from xpool.interrupt import uninterrupted
+
 if TYPE_CHECKING:
     from xpool.memory.arena import Arena
 
@@ -40,6 +42,7 @@ class Block:
         """Return the first ``nbytes`` bytes."""
         return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
 
+    @uninterrupted
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if ending():
             return  # names of this module are gone; whoever looks after the dead clears the hold
