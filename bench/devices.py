@@ -4,8 +4,8 @@
 
 Each worker evaluates a small model on batches that it has.  ``alone``: one task runs the whole loop
 in each worker, so that the pool does nothing meanwhile.  ``pool``: each batch is an `apply_async`.
-The same processes, interleaved, medians; and the round trips of an XLA tensor of 1 KiB and 4 MiB,
-staged through host memory.
+The same processes, interleaved, medians.  Then the round trip of a tensor to one worker, ``x + 1``
+there and back: copied to the device and from it, and as a handle to what stays on it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from xpool import CtxPool
@@ -45,8 +46,67 @@ def evaluate_many(context: DeviceContext, size: int, count: int) -> float:
 
 
 def echo(context: DeviceContext, tensor: Any) -> Any:
-    """Take a tensor to the device, and send one that is there back."""
+    """Return another tensor on the device, made of one that may come from the host."""
     return tensor.to(context.device) + 1
+
+
+def ordinal(context: DeviceContext, *_: Any) -> int:
+    """Do nothing."""
+    return context.ordinal
+
+
+def compare(pool: CtxPool, size: int, tasks: int, rounds: int) -> None:
+    """Print how much of the workers' own rate is left when each batch is a task."""
+    pool.run_all(evaluate_many, size, 5)  # both have compiled
+    alone, pooled = [], []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        pool.run_all(evaluate_many, size, tasks // 2)
+        alone.append(tasks / (time.perf_counter() - begin))
+        begin = time.perf_counter()
+        pending = [pool.apply_async(evaluate, (size,)) for _ in range(tasks)]
+        for result in pending:
+            result.get()
+        pooled.append(tasks / (time.perf_counter() - begin))
+    one, two = statistics.median(alone), statistics.median(pooled)
+    ratio = statistics.median(b / a for a, b in zip(alone, pooled))
+    print(f"alone {one:,.0f} tasks/s, pool {two:,.0f} tasks/s, pool/alone {ratio:.3f}")
+
+
+def seconds(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def trips(copies: CtxPool, handles: CtxPool, rounds: int) -> None:
+    """Print what a round trip takes: nothing, a copy of a tensor, a handle to it; interleaved."""
+    import torch
+
+    for name, count in (("1 KiB", 256), ("4 MiB", 1 << 20), ("64 MiB", 16 << 20)):
+        tensor = torch.rand(count)
+        handle = handles.apply(echo, (tensor,))
+        ways: dict[str, Callable[[], object]] = {
+            "no tensor": lambda: copies.apply(ordinal),
+            "copy": lambda t=tensor: copies.apply(echo, (t,)),
+            "handle": lambda h=handle: handles.apply(echo, (h,)),
+            "handle alone": lambda h=handle: handles.apply(ordinal, (h,)),
+            "cpu()": handle.cpu,
+        }
+        for run in ways.values():
+            run()
+        taken: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, run in ways.items():
+                taken[way].append(seconds(run))
+        medians = ", ".join(f"{way} {statistics.median(t) * 1e3:.2f}" for way, t in taken.items())
+        print(f"round trip of {name}, ms: {medians}")
+
+    many = 200
+    for name, pool, item in (("copies", copies, tensor), ("handles", handles, handle)):
+        short = item if name == "handles" else tensor[:256]
+        rate = many / seconds(lambda p=pool, x=short: list(p.imap(echo, [x] * many)))  # type: ignore[misc]
+        print(f"imap of {name}: {rate:,.0f} tensors/s")
 
 
 def main() -> None:
@@ -55,35 +115,13 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=200, help="batches for both workers together")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    contexts = devices("xla", 2)
-    with CtxPool(worker_contexts=contexts) as pool:
-        pool.starmap(evaluate_many, [(args.size, 5)] * 8, 1)  # both have compiled
-        alone, pooled = [], []
-        for _ in range(args.rounds):
-            half = args.tasks // 2
-            begin = time.perf_counter()
-            pool.starmap(evaluate_many, [(args.size, half)] * 2, 1)
-            alone.append(args.tasks / (time.perf_counter() - begin))
-            begin = time.perf_counter()
-            pending = [pool.apply_async(evaluate, (args.size,)) for _ in range(args.tasks)]
-            for result in pending:
-                result.get()
-            pooled.append(args.tasks / (time.perf_counter() - begin))
-        one, two = statistics.median(alone), statistics.median(pooled)
-        ratio = statistics.median(b / a for a, b in zip(alone, pooled))
-        print(f"alone {one:,.0f} tasks/s, pool {two:,.0f} tasks/s, pool/alone {ratio:.3f}")
-
-        import torch
-
-        for name, count in (("1 KiB", 256), ("4 MiB", 1 << 20)):
-            tensor = torch.rand(count)
-            pool.apply(echo, (tensor,))
-            times = []
-            for _ in range(50):
-                begin = time.perf_counter()
-                pool.apply(echo, (tensor,))
-                times.append(time.perf_counter() - begin)
-            print(f"round trip of {name}: {statistics.median(times) * 1e3:.2f} ms")
+    with CtxPool(worker_contexts=devices("xla", 2)) as pool:
+        compare(pool, args.size, args.tasks, args.rounds)
+    with (
+        CtxPool(worker_contexts=devices("xla", 1)) as copies,
+        CtxPool(worker_contexts=devices("xla", 1), is_copy_tensor=False) as handles,
+    ):
+        trips(copies, handles, args.rounds)
     assert "torch_xla" not in sys.modules, "the parent has no XLA runtime"
 
 

@@ -112,6 +112,13 @@ def add_one(context: Any, tensor: Any) -> Any:
     return tensor + 1
 
 
+def pending(context: Any, tensor: Any) -> bool:
+    """Whether torch_xla has only recorded how a tensor is to be computed."""
+    import torch_xla
+
+    return "add" in torch_xla._XLAC._get_xla_tensors_text([tensor])
+
+
 def change(context: Any, tensor: Any) -> None:
     tensor.add_(1)
 

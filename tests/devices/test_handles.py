@@ -189,6 +189,18 @@ def test_a_graph_cannot_be_kept(two: CtxPool):
         two.apply(tasks.make_computed)
 
 
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)  # the stand-in computes at once
+def test_what_is_kept_is_computed(two: CtxPool):
+    """The task that made a tensor computes it: the next begins with values, not with a graph."""
+    handle = two.apply(tasks.make)
+    for _ in range(3):
+        handle = two.apply(tasks.add_one, (handle,))
+        assert not two.apply(tasks.pending, (handle,))
+    two.apply(tasks.change, (handle,))
+    assert two.apply(tasks.pending, (handle,))  # so this would be seen
+    assert handle.cpu().tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
 # -- where tasks go ----------------------------------------------------------------------------
 
 

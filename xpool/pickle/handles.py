@@ -11,6 +11,7 @@ message that nobody opens, a process that is killed) is true of handles.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from itertools import islice
 from math import prod
@@ -120,6 +121,8 @@ class Keeper:
 
     def reduce(self, pickler: Context, tensor: Any) -> Any:
         """Keep a tensor, and pickle a handle to it."""
+        if tensor.device.type == "xla":
+            _compute()
         block = self._arena.lease(_TOKEN)
         if block is None:
             raise TaskNotPicklable(
@@ -152,6 +155,17 @@ class Keeper:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+def _compute() -> None:
+    """Have torch_xla begin to compute what it has only recorded.
+
+    Otherwise the next task would pay for it and meet its errors, and the tensors that it is
+    computed from would stay on the device, whether there are handles to them or not.
+    """
+    torch_xla: Any = sys.modules.get("torch_xla")
+    if torch_xla is not None:
+        torch_xla.sync()
 
 
 @builder
