@@ -99,7 +99,7 @@ $(VENV)/.test: $(VENV)/.run
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.run
-	$(call PIP,$(VENV)) --editable ".[lint]"
+	$(call PIP,$(VENV)) --editable ".[lint,test]"
 	touch $@
 
 $(CORE_VENV)/.core: pyproject.toml
