@@ -77,6 +77,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, (text, _) in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     _stderr = os.dup(2)
+    # A background shell passes SIGINT down ignored, and so would this process.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     mark_this_run()
 
 

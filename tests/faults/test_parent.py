@@ -14,13 +14,11 @@ from support.waiting import LIMIT, wait_gone
 pytestmark = pytest.mark.xpool_only
 
 PARENT = """
-import os, signal, sys, threading
+import os, sys, threading
 import xpool
 from support import work
 
 if __name__ == "__main__":
-    # A background shell passes SIGINT down ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     what, method, box = sys.argv[1:]
     pool = xpool.Pool(2, context=method)
     gate = box + ".gate"
