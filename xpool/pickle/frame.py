@@ -37,6 +37,7 @@ ALIGN = 16
 KEPT = 1
 
 _HEAD = struct.Struct("<BBHIQ")
+_TOKEN = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQII")
 
 _Entry = tuple[int, int, int, int]
@@ -90,25 +91,25 @@ def pack(
     blocks: list[Block | None] = [None]
     blocks += [shared.get(id(buffer)) for buffer in buffers]
     leased = _lease(chunks, size, views, blocks, layout)
-    table, inline, held = [], [], {}
+    table, inline, held = b"", [], {}
     arenas: dict[Arena, int] = {}
     for given, block, view in zip(blocks, leased, [None, *views], strict=True):
         length = size if view is None else view.nbytes
         if block is None:
-            table.append((MISSING, length, 0, 0))
+            table += _ENTRY.pack(MISSING, length, 0, 0)
             if view is not None:
                 inline.append(view)
         else:
             which = arenas.setdefault(block.arena, len(arenas))
             name = block.name
             held[which, name] = block
-            table.append((name, length, which, int(given is not None)))
-    known = [arena.token for arena in arenas] or [0]
+            table += _ENTRY.pack(name, length, which, given is not None)
+    first, *more = [arena.token for arena in arenas] or [0]
     flags = KEPT if layout.kept and held else 0
-    head = _HEAD.pack(FRAMED, flags, len(known) - 1, len(views), known[0])
-    head += struct.pack(f"<{len(known) - 1}Q", *known[1:])
-    head += b"".join(_ENTRY.pack(*entry) for entry in table)
-    message = _join(head, () if leased[0] is not None else chunks, inline, layout.room)
+    head = _HEAD.pack(FRAMED, flags, len(more), len(views), first)
+    for token in more:
+        head += _TOKEN.pack(token)
+    message = _join(head + table, () if leased[0] is not None else chunks, inline, layout.room)
     if held:
         message = Leased(message)
         message.blocks = held
@@ -175,6 +176,8 @@ def tokens(message: bytes | memoryview) -> list[int]:
     if len(message) < _HEAD.size or message[0] != FRAMED:
         raise ValueError("not a message of xpool: neither a pickle nor a framed table")
     _, _, more, _, token = _HEAD.unpack_from(message)
+    if not more:
+        return [token] if token else []
     if len(message) < _HEAD.size + 8 * more:
         raise ValueError("a message of xpool was cut short in its head")
     return [token, *struct.unpack_from(f"<{more}Q", message, _HEAD.size)] if token else []
@@ -226,12 +229,12 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
     view = memoryview(message).cast("B")
     known = tokens(view)
     flags, table, end = _table(view)
-    if view.readonly and any(place == MISSING for place, _, _, _ in table[1:]):
-        view = memoryview(bytearray(view))  # the receiver may write to what it gets
     held = message.blocks if type(message) is Leased else {}
     parts: list[memoryview] = []
     for place, size, which, shared in table:
         if place == MISSING:
+            if parts and view.readonly:
+                view = memoryview(bytearray(view))  # the receiver may write to what it gets
             begin = end + -end % ALIGN if parts else end
             end = begin + size
             if end > len(view):
