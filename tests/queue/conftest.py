@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import multiprocessing
 import sys
@@ -14,9 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.waiting import LIMIT, eventually
+import parts
 
-from xpool.memory import guests
 from xpool.memory.arena import Arena
 from xpool.queue import SimpleQueue
 
@@ -37,21 +35,11 @@ def lasting() -> None:
         torch.set_num_threads(1)  # torch's threads do not survive a fork
 
 
-def settled() -> None:
-    """Wait until this process holds nothing, and nothing of it is on its way."""
-    gc.collect()
-    eventually(lambda: not guests.tidy(float("inf")), "everything let go of")
-    guests._wake.set()
-    thread = guests._thread
-    if thread is not None:
-        thread.join(LIMIT)
-
-
 @pytest.fixture(autouse=True)
 def tidied(nothing_leaks: None) -> Iterator[None]:
     """Let the queues' memory go back after each test."""
     yield
-    settled()
+    parts.settled()
 
 
 @pytest.fixture

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from queue import Empty
 from typing import Any
+
+from support.waiting import LIMIT, eventually
+
+from xpool.memory import guests
 
 inherited: Any = None
 made: Any = None
@@ -194,3 +199,13 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
                     queue.put(one)
                 del one
         del tensor
+
+
+def settled() -> None:
+    """Wait until this process holds nothing, and nothing of it is on its way."""
+    gc.collect()
+    eventually(lambda: not guests.tidy(float("inf")), "everything let go of")
+    guests._wake.set()
+    thread = guests._thread
+    if thread is not None:
+        thread.join(LIMIT)

@@ -10,7 +10,6 @@ from typing import Any
 
 import parts
 import pytest
-from conftest import settled
 from support.waiting import LIMIT, eventually
 
 from xpool.memory import guests
@@ -67,7 +66,7 @@ def test_readers_are_killed(make_queue: Any, start: Any, nbytes: int):
     assert len(set(got)) == len(got), seed
     assert set(got) <= set(range(count)), seed
     assert len(got) >= count - kills, f"{count - len(got)} lost by {kills} deaths, seed {seed}"
-    settled()
+    parts.settled()
     assert _arena().statistics()["out"] == 0
 
 
@@ -103,7 +102,7 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
         assert data == bytes([i % 251]) * nbytes
         expected[who] += 1
     del data
-    settled()
+    parts.settled()
     assert not any(arena.is_guest for arena in Arena._known.values())
 
 
@@ -128,7 +127,7 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
     start("spawn", parts.report, q, results)
     assert results.get(LIMIT) == 2
     q.put(None)
-    settled()
+    parts.settled()
     eventually(lambda: not _arena().statistics()["out"], "blocks are free")
 
 
@@ -256,7 +255,7 @@ def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.Mo
     kept.clear()
     while not q.empty():
         q.get()
-    settled()
+    parts.settled()
     assert not any(arena.is_guest for arena in Arena._known.values())
 
 

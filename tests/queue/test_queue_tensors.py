@@ -10,7 +10,6 @@ from typing import Any
 
 import parts
 import pytest
-from conftest import settled
 from support import scripts
 from support.leaks import descriptors
 from support.waiting import LIMIT, eventually
@@ -152,7 +151,7 @@ def test_more_than_the_limit(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
 def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     """When tensors and queues are gone, so are descriptors, holds and memory, on both sides."""
     arena = _arena()
-    settled()
+    parts.settled()
     before = arena.statistics(), set(descriptors().values())
     there, back = (make_queue(copy_tensor=copy) for _ in range(2))
     process = start("spawn", parts.echo, there, back)
@@ -167,7 +166,7 @@ def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     process.join(LIMIT)
     there.close()
     back.close()
-    settled()
+    parts.settled()
     after = arena.statistics(), set(descriptors().values())
     assert after[0]["out"] == before[0]["out"] and after[0]["held"] == before[0]["held"]
     assert after[0]["bytes"] <= before[0]["bytes"] + (1 << 20)
@@ -184,7 +183,7 @@ def test_reader_lets_go_of_a_living_writer(make_queue: Any, start: Any):
     ask.put("how many")
     assert back.get(LIMIT)["out"] == 5
     del tensors
-    settled()
+    parts.settled()
     ask.put("how many")
     after = back.get(LIMIT)
     assert after["out"] == 0 and after["bytes"] < 1 << 20
