@@ -12,6 +12,7 @@ import pytest
 from support import tensor_work as tasks
 from support.kinds import START_METHODS
 from support.leaks import descriptors
+from support.memory import block_bytes
 from support.scripts import run_ok
 from support.waiting import Gate, Mailbox, eventually
 
@@ -35,7 +36,7 @@ def arena() -> Arena:
 
 
 def used() -> int:
-    return arena().file.used()
+    return block_bytes(arena())
 
 
 @pytest.fixture

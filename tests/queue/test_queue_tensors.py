@@ -12,6 +12,7 @@ import parts
 import pytest
 from support import scripts
 from support.leaks import descriptors
+from support.memory import block_bytes
 from support.waiting import LIMIT, eventually
 
 from xpool import Pool, TaskNotPicklable
@@ -128,7 +129,7 @@ def test_limit_of_memory(make_queue: Any, start: Any, monkeypatch: pytest.Monkey
     start("fork", parts.sums, q, results)
     for i in range(40):
         q.put(torch.full((4 << 20,), i, dtype=torch.uint8))
-        assert _arena().file.used() <= 17 << 20
+        assert block_bytes(_arena()) <= 17 << 20
     q.put(None)
     assert [results.get(LIMIT) for _ in range(40)] == [(i, True, 4 << 20) for i in range(40)]
 

@@ -33,6 +33,8 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import get_ident
 
 from xpool.interrupt import uninterrupted
@@ -246,7 +248,7 @@ class Arena:
         """Give back the memory of blocks whose owners have ended and that nobody holds."""
         left = list(self._left)
         for start in range(0, len(left), _AT_ONCE):
-            with self._lock:
+            with self._take_turn():
                 for number in left[start : start + _AT_ONCE]:
                     if number // ENTRIES not in self._vacant:
                         self._left.discard(number)  # another process sits there now
@@ -257,6 +259,19 @@ class Arena:
         if self.file.claim(number):
             self.file.punch(number)
             self._left.discard(number)
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[bool]:
+        """Have the lock, and let finalizers and signal handlers that come meanwhile see it.
+
+        False: this is such a handler, in the midst of its thread's own turn.
+        """
+        with self._lock:
+            before, self._turn = self._turn, get_ident()
+            try:
+                yield not before
+            finally:
+                self._turn = before
 
     # -- leasing and holding -----------------------------------------------------------------------
 
@@ -420,13 +435,13 @@ class Arena:
         while self._graves and not seats.taken(self.file.fd, seat := next(iter(self._graves))):
             self._graves.discard(seat)
             self.bury(seat)
-        with self._lock:
+        with self._take_turn():
             self._unpin()
             self._take_dropped()
             self._clear_dead()
             self._region.collect_all()
         while more:
-            with self._lock:
+            with self._take_turn():
                 more = self._region.give_back(before)
         self._sweep()
         self._settle()
@@ -440,11 +455,12 @@ class Arena:
     def statistics(self) -> dict[str, int]:
         """Return counts: bytes used by the whole program, blocks that this process made, those of
         them that somebody holds, and those of anybody that this process holds."""
-        with self._lock:
-            self._unpin()
-            self._take_dropped()
-            self._clear_dead()
-            self._region.collect_all()
+        with self._take_turn() as first:
+            if first:
+                self._unpin()
+                self._take_dropped()
+                self._clear_dead()
+                self._region.collect_all()
             found = {
                 "bytes": self.file.used(),
                 "blocks": self._region.blocks,

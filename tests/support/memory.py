@@ -1,0 +1,12 @@
+"""What shared memory is used for."""
+
+from __future__ import annotations
+
+from xpool.memory.arena import Arena
+from xpool.memory.layout import HOLDS
+
+
+def block_bytes(arena: Arena) -> int:
+    """Return how many bytes blocks have; tables keep theirs, 512 for each block there ever was."""
+    file = arena.file
+    return file.used() - 512 * sum(file.entries(seat) for seat in range(HOLDS))
