@@ -72,6 +72,14 @@ def change(x: Any, by: float = 1) -> None:
     x.add_(by)
 
 
+def slow_fill(x: Any, value: float) -> None:
+    """Have the GPU write to a tensor after a while."""
+    import torch
+
+    torch.cuda._sleep(50_000_000)
+    x.fill_(value)
+
+
 def change_kept(name: str, by: float = 1) -> None:
     kept[name].add_(by)
 

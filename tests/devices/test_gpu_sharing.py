@@ -272,6 +272,19 @@ def test_the_lender_keeps(share: Any):
     eventually(lambda: not loans.sweep(everything=True), "taken back")
 
 
+def test_nothing_waits_for_a_sweep(share: Any):
+    """When a call has been answered, the memory of its arguments is the lender's own again."""
+    pool = share()
+    for _ in range(3):
+        pool.apply(tasks.values, (tasks.put(torch.ones(4)),))
+        assert not loans._lent
+    results = [pool.apply_async(tasks.values, (tasks.put(torch.ones(4)),)) for _ in range(10)]
+    for result in results:
+        result.get()
+    pool.map(tasks.values, [tasks.put(torch.ones(4)) for _ in range(10)])
+    eventually(lambda: not loans._lent, "swept by the engine")
+
+
 def test_a_worker_keeps(share: Any):
     """It lends as long as a handle or a borrower is there, and no longer."""
     pool = share()
@@ -348,11 +361,13 @@ def test_the_lender_dies(share: Any):
 
 
 def test_many_at_once(share: Any):
-    """A thousand tensors lent and borrowed, and all given back."""
+    """Hundreds of tensors lent and borrowed, and given back: some are looked at at a time."""
     pool = share(Pool, 1)
     every = [tasks.put(torch.full((2,), float(i))) for i in range(200)]
     assert pool.apply(tasks.values, every) == [([float(i)] * 2, True) for i in range(200)]
-    assert len(loans._lent) == 200
+    for _ in range(3):
+        pool.apply(tasks.forget)
+    assert not loans._lent
 
 
 # -- who sees what -----------------------------------------------------------------------------
@@ -511,6 +526,13 @@ def test_no_memory_for_a_token(share: Any, monkeypatch: pytest.MonkeyPatch):
         pool.apply(tasks.values, (x,))
 
 
+def test_fork_of_a_process_with_cuda(monkeypatch: pytest.MonkeyPatch):
+    """CUDA does not survive it, so such workers are refused with that reason."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(OptionError, match="has started the CUDA runtime, which does not survive"):
+        Pool(1, context="fork", is_copy_tensor=False)
+
+
 @STAND_IN
 def test_in_a_pool_of_a_worker(share: Any, device: Any):
     """What a worker has from its parent is not for the workers of a pool of its own."""
@@ -538,3 +560,64 @@ def test_a_child_of_this_process(share: Any):
     assert loans._lent
     pool.apply(tasks.change_kept, ("x",))
     assert values(x) == [[1.0] * 4]
+
+
+# -- on a GPU only -----------------------------------------------------------------------------
+
+SIZE = 64 << 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)
+def test_memory_of_a_gpu_comes_back(share: Any):
+    """After a borrower's death, and after one that let go, the lender can use it again."""
+    pool = share()
+    before = torch.cuda.memory_allocated()
+    for end in (lambda: pool.apply(tasks.forget, worker=0), lambda: killed(pool, 0)):
+        x = torch.zeros(SIZE // 4, device="cuda")
+        pool.apply(tasks.keep, ("x", x), worker=0)
+        del x
+        assert loans.sweep(everything=True)
+        assert torch.cuda.memory_allocated() >= before + SIZE
+        end()
+        eventually(lambda: not loans.sweep(everything=True), "taken back")
+        assert torch.cuda.memory_allocated() <= before
+
+
+def killed(pool: Any, worker: int) -> None:
+    with pytest.raises(WorkerDied):
+        pool.apply(tasks.kill_oneself, worker=worker)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)
+def test_kernels_still_under_way(share: Any):
+    """Who sends, and who answers, has waited for what the GPU was asked."""
+    pool = share()
+    x = torch.zeros(1000, device="cuda")
+    torch.cuda._sleep(50_000_000)
+    x.fill_(1)
+    assert pool.apply(tasks.values, (x,), worker=0)[0][0][-1] == 1
+    pool.apply(tasks.slow_fill, (x, 2), worker=0)
+    assert x.max().item() == x.min().item() == 2
+    handle = pool.apply(tasks.make, ("mine", 1000), worker=0)
+    pool.apply(tasks.slow_fill, (handle, 3), worker=0)
+    assert pool.apply(tasks.values, (handle,), worker=1)[0][0][-1] == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", KINDS[1:], indirect=True)
+def test_masked_workers(share: Any):
+    """Each worker sees its own GPU as ``cuda:0``; the others' tensors come by the host."""
+    from xpool.devices import devices
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU; it takes two")
+    pool = share(CtxPool, 2, worker_contexts=devices("cuda")[:2])
+    one, two = pool.run_all(tasks.with_context, tasks.make)
+    assert one.gpu != two.gpu
+    assert [on_gpu for _, on_gpu in call(pool, tasks.values, one, two)] == [True, True]
+    for i in range(2):
+        x = torch.zeros(4, device=f"cuda:{i}")
+        call(pool, tasks.change, x)
+        assert x.tolist() == [1.0] * 4

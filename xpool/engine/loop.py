@@ -370,6 +370,7 @@ class Engine(Limits):
                     self._watch.alarm(self._trim_at)
         if self._dead_seats:
             self._bury_dead()
+        sweep()
         if self._trim_at is not None and self._watch.now() >= self._trim_at:
             self._trim()
 

@@ -25,6 +25,7 @@ class Packer:
     def __init__(self, recurse: bool, layout: Layout) -> None:
         self.recurse = recurse
         self.layout = layout
+        self._sight = Sight([])
         self._turns = itertools.count()
 
     def see(self, sight: Sight) -> None:

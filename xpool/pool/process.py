@@ -25,6 +25,7 @@ from xpool.options import (
     default_processes,
 )
 from xpool.pickle.handles import pools
+from xpool.pickle.loans import sweep
 from xpool.pickle.main import main_is_importable, main_location
 from xpool.pool.base import at_exit
 from xpool.pool.feeder import Window
@@ -221,6 +222,8 @@ class Pool(Together):
         if terms.waits:
             self._engine.call(span)
             self._pump()
+            del span  # it holds what was lent for this call
+            sweep()
         else:
             self._engine.submit(span)
 
