@@ -23,7 +23,9 @@ class Calls:
 
     def version(self) -> str:
         """Return torch's version, on which the form of its handles depends."""
-        return str(sys.modules["torch"].__version__)
+        import torch
+
+        return str(torch.__version__)
 
     def identity(self, ordinal: int) -> str:
         """Return the UUID of a GPU.

@@ -13,6 +13,7 @@ of hops lead to the one memory, and back to the lender's own storage.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -69,8 +70,10 @@ class _Lent:
 
 
 class _Borrowed:
-    """The hold of this process on somebody's memory.  An attribute of the storage, so it lives as
-    long as any tensor uses that."""
+    """The hold of this process on somebody's memory.
+
+    An attribute of the storage, so it lives as long as any tensor uses that.
+    """
 
     def __init__(self, facts: Facts, block: Block, ordinal: int, storage: Any) -> None:
         self.facts, self.block, self.ordinal = facts, block, ordinal
@@ -251,8 +254,6 @@ def tensor_on_gpu(buffer: Any, facts: Any, offset: int, name: str, shape: Any, s
 def _open(facts: Facts, key: _Key, block: Block) -> Any:
     calls = cuda.calls
     what = f"{facts.nbytes} bytes on the GPU {facts.gpu}, shared by the process {facts.pid},"
-    import torch  # noqa: F401  # `calls` expects it
-
     if facts.version != calls.version():
         raise DeviceError(
             f"{what} cannot be opened: that process has torch {facts.version}, this one "
@@ -281,10 +282,8 @@ def _open(facts: Facts, key: _Key, block: Block) -> Any:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    except OSError as exc:
+        return exc.errno == errno.EPERM
     return True
 
 
@@ -292,8 +291,10 @@ def _lives(pid: int) -> bool:
 
 
 def settle() -> None:
-    """Wait until the GPU has done what was asked of it, if this process has memory of others or
-    others have its: so an answer comes after the writes of its task."""
+    """Wait for the GPUs whose memory this process has lent or borrowed, if it has any.
+
+    So an answer comes after the writes of its task.
+    """
     if _lent or _borrowed:
         with _lock:
             ordinals = {cuda.calls.ordinal(storage) for _, storage in _lent.values()}
