@@ -45,6 +45,7 @@ from xpool.memory.arena import IDLE, Arena
 from xpool.options import START_ATTEMPTS
 from xpool.pickle import decode
 from xpool.pickle.frame import Leased, weight
+from xpool.pickle.loans import sweep
 from xpool.queue.messages import boot_frame
 
 __all__ = ["Engine"]
@@ -337,6 +338,7 @@ class Engine(Limits):
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.end()
+            sweep(everything=True)
 
     def after_fork_in_child(self) -> None:
         """These workers are the parent's; their descriptors are closed here already."""
@@ -368,6 +370,7 @@ class Engine(Limits):
                     self._watch.alarm(self._trim_at)
         if self._dead_seats:
             self._bury_dead()
+        sweep()
         if self._trim_at is not None and self._watch.now() >= self._trim_at:
             self._trim()
 
@@ -392,8 +395,10 @@ class Engine(Limits):
     def _trim(self) -> None:
         """Give back memory that lay unused; without the lock, since that takes its time."""
         arena, self._trim_at = self._arena, None
-        if arena is not None and arena.trim():
-            self._trim_after = min(2 * self._trim_after, 60.0)
+        lent = sweep(everything=True)
+        if (arena is not None and arena.trim()) or lent:
+            # The memory of a GPU is scarce: whether it is lent still is looked at more often.
+            self._trim_after = IDLE if lent else min(2 * self._trim_after, 60.0)
             with self.lock:
                 self._trim_at = self._watch.now() + self._trim_after
                 self._watch.alarm(self._trim_at)

@@ -30,8 +30,14 @@ class Block:
     stands_for: tuple[int, int]
     """Where it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
 
+    gpu: str
+    """Where it stands for memory that this process lends to others: the GPU that has it."""
+
     former: Any
     """Memory that must live as long as this does."""
+
+    filled: bool
+    """True where a sender has filled it for one message, and does not look at it any more."""
 
     @property
     def name(self) -> int:
@@ -61,6 +67,7 @@ def make_block_type(capacity: int) -> Any:
     made = block_types.get(capacity)
     if made is None:
         bases = Block, ctypes.c_char * capacity
-        space = {"__slots__": ("arena", "former", "number", "stands_for"), "capacity": capacity}
+        slots = "arena", "filled", "former", "gpu", "number", "stands_for"
+        space = {"__slots__": slots, "capacity": capacity}
         made = block_types[capacity] = type(f"Block{capacity}", bases, space)
     return made

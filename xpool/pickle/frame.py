@@ -66,6 +66,11 @@ class Leased(bytes):
                 found[worker] = found.get(worker, 0) + nbytes
         return found
 
+    @property
+    def gpus(self) -> set[str]:
+        """The GPUs of which this process lends memory in it."""
+        return {block.gpu for block in self.blocks.values() if hasattr(block, "gpu")}
+
 
 def weight(message: bytes | memoryview) -> int:
     """Return how many bytes of memory a message holds, in blocks or by itself."""
@@ -103,7 +108,8 @@ def pack(
             which = arenas.setdefault(block.arena, len(arenas))
             name = block.name
             held[which, name] = block
-            table += _ENTRY.pack(name, length, which, given is not None)
+            of_both = given is not None and not hasattr(given, "filled")
+            table += _ENTRY.pack(name, length, which, of_both)
     first, *more = [arena.token for arena in arenas] or [0]
     flags = KEPT if layout.kept and held else 0
     head = _HEAD.pack(FRAMED, flags, len(more), len(views), first)

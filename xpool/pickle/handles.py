@@ -7,6 +7,9 @@ to that worker and finds the tensor itself; for another worker it is replaced by
 How long the worker keeps a tensor is told by a block of the arena, a few bytes that stand for it:
 whoever has the handle, or a message with it, holds that block.  So all that is true of blocks (a
 message that nobody opens, a process that is killed) is true of handles.
+
+Another process that sees the same GPU can use the tensor in place (`loans`).  Its owner, asked for
+that, pickles it so (`Sealed`); the pool's process passes that on, or opens it on request.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from math import prod
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool.errors import PoolClosed, TaskNotPicklable, TensorLost
+from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 from xpool.memory.arena import Arena, Block
 from xpool.pickle.devices import copy_to, on_own_device
+from xpool.pickle.frame import Leased
 from xpool.pickle.hooks import Context, builder, register
+from xpool.pickle.loans import gpu_of
+from xpool.pickle.policy import Layout
 
 __all__ = ["Keeper", "TensorHandle", "pools"]
 
@@ -38,15 +44,17 @@ class TensorHandle:
 
     Given to the pool as (part of) an argument, it takes the task to that worker, where the function
     gets the tensor itself, the same object, and nothing is copied.  For another worker
-    (``worker=i``, or handles of two workers in one task) the tensor is copied, through the memory
-    of this machine, and arrives on the device that that worker is bound to, else on the CPU.  The
-    worker keeps the tensor until all handles are gone.
+    (``worker=i``, or handles of two workers in one task) it is the tensor itself, too, if that
+    worker sees the same GPU; else it is copied, through the memory of this machine, and arrives on
+    the device that that worker is bound to, else on the CPU.  The worker keeps the tensor until all
+    handles are gone.
 
     Attributes:
         shape: tuple of int.
         dtype: `torch.dtype`.
         device: str, as in the worker: ``"xla:0"``, ``"cuda:0"``.
         requires_grad: bool.
+        gpu: UUID of the GPU that it lies on, as str; None: on none.
         worker: index of the worker.
         pid: its process.
     """
@@ -55,7 +63,7 @@ class TensorHandle:
         self._buffer = buffer
         self._about = about
         self._pool, self.worker, self.pid, self.shape, self.dtype, self.device = about[:6]
-        self.requires_grad = about[6]
+        self.requires_grad, self.gpu = about[6:]
         block: Block = buffer.obj  # type: ignore[assignment]
         block.stands_for = self.worker, self.nbytes  # type: ignore[misc]  # its subclass has it
         self._block = block
@@ -75,10 +83,37 @@ class TensorHandle:
             TensorLost (a `WorkerDied`): the worker has ended.
             PoolClosed: the pool takes no more work.
         """
+        return self._ask(_to_cpu)
+
+    def open(self) -> Any:
+        """Return the tensor itself, in this process: both sides see each other's writes.
+
+        For tensors on a GPU that this process sees.  It starts CUDA here, which nothing else of
+        a pool does.  The worker keeps the tensor as long as this process uses it; when the worker
+        ends, the values are lost.
+
+        Raises:
+            OptionError: it lies on a device whose memory no other process can see.
+            TaskNotPicklable, DeviceError: it cannot be shared, or not be opened; they say why.
+            TensorLost, PoolClosed: as of `cpu`.
+        """
+        if self.gpu is None:
+            raise OptionError(
+                f"{self!r}: only what lies on a GPU, with torch 2.4 or later, can be seen by "
+                "another process; use handle.cpu()"
+            )
+        return self.seal().open()
+
+    def seal(self) -> Sealed:
+        """Return what opens the tensor in other processes that see its GPU."""
+        sealed: Sealed = self._ask(_seal)
+        return sealed
+
+    def _ask(self, question: Any) -> Any:
         pool = pools.get(self._pool)
         if pool is None:
             raise PoolClosed(f"{self!r}: its pool is gone, and the tensor with it")
-        return pool.apply(_to_cpu, (self,))
+        return pool.apply(question, (self,))
 
     def __repr__(self) -> str:
         what = f"of shape {self.shape}, {self.dtype}, on {self.device}"
@@ -101,10 +136,49 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
     if layout.pool != handle._pool:
         return handle.__reduce__()
     if layout.target is not None and layout.target != handle.worker:
+        gpu, reach = handle.gpu, layout.reach
+        if gpu and layout.lends is not None and reach is not None and reach(gpu, layout.target):
+            return _reduce_sealed(pickler, handle.seal())
         return on_own_device, (handle.cpu(),)
     buffer = PickleBuffer(handle._buffer)
     pickler.shared[id(buffer)] = handle._block
     return open_handle, (buffer, handle._block.name, *handle._about)
+
+
+def _seal(*args: Any) -> Any:
+    assert Keeper.here is not None
+    return Keeper.here.seal(args[-1])  # a context may come before it
+
+
+class Sealed:
+    """A tensor, pickled for processes that see its GPU: there it arrives as the tensor.
+
+    The pool's process only passes it on, unless `open` is called.
+    """
+
+    def __init__(self, pool: str, message: bytes, blocks: list[Block]) -> None:
+        self.pool, self.message, self.blocks = pool, message, blocks
+
+    def open(self) -> Any:
+        """Return the tensor."""
+        from xpool.pickle.pickler import decode
+
+        return decode(self.message)
+
+
+@register(Sealed)
+def _reduce_sealed(pickler: Context, sealed: Sealed) -> Any:
+    buffers = [PickleBuffer(block.view(1)) for block in sealed.blocks]
+    for buffer, block in zip(buffers, sealed.blocks):
+        pickler.shared[id(buffer)] = block
+    return unseal, (sealed.pool, sealed.message, *buffers)
+
+
+@builder
+def unseal(pool: str, message: bytes, *buffers: Any) -> Any:
+    """Return the tensor in a worker, what was sealed in the pool's process."""
+    sealed = Sealed(pool, message, [buffer.obj for buffer in buffers])
+    return sealed.open() if Keeper.here is not None and Keeper.here.pool == pool else sealed
 
 
 class Keeper:
@@ -134,7 +208,17 @@ class Keeper:
         buffer = PickleBuffer(sent.view(1))
         pickler.shared[id(buffer)] = sent
         about = tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
-        return open_handle, (buffer, block.name, self.pool, *self._who, *about)
+        return open_handle, (buffer, block.name, self.pool, *self._who, *about, gpu_of(tensor))
+
+    def seal(self, tensor: Any) -> Sealed:
+        """Pickle a tensor for processes that see its GPU."""
+        from xpool.pickle.pickler import encode
+
+        # Several may open it: each has a copy of what is beside the tensor.
+        layout = Layout(self._arena.lease, lends=self._arena, kept=True)
+        message = encode(tensor, layout=layout)
+        blocks = list(message.blocks.values()) if type(message) is Leased else []
+        return Sealed(self.pool, bytes(message), blocks)
 
     def get(self, name: int) -> Any:
         """Return a tensor that is kept, or None."""
@@ -176,7 +260,7 @@ def open_handle(buffer: Any, name: int, pool: str, worker: int, pid: int, *about
         return TensorHandle(buffer, pool, worker, pid, *about)
     tensor = keeper.get(name)
     if tensor is None:
-        shape, dtype, device, _ = about
+        shape, dtype, device, *_ = about
         what = f"The tensor of shape {shape}, {dtype}, on {device}"
         raise TensorLost(pid, None, worker, what)
     return tensor

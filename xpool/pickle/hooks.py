@@ -43,7 +43,7 @@ class Context(Protocol):
     spaces: dict[int, Any]  # globals that belong to no module, by id
     tensors: Any  # what tensors.py remembers of this run, or None
     layout: Layout
-    shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is (share mode)
+    shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is already
 
 
 Reducer = Callable[[Any, Any], Any]

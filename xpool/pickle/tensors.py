@@ -22,9 +22,10 @@ from typing import Any
 
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import layouts
-from xpool.pickle.devices import is_kept, on_own_device, staged
+from xpool.pickle.devices import fetch, is_kept, on_own_device
 from xpool.pickle.extents import Extent, Piece, Seen, extent
 from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
+from xpool.pickle.loans import borrow, lend, tensor_on_gpu
 from xpool.pickle.policy import INLINE_BELOW
 from xpool.pickle.sharing import move, open_storage, share
 from xpool.pickle.short import SHORT, Head, tail
@@ -281,10 +282,26 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
             "process. Send x.rename(None), and the names beside it."
         )
     if not tensor.is_cpu:
-        return staged(tensor)
+        return _on_device(pickler, tensor, name)
     if tensor.numel() == 0:
         return _empty, (name, tuple(tensor.shape), tensor.stride())
     return _dense(pickler, torch, tensor, name)
+
+
+def _on_device(pickler: Context, tensor: Any, name: str) -> Any:
+    """A tensor on a device: where it is, if that can be shared in this message, or copied."""
+    if tensor.is_cuda:
+        loan = lend(pickler, tensor.untyped_storage(), partial(_about, tensor))
+        if loan is not None:
+            place = tensor.storage_offset(), name, tuple(tensor.shape), tensor.stride()
+            return tensor_on_gpu, (*loan, *place)
+    fetched = fetch(pickler.layout, tensor)
+    if fetched is None:
+        return on_own_device, (tensor.cpu(),)
+    block, strides = fetched
+    buffer = PickleBuffer(block.view(tensor.nbytes))
+    pickler.shared[id(buffer)] = block
+    return _landed, (buffer, name, tuple(tensor.shape), strides)
 
 
 def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
@@ -334,6 +351,10 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
     """As a tensor of bytes, since torch's own pickle of a storage does not load."""
     if pickler.layout.arena is not None and storage.device.type == "cpu":
         return open_storage, share(pickler, storage)
+    if storage.device.type == "cuda":
+        loan = lend(pickler, storage, lambda: f"A storage of {storage.nbytes()} bytes")
+        if loan is not None:
+            return borrow, loan
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return _storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)
@@ -367,6 +388,11 @@ def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> A
 
 
 _head = Head(_tensor, 1)
+
+
+@builder
+def _landed(buffer: Any, name: str, shape: Any, strides: Any) -> Any:
+    return on_own_device(_tensor(buffer, name, shape, strides))
 
 
 @builder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 from xpool.errors import OptionError, TaskNotPicklable
@@ -11,6 +12,7 @@ from xpool.options import check_count
 from xpool.pickle import encode
 from xpool.pickle.frame import Leased
 from xpool.pickle.policy import BY_PIPE, Layout, share
+from xpool.pool.sight import Sight
 
 __all__ = ["Packer", "find_arena"]
 
@@ -23,6 +25,13 @@ class Packer:
     def __init__(self, recurse: bool, layout: Layout) -> None:
         self.recurse = recurse
         self.layout = layout
+        self._sight = Sight([])
+        self._turns = itertools.count()
+
+    def see(self, sight: Sight) -> None:
+        """Note which GPUs the workers see."""
+        self._sight = sight
+        self.layout = self.layout._replace(reach=sight.reach)
 
     def pack(self, obj: Any, kept: bool = False) -> Payload:
         """Pickle something for a worker; ``kept``: it may be sent more than once."""
@@ -33,22 +42,40 @@ class Packer:
         """Pickle a task for a worker (None: any, -1: the least loaded); return with it which.
 
         With handles to tensors on devices that is their worker.  Of several it is the one that has
-        most of their bytes; what lies elsewhere, or where another was asked for, is copied.
+        most of their bytes; what lies elsewhere, or where another was asked for, is shared there
+        if it lies on a GPU which that worker sees, and copied if not.  With tensors on GPUs of
+        this process it is one that sees these, and one that does not is refused.
         """
         payload = self.pack(task, kept)
-        if type(payload) is not Leased or not payload.owners:
+        if type(payload) is not Leased:
             return payload, worker
-        owners = payload.owners
-        if worker is None or worker < 0:
-            worker = min(owners, key=lambda i: (-owners[i], i))
-        if owners.keys() != {worker}:
-            layout = self.layout._replace(target=worker, kept=kept)
+        owners, gpus = payload.owners, payload.gpus
+        if not owners and not gpus:
+            return payload, worker
+        chosen = self._choose(owners, gpus, worker)
+        if chosen is None or chosen < 0:
+            return payload, chosen
+        if owners.keys() - {chosen} or not all(self._sight.reach(gpu, chosen) for gpu in gpus):
+            layout = self.layout._replace(target=chosen, kept=kept)
             payload = encode(task, recurse=self.recurse, layout=layout)
-        return payload, worker
+        return payload, chosen
+
+    def _choose(self, owners: dict[int, int], gpus: set[str], worker: int | None) -> int | None:
+        if worker is not None and worker >= 0:
+            return worker
+        able = self._sight.able(gpus)
+        if owners:
+            among = [i for i in owners if i in able] or able or list(owners)
+            return min(among, key=lambda i: (-owners.get(i, 0), i))
+        if len(able) == self._sight.workers:
+            return worker
+        # If no worker sees all of them, the first will be refused with the tensor that it lacks.
+        return able[next(self._turns) % len(able)] if able else 0
 
     def pack_option(self, name: str, obj: Any) -> bytes:
         """Pickle what every worker gets when it starts."""
-        layout = self.layout._replace(lessor=None)  # copied by each: not worth a block
+        # Copied by each, so not worth a block, and whichever GPU each of them sees.
+        layout = self.layout._replace(lessor=None, lends=None)
         try:
             payload = encode(obj, recurse=self.recurse, layout=layout)
         except TaskNotPicklable as exc:

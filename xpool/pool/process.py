@@ -25,11 +25,13 @@ from xpool.options import (
     default_processes,
 )
 from xpool.pickle.handles import pools
+from xpool.pickle.loans import sweep
 from xpool.pickle.main import main_is_importable, main_location
 from xpool.pool.base import at_exit
 from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
 from xpool.pool.packing import Packer, find_arena
+from xpool.pool.sight import Sight
 from xpool.pool.together import Together, limit_of
 from xpool.queue.messages import Mode
 from xpool.results import Job
@@ -144,10 +146,12 @@ class Pool(Together):
                 method = self._context if isinstance(self._context, str) else None
                 launcher = _launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
+        orders = _Orders(self, launcher, blob)
+        self._packer.see(Sight(orders.binds))
         self._engine = Engine(
             self._size,
             launcher,
-            _Orders(self, launcher, blob),
+            orders,
             arena=self._arena,
             name=self.name,
             daemon=self._daemon,
@@ -218,6 +222,8 @@ class Pool(Together):
         if terms.waits:
             self._engine.call(span)
             self._pump()
+            del span  # it holds what was lent for this call
+            sweep()
         else:
             self._engine.submit(span)
 
@@ -377,7 +383,8 @@ class _Orders:
             self._contexts = [
                 pool._packer.pack_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
             ]
-        self._bind = [dict(getattr(c, "env", None) or {}) for c in contexts or ()]
+        every = contexts or [None] * pool._size
+        self.binds = [dict(getattr(context, "env", None) or {}) for context in every]
         self._cpus = [tuple(getattr(c, "cpus", None) or ()) for c in contexts or ()]
         self._initializer = initializer
         self._bare = launcher.bare
@@ -401,7 +408,7 @@ class _Orders:
             "pool": self._pool,
             "name": f"{self._pool}-worker-{index}",
             "environ": dict(os.environ),
-            "bind": self._bind[index] if self._bind else {},
+            "bind": self.binds[index],
             "cpus": (self._cpus[index] if self._cpus else ()) or _own_cpus(),
             "cwd": os.getcwd(),
             "path": list(sys.path),

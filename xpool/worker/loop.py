@@ -22,6 +22,7 @@ from xpool.pickle.broadcast import Objects
 from xpool.pickle.exceptions import encode_exception
 from xpool.pickle.frame import Leased
 from xpool.pickle.handles import Keeper
+from xpool.pickle.loans import settle, sweep
 from xpool.pickle.main import mark_replica
 from xpool.pickle.policy import BY_PIPE, Layout, share
 from xpool.queue.channel import Source, write_all
@@ -214,7 +215,7 @@ class _Worker:
         self._objects = Objects(arena, orders["token"])
         self._peers: Peers | None = None
         if control >= 0 and arena is not None:
-            layout = self._layout._replace(keep=None)
+            layout = self._layout._replace(keep=None, lends=None)
             self._peers = Peers(orders["index"], orders["peers"], control, layout)
         self._waits_for_others = False  # for the end of holds, by what `_release` found last
         self._tidy_at = 0.0  # when to look for memory that was unused for long
@@ -324,7 +325,10 @@ class _Worker:
         if self._peers is not None:
             self._waits_for_others |= self._peers.settle()
         keeper = self._keeper
-        return keeper is not None and keeper.sweep(everything)
+        if keeper is None:
+            return False
+        kept = keeper.sweep(everything)
+        return sweep(everything) or kept
 
     def _tasks(self, count: int, body: bytes | memoryview, run: Any = None) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
@@ -388,6 +392,8 @@ class _Worker:
                 value = func(*task)
             else:
                 value = [func(*args) for args in task]
+            if self._keeper is not None:
+                settle()
         except SystemExit:
             raise
         except BaseException as exc:

@@ -1,0 +1,144 @@
+"""What the workers of the sharing tests run, on the stand-in for GPUs and on real ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from support import gpu
+
+from xpool.pickle import cuda, loans
+from xpool.pickle.handles import Keeper
+
+kept: dict[str, Any] = {}
+"""What tasks have put aside in this worker."""
+
+
+class Bound:
+    """A context that masks its worker."""
+
+    def __init__(self, mask: str | None = None, **more: str) -> None:
+        self.env = {**({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}), **more}
+
+
+def put(tensor: Any) -> Any:
+    """Return a tensor with these elements, views of views too, on the GPU of this process."""
+    if type(cuda.calls) is gpu.Calls:
+        return gpu.on_gpu(tensor)
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = tensor.as_strided((count,), (1,), 0)
+    return whole.cuda().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def view(x: Any, of: Callable[[Any], Any]) -> Any:
+    """Return a view; the stand-in cannot make all by itself."""
+    return gpu.OnGpu(of(x.inner)) if isinstance(x, gpu.OnGpu) else of(x)
+
+
+def make(name: str = "", size: int = 4) -> Any:
+    """Return ``[0, 1, ...]`` on the GPU, and keep it under a name."""
+    import torch
+
+    made = put(torch.arange(size, dtype=torch.float32))
+    if name:
+        kept[name] = made
+    return made
+
+
+def make_model() -> Any:
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    model.weight = torch.nn.Parameter(put(torch.ones(2, 3)))
+    model.weight.label = "weights"
+    return model
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def keep(name: str, x: Any) -> None:
+    kept[name] = x
+
+
+def forget() -> None:
+    kept.clear()
+
+
+def change(x: Any, by: float = 1) -> None:
+    x.add_(by)
+
+
+def slow_fill(x: Any, value: float) -> None:
+    """Have the GPU write to a tensor after a while."""
+    import torch
+
+    torch.cuda._sleep(50_000_000)
+    x.fill_(value)
+
+
+def change_kept(name: str, by: float = 1) -> None:
+    kept[name].add_(by)
+
+
+def values(*tensors: Any) -> Any:
+    """Return the elements, and whether they lie on a GPU."""
+    return [(x.cpu().tolist(), x.is_cuda) for x in tensors]
+
+
+def kept_values(name: str) -> list[Any]:
+    return kept[name].cpu().tolist()  # type: ignore[no-any-return]
+
+
+def first_and_second(first: Any, second: Any) -> list[Any]:
+    """Write to one tensor; return another's elements."""
+    first.fill_(7)
+    return second.cpu().tolist()  # type: ignore[no-any-return]
+
+
+def model_facts(model: Any) -> tuple[str, bool, str, list[Any]]:
+    weight = model.weight
+    weight.data.fill_(5)
+    return type(weight).__name__, weight.requires_grad, weight.label, weight.detach().cpu().tolist()
+
+
+def counts() -> tuple[int, int, int]:
+    """How many tensors this worker keeps, storages it lends, and storages it has borrowed."""
+    assert Keeper.here is not None
+    loans.sweep(everything=True)
+    Keeper.here.sweep(everything=True)
+    return len(Keeper.here), len(loans._lent), len(loans._borrowed)
+
+
+def waited() -> int:
+    """How often this worker has waited for its GPU (the stand-in knows)."""
+    return cuda.calls.waited  # type: ignore[attr-defined, no-any-return]
+
+
+def set_variable(name: str, value: str) -> None:
+    os.environ[name] = value
+
+
+def pid(*_: Any) -> int:
+    return os.getpid()
+
+
+def kill_oneself(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_to_share(reason: str | None) -> None:
+    """Have CUDA's IPC fail from now on in this worker (the stand-in does)."""
+    cuda.calls.fails = reason  # type: ignore[attr-defined]
+
+
+def raw_storage(x: Any) -> int:
+    """Write to a storage as it came."""
+    return int(x.nbytes())
+
+
+def with_context(context: Any, func: Any, *args: Any) -> Any:
+    return func(*args)
