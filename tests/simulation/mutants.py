@@ -89,6 +89,7 @@ def load(mutant: Mutant) -> Iterator[Any]:
 SCHEDULER = "xpool.jobs.scheduler"
 EXCHANGE = "xpool.engine.exchange"
 LOOP = "xpool.engine.loop"
+DEATHS = "xpool.engine.deaths"
 
 MUTANTS = [
     # -- the scheduler, found by its own world ---------------------------------------------------
@@ -282,23 +283,23 @@ MUTANTS = [
     ),
     Mutant(
         "after a death nobody is given what waits",
-        LOOP,
-        "        self._start_again(slot)\n        self._give_idle()\n",
-        "        self._start_again(slot)\n",
+        DEATHS,
+        "            self._start_again(slot)\n        self._give_idle()\n",
+        "            self._start_again(slot)\n",
         "engine",
     ),
     Mutant(
         "the answers of a dead worker are not looked for in its outbox",
-        LOOP,
-        "            self._take_late(slot, box.tail)\n",
-        "            pass\n",
+        DEATHS,
+        "                self._take_late(one, one.box.tail)\n",
+        "                pass\n",
         "engine",
     ),
     Mutant(
         "the pipe of a dead worker is not emptied",
-        LOOP,
-        "        self._drain(slot)\n        box, w",
-        "        box, w",
+        DEATHS,
+        "            self._drain(one)\n",
+        "",
         "engine",
     ),
     Mutant(
@@ -326,7 +327,7 @@ MUTANTS = [
     ),
     Mutant(
         "a start that the system refused is not tried again",
-        LOOP,
+        DEATHS,
         "        slot.start_at = when\n        self._watch.alarm(when)",
         "        slot.start_at = when",
         "engine",
