@@ -183,7 +183,8 @@ class WorkerDied(XPoolError):
 
     def __str__(self) -> str:
         reason = exit_reason(self.exitcode)
-        hint = _HINTS.get(self.exitcode, "The task itself ended the process.")
+        itself = "" if self.beside else "The task itself ended the process."
+        hint = _HINTS.get(self.exitcode, itself)
         story = f"Worker {self.worker} (pid {self.pid}) died, {reason}, while it ran {self.task}. "
         if self.killed > 1:
             return (
@@ -191,7 +192,7 @@ class WorkerDied(XPoolError):
                 "the fault is its own. It is not run again; run it alone to see what it does."
             )
         if self.beside:
-            why = f"{hint} {self.beside}" if self.killed else self.beside
+            why = f"{hint} {self.beside}".strip() if self.killed else self.beside
             return f"{story}{why} Pass retries=n to have a task run again."
         return f"{story}{hint} Only this task is lost; pass retries=n to have it run again."
 

@@ -303,6 +303,42 @@ MUTANTS = [
         "engine",
     ),
     Mutant(
+        "of the threads of a dead process, only one's pipe is emptied",
+        DEATHS,
+        "            self._drain(one)\n",
+        "            self._drain(slot)\n",
+        "engine",
+    ),
+    Mutant(
+        "of the threads of a dead process, only one's outbox is looked into",
+        DEATHS,
+        "                self._take_late(one, one.box.tail)\n",
+        "                self._take_late(slot, slot.box.tail)\n",
+        "engine",
+    ),
+    Mutant(
+        "what the other threads of a dead process held is lost",
+        DEATHS,
+        "        for one in ended:\n            found = self.sched.gone",
+        "        for one in ended[:1]:\n            found = self.sched.gone",
+        "engine",
+    ),
+    Mutant(
+        "a process is put away while a caller drives one of its threads",
+        DEATHS,
+        "            if one.driven:",
+        "            if one is slot and one.driven:",
+        "engine",
+    ),
+    Mutant(
+        "a process is started once for each of its threads",
+        LOOP,
+        "                if slot.state is WorkerStates.ABSENT:  # else it came with a mate\n"
+        "                    self._start(slot)",
+        "                self._start(slot)",
+        "engine",
+    ),
+    Mutant(
         "a worker that does not listen is not killed",
         LOOP,
         "                    slot.kill()\n                else:",
