@@ -368,11 +368,18 @@ def test_killed_while_it_retires(start: Any, mailbox: Mailbox, gate: Gate):
     pool.join()
 
 
+def states(pid: int) -> set[str]:
+    """What the threads of a process do, in the kernel's letters."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
+
+
 def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
     """A process that was stopped by SIGSTOP is replaced when tasks with a limit wait for it."""
     pool = start(2)
     before = crew(pool, mailbox, gate)
     os.kill(before[0][1], signal.SIGSTOP)
+    eventually(lambda: states(before[0][1]) == {"T"}, "all of its threads are stopped")
     found = [pool.apply_async(who, timeout=0.2) for _ in range(2)]
     assert {one.get()[2] for one in found} != {before[0][1]}
     assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
