@@ -157,15 +157,22 @@ class WorkerDied(XPoolError):
     Fields: ``pid`` (int or None), ``exitcode`` (as `multiprocessing.Process.exitcode`:
     negative for a signal, None when unknown), ``worker`` (index of the slot), ``task``
     (what it was running, as text), ``killed`` (how many workers have died of this task by
-    now: with ``retries=`` it may be several).
+    now: with ``retries=`` it may be several; 0: it is innocent), ``beside`` (where workers are
+    threads of one process: what the others have to do with its end, as text, or empty).
     """
 
     def __init__(
-        self, pid: int | None, exitcode: int | None, worker: int, task: str, killed: int = 1
+        self,
+        pid: int | None,
+        exitcode: int | None,
+        worker: int,
+        task: str,
+        killed: int = 1,
+        beside: str = "",
     ) -> None:
-        super().__init__(pid, exitcode, worker, task, killed)
+        super().__init__(pid, exitcode, worker, task, killed, beside)
         self.pid, self.exitcode, self.worker, self.task = pid, exitcode, worker, task
-        self.killed = killed
+        self.killed, self.beside = killed, beside
 
     @property
     def signal(self) -> str | None:
@@ -176,13 +183,17 @@ class WorkerDied(XPoolError):
 
     def __str__(self) -> str:
         reason = exit_reason(self.exitcode)
-        hint = _HINTS.get(self.exitcode, "The task itself ended the process.")
+        itself = "" if self.beside else "The task itself ended the process."
+        hint = _HINTS.get(self.exitcode, itself)
         story = f"Worker {self.worker} (pid {self.pid}) died, {reason}, while it ran {self.task}. "
         if self.killed > 1:
             return (
                 f"{story}{hint} This task has killed {self.killed} workers, one after the other: "
                 "the fault is its own. It is not run again; run it alone to see what it does."
             )
+        if self.beside:
+            why = f"{hint} {self.beside}".strip() if self.killed else self.beside
+            return f"{story}{why} Pass retries=n to have a task run again."
         return f"{story}{hint} Only this task is lost; pass retries=n to have it run again."
 
 

@@ -123,7 +123,7 @@ def _run_here(
     fn: Callable[..., Any], args: Sequence[Any], cache: str | os.PathLike[str] | None
 ) -> Any:
     if running_runtime() != "XLA":
-        context = devices("xla", 1, cache=cache)[0]
+        context = devices("xla", 1, per_process=1, cache=cache)[0]
         set_environment({k: v for k, v in context.env.items() if not k.endswith("_NUM_THREADS")})
         context.enter()
     ordinal = import_module("torch_xla.runtime").global_ordinal()

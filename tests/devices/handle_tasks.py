@@ -125,16 +125,17 @@ def change(context: Any, tensor: Any) -> None:
 
 def kept(context: Any, *_: Any) -> int:
     """Return how many tensors this worker keeps for handles."""
-    assert Keeper.here is not None
-    return len(Keeper.here)
+    keeper = Keeper.here.get()
+    assert keeper is not None
+    return len(keeper)
 
 
 def kept_and_blocks(context: Any, *_: Any) -> tuple[int, int]:
     """Return how many tensors this worker keeps, and bytes of shared memory of all."""
-    assert Keeper.here is not None
-    arena = Arena.here()
+    keeper, arena = Keeper.here.get(), Arena.here()
+    assert keeper is not None
     assert arena is not None
-    return len(Keeper.here), arena.statistics()["bytes"]
+    return len(keeper), arena.statistics()["bytes"]
 
 
 def pid_of(context: Any, *_: Any) -> int:

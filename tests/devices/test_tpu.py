@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,6 @@ from .hosts import TPU, XLA, tpu_host
 
 HOSTS = {
     # generation, chips of a host: what Google's metadata calls it
-    ("v3", 4): "v3-8",
     ("v4", 4): "v4-8",
     ("v5e", 1): "v5litepod-1",
     ("v5e", 4): "v5litepod-4",
@@ -70,6 +70,66 @@ def test_one_chip_for_each_independent_worker(generation: str, chips: int):
         assert {k: v for k, v in context.env.items() if v is not None} == wanted
         assert {k for k, v in context.env.items() if v is None} == set(SCRUB) - set(wanted)
         assert (context.framework, context.group) == ("torch_xla", 0)
+
+
+@pytest.mark.parametrize("n", [None, 3])
+def test_one_core_for_each_worker_of_v3(n: int | None):
+    """The workers of a chip are threads of one process: it owns the chip, and each a core of it."""
+    contexts = devices("tpu", n, host=tpu_host("v3", 4))
+    assert [(c.name, c.core) for c in contexts] == [
+        (str(chip), core) for chip in range(4) for core in range(2)
+    ][: n or 8]
+    for i, context in enumerate(contexts):
+        chip = str(i // 2)
+        assert (context.count, context.framework, context.group) == (1, "torch_xla", 0)
+        assert context.env["TPU_VISIBLE_CHIPS"] == context.env["TPU_VISIBLE_DEVICES"] == chip
+        assert context.env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
+        assert context.env["TPU_ACCELERATOR_TYPE"] == "v3-8"
+        assert context.env["PJRT_LOCAL_PROCESS_COUNT"] == "1"
+    rooms = [c.env["XPOOL_PROCESS"] for c in contexts]
+    assert rooms == (["0/2", "0/2", "1/1"] if n else [f"{i}/2" for i in range(4) for _ in "ab"])
+    assert "core 1" in repr(contexts[1])
+
+
+@pytest.mark.parametrize(
+    ("generation", "packages", "options", "counts"),
+    [
+        ("v3", XLA, {"per_process": 1}, [2] * 4),
+        ("v3", XLA, {"per_worker": 2}, [4] * 2),
+        ("v3", XLA, {"independent": False}, [2] * 4),
+        ("v3", TPU, {}, [2] * 4),
+        ("7x", XLA, {}, [2] * 4),
+        ("7x", XLA, {"per_process": 2}, [1] * 8),
+        ("v4", XLA, {"per_process": 1}, [1] * 4),
+    ],
+)
+def test_where_a_worker_has_a_core(
+    generation: str, packages: dict[str, str], options: dict[str, Any], counts: list[int]
+):
+    """Elsewhere a worker has its chips, with all their devices, unless it is asked for."""
+    contexts = devices("tpu", host=tpu_host(generation, 4, packages), **options)
+    assert [c.count for c in contexts] == counts
+    assert {c.core is None for c in contexts} == {len(counts) != 8}
+    assert {"XPOOL_PROCESS" in c.env for c in contexts} == {len(counts) == 8}
+
+
+@pytest.mark.parametrize(
+    ("generation", "packages", "options", "message"),
+    [
+        ("v5e", XLA, {"per_process": 2}, "a TPU v5e chip can have 1 workers here"),
+        ("v3", XLA, {"per_process": 3}, "a TPU v3 chip can have 1 or 2 workers here"),
+        ("v3", TPU, {"per_process": 2}, "more than one takes torch_xla"),
+        ("v3", XLA, {"per_process": 2, "independent": False}, "and independent=True"),
+        ("v3", XLA, {"per_process": 2, "per_worker": 2}, "leave one of the two out"),
+        ("v3", XLA, {"n": 9}, "9 workers are too many: there are 8 cores of TPU chips"),
+    ],
+)
+def test_cores_that_cannot_be_had(
+    generation: str, packages: dict[str, str], options: dict[str, Any], message: str
+):
+    """What makes no sense is refused with what does."""
+    with pytest.raises(OptionError, match=message):
+        devices("tpu", host=tpu_host(generation, 4, packages), **options)
 
 
 @pytest.mark.parametrize(

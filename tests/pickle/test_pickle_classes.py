@@ -11,6 +11,7 @@ import functools
 import gc
 import pickle
 import threading
+import time
 import typing
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from receiver import Receiver
 
-from xpool.pickle import decode, dumps, encode, registry
+from xpool.pickle import decode, dumps, encode, hooks, registry
 
 
 def again(obj: Any) -> Any:
@@ -509,3 +510,37 @@ def test_annotations_with_type_variables() -> None:
     f.__annotations__ = {"x": T, "return": list[T]}  # type: ignore[valid-type]
     g = again(f)
     assert g.__annotations__["x"] is T
+
+
+class Late:
+    """Of a module whose reducers are registered when the first of its objects is pickled."""
+
+    __module__ = "late"
+
+
+def test_reducers_are_there_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes while another registers a module's reducers waits for them."""
+    begun = threading.Event()
+    answers: list[Any] = []
+
+    def load() -> None:
+        del hooks.LAZY["late"]
+        begun.set()
+        for _ in range(100):
+            time.sleep(0)  # let the other thread go on
+        hooks.register(Late)(lambda pickler, obj: "reduced")
+
+    def ask() -> None:
+        begun.wait()
+        answers.append(hooks.reducer_override(None, Late()))
+
+    monkeypatch.setitem(hooks.LAZY, "late", load)
+    monkeypatch.setitem(hooks.REDUCERS, Late, None)  # as it is after the test
+    del hooks.REDUCERS[Late]
+    others = [threading.Thread(target=ask) for _ in range(4)]
+    for other in others:
+        other.start()
+    answers.append(hooks.reducer_override(None, Late()))
+    for other in others:
+        other.join()
+    assert answers == ["reduced"] * 5

@@ -89,6 +89,7 @@ def load(mutant: Mutant) -> Iterator[Any]:
 SCHEDULER = "xpool.jobs.scheduler"
 EXCHANGE = "xpool.engine.exchange"
 LOOP = "xpool.engine.loop"
+DEATHS = "xpool.engine.deaths"
 
 MUTANTS = [
     # -- the scheduler, found by its own world ---------------------------------------------------
@@ -282,23 +283,59 @@ MUTANTS = [
     ),
     Mutant(
         "after a death nobody is given what waits",
-        LOOP,
-        "        self._start_again(slot)\n        self._give_idle()\n",
-        "        self._start_again(slot)\n",
+        DEATHS,
+        "            self._start_again(slot)\n        self._give_idle()\n",
+        "            self._start_again(slot)\n",
         "engine",
     ),
     Mutant(
         "the answers of a dead worker are not looked for in its outbox",
-        LOOP,
-        "            self._take_late(slot, box.tail)\n",
-        "            pass\n",
+        DEATHS,
+        "                self._take_late(one, one.box.tail)\n",
+        "                pass\n",
         "engine",
     ),
     Mutant(
         "the pipe of a dead worker is not emptied",
+        DEATHS,
+        "            self._drain(one)\n",
+        "",
+        "engine",
+    ),
+    Mutant(
+        "of the threads of a dead process, only one's pipe is emptied",
+        DEATHS,
+        "            self._drain(one)\n",
+        "            self._drain(slot)\n",
+        "engine",
+    ),
+    Mutant(
+        "of the threads of a dead process, only one's outbox is looked into",
+        DEATHS,
+        "                self._take_late(one, one.box.tail)\n",
+        "                self._take_late(slot, slot.box.tail)\n",
+        "engine",
+    ),
+    Mutant(
+        "what the other threads of a dead process held is lost",
+        DEATHS,
+        "        for one in ended:\n            found = self.sched.gone",
+        "        for one in ended[:1]:\n            found = self.sched.gone",
+        "engine",
+    ),
+    Mutant(
+        "a process is put away while a caller drives one of its threads",
+        DEATHS,
+        "            if one.driven:",
+        "            if one is slot and one.driven:",
+        "engine",
+    ),
+    Mutant(
+        "a process is started once for each of its threads",
         LOOP,
-        "        self._drain(slot)\n        box, w",
-        "        box, w",
+        "                if slot.state is WorkerStates.ABSENT:  # else it came with a mate\n"
+        "                    self._start(slot)",
+        "                self._start(slot)",
         "engine",
     ),
     Mutant(
@@ -326,7 +363,7 @@ MUTANTS = [
     ),
     Mutant(
         "a start that the system refused is not tried again",
-        LOOP,
+        DEATHS,
         "        slot.start_at = when\n        self._watch.alarm(when)",
         "        slot.start_at = when",
         "engine",

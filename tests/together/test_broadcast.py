@@ -58,9 +58,10 @@ def write(obj: Any) -> float:
 
 def kept(*_: Any) -> int:
     """How many objects this worker keeps, those apart to which there is no reference."""
-    assert Objects.here is not None
-    Objects.here.sweep()
-    return len(Objects.here._kept)
+    objects = Objects.here.get()
+    assert objects is not None
+    objects.sweep()
+    return len(objects._kept)
 
 
 def model_output(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

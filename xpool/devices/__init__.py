@@ -5,7 +5,7 @@
     from xpool import CtxPool
     from xpool.devices import devices
 
-    pool = CtxPool(worker_contexts=devices("tpu"))     # one worker for each chip
+    pool = CtxPool(worker_contexts=devices("tpu"))     # one worker for each chip, or core of v2, v3
 
 A worker context is any object.  One that has these attributes is a binding, for worker *processes*:
 
@@ -15,8 +15,11 @@ A worker context is any object.  One that has these attributes is a binding, for
     all deletions come first; a name that ends in ``*`` stands for all that begin so.
 ``cpus``
     Numbers of the cores to run on, if any; set as early.  May be left out.
+    ``XPOOL_PROCESS`` in it, if it is there, names a process: workers whose contexts name the same
+    are threads of one process, and all that ``env`` and ``cpus`` say is the same for all of them.
 ``enter()``
-    Called once in the worker, when the context has arrived and before the pool's initializer runs.
+    Called once in the worker (its thread, where it is one), when the context has arrived and before
+    the pool's initializer runs.
     Whatever it raises counts as a failed start of the worker.
 
 `DeviceContext` has them, and so can a class of your own; ``examples/evaluate.py`` wraps a
@@ -44,6 +47,7 @@ def devices(
     n: int | None = None,
     *,
     per_worker: int = 1,
+    per_process: int | None = None,
     independent: bool = True,
     framework: str | None = None,
     cache: str | os.PathLike[str] | None = None,
@@ -54,9 +58,14 @@ def devices(
     Args:
         kind: ``"cuda"``, ``"tpu"``, ``"cpu"``; ``"xla"``: what torch_xla would take, a TPU or else
             its CPU client; ``"auto"``: TPUs if there are any, else GPUs, else the CPU.
-        n: number of workers.  None: as many as there are devices; on the CPU one for each core that
-            this process may use, and for torch_xla's CPU client ``CPU_NUM_DEVICES`` if that is set.
-        per_worker: devices of each worker.
+        n: number of workers.  None: as many as there are devices (cores of TPU v2 and v3); on the
+            CPU one for each core that this process may use, and for torch_xla's CPU client
+            ``CPU_NUM_DEVICES`` if that is set.
+        per_worker: devices of each worker; on TPUs, chips.
+        per_process: workers that are threads of one process, with one of its devices each.  None: 2
+            on TPU v2 and v3 with torch_xla, a worker for each core of a chip, which only one
+            process can open; else 1.  1: each worker has a process, and both cores of its chip.
+            On torch_xla's CPU client any number up to 64.
         independent: whether each worker is a topology of its own, or all form one replica group
             (collective operations across workers), whose members start and end together; TPU only.
         framework: ``"torch_xla"`` or ``"torch_tpu"``, for TPUs; None: the one that is installed.
@@ -75,11 +84,11 @@ def devices(
         DeviceError: there is no such device, it is in use, a mask names none, or its framework is
             missing or does not fit; the message says what to do.
         OptionError (a `ValueError`): an argument makes no sense.
-        TypeError: ``n`` or ``per_worker`` is no integer.
+        TypeError: ``n``, ``per_worker`` or ``per_process`` is no integer.
     """
     if kind not in ("auto", *KINDS):
         raise OptionError(f"devices(kind={kind!r}): no such kind; use 'auto' or {list(KINDS)}.")
-    for name, value in (("n", n), ("per_worker", per_worker)):
+    for name, value in (("n", n), ("per_worker", per_worker), ("per_process", per_process)):
         _check_number(name, value)
     if framework not in (None, "torch_xla", "torch_tpu"):
         raise OptionError(f"framework must be 'torch_xla' or 'torch_tpu', not {framework!r}")
@@ -87,7 +96,7 @@ def devices(
         host = Host.here(gpus=kind in ("cuda", "auto"))
     if kind == "auto":
         kind = best(host)
-    found = KINDS[kind](host, n, per_worker, independent, framework)
+    found = KINDS[kind](host, n, per_worker, per_process, independent, framework)
     if cache is not None:
         found = [_with_cache(context, os.fspath(cache)) for context in found]
     return found
@@ -97,16 +106,24 @@ def _check_number(name: str, value: object) -> None:
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        what = "workers" if name == "n" else "devices of each worker"
+        what = _MANY[name]
         raise TypeError(f"devices({name}={value!r}): {name} is the number of {what}, an int.")
     if value < 1:
-        what = "worker" if name == "n" else "device for each worker"
-        raise OptionError(f"devices({name}={value}): there must be at least 1 {what}.")
+        raise OptionError(f"devices({name}={value}): there must be at least 1 {_ONE[name]}.")
+
+
+_MANY = {
+    "n": "workers",
+    "per_worker": "devices of each worker",
+    "per_process": "workers of each process",
+}
+_ONE = {"n": "worker", "per_worker": "device for each worker", "per_process": "worker a process"}
 
 
 def _with_cache(context: DeviceContext, folder: str) -> DeviceContext:
     if context.framework != "torch_xla":
         raise OptionError("cache= is torch_xla's compilation cache; these workers do not use it")
-    path = os.path.join(os.path.abspath(folder), f"worker-{context.ordinal}")
+    first = context.ordinal - (context.core or 0)  # the cache is its process's
+    path = os.path.join(os.path.abspath(folder), f"worker-{first}")
     env = {**context.env, "XLA_PERSISTENT_CACHE_PATH": path, "XLA_PERSISTENT_CACHE_READ_ONLY": "0"}
     return replace(context, env=env)

@@ -9,19 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xpool.errors import DeviceError
+from xpool.own import Own
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceContext", "own_device"]
+__all__ = ["PROCESS", "DeviceContext", "own_device"]
 
-_opened: DeviceContext | None = None
-"""The context that has been entered in this process."""
+PROCESS = "XPOOL_PROCESS"
+"""The variable in a context's ``env`` that names the process of which its worker is a thread, and
+the most workers that it may have: ``"1/2"``.  In ``env``, which who wraps a context passes on."""
+
+_opened: Own[DeviceContext] = Own()
+"""The context that this worker has entered."""
 
 
 def own_device() -> torch.device | None:
-    """Return the device that this process is bound to; None: it is bound to none, or to the CPU."""
-    return None if _opened is None or _opened.kind == "cpu" else _opened.device
+    """Return the device that this worker is bound to; None: it is bound to none, or to the CPU."""
+    opened = _opened.get()
+    return None if opened is None or opened.kind == "cpu" else opened.device
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,8 +57,7 @@ class DeviceContext:
     """What opens it: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
 
     count: int = 1
-    """Devices that the worker has: more with ``per_worker=``, and two for each chip of TPU v2, v3
-    and 7x."""
+    """Devices that the worker has: more with ``per_worker=``, and two for each chip of TPU 7x."""
 
     cpus: tuple[int, ...] = ()
     """Cores that the worker is bound to, those near its device; empty: the parent's."""
@@ -63,6 +68,10 @@ class DeviceContext:
     group: int = 0
     """Workers in its replica group, on all hosts; 0: it is independent."""
 
+    core: int | None = None
+    """Which of its process's devices it has, where others are other workers', threads of the same
+    process; None: it has them all."""
+
     @property
     def device(self) -> torch.device:
         """The `torch.device` to put tensors on.  Imports torch, if nothing else has."""
@@ -70,7 +79,7 @@ class DeviceContext:
 
         if self.kind == "cpu":
             return torch.device("cpu")
-        return torch.device("xla" if self.framework == "torch_xla" else self.kind, 0)
+        return torch.device("xla" if self.framework == "torch_xla" else self.kind, self.core or 0)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -79,10 +88,12 @@ class DeviceContext:
         Raises:
             RuntimeError: called outside the worker, where asking would start a runtime.
         """
-        if _opened is None:
+        if _opened.get() is None:
             raise RuntimeError("DeviceContext.devices is known in the worker only; use .device")
         import torch
 
+        if self.core is not None:
+            return [self.device]
         if self.framework == "torch_xla":
             xm = import_module("torch_xla.core.xla_model")
             return [torch.device(name) for name in xm.get_xla_supported_devices()]
@@ -100,7 +111,6 @@ class DeviceContext:
         Raises:
             DeviceError: the device cannot be opened; the message says what to look at.
         """
-        global _opened
         if self.kind != "cpu":
             try:
                 _OPENERS[self.framework](self)
@@ -109,18 +119,21 @@ class DeviceContext:
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
                     f"{exc}. {_REMEDY[self.kind]}"
                 ) from exc
-        _opened = self
+        _opened.set(self)
         torch = sys.modules.get("torch")
         if torch is not None:
             torch.set_num_threads(self.threads)
 
     def _title(self) -> str:
-        return f"{self.kind} device {self.name or self.ordinal} with {self.framework}"
+        core = "" if self.core is None else f", core {self.core},"
+        return f"{self.kind} device {self.name or self.ordinal}{core} with {self.framework}"
 
     def __repr__(self) -> str:
         facts = [f"{self.kind}:{self.ordinal}"]
         if self.name and self.name != str(self.ordinal):
             facts.append(f"device {self.name}")
+        if self.core is not None:
+            facts.append(f"core {self.core}")
         if self.framework != "torch":
             facts.append(self.framework)
         facts.append(f"threads={self.threads}")
@@ -148,6 +161,11 @@ def _open_cuda(context: DeviceContext) -> None:
 def _open_torch_xla(context: DeviceContext) -> None:
     torch_xla = import_module("torch_xla")
     xm = import_module("torch_xla.core.xla_model")
+    if context.core is not None:
+        found = xm.get_xla_supported_devices()
+        if context.core >= len(found):
+            raise RuntimeError(f"torch_xla has only {found}, and another worker has that")
+        torch_xla.device(context.core)  # from now on, this thread's default
     # An independent worker replicates nothing; without this its optimizer would wait for others.
     every: list[Any] = xm.get_xla_supported_devices() if context.group else []
     xm.set_replication(torch_xla.device(), every)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from xpool.devices import cuda, tpu
-from xpool.devices.context import DeviceContext
+from xpool.devices.context import PROCESS, DeviceContext
 from xpool.devices.frameworks import check_torch_xla, pick_tpu_framework, refuse_xrt
 from xpool.devices.host import Host
 from xpool.errors import DeviceError, OptionError
@@ -65,6 +65,7 @@ def _contexts(
                 cpus=near[i],
                 node=part.node,
                 group=group,
+                core=part.core,
             )
         )
     return made
@@ -79,11 +80,30 @@ class _Part:
         env: dict[str, str | None] | None = None,
         count: int = 1,
         nodes: Sequence[int | None] = (),
+        core: int | None = None,
     ) -> None:
         self.name = name
         self.count = count
         self.env = env or {}
         self.node = nodes[0] if nodes and len(set(nodes)) == 1 else None
+        self.core = core
+
+
+def _cores(
+    number: int,
+    workers: int,
+    name: str,
+    env: dict[str, str | None],
+    nodes: Sequence[int | None] = (),
+) -> list[_Part]:
+    """Return the parts of workers that are threads of one process, with a device of it each."""
+    env = {**env, PROCESS: f"{number}/{workers}"}
+    return [_Part(name, env, 1, nodes, core) for core in range(workers)]
+
+
+def _spread(n: int, per_process: int) -> list[int]:
+    """Return how many of n workers each process has."""
+    return [min(per_process, n - i) for i in range(0, n, per_process)]
 
 
 def _users_threads(host: Host) -> int | None:
@@ -93,20 +113,32 @@ def _users_threads(host: Host) -> int | None:
 
 
 def _cpu(
-    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+    host: Host,
+    n: int | None,
+    per_worker: int,
+    per_process: int | None,
+    independent: bool,
+    framework: str | None,
 ) -> list[DeviceContext]:
-    if per_worker != 1 or not independent or framework:
-        raise OptionError("devices('cpu') takes no per_worker=, independent= or framework=")
+    if per_worker != 1 or not independent or framework or (per_process or 1) > 1:
+        raise OptionError(
+            "devices('cpu') takes no per_worker=, per_process=, independent= or framework="
+        )
     return _contexts(host, "cpu", "torch", [_Part("")] * (n or len(host.cpus)))
 
 
 def _cuda(
-    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+    host: Host,
+    n: int | None,
+    per_worker: int,
+    per_process: int | None,
+    independent: bool,
+    framework: str | None,
 ) -> list[DeviceContext]:
-    if not independent or framework:
+    if not independent or framework or (per_process or 1) > 1:
         raise OptionError(
-            "devices('cuda') takes no independent= or framework=: torch.distributed makes a group "
-            "of workers in the initializer"
+            "devices('cuda') takes no per_process=, independent= or framework=: each GPU has a "
+            "worker process, and torch.distributed makes a group of them in the initializer"
         )
     if "torch" not in host.packages:
         raise DeviceError("devices('cuda'): torch is not installed here: pip install torch")
@@ -126,14 +158,19 @@ def _cuda(
 
 
 def _xla(
-    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+    host: Host,
+    n: int | None,
+    per_worker: int,
+    per_process: int | None,
+    independent: bool,
+    framework: str | None,
 ) -> list[DeviceContext]:
     refuse_xrt(host.environ)
     if framework == "torch_tpu":
         raise OptionError("devices('xla') is torch_xla's; for torch_tpu say devices('tpu')")
     client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
     if client == "TPU":
-        return _tpu(host, n, per_worker, independent, "torch_xla")
+        return _tpu(host, n, per_worker, per_process, independent, "torch_xla")
     check_torch_xla(host.packages)
     if client != "CPU":
         raise DeviceError(
@@ -149,16 +186,36 @@ def _xla(
         set_number = host.environ.get("CPU_NUM_DEVICES", "")
         n = int(set_number) // per_worker if set_number.isdigit() else len(host.cpus)
         n = max(1, n)
+    per_process = per_process or 1
+    _check_shares(per_worker, per_process)
     env = dict.fromkeys(tpu.SCRUB) | {
         "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": str(per_worker),
+        "CPU_NUM_DEVICES": str(max(per_worker, per_process)),
         "PJRT_LOCAL_PROCESS_COUNT": "1",
     }
-    return _contexts(host, "xla", "torch_xla", [_Part("", env, per_worker) for _ in range(n)])
+    if per_process > 1:
+        spread = enumerate(_spread(n, per_process))
+        parts = [part for i, workers in spread for part in _cores(i, workers, "", env)]
+    else:
+        parts = [_Part("", env, per_worker) for _ in range(n)]
+    return _contexts(host, "xla", "torch_xla", parts)
+
+
+def _check_shares(per_worker: int, per_process: int) -> None:
+    if per_worker > 1 and per_process > 1:
+        raise OptionError(
+            f"per_worker={per_worker}, per_process={per_process}: workers that share a process "
+            "have one device each; leave one of the two out"
+        )
 
 
 def _tpu(
-    host: Host, n: int | None, per_worker: int, independent: bool, framework: str | None
+    host: Host,
+    n: int | None,
+    per_worker: int,
+    per_process: int | None,
+    independent: bool,
+    framework: str | None,
 ) -> list[DeviceContext]:
     refuse_xrt(host.environ)
     if not host.chips:
@@ -169,8 +226,14 @@ def _tpu(
         )
     framework = pick_tpu_framework(host.packages, framework)
     usable = _masked_chips(host)
-    shares = _share_out(len(usable), n, per_worker, "TPU chips that this process may use")
-    own = [[usable[i] for i in which] for which in shares]
+    cores = _workers_of_a_chip(host, framework, per_worker, per_process, independent)
+    if cores > 1:
+        what = "cores of TPU chips that this process may use"
+        n = len(_share_out(cores * len(usable), n, 1, what))
+        own = [[usable[i]] for i in range(len(_spread(n, cores)))]
+    else:
+        shares = _share_out(len(usable), n, per_worker, "TPU chips that this process may use")
+        own = [[usable[i] for i in which] for which in shares]
     for c in sorted({c for chips in own for c in chips}):
         chip = host.chips[c]
         if chip.user:
@@ -194,16 +257,36 @@ def _tpu(
         ]
     if framework == "torch_tpu" and "torch" not in sys.modules:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    parts = [
-        _Part(
-            ",".join(map(str, chips)),
-            env,
-            len(chips) * tpu.DEVICES.get(at.generation, 1),
-            [host.chips[c].node for c in chips],
-        )
-        for chips, env in zip(own, envs)
-    ]
+    each = tpu.DEVICES.get(at.generation, 1)
+    parts = []
+    for i, (chips, env) in enumerate(zip(own, envs)):
+        name = ",".join(map(str, chips))
+        nodes = [host.chips[c].node for c in chips]
+        if cores > 1:
+            parts += _cores(i, _spread(n or 0, cores)[i], name, env, nodes)
+        else:
+            parts.append(_Part(name, env, len(chips) * each, nodes))
     return _contexts(host, "tpu", framework, parts, group)
+
+
+def _workers_of_a_chip(
+    host: Host, framework: str, per_worker: int, per_process: int | None, independent: bool
+) -> int:
+    """Return how many workers share the process that a chip takes."""
+    generation = host.chips[0].generation
+    most = 1
+    if framework == "torch_xla" and independent and per_worker == 1:
+        most = tpu.DEVICES.get(generation, 1)
+    if per_process is None:
+        return most if generation in tpu.CORE_EACH else 1
+    _check_shares(per_worker, per_process)
+    if per_process not in (1, most):
+        raise OptionError(
+            f"per_process={per_process}: the process of a TPU {generation} chip can have "
+            f"{'1' if most == 1 else f'1 or {most}'} workers here; more than one takes torch_xla, "
+            "a generation with two devices a chip, and independent=True"
+        )
+    return per_process
 
 
 def _masked_chips(host: Host) -> list[int]:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 from xpool.errors import OptionError
 
-__all__ = ["DEVICES", "SCRUB", "Slice", "accelerator_type", "group_env", "independent_env", "shape"]
+__all__ = [
+    "CORE_EACH", "DEVICES", "SCRUB", "Slice", "accelerator_type", "group_env", "independent_env",
+    "shape",
+]  # fmt: skip
 
 Env = dict[str, str | None]
 
@@ -50,6 +53,9 @@ _CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}
 
 DEVICES = {"v3": 2, "7x": 2}
 """Devices that a chip is to its frameworks; v4 and v5p have two cores and are one."""
+
+CORE_EACH = {"v3"}
+"""Generations (v2 is one with v3) of which a core is what programs take for a device."""
 
 _NAMES = {"v5e": "v5litepod", "7x": "tpu7x"}
 

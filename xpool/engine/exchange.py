@@ -196,6 +196,9 @@ class Exchange:
                 raise ValueError("a second greeting")
         elif kind == SKIPPED:
             self.sched.skipped(slot.index, count)
+            if slot.stop is not None and self.sched.hands[slot.index].answered > slot.stop.seq >= 0:
+                slot.stop = None  # it was at the door of what it was to break off, and turned back
+                slot.box.ask(0)
         elif kind == FAILED:
             slot.reason = body
         else:

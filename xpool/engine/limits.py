@@ -152,7 +152,8 @@ class Limits(Exchange):
         slot.revoking = True
         self.sched.pause(slot.index)
         if slot.index in self._deep:
-            self._look_at_all({slot.index: None}, now + GRACE)
+            slot.look_at = now + GRACE  # no sooner, even where a look was due
+            self._watch.alarm(slot.look_at)
 
     def _mind_start(self, slot: Slot, now: float) -> None:
         """Kill a worker whose initializer takes too long; ask it where it is, before that."""

@@ -28,44 +28,36 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from xpool.engine.exchange import CULPRIT
-from xpool.engine.limits import Limits
+from xpool.engine.deaths import Deaths
 from xpool.engine.switchboard import Switchboard
 from xpool.engine.watch import Watch
-from xpool.errors import DeviceError, PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
 from xpool.fleet.launch import Launcher
 from xpool.fleet.slot import Slot
 from xpool.interrupt import uninterrupted
-from xpool.jobs.scheduler import Grant, Span
+from xpool.jobs.scheduler import Span
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.memory.arena import IDLE, Arena
-from xpool.options import START_ATTEMPTS
-from xpool.pickle import decode
 from xpool.pickle.frame import Leased, weight
 from xpool.pickle.loans import sweep
 from xpool.queue.messages import boot_frame
 
 __all__ = ["Engine"]
 
-SYSTEM_ATTEMPTS = 6
-"""Times that the system may refuse to start a process, at intervals that grow to three seconds."""
-
 STOP_GRACE = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
 
-KILLED_STARTS = 8
-"""Workers that may be killed in one place while they start, at intervals that grow to a second.
-More than may fail by themselves: a kill says little about the next one."""
 
-
-class Engine(Limits):
+class Engine(Deaths):
     """The workers of one pool and the work that they share out.
 
     ``watch`` and ``slot`` are the engine's only ways to the system: clock, descriptors and
     processes.  `xpool.testing.simulation` gives others.
+
+    ``processes``: workers that are threads of one process, by index; each of the others has a
+    process of its own.
     """
 
     def __init__(
@@ -84,17 +76,18 @@ class Engine(Limits):
         initializer_timeout: float | None = None,
         watch: Watch | None = None,
         slot: Callable[[int], Slot] = Slot,
+        processes: Iterable[Sequence[int]] = (),
     ) -> None:
         super().__init__(workers, lifetime, describe, restart_budget, watch or Watch(), slot)
-        self.failure: BaseException | None = None
+        for workers_of_one in processes:
+            for i in workers_of_one:
+                mates = tuple(self.slots[k] for k in workers_of_one if k != i)
+                self.slots[i].mates = mates
         self.dropped = False
-        self.died = 0
-        self.switchboard: Switchboard | None = None  # where workers send messages to each other
-        self.together = False  # the workers form one group: the death of one is the end of all
         self._launcher = launcher
         self._orders = orders
         self._arena = arena
-        self._dead_seats: list[int] = []  # to be cleared, by the engine's thread
+        self._dead_seats = []
         self._trim_at: float | None = None
         self._trim_after = IDLE
         if arena is not None:
@@ -104,7 +97,6 @@ class Engine(Limits):
         self._inherited = inherited
         self._start_limit = initializer_timeout
         self._numbers = 0
-        self._ending = False  # no process is started any more
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
@@ -262,7 +254,8 @@ class Engine(Limits):
         with self.lock:
             missing = [s for s in self.slots if s.state is WorkerStates.ABSENT]
             for slot in missing:
-                self._start(slot)
+                if slot.state is WorkerStates.ABSENT:  # else it came with a mate
+                    self._start(slot)
             return bool(missing)
 
     def _start(self, slot: Slot) -> None:
@@ -279,14 +272,14 @@ class Engine(Limits):
                 self._dead_seats.append(seat)
             raise
         slot.seat = seat
-        assert slot.handle is not None
-        self._watch.add(slot.inlet.fd, self._receive_from(slot))
         self._watch_end(slot)
-        if self.switchboard is not None:
-            self.switchboard.started(slot)
-        self._send(slot, boot_frame(self._orders(slot.index, slot.generation, seat)))
-        if self._start_limit is not None:
-            self._check_by(slot, self._watch.now() + self._start_limit)
+        for one in (slot, *slot.mates):
+            self._watch.add(one.inlet.fd, self._receive_from(one))
+            if self.switchboard is not None:
+                self.switchboard.started(one)
+            self._send(one, boot_frame(self._orders(one.index, one.generation, seat)))
+            if self._start_limit is not None:
+                self._check_by(one, self._watch.now() + self._start_limit)
 
     @uninterrupted
     def retire_all(self) -> None:
@@ -402,149 +395,3 @@ class Engine(Limits):
             with self.lock:
                 self._trim_at = self._watch.now() + self._trim_after
                 self._watch.alarm(self._trim_at)
-
-    # -- deaths ------------------------------------------------------------------------------------
-
-    def _check(self, slot: Slot) -> None:
-        """The sentinel has news: a pid, or the end."""
-        handle = slot.handle
-        if handle is None:
-            return
-        if slot.driven:
-            # Its caller polls these descriptors: they may be closed when he has let go, which is
-            # at once, since he sees this too.
-            slot.unchecked = True
-            self._watch.remove(handle.sentinel)
-            return
-        if not handle.ended():
-            return
-        if handle.exitcode is None:
-            self._finish_off(slot)
-        self._drain(slot)
-        box, w = slot.box, slot.index
-        if not self._stopped:
-            self._take_late(slot, box.tail)
-        lost = self.sched.gone(w, box.began)
-        exitcode = handle.exitcode
-        state = slot.state
-        died = f"worker {w} (pid {handle.pid}), {exit_reason(exitcode)}"
-        if slot.mad is not None:
-            died += f", for it wrote nonsense ({slot.mad})"
-        asked = slot.stop is not None  # to break off what it ran: then we have killed it
-        if lost is not None:
-            self._lose(slot, *lost, handle.pid, exitcode)
-        self._deep.pop(w, None)
-        for fd in (slot.inlet.fd, slot.outlet.fd, handle.sentinel):
-            self._watch.remove(fd)
-        if self.switchboard is not None:
-            self.switchboard.ended(slot)
-        slot.gone()
-        if slot.seat is not None:
-            self._dead_seats.append(slot.seat)  # all that it has sent is held here by now
-            slot.seat = None
-        if self._ending:
-            return
-        if state is WorkerStates.STARTING:
-            self._not_started(slot, exitcode)
-        else:
-            self.died += state is WorkerStates.READY
-            if self.together and state is WorkerStates.READY:
-                self.failure = DeviceError(
-                    f"{died}, was a member of a replica group, whose members start and end "
-                    "together: the pool has stopped; make a new one"
-                )
-                self._ending = True
-                return
-            now = self._watch.now()
-            if state is WorkerStates.READY and not asked and self._budget.death(now):
-                budget = self._budget
-                self.failure = PoolBroken(budget.deaths, budget.span(), died)
-                self._ending = True
-                return
-            self._start_again(slot)
-        self._give_idle()
-
-    def _not_started(self, slot: Slot, exitcode: int | None) -> None:
-        """Start a worker anew that ended before it was ready, unless that is hopeless."""
-        if slot.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM):
-            # By an operator, the kernel short of memory, a test: the next may live.
-            slot.killed += 1
-        else:
-            slot.failures += 1
-        if slot.failures >= START_ATTEMPTS or slot.killed >= KILLED_STARTS:
-            self._fail(slot, exitcode)
-        elif slot.killed > 1:
-            self._start_at(slot, self._watch.now() + min(1.0, 0.05 * 2**slot.killed))
-        else:
-            self._start_again(slot)
-
-    def _finish_off(self, slot: Slot) -> None:
-        """Nobody can tell whether the worker has ended (its server was killed): see to it.
-
-        Before the accounts are made: what it still ran would be run twice.
-        """
-        slot.kill()
-        while not slot.inlet.ended and slot.hears(1.0):
-            self._receive(slot)
-
-    def _watch_end(self, slot: Slot) -> None:
-        assert slot.handle is not None
-        self._watch.add(slot.handle.sentinel, lambda fd: self._check(slot))
-
-    def _start_again(self, slot: Slot) -> None:
-        try:
-            self._start(slot)
-        except OSError as exc:
-            # No descriptors, no memory: that may pass, so a few times, at growing intervals.
-            slot.failures += 1
-            slot.reason = exc
-            if slot.failures > SYSTEM_ATTEMPTS:
-                self._fail(slot, None)
-            else:
-                self._start_at(slot, self._watch.now() + 0.05 * 2**slot.failures)
-
-    def _start_at(self, slot: Slot, when: float) -> None:
-        slot.start_at = when
-        self._watch.alarm(when)
-
-    def _start_overdue(self, now: float) -> None:
-        for slot in self.slots:
-            if slot.start_at is not None and not self._ending:
-                if now >= slot.start_at:
-                    slot.start_at = None
-                    self._start_again(slot)
-                else:
-                    self._watch.alarm(slot.start_at)
-
-    def _lose(
-        self, slot: Slot, grant: Grant, position: int, pid: int | None, exitcode: int | None
-    ) -> None:
-        if slot.stop is not None and grant.seq + position == slot.stop.seq:
-            self._broken_off(slot, grant, position)
-            return
-        killed = grant.past.killed + 1
-        if grant.retries > 0 and killed < CULPRIT and not self._ending:
-            self._again(grant, position, killed=True)
-            return
-        index = grant.first + position
-        task = self._describe(grant.job, index)
-        error = WorkerDied(pid, exitcode, slot.index, task, killed)
-        self.results.append((grant.job, index, (False, error)))
-
-    def _fail(self, slot: Slot, exitcode: int | None) -> None:
-        """Give up on a worker that cannot be started, and with it on the pool."""
-        cause, reason = slot.reason, None
-        if isinstance(cause, (bytes, bytearray)):
-            cause = decode(cause)
-        if isinstance(cause, BaseException):
-            reason = f"{type(cause).__name__}: {cause}"
-        else:
-            reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
-            if exitcode is None or exitcode >= 0:
-                reason += (
-                    "; look at its output on stderr. A script must keep its own work behind "
-                    'if __name__ == "__main__":'
-                )
-        self.failure = WorkerStartFailed(slot.index, slot.failures + slot.killed, reason)
-        self.failure.__cause__ = cause if isinstance(cause, BaseException) else None
-        self._ending = True

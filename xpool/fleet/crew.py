@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any
 
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
@@ -26,6 +25,7 @@ from xpool.jobs.budget import back_off
 from xpool.options import START_ATTEMPTS, Terms
 from xpool.results import Job
 from xpool.worker.context import WorkerInfo, enter, leave
+from xpool.worker.stopping import stack_of
 
 __all__ = ["Entry", "ThreadCrew"]
 
@@ -265,7 +265,7 @@ class ThreadCrew:
     def _too_late(self, member: _Member, entry: Entry, seconds: float) -> None:
         thread = member.thread
         assert thread is not None
-        stack = _stack(sys._current_frames().get(thread.ident or 0))
+        stack = stack_of(sys._current_frames().get(thread.ident or 0), _OURS)
         self._leave([member])
         task, job, index = "The initializer", 0, 0
         if entry.task is not None:
@@ -345,13 +345,3 @@ class ThreadCrew:
         self._lock = threading.Lock()
         self._ending = True
         self._threads = {}
-
-
-def _stack(frame: FrameType | None) -> str:
-    """Return where a thread is, most recent call first, as faulthandler says it; without us."""
-    lines = []
-    while frame is not None and frame.f_code.co_filename not in _OURS:
-        code = frame.f_code
-        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
-        frame = frame.f_back
-    return "\n".join(lines)

@@ -1,5 +1,7 @@
 """A worker's slot: the channels and the process of the worker that is in it now.
 
+Slots whose workers are threads of one process have a channel each, and that process's one handle.
+
 Descriptors that only the parent may hold are listed, and closed in every child that the program
 forks: a copy of the writing end of a lifeline would keep a worker alive after its parent.
 """
@@ -12,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from xpool.fleet.launch import Handle, Launcher
@@ -20,6 +23,7 @@ from xpool.memory.arena import Arena
 from xpool.queue.channel import Inlet, Outlet
 from xpool.queue.messages import TO_PARENT
 from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
+from xpool.worker.entry import ONE, SEVERAL
 
 __all__ = ["Slot", "Stop"]
 
@@ -74,6 +78,8 @@ class Slot:
         self.start_at: float | None = None  # when to try again, where the system refused
         self.seat: int | None = None  # its place in the arena
         self.has_control = False  # its processes can ask for channels to their peers
+        self.mates: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
+        self.lifeline: int | None = None
         self._fresh()
 
     def _fresh(self) -> None:
@@ -121,7 +127,34 @@ class Slot:
         inherited: Any,
         arena: Arena | None,
     ) -> None:
-        """Start a process; raise `OSError` with nothing left over when that is not possible."""
+        """Start a process, for the mates as well.
+
+        Raises:
+            OSError: that is not possible; nothing is left over.
+        """
+        slots = sorted((self, *self.mates), key=lambda slot: slot.index)
+        boots: list[socket.socket] = []
+        try:
+            for slot in slots:
+                boots.append(slot._open(arena))
+            boot = boots[0] if len(boots) == 1 else _bundle(boots)
+            handle = launcher.launch(boot, name, daemon, inherited)
+        except BaseException:
+            for slot in slots[: len(boots)]:
+                slot._shut()
+            raise
+        finally:
+            for boot in boots:
+                boot.close()
+        _mine(handle.sentinel)
+        for slot in slots:
+            slot.handle = handle
+            slot.poller.register(handle.sentinel, select.POLLIN)
+            slot.happens(WorkerEvent.LAUNCH)
+            slot.generation += 1
+
+    def _open(self, arena: Arena | None) -> socket.socket:
+        """Make the channel; return the socket through which the worker gets its ends."""
         self._fresh()
         mine: list[int] = []
         theirs: list[int] = []
@@ -149,18 +182,7 @@ class Slot:
                 os.set_blocking(control, False)
             box = Outbox(page)
             box.limit = NO_LIMIT
-            ours, boot = socket.socketpair()
-            with ours:
-                fds = list(theirs)
-                if arena is not None:
-                    fds.append(arena.file.fd)
-                socket.send_fds(ours, [b"W"], fds)
-                _mine(ours.fileno())
-                try:
-                    self.handle = launcher.launch(boot, name, daemon, inherited)
-                finally:
-                    _parents_only.discard(ours.fileno())
-            _mine(self.handle.sentinel)
+            boot = _packed(ONE, [*theirs, *([] if arena is None else [arena.file.fd])])
         except BaseException:
             for fd in mine:
                 _close(fd)
@@ -169,13 +191,23 @@ class Slot:
             for fd in theirs:
                 os.close(fd)
         self.outlet, self.inlet, self.box = Outlet(task_w), Inlet(answer_r, TO_PARENT.size), box
-        self.lifeline: int | None = life_w
+        self.lifeline = life_w
         self.control = control if self.has_control else None
         self.poller = select.poll()
         self.poller.register(answer_r, select.POLLIN)
-        self.poller.register(self.handle.sentinel, select.POLLIN)
-        self.happens(WorkerEvent.LAUNCH)
-        self.generation += 1
+        return boot
+
+    def _shut(self) -> None:
+        """Let go of the channel."""
+        if self.lifeline is not None:
+            _close(self.lifeline)
+            self.lifeline = None
+        if self.control is not None:
+            _close(self.control)
+            self.control = None
+        _close(self.outlet.fd)
+        _close(self.inlet.fd)
+        self.box.close()
 
     def hears(self, seconds: float) -> bool:
         """Wait for something in the worker's pipe, its end included; False when nothing came."""
@@ -194,17 +226,27 @@ class Slot:
     def gone(self) -> None:
         """Let go of everything of a process that has ended."""
         assert self.handle is not None
+        handle, self.handle = self.handle, None
         self.happens(WorkerEvent.GONE)
-        if self.lifeline is not None:
-            _close(self.lifeline)
-            self.lifeline = None
-        if self.control is not None:
-            _close(self.control)
-            self.control = None
-        _close(self.outlet.fd)
-        _close(self.inlet.fd)
-        _parents_only.discard(self.handle.sentinel)
-        self.handle.close()
-        self.box.close()
-        self.handle = None
+        self._shut()
+        if all(mate.handle is None for mate in self.mates):
+            _parents_only.discard(handle.sentinel)
+            handle.close()
         self.stopping_since = None
+
+
+def _packed(kind: bytes, fds: Sequence[int]) -> socket.socket:
+    """Return a socket from which these descriptors can be received."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        try:
+            socket.send_fds(ours, [kind], fds)
+        except BaseException:
+            theirs.close()
+            raise
+    return theirs
+
+
+def _bundle(boots: Sequence[socket.socket]) -> socket.socket:
+    """Return the boot socket of a process that has several workers: from it come theirs."""
+    return _packed(SEVERAL, [boot.fileno() for boot in boots])

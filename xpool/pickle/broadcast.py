@@ -25,6 +25,7 @@ from typing import Any
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
 from xpool.memory.layout import LARGE
+from xpool.own import Own
 from xpool.pickle.handles import pools
 from xpool.pickle.hooks import Context, builder, register
 from xpool.pickle.pickler import decode, encode
@@ -120,13 +121,13 @@ class _Pages(mmap.mmap):
 class Objects:
     """The objects that this worker keeps, by what their references are known by."""
 
-    here: Objects | None = None
+    here: Own[Objects] = Own()
 
     def __init__(self, arena: Arena | None, pool: str) -> None:
         self.pool = pool
         self._arena = arena
         self._kept: dict[Any, Any] = {}
-        Objects.here = self
+        Objects.here.set(self)
 
     def get(self, token: int | None, place: Any, nbytes: int) -> Any:
         """Return the object of a reference, opened if it is not yet."""
@@ -172,7 +173,7 @@ class Objects:
 @builder
 def open_broadcast(buffer: Any, pool: str, token: int | None, place: Any, nbytes: int) -> Any:
     """Return the object, in a worker of the pool."""
-    objects = Objects.here
+    objects = Objects.here.get()
     if objects is None or objects.pool != pool:
         where = "the pool's own" if pool in pools else "a"
         raise LookupError(

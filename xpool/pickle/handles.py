@@ -23,6 +23,7 @@ from typing import Any
 
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 from xpool.memory.arena import Arena, Block
+from xpool.own import Own
 from xpool.pickle.devices import copy_to, on_own_device
 from xpool.pickle.frame import Leased
 from xpool.pickle.hooks import Context, builder, register
@@ -184,14 +185,14 @@ def unseal(pool: str, message: bytes, *buffers: Any) -> Any:
 class Keeper:
     """What a worker keeps for those who have handles."""
 
-    here: Keeper | None = None
+    here: Own[Keeper] = Own()
 
     def __init__(self, arena: Arena, pool: str, worker: int, pid: int) -> None:
         self.pool = pool
         self._arena = arena
         self._who = worker, pid
         self._kept: dict[int, tuple[Block, Any]] = {}  # by name; those looked at last come last
-        Keeper.here = self
+        Keeper.here.set(self)
 
     def reduce(self, pickler: Context, tensor: Any) -> Any:
         """Keep a tensor, and pickle a handle to it."""
@@ -255,7 +256,7 @@ def _compute() -> None:
 @builder
 def open_handle(buffer: Any, name: int, pool: str, worker: int, pid: int, *about: Any) -> Any:
     """Return the tensor in its own worker, a `TensorHandle` in the pool's process."""
-    keeper = Keeper.here
+    keeper = Keeper.here.get()
     if keeper is None or keeper.pool != pool:
         return TensorHandle(buffer, pool, worker, pid, *about)
     tensor = keeper.get(name)

@@ -10,7 +10,9 @@ other, classes whose methods use ``super()`` and the like need no special case.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
@@ -85,17 +87,42 @@ def reducer_override(pickler: Any, obj: Any) -> Any:
     """The method that both picklers have."""
     kind = type(obj)
     reducer = REDUCERS.get(kind)
-    if reducer is not None:
-        return reducer(pickler, obj)
-    for base in kind.__mro__:
-        reducer = FOR_SUBCLASSES.get(base)
-        if reducer is not None:
-            return reducer(pickler, obj)
-        load = LAZY.get(base.__module__)
-        if load is not None:
-            load()  # which takes itself out of the table
-            return reducer_override(pickler, obj)
-    return NotImplemented
+    if reducer is None:
+        reducer = _find(kind)
+        if reducer is None:
+            return NotImplemented
+    return reducer(pickler, obj)
+
+
+# Held while a module's reducers are registered, so that no thread finds some of them missing.
+_finding = threading.RLock()
+
+
+def _find(kind: type) -> Reducer | None:
+    with _finding:
+        while True:
+            reducer = REDUCERS.get(kind)
+            if reducer is not None:
+                return reducer
+            for base in kind.__mro__:
+                reducer = FOR_SUBCLASSES.get(base)
+                if reducer is not None:
+                    return reducer
+                load = LAZY.get(base.__module__)
+                if load is not None:
+                    load()  # which takes itself out of the table
+                    break
+            else:
+                return None
+
+
+def _after_fork() -> None:
+    global _finding
+    _finding = threading.RLock()  # another thread of the parent may have held the old one
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def goes_by_name(obj: Any) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
 from xpool.options import check_iterable, resolve_processes
 from xpool.pool.hooks import Hooks, Result, Task, each, star, star_each
 from xpool.pool.process import Pool
 from xpool.pool.thread import ThreadPool
 from xpool.worker.context import current_worker
+from xpool.worker.entry import MOST
 
 __all__ = ["CtxPool", "CtxThreadPool"]
 
@@ -27,7 +29,9 @@ class CtxPool(Pool):
             with a ``group`` other than 0 form one replica group: when one of its workers dies, the
             pool stops with `DeviceError`, since the others cannot go on with a new one.  A
             `xpool.assigner.ModelAssigner` gives one for each of its devices, which holds the models
-            placed there.
+            placed there.  Workers whose contexts name one process (``XPOOL_PROCESS`` in ``env``, as
+            those of ``devices("tpu")`` for the cores of TPU v2 and v3) are threads of it: when it
+            ends they end, and come back together (docs/devices.md).
 
     The other arguments are those of `Pool`.  The initializer gets ``initargs`` alone; it finds
     the context in ``current_worker().context``.
@@ -51,7 +55,12 @@ class CtxPool(Pool):
                 "maxtasksperchild: workers of a replica group (independent=False) cannot be "
                 "replaced one by one; leave it out"
             )
+        if self._processes():
+            _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"))
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
+
+    def _processes(self) -> list[list[int]]:
+        return processes(self._contexts)
 
     def setup_queues(self) -> None:
         """As `Pool`'s; the workers of a replica group end together."""
@@ -63,6 +72,45 @@ class CtxPool(Pool):
 
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts
+
+
+def processes(contexts: Sequence[Any]) -> list[list[int]]:
+    """Return the processes that these contexts share: the workers of each, by index.
+
+    Raises:
+        OptionError: some name one process, and cannot be in one.
+    """
+    found: dict[str, list[int]] = {}
+    for i, context in enumerate(contexts):
+        name = (getattr(context, "env", None) or {}).get(PROCESS)
+        if name is not None:
+            found.setdefault(name, []).append(i)
+    for name, workers in found.items():
+        what = f"worker_contexts {workers} name one process, {PROCESS}={name!r}"
+        room = name.partition("/")[2]
+        if len(workers) > min(MOST, int(room) if room.isdigit() else MOST):
+            raise OptionError(
+                f"{what}, which has no room for {len(workers)} workers: make all contexts of a "
+                f"pool by one call of devices(); {MOST} are the most for any process"
+            )
+        for fact in ("env", "cpus"):
+            first, *others = (getattr(contexts[i], fact, None) for i in workers)
+            if any(other != first for other in others):
+                raise OptionError(f"{what}, but their {fact} differ; a process has but one")
+    return [workers for workers in found.values() if len(workers) > 1]
+
+
+def _refuse(**options: Any) -> None:
+    why = {
+        "maxtasksperchild": "they cannot be replaced one by one",
+        "seed": "they draw from the same generators, in an order that nobody determines",
+    }
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(
+                f"{name}={value!r}: some of these workers are threads of one process, so "
+                f"{why[name]}; leave it out, or use devices(..., per_process=1)"
+            )
 
 
 class CtxThreadPool(ThreadPool):

@@ -49,6 +49,11 @@ class WorkerGroup:
     def _check_backend(self, pool: Together) -> None:
         if self.backend not in BACKENDS:
             raise OptionError(f"backend must be one of {BACKENDS}, not {self.backend!r}")
+        if pool._processes():
+            raise OptionError(
+                "these workers are threads of one process (TPU cores, or per_process=), and a "
+                "process can have one rank in torch.distributed: use devices(..., per_process=1)"
+            )
         contexts = pool._worker_contexts() or []
         if self.backend == "nccl" and not (
             contexts and all(getattr(one, "kind", "") == "cuda" for one in contexts)

@@ -160,6 +160,7 @@ class Pool(Together):
             describe=functools.partial(_describe, self._jobs),
             restart_budget=self._restart_budget or max(100, 4 * self._size),
             initializer_timeout=self._initializer_timeout,
+            processes=self._processes(),
         )
         self._crew = self._engine
         if self._has_peers:

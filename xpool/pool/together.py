@@ -140,6 +140,10 @@ class Together(BasePool):
         """What each worker owns, by index; None: nothing."""
         return None
 
+    def _processes(self) -> list[list[int]]:
+        """The processes that have several workers, as threads: which, by index."""
+        return []
+
     def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[Span]:
         payload, owner = self._packer.pack_task(call, True, None)
         payloads = [payload] * self._size

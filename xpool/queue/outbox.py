@@ -41,6 +41,7 @@ from xpool.queue.messages import ENTRY, ERROR_BIT
 __all__ = [
     "CAPACITY",
     "NO_LIMIT",
+    "STACK",
     "STACK_AT",
     "STOP_SIGNAL",
     "Outbox",
@@ -115,6 +116,11 @@ class Outbox:
     def told_to_stop(self) -> bool:
         """Whether the item that was entered last is the one to break off."""
         return self.words[_STOP] == self.words[_BEGAN]
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is something to break off, or to tell where it is."""
+        return bool(self.words[_STOP])
 
     def append(self, payload: bytes | memoryview, error: int) -> bool:
         """Write one answer, an error if ``error`` is not 0; False: there was no room for it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 from xpool.errors import OptionError
+from xpool.own import Own
 
 __all__ = ["WorkerInfo", "current_worker", "enter", "leave"]
 
@@ -67,35 +67,33 @@ class WorkerInfo:
         return getattr(self.context, "device", None)
 
 
-# A worker process has one worker, in its main thread, and threads that its tasks start belong to
-# it; a thread pool has one worker for each thread.  So: this thread's, else the process's.
-_local = threading.local()
-_process: WorkerInfo | None = None
+_here: Own[WorkerInfo] = Own()
 
 
 def enter(info: WorkerInfo, *, thread: bool = False) -> None:
-    """Make ``info`` the worker of this thread, or of this whole process."""
-    global _process
-    if thread:
-        _local.info = info
-    else:
-        _process = info
+    """Make ``info`` the worker of this process, or where that has several, of this thread.
+
+    ``thread``: of this thread, in a process that is no worker: a thread pool's.
+    """
+    _here.set(info, thread=thread)
 
 
 def leave() -> None:
     """Forget the worker of this thread: it serves no pool any more."""
-    _local.info = None
+    _here.set(None, thread=True)
 
 
 def current_worker() -> WorkerInfo:
     """Return the worker that runs the calling task.
 
     Raises:
-        RuntimeError: the caller is not inside a task of an xpool pool.
+        RuntimeError: the caller is not inside a task of an xpool pool; or in a thread that a task
+            has started, where workers are threads themselves.
     """
-    info = getattr(_local, "info", None) or _process
+    info = _here.get()
     if info is None:
         raise RuntimeError(
-            "current_worker() was called outside a task; it is for functions that a pool runs"
+            "current_worker() was called outside a task; it is for functions that a pool runs, in "
+            "the thread in which it runs them"
         )
     return info

@@ -16,6 +16,8 @@ outbox                the page of `xpool.queue.outbox`
 control               where channels to peers are asked for, in pools that have them
 arena                 the file of `xpool.memory.arena`, where there is one
 ====================  ======================================================================
+
+A process that is to have several workers, each a thread, is sent as many such sockets instead.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = ["main", "set_environment"]
+__all__ = ["MOST", "ONE", "SEVERAL", "main", "set_environment"]
+
+ONE, SEVERAL = b"W", b"S"
+"""What the descriptors in a boot socket are: one worker's, or several workers' boot sockets."""
+
+MOST = 64
+"""Workers that a process may have; one message can carry 253 descriptors."""
 
 _HEAD = struct.Struct("<BxxxIQ")  # as in xpool.queue.messages, which is not to be imported yet
 
@@ -47,22 +55,38 @@ def main(
     these could not be sent and came the way the process was started; ``late`` is to be called
     when the device is bound.
     """
-    with socket.socket(fileno=boot) as sock:
-        _, fds, _, _ = socket.recv_fds(sock, 1, 6)
-    if len(fds) < 4:
+    kind, fds = _receive(boot, MOST)
+    channels = [_receive(fd, 6)[1] for fd in fds] if kind == SEVERAL else [fds]
+    if not channels or any(len(channel) < 4 for channel in channels):
         return 0  # the parent was gone before it began
-    tasks, answers, lifeline, outbox, *others = fds
-    die_with_parent(lifeline)
+    for channel in channels:
+        die_with_parent(channel[2])
     signal.signal(signal.SIGINT, _ignore)
-    head = _read(tasks, _HEAD.size)
-    orders: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
-    _bind(orders)
+    orders = [_read_orders(channel[0]) for channel in channels]
+    _bind(orders[0])
     if late is not None:
         late()
+    if kind == SEVERAL:
+        from xpool.worker import several
+
+        return several.run(orders, channels, inherited)
 
     from xpool.worker.loop import run
 
-    return run(orders, tasks, answers, outbox, others, inherited)
+    return run(orders[0], channels[0], inherited)
+
+
+def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
+    """Return the message in a socket and its descriptors; close the socket."""
+    with socket.socket(fileno=sock) as boot:
+        kind, fds, _, _ = socket.recv_fds(boot, 1, most)
+    return kind, list(fds)
+
+
+def _read_orders(tasks: int) -> dict[str, Any]:
+    head = _read(tasks, _HEAD.size)
+    orders: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
+    return orders
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:

@@ -13,7 +13,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from xpool.errors import OptionError, ResultNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena, Block
@@ -54,7 +55,7 @@ from xpool.worker.peers import Peers
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
 
-__all__ = ["run"]
+__all__ = ["Member", "become", "run"]
 
 SILENCE = 0.001
 """Seconds that a finished answer may lie in the outbox while the worker goes on."""
@@ -66,23 +67,44 @@ SMALL = 16 * 1024
 """Bytes; a larger answer goes through the pipe at once."""
 
 
+class Member(Protocol):
+    """What a worker does with others that are threads of the same process (`several`)."""
+
+    def begins(self, box: Outbox, fd: int) -> None:
+        """It has its outbox: instead of `listen`, which is for the main thread."""
+
+    def wait_for_all(self) -> None:
+        """It could serve; return when all can."""
+
+    def stoppable(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a task as ``run``, and lets the main thread break it off."""
+
+    def told_to_stop(self) -> None:
+        """Its parent wants nothing more of it."""
+
+
 def run(
     orders: dict[str, Any],
-    tasks: int,
-    answers: int,
-    outbox: int,
-    others: list[int],
+    channel: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
+    member: Member | None = None,
 ) -> int:
     """Serve until told to stop; return the exit code.
 
-    ``others``: the descriptors of control and arena, where there are such.
+    ``channel``: the descriptors, as `entry` lists them, the lifeline among them.  ``member``: the
+    process has other workers too, and is none of its own.
     """
+    tasks, answers, _, outbox, *others = channel
     box = Outbox(outbox)
     out = _Answers(answers, box)
-    listen(box, outbox, _Worker._run.__code__)
+    if member is None:
+        listen(box, outbox, _Worker._run.__code__)
+    else:
+        member.begins(box, outbox)
     box.tick()
     try:
+        if member is None:
+            become(orders)
         control = others.pop(0) if orders["peers"] else -1
         shared = _join(others, orders)
         worker = _Worker(orders, Source(tasks), out, shared, control, inherited)
@@ -94,11 +116,15 @@ def run(
         out.frame(FAILED, encode_exception(exc, traceback.format_exc()))
         return 1
     box.rest()
+    if member is not None:
+        member.wait_for_all()
     facts = {"wire": WIRE, "pid": os.getpid(), "mapped": shared is not None}
     out.frame(READY, encode(facts))
     code = 0
     try:
-        worker.serve()
+        worker.serve(member)
+        if member is not None:
+            member.told_to_stop()
     except (EOFError, BrokenPipeError):
         pass  # the parent is gone: nobody is left to tell
     except SystemExit as exc:
@@ -223,9 +249,6 @@ class _Worker:
         self._seq = 0
         self._funcs: dict[int, tuple[Any, int]] = {}
         self._recurse: bool = orders["recurse"]
-        _become(orders)
-        Seeds(orders["seed"])
-        mark_replica(orders["main"] is not None)
         self._prefix: tuple[Any, ...] = ()
         context = None
         if orders["context"] is not None:
@@ -258,17 +281,21 @@ class _Worker:
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
         return share(layout, arena, orders["share_method"])
 
-    def serve(self) -> None:
+    def serve(self, member: Member | None) -> None:
         read = self._source.read
+        run: Callable[..., Any] = self._run
+        timed: Callable[..., Any] = self._timed
+        if member is not None:
+            run, timed = member.stoppable(run), member.stoppable(timed)
         if self._arena is not None:
             self._source.before_waiting = self._tidy
         while True:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
-                self._tasks(count, read(size))
+                self._tasks(count, read(size), run)
                 _flush()  # what tasks print is seen then, also when the pool is terminated
             elif kind == TIMED:
-                self._tasks(count, read(size), self._timed)
+                self._tasks(count, read(size), timed)
                 _flush()
             elif kind == FUNC:
                 self._learn(read(size))
@@ -330,13 +357,11 @@ class _Worker:
         kept = keeper.sweep(everything)
         return sweep(everything) or kept
 
-    def _tasks(self, count: int, body: bytes | memoryview, run: Any = None) -> None:
+    def _tasks(self, count: int, body: bytes | memoryview, run: Callable[..., Any]) -> None:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
         func, mode = self._funcs.get(sizes[0], _WITHDRAWN) if sizes[0] else (None, Mode.CALL)
         out, enter_item = self._out, self._out.box.enter
-        if run is None:
-            run = self._run
         if self._keeper is not None:
             self._release()  # before the task, which may need that memory
         out.begin()
@@ -473,6 +498,11 @@ def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
     why = "more than 479 processes have it"
     if arena:
         try:
+            # Another worker of this process may have it.
+            there = Arena._known.get(orders["arena"][0])
+            if there is not None:
+                os.close(arena[0])
+                return there
             return Arena.join(arena[0], orders["arena"])
         except OSError as exc:
             os.close(arena[0])
@@ -485,8 +515,8 @@ def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
     return None
 
 
-def _become(orders: dict[str, Any]) -> None:
-    """Be the process that `multiprocessing` would have made: name, key, ``__main__``."""
+def become(orders: dict[str, Any]) -> None:
+    """Be the process that `multiprocessing` would have made: name, key, ``__main__``; and seeds."""
     if orders["bare"]:
         # Made by the fork server: not yet a process as multiprocessing knows it.
         import multiprocessing
@@ -496,6 +526,8 @@ def _become(orders: dict[str, Any]) -> None:
         process.authkey = orders["authkey"]
         process.daemon = orders["daemon"]
         main_module.install(orders["main"])
+    Seeds(orders["seed"])
+    mark_replica(orders["main"] is not None)
 
 
 def _use_threads(n: int) -> None:

@@ -12,16 +12,28 @@ import builtins
 import importlib.util
 import io
 import sys
+import threading
 import types
 from typing import Any
 
+from xpool.own import process_is_shared
+
 __all__ = ["install", "is_running"]
+
+_turn = threading.RLock()
+"""Held while the script is run in a process of several workers: the others wait for its names."""
 
 
 class _Main(types.ModuleType):
     """A ``__main__`` that fills itself at the first name it does not have."""
 
     def __getattr__(self, name: str) -> Any:
+        if not process_is_shared():
+            return self._run_for(name)
+        with _turn:
+            return self.__dict__[name] if name in self.__dict__ else self._run_for(name)
+
+    def _run_for(self, name: str) -> Any:
         where = self.__dict__.pop("_xpool_where", None)
         if where is None or (name.startswith("__") and name.endswith("__")):
             if where is not None:

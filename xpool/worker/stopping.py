@@ -18,7 +18,20 @@ from xpool.errors import TaskStopped
 from xpool.interrupt import postponed
 from xpool.queue.outbox import STACK_AT, STOP_SIGNAL, Outbox
 
-__all__ = ["listen"]
+__all__ = ["listen", "stack_of"]
+
+
+def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
+    """Return where a thread is, most recent call first, as faulthandler says it.
+
+    Frames of the files ``ours`` and those that called them are left out.
+    """
+    lines = []
+    while frame is not None and frame.f_code.co_filename not in ours:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
+        frame = frame.f_back
+    return "\n".join(lines)
 
 
 def listen(box: Outbox, fd: int, inside: CodeType) -> None:

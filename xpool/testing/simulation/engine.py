@@ -99,7 +99,7 @@ class _Call:
 
 
 class EngineWorld(World):
-    """One engine, one to three workers, a handful of jobs, and accidents."""
+    """One engine, one to three workers, some of them mates, a handful of jobs, and accidents."""
 
     name = "engine"
 
@@ -116,6 +116,7 @@ class EngineWorld(World):
         self.pace = self.one_of([2e-6, 5e-5, 1e-3])
         self.violent_end = self.chance(0.25)
         n = self.one_of([1, 2, 2, 3])
+        mates = self.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
         self.pids = itertools.count(2)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
@@ -128,10 +129,11 @@ class EngineWorld(World):
             name="world",
             daemon=True,
             inherited=None,
-            lifetime=self.one_of([None, None, 1, 2, 7]),
+            lifetime=None if mates else self.one_of([None, None, 1, 2, 7]),
             describe=lambda job, index: f"task {index} of job {job}",
             watch=SimWatch(self),
             slot=lambda i: SimSlot(self, i),
+            processes=mates,
         )
         self.engine._random.seed(seed)
         self.limits: dict[int, Limit] = {}  # of jobs that have one
@@ -375,12 +377,15 @@ class EngineWorld(World):
         """Return the number of a new process."""
         return next(self.pids)
 
-    def spawn(self, slot: SimSlot, tasks: Pipe, answers: Pipe, page: Page) -> Handle:
-        """Start a worker in a slot."""
-        worker = Worker(self, slot, tasks, answers, page)
+    def spawn(
+        self, slot: SimSlot, tasks: Pipe, answers: Pipe, page: Page, mates: list[Worker]
+    ) -> Handle:
+        """Start a worker in a slot; it joins those of its process."""
+        worker = Worker(self, slot, tasks, answers, page, mates)
         self.workers.append(worker)
         self.note(f"{self.now:.6f}", "worker", slot.index, "starts as", worker.pid)
-        worker.handle.news.data += b"p"
+        if len(mates) == 1:
+            worker.handle.news.data += b"p"
         return worker.handle
 
     def refuses(self) -> bool:
@@ -464,7 +469,6 @@ class EngineWorld(World):
             task = self.known[worker.unsafe]
             task.died += 1
             task.finished = None
-        self.reports.append((worker.handle, code))
 
     def report(self) -> None:
         """The parent is told of a death."""
@@ -480,7 +484,7 @@ class EngineWorld(World):
     def let_die(self, slot: SimSlot) -> None:
         """The engine waits for the end of a worker that it has killed."""
         for worker in list(self.workers):
-            if worker.handle is slot.handle:
+            if worker.handle is slot.handle and worker.alive:
                 worker.go_on()
 
     # -- what must hold --------------------------------------------------------------------------

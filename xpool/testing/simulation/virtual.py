@@ -311,14 +311,19 @@ class SimSlot(Slot):
     def start(
         self, launcher: Any, name: str, daemon: bool, inherited: Any, arena: Any = None
     ) -> None:
+        if self.generation and self._world.refuses():
+            raise OSError(24, "the world has no descriptors left")
+        process: list[Any] = []
+        for slot in sorted((self, *self.mates), key=lambda slot: slot.index):
+            slot._begin(process)  # type: ignore[attr-defined]
+
+    def _begin(self, process: list[Any]) -> None:
         self._fresh()
         world, kernel = self._world, self._world.kernel
-        if self.generation and world.refuses():
-            raise OSError(24, "the world has no descriptors left")
         tasks, answers = Pipe(world.pipe_size), Pipe(world.pipe_size)
         page = Page(world, world.box_size)
         kernel.pages.append(page)
-        self.handle = world.spawn(self, tasks, answers, page)
+        self.handle = world.spawn(self, tasks, answers, page, process)
         self.outlet = _SimOutlet(kernel, kernel.fds.add(tasks, True))
         self.inlet = _SimInlet(kernel, kernel.fds.add(answers, False))
         self.box = page.box(by_parent=True)
@@ -341,13 +346,16 @@ class SimSlot(Slot):
 
     def gone(self) -> None:
         assert self.handle is not None
+        if self.driven:
+            self._world.wrong(f"worker {self.index} is put away, and a caller polls its pipe")
+        handle, self.handle = self.handle, None
         self.happens(WorkerEvent.GONE)
         for fd in (self.outlet.fd, self.inlet.fd):
             self._world.kernel.fds.close(fd)
         self._world.kernel.pages.remove(self.page)
         self.lifeline = None
-        self.handle.close()
-        self.handle = None
+        if all(mate.handle is None for mate in self.mates):
+            handle.close()
         self.stopping_since = None
 
 

@@ -1,5 +1,7 @@
 """A virtual worker process: `xpool.worker.loop` as a generator that stops at every visible step.
 
+Or a thread of one, beside its mates: `xpool.worker.several`.
+
 Each ``yield`` is a point at which the world may let others go on, or end the process.  What is
 yielded says when it may go on: None, at once; a number, at that time; a function, when it is true.
 """
@@ -44,7 +46,7 @@ class Handle:
 
     def __init__(self, world: Any, worker: Worker) -> None:
         self._world = world
-        self._worker = worker
+        self._worker = worker  # one of its mates
         self.news = Pipe(16)
         self.sentinel: int = world.kernel.fds.add(self.news, False)
         self.pid: int | None = None
@@ -66,8 +68,9 @@ class Handle:
         if signum == 9:
             self._worker.doomed = -9
         elif signum == STOP_SIGNAL:
-            if not self._worker.deaf:
-                self._worker.asked = True
+            for worker in self._worker.mates:
+                if not worker.deaf:
+                    worker.asked = True
         elif not self._worker.deaf:
             self._worker.doomed = -signum
 
@@ -79,15 +82,30 @@ class Handle:
 
 
 class Worker:
-    """One process: its ends of the pipes, its view of the page, and where it is in its life."""
+    """One process: its ends of the pipes, its view of the page, and where it is in its life.
 
-    def __init__(self, world: Any, slot: Slot, tasks: Pipe, answers: Pipe, page: Page) -> None:
+    ``mates``: the workers of the process; it joins them.
+    """
+
+    def __init__(
+        self,
+        world: Any,
+        slot: Slot,
+        tasks: Pipe,
+        answers: Pipe,
+        page: Page,
+        mates: list[Worker],
+    ) -> None:
         self.world = world
         self.index = slot.index
-        self.pid = world.next_pid()
+        self.mates = mates
+        mates.append(self)
+        first = mates[0]
+        self.pid: int = world.next_pid() if first is self else first.pid
+        self.ready = self.through = False  # it could serve; it was told to stop
         self.tasks, self.answers, self.page = tasks, answers, page
         self.box = page.box(by_parent=False)
-        self.handle = Handle(world, self)
+        self.handle: Handle = Handle(world, self) if first is self else first.handle
         self.alive = True
         self.doomed: int | None = None  # the exit code with which it is about to end
         self.deaf = world.chance(world.deafness)  # SIGTERM does not reach it: stopped, or in C code
@@ -136,15 +154,20 @@ class Worker:
         try:
             self._when = next(self._life)
         except StopIteration as stop:
-            self.end(stop.value)
+            if self.through and not all(one.through for one in self.mates):
+                self._when = lambda: False  # it waits for the others
+            else:
+                self.end(stop.value)
 
     def end(self, code: int) -> None:
         """The process has ended; its stores are seen, its ends close."""
-        self.alive = False
-        self._life.close()
-        self.page.show()
-        self.tasks.reading = self.answers.writing = False
-        self.world.ended(self, code)
+        for one in self.mates:
+            one.alive = False
+            one._life.close()
+            one.page.show()
+            one.tasks.reading = one.answers.writing = False
+            self.world.ended(one, code)
+        self.world.reports.append((self.handle, code))
 
     # -- its own ---------------------------------------------------------------------------------
 
@@ -158,6 +181,9 @@ class Worker:
         if world.fails_to_start():
             yield from self._frame(FAILED, pickle.dumps(RuntimeError("no device")))
             return 1
+        self.ready = True
+        if len(self.mates) > 1:
+            yield lambda: all(one.ready for one in self.mates)
         yield from self._frame(
             READY, pickle.dumps({"wire": WIRE, "pid": self.pid, "mapped": world.chance(0.5)})
         )
@@ -176,6 +202,7 @@ class Worker:
             elif kind == FORGET:
                 self._funcs.difference_update(n for (n,) in U64.iter_unpack(body))
             elif kind == STOP:
+                self.through = True
                 return 0
             else:
                 world.wrong(f"a worker got a message of kind {kind}")

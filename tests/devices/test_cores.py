@@ -1,0 +1,739 @@
+"""Workers that are threads of one process: the cores of a chip, with a stand-in for the device."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import work
+from support.waiting import Gate, Mailbox, eventually, wait_gone
+
+from xpool import (
+    CtxPool,
+    OptionError,
+    PoolBroken,
+    PoolClosed,
+    TaskCancelled,
+    TaskStopped,
+    TaskTimeout,
+    TensorLost,
+    WorkerDied,
+    WorkerStartFailed,
+    current_worker,
+)
+from xpool.testing.saboteurs import spin
+
+pytestmark = pytest.mark.xpool_only
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Core:
+    """A context whose worker is a thread; one of several that name the same process."""
+
+    def __init__(self, number: int, process: str = "a", **env: str) -> None:
+        self.number = number
+        self.env: dict[str, str | None] = {"XPOOL_PROCESS": process, **env}
+        self.entered: list[int] = []
+
+    def enter(self) -> None:
+        self.entered.append(threading.get_ident())
+
+
+def cores(*workers: int) -> list[Core]:
+    """Contexts for processes with so many workers each."""
+    names = [str(p) for p, count in enumerate(workers) for _ in range(count)]
+    return [Core(i, name) for i, name in enumerate(names)]
+
+
+@pytest.fixture
+def start(make_pool: Callable[..., Any]) -> Callable[..., CtxPool]:
+    """Pools of processes with so many workers each."""
+
+    def make(*workers: int, **options: Any) -> CtxPool:
+        pool: CtxPool = make_pool(CtxPool, worker_contexts=cores(*workers), **options)
+        return pool
+
+    return make
+
+
+def who(core: Core) -> tuple[int, int, int, int, list[int]]:
+    """The worker by its context and by `current_worker`, its process, its thread, who entered."""
+    assert current_worker().context is core
+    return (core.number, current_worker().index, os.getpid(), threading.get_ident(), core.entered)
+
+
+def at_gate(core: Core, box: str, gate: str) -> tuple[int, int]:
+    """Say which worker this is, wait at the gate, return it and its process."""
+    work.post(box, str(core.number))
+    work.pass_gate(gate)
+    return core.number, os.getpid()
+
+
+def post_and_run(core: Core, box: str, how: str) -> None:
+    """Say which worker this is, then run on without an end."""
+    work.post(box, str(core.number))
+    if how == "counts":
+        n = 0
+        while True:
+            n += 1
+    while how == "stubborn":
+        try:
+            post_and_run(core, os.devnull, "counts")
+        except TaskStopped:
+            continue
+    threading.Event().wait()
+
+
+def kill(core: Core) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(core: Core, code: int) -> None:
+    sys.exit(code)
+
+
+def crew(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[tuple[int, int]]:
+    """Have every worker run a task at the same time; return which worker is in which process."""
+    asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(pool.size())]
+    mailbox.lines(pool.size())
+    gate.open(pool.size())
+    return sorted(one.get() for one in asked)
+
+
+# -- who is who ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn", "fork"])
+def test_each_worker_is_a_thread(start: Any, mailbox: Mailbox, gate: Gate, method: str):
+    """Own index, context and thread, one task at a time, however the process was started."""
+    pool = start(2, 3, 1, context=method)
+    found = pool.run_all(who)
+    assert [f[0] for f in found] == [f[1] for f in found] == list(range(6))
+    processes = [f[2] for f in found]
+    assert processes[0] == processes[1] and len(set(processes[2:5])) == 1
+    assert len(set(processes)) == 3
+    assert len({(f[2], f[3]) for f in found}) == 6
+    assert all(f[4] == [f[3]] for f in found), "entered once, in the worker's own thread"
+    assert crew(pool, mailbox, gate) == [(i, processes[i]) for i in range(6)]
+    assert pool.statistics()["pids"] == processes
+
+
+def in_thread(core: Core) -> str:
+    found: list[Any] = []
+
+    def look() -> None:
+        try:
+            found.append(current_worker())
+        except RuntimeError as exc:
+            found.append(str(exc))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return str(found[0])
+
+
+def test_threads_of_a_task_belong_to_no_worker(start: Any):
+    """Whose they are cannot be known, and a wrong answer would be worse."""
+    assert "in the thread in which it runs them" in start(2).apply(in_thread)
+
+
+def log_start(path: str) -> None:
+    work.log_line(path, f"begin {current_worker().index}")
+    work.log_line(path, f"end {current_worker().index}")
+
+
+def test_initializers_take_turns(start: Any, log: Path):
+    """One after the other, in order, each in its worker: so they need no lock."""
+    pool = start(3, initializer=log_start, initargs=(str(log),))
+    pool.run_all(who)
+    lines = log.read_text().splitlines()
+    assert lines == [f"{what} {i}" for i in range(3) for what in ("begin", "end")]
+
+
+SCRIPT = """
+import os, threading
+from xpool import CtxPool
+class Core:
+    env = {"XPOOL_PROCESS": "a"}
+meet = threading.Barrier(4)
+with open(os.environ["XPOOL_TEST_LOG"], "a") as log:
+    print(__name__, file=log)
+def together(core, x):
+    meet.wait()
+    return x
+if __name__ == "__main__":
+    with CtxPool(worker_contexts=[Core() for _ in range(4)]) as pool:
+        print(pool.map(together, range(4), 1))
+"""
+
+
+def test_the_script_is_run_once_for_all(tmp_path: Path, log: Path):
+    """Workers that need names of ``__main__`` at once share one, whole one: a barrier in it."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "XPOOL_TEST_LOG": str(log), "PYTHONPATH": os.pathsep.join(sys.path)}
+    out = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, env=env
+    )
+    assert out.stdout == "[0, 1, 2, 3]\n"
+    assert log.read_text().split() == ["__main__", "__mp_main__"]
+
+
+# -- what makes no sense -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"maxtasksperchild": 3}, "maxtasksperchild=3.*cannot be replaced one by one"),
+        ({"seed": 7}, "seed=7.*same generators"),
+        ({"worker_contexts": [Core(0), Core(1, A="b")]}, r"\[0, 1\] name one process.*env differ"),
+        ({"worker_contexts": [Core(i, "0/2") for i in range(3)]}, "no room for 3 workers"),
+        ({"worker_contexts": [Core(i) for i in range(65)]}, "64 are the most"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str):
+    """Said when the pool is made, with what to do."""
+    with pytest.raises(OptionError, match=message):
+        CtxPool(**{"worker_contexts": cores(2), **options})
+
+
+def test_cores_of_the_machine_are_the_process_s():
+    """A process runs on one set of them."""
+    contexts: list[Any] = cores(2)
+    contexts[0].cpus, contexts[1].cpus = (0,), (1,)
+    with pytest.raises(OptionError, match="cpus differ"):
+        CtxPool(worker_contexts=contexts)
+
+
+def test_alone_in_its_process(make_pool: Callable[..., Any]):
+    """Of a process that only one context names, the worker is like any other."""
+    pool = make_pool(CtxPool, worker_contexts=[Core(0, "0/2"), Core(1, "1/2")], maxtasksperchild=1)
+    assert len({pool.apply(who)[2] for _ in range(4)}) == 4
+
+
+@pytest.mark.torch
+def test_no_group_of_torch_distributed(start: Any):
+    """A process has one rank."""
+    with pytest.raises(OptionError, match="threads of one process.*per_process=1"):
+        start(2).create_group()
+
+
+def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch):
+    """When descriptors run out at the second of three channels, the first is let go of."""
+    from xpool.fleet import slot
+
+    made = iter([slot.make_file()])
+
+    def no_more() -> int:
+        for fd in made:
+            return fd
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(slot, "make_file", no_more)
+    with pytest.raises(OSError, match="Too many open files"):
+        CtxPool(worker_contexts=cores(3))
+    gc.collect()
+
+
+# -- kill -9 in each state -----------------------------------------------------------------------
+
+
+def test_killed_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
+    """No task is lost, and all of the process come back, in the same places."""
+    pool = start(2, 2)
+    before = crew(pool, mailbox, gate)
+    os.kill(before[0][1], signal.SIGKILL)
+    assert wait_gone([before[0][1]]) == []
+    after = crew(pool, mailbox, gate)
+    assert [i for i, _ in after] == [0, 1, 2, 3]
+    assert after[2:] == before[2:]
+    assert after[0][1] == after[1][1] != before[0][1]
+    assert pool.statistics()["deaths"] == 2
+
+
+def test_killed_while_all_run(start: Any, mailbox: Mailbox, gate: Gate):
+    """Each of its tasks is WorkerDied, names the signal and what else ran; others go on."""
+    pool = start(2, 2)
+    asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(4)]
+    mailbox.lines(4)
+    pids = pool.statistics()["pids"]
+    os.kill(pids[0], signal.SIGKILL)
+    assert wait_gone([pids[0]]) == []
+    gate.open(4)
+    died, lived = [], []
+    for one in asked:
+        try:
+            lived.append(one.get())
+        except WorkerDied as exc:
+            died.append(exc)
+    assert sorted(i for i, _ in lived) == [2, 3]
+    assert sorted(exc.worker for exc in died) == [0, 1]
+    for exc in died:
+        assert (exc.pid, exc.signal, exc.killed) == (pids[0], "SIGKILL", 1)
+        assert f"worker {1 - exc.worker} ran at_gate()" in exc.beside
+        assert exc.beside in str(exc) and "out-of-memory" in str(exc)
+
+
+def test_killed_by_a_task(start: Any, mailbox: Mailbox, gate: Gate):
+    """A thread that is idle loses nothing, and what waits is done."""
+    pool = start(2)
+    with pytest.raises(WorkerDied, match="SIGKILL") as caught:
+        pool.apply(kill)
+    assert caught.value.beside == ""
+    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_task_that_leaves(start: Any, mailbox: Mailbox, gate: Gate, code: int):
+    """`sys.exit` ends the process: at once, since nobody can say what else it ended."""
+    pool = start(2)
+    other = pool.apply_async(at_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    with pytest.raises(WorkerDied) as caught:
+        pool.apply(leave, (code,))
+    assert caught.value.exitcode == code
+    with pytest.raises(WorkerDied, match=r"ran leave\(\): that may be what ended it") as caught:
+        other.get()
+    assert caught.value.exitcode == code
+    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+
+
+def end_at(core: int, box: str, once: str) -> None:
+    """Initializer: say that this worker is here, and the first time one of them waits for ever."""
+    work.post(box, str(current_worker().index))
+    if current_worker().index == core and not os.path.exists(once):
+        Path(once).touch()
+        work.post(box, f"pid {os.getpid()}")
+        signal.pause() if threading.current_thread() is threading.main_thread() else spin()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_killed_while_it_starts(
+    start: Any, mailbox: Mailbox, gate: Gate, tmp_path: Path, which: int
+):
+    """In the initializer of its first worker, one between, its last: the others have not begun."""
+    pool = start(3, initializer=end_at, initargs=(which, mailbox.path, str(tmp_path / "once")))
+    asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(3)]
+    *begun, last = [mailbox.line() for _ in range(which + 2)]
+    assert begun == [str(i) for i in range(which + 1)]
+    os.kill(int(last.split()[1]), signal.SIGKILL)
+    assert mailbox.lines(3) == ["0", "1", "2"]
+    assert sorted(mailbox.lines(3)) == ["0", "1", "2"]
+    gate.open(3)
+    assert sorted(one.get()[0] for one in asked) == [0, 1, 2]
+
+
+def large(core: Core, box: str) -> Any:
+    return work.return_large_and_post(box, 64 << 20)
+
+
+@pytest.mark.parametrize("memory_limit", [None, 0])
+def test_killed_while_it_answers(start: Any, mailbox: Mailbox, gate: Gate, memory_limit: int):
+    """In the midst of a large result: that task is lost, or its result has come."""
+    pool = start(2, memory_limit=memory_limit)
+    pid = pool.run_all(who)[0][2]
+    result = pool.apply_async(large, (mailbox.path,))
+    mailbox.line()
+    os.kill(pid, signal.SIGKILL)
+    try:
+        assert result.get() == 64 << 20
+    except WorkerDied as exc:
+        assert exc.signal == "SIGKILL"
+    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+
+
+def test_killed_while_it_retires(start: Any, mailbox: Mailbox, gate: Gate):
+    """After `close`, one thread has ended and one still runs: its task is answered, `join` ends."""
+    pool = start(2)
+    pid = pool.run_all(who)[0][2]
+    result = pool.apply_async(at_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    pool.close()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        result.get()
+    pool.join()
+
+
+def states(pid: int) -> set[str]:
+    """What the threads of a process do, in the kernel's letters."""
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
+
+
+def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
+    """A process that was stopped by SIGSTOP is replaced when tasks with a limit wait for it."""
+    pool = start(2)
+    before = crew(pool, mailbox, gate)
+    os.kill(before[0][1], signal.SIGSTOP)
+    eventually(lambda: states(before[0][1]) == {"T"}, "all of its threads are stopped")
+    found = [pool.apply_async(who, timeout=0.2) for _ in range(2)]
+    assert {one.get()[2] for one in found} != {before[0][1]}
+    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+
+
+def test_again_and_again_under_load(start: Any, log: Path):
+    """Processes die while many short tasks run, some called by several threads: all is answered."""
+    pool = start(2, 2)
+    wrong: list[Any] = []
+
+    def call() -> None:
+        for x in range(40):
+            got = pool.apply(identity, (x,), retries=20)
+            if got != x:
+                wrong.append((x, got))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for round in range(6):
+        numbers = pool.map_async(identity, range(3000), retries=20)
+        for pid in {*pool.statistics()["pids"]} - {None}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        assert numbers.get() == list(range(3000)), round
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def identity(core: Core, x: Any) -> Any:
+    return x
+
+
+def test_a_killed_task_is_tried_again(start: Any, log: Path, mailbox: Mailbox, gate: Gate):
+    """With ``retries=`` the task and those beside it run once more."""
+    pool = start(2)
+    beside = pool.apply_async(at_gate, (mailbox.path, gate.path), retries=3)
+    mailbox.line()
+    assert pool.apply(kill_once, (str(log),), retries=1) == "done"
+    mailbox.line()
+    gate.open(1)
+    assert beside.get()[0] in (0, 1)
+
+
+def kill_once(core: Core, log: str) -> str:
+    if not os.path.getsize(log):
+        work.log_line(log, "try")
+        kill(core)
+    return "done"
+
+
+# -- ends ----------------------------------------------------------------------------------------
+
+
+def test_close_waits_for_all(start: Any, mailbox: Mailbox, gate: Gate):
+    """A worker that has nothing more to do does not take the process with it."""
+    pool = start(3)
+    result = pool.apply_async(at_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    pids = set(pool.statistics()["pids"])
+    pool.close()
+    gate.open(1)
+    assert result.get()[0] in (0, 1, 2)
+    pool.join()
+    assert wait_gone(pids) == []
+
+
+@pytest.mark.parametrize("how", ["counts", "waits"])
+def test_terminate(start: Any, mailbox: Mailbox, how: str):
+    """Whatever its threads do."""
+    pool = start(2)
+    results = [pool.apply_async(post_and_run, (mailbox.path, how)) for _ in range(2)]
+    mailbox.lines(2)
+    pids = set(pool.statistics()["pids"])
+    pool.terminate()
+    pool.join()
+    assert wait_gone(pids) == []
+    for result in results:
+        with pytest.raises(PoolClosed):
+            result.get()
+
+
+PARENT = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from devices.test_cores import CtxPool, cores, post_and_run, who
+if __name__ == "__main__":
+    pool = CtxPool(worker_contexts=cores(2, 2))
+    print(*{found[2] for found in pool.run_all(who)}, flush=True)
+    busy = [pool.apply_async(post_and_run, ("/dev/null", "counts")) for _ in range(3)]
+    sys.stdin.read()
+"""
+
+
+def test_the_parent_is_killed(tmp_path: Path):
+    """Busy or idle, the processes go with it."""
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    with subprocess.Popen(
+        [sys.executable, str(script), str(ROOT / "tests"), str(ROOT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        ends = [os.pidfd_open(pid) for pid in pids]
+        parent.kill()
+        for end in ends:
+            poller = select.poll()
+            poller.register(end, select.POLLIN)
+            assert poller.poll()
+            os.close(end)
+
+
+def fail_at(core: int) -> None:
+    if current_worker().index == core:
+        raise RuntimeError(f"core {core} is in use")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_worker_that_cannot_start(start: Any, which: int):
+    """The pool stops, and names the worker and its reason, whichever of the process it is."""
+    pool = start(2, initializer=fail_at, initargs=(which,))
+    with pytest.raises(WorkerStartFailed, match=f"core {which} is in use") as caught:
+        pool.apply(who)
+    assert (caught.value.worker, caught.value.attempts) == (which, 3)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def fail_once(core: int, log: str) -> None:
+    if current_worker().index == core and not os.path.getsize(log):
+        work.log_line(log, "try")
+        raise RuntimeError("once")
+
+
+def test_a_worker_that_cannot_start_at_first(start: Any, log: Path):
+    """The next process may do."""
+    pool = start(2, initializer=fail_once, initargs=(1, str(log)))
+    assert [found[0] for found in pool.run_all(who)] == [0, 1]
+
+
+def hang_at(core: int) -> None:
+    if current_worker().index == core:
+        spin()
+
+
+def test_an_initializer_that_hangs(start: Any):
+    """The limit is for each worker's own, and the error has its stack."""
+    pool = start(2, initializer=hang_at, initargs=(1,), initializer_timeout=0.5)
+    with pytest.raises(WorkerStartFailed, match="Worker 1.*longer than its limit") as caught:
+        pool.apply(who)
+    assert isinstance(caught.value.__cause__, TaskTimeout)
+    assert "hang_at" in caught.value.__cause__.stack
+
+
+def test_the_restart_budget_counts_processes(start: Any):
+    """And no process that the pool itself has ended."""
+    pool = start(2, restart_budget=2)
+    for _ in range(3):
+        with pytest.raises(TaskTimeout):
+            pool.apply(post_and_run, (os.devnull, "waits"), timeout=0.05)
+    for _ in range(2):
+        with pytest.raises(WorkerDied):
+            pool.apply(kill)
+    with pytest.raises((WorkerDied, PoolBroken)):
+        pool.apply(kill)
+    with pytest.raises(PoolClosed, match="3 workers died.*worker 0 and worker 1"):
+        pool.apply(who)
+
+
+# -- limits and cancelling -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["timeout", "cancel"])
+def test_python_code_is_broken_off(start: Any, mailbox: Mailbox, gate: Gate, end: str):
+    """In its thread alone: the process, and what the other threads run, go on."""
+    pool = start(3)
+    before = crew(pool, mailbox, gate)
+    beside = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(2)]
+    mailbox.lines(2)
+    limit = 0.2 if end == "timeout" else None
+    result = pool.apply_async(post_and_run, (mailbox.path, "counts"), timeout=limit)
+    worker = int(mailbox.line())
+    if end == "timeout":
+        with pytest.raises(TaskTimeout) as caught:
+            result.get()
+        assert caught.value.worker == worker
+        assert "post_and_run" in caught.value.stack.splitlines()[0]
+        assert "several" not in caught.value.stack
+    else:
+        assert result.cancel()
+        with pytest.raises(TaskCancelled):
+            result.get()
+    gate.open(2)
+    for one in beside:
+        one.get()
+    assert crew(pool, mailbox, gate) == before
+    assert pool.statistics()["deaths"] == 0
+
+
+@pytest.mark.parametrize("how", ["stubborn", "waits"])
+def test_what_does_not_listen_takes_the_process_along(
+    start: Any, mailbox: Mailbox, gate: Gate, how: str
+):
+    """Those beside it are told that it was not they, and whose task it was."""
+    pool = start(2)
+    beside = pool.apply_async(at_gate, (mailbox.path, gate.path))
+    mailbox.line()
+    result = pool.apply_async(post_and_run, (mailbox.path, how), timeout=0.2)
+    worker = int(mailbox.line())
+    with pytest.raises(TaskTimeout) as caught:
+        result.get()
+    assert "post_and_run" in caught.value.stack
+    with pytest.raises(WorkerDied) as innocent:
+        beside.get()
+    assert innocent.value.killed == 0
+    assert f"worker {worker}, another thread of it, ran post_and_run()" in innocent.value.beside
+    assert innocent.value.beside in str(innocent.value)
+    assert "out-of-memory" not in str(innocent.value)
+    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+
+
+def test_the_innocent_are_tried_again(start: Any, mailbox: Mailbox, gate: Gate):
+    """Any number of times that ``retries=`` allows: it does not count as having killed a worker."""
+    pool = start(2)
+    beside = pool.apply_async(at_gate, (mailbox.path, gate.path), retries=10)
+    mailbox.line()
+    for _ in range(6):  # more than a culprit gets
+        result = pool.apply_async(post_and_run, (os.devnull, "waits"), timeout=0.05)
+        with pytest.raises(TaskTimeout):
+            result.get()
+        mailbox.line()
+    gate.open(1)
+    assert beside.get()[0] in (0, 1)
+
+
+def fail(core: Core, index: int, box: str, how: str) -> None:
+    if core.number == index:
+        raise ValueError(index)
+    post_and_run(core, box, how)
+
+
+def test_run_all_fails_in_one(start: Any, mailbox: Mailbox, gate: Gate):
+    """The others are stopped; in Python code that costs no process."""
+    pool = start(2, 2)
+    before = crew(pool, mailbox, gate)
+    with pytest.raises(ValueError, match="3"):
+        pool.run_all(fail, 3, os.devnull, "counts")
+    assert crew(pool, mailbox, gate) == before
+
+
+def busy(core: Core, n: int) -> int:
+    """Something that goes in and out of the interpreter, and of the arena's books."""
+    array = pytest.importorskip("numpy").zeros(1 << 14)
+    for _ in range(n):
+        array = array + 1
+    return int(array[0])
+
+
+def test_cancelled_anywhere(start: Any):
+    """Whenever it comes, a task is broken off, or is over: nothing is hit but that task."""
+    pool = start(2)
+    for n in range(150):
+        task = pool.apply_async(busy, (n * 3,))
+        numbers = pool.map_async(identity, range(10), 1)
+        task.cancel()
+        assert numbers.get() == list(range(10))
+        assert pool.apply(busy, (3,)) == 3
+    eventually(lambda: not pool.statistics()["running"], "all cancelled tasks have been left")
+
+
+# -- memory, handles, broadcast ------------------------------------------------------------------
+
+
+def array_of(core: Core, value: int, size: int) -> Any:
+    return pytest.importorskip("numpy").full(size, value)
+
+
+def test_large_results_of_a_process_that_dies(start: Any):
+    """They have one seat in shared memory: what any of them has sent is taken in before it goes."""
+    pytest.importorskip("numpy")
+    pool = start(2)
+    for _ in range(4):
+        results = [pool.apply_async(array_of, (i, 1 << 17)) for i in range(12)]
+        for result in results:
+            result.wait()
+        with pytest.raises(WorkerDied):
+            pool.apply(kill)
+        more = pool.map(array_of_pair, range(8), 1)
+        assert [int(x.sum()) for x in more] == [i << 17 for i in range(8)]
+        assert [int(r.get().sum()) for r in results] == [i << 17 for i in range(12)]
+
+
+def array_of_pair(core: Core, value: int) -> Any:
+    return array_of(core, value, 1 << 17)
+
+
+class Standing(Core):
+    """A core whose device is the stand-in of the handle tests."""
+
+    def put(self, tensor: Any) -> Any:
+        from support.away import Away
+
+        return Away(tensor)
+
+
+@pytest.mark.torch
+def test_handles_go_to_their_thread(make_pool: Callable[..., Any]):
+    """The worker that has the tensor finds it, the one beside it gets a copy; both go at once."""
+    from . import handle_tasks as tasks
+
+    contexts = [Standing(i) for i in range(2)]
+    pool = make_pool(CtxPool, worker_contexts=contexts, is_copy_tensor=False)
+    first, second = pool.run_all(tasks.make)
+    assert (first.worker, second.worker, first.pid) == (0, 1, second.pid)
+    for handle in (first, second):
+        assert pool.apply(owner, (handle,)) == handle.worker
+        assert handle.cpu().tolist() == [0.0, 1.0, 2.0, 3.0]
+    pid, total, kinds = pool.apply(tasks.use, (first, second))
+    assert (pid, total, kinds) == (first.pid, 12.0, ["xla", "cpu"])
+    assert pool.run_all(tasks.kept) == [1, 1]
+    with pytest.raises(WorkerDied):
+        pool.apply(tasks.kill_oneself, (second,))
+    for handle in (first, second):
+        with pytest.raises(TensorLost):
+            handle.cpu()
+
+
+def owner(core: Core, tensor: Any) -> int:
+    return current_worker().index
+
+
+def identity_of(core: Core, obj: Any) -> int:
+    return id(obj)
+
+
+@pytest.mark.torch
+def test_broadcast(start: Any):
+    """Each worker has an object of its own, and the same in every task."""
+    import torch
+
+    pool = start(2)
+    shared = pool.broadcast({"w": torch.ones(1 << 18)})
+    first, second = pool.run_all(identity_of, shared)
+    assert first != second
+    assert pool.run_all(identity_of, shared) == [first, second]
+    assert pool.run_all(total, shared) == [float(1 << 18)] * 2
+    assert pool.apply(functools.partial(total, obj=shared)) == 1 << 18
+
+
+def total(core: Core, obj: Any) -> float:
+    return float(obj["w"].sum())

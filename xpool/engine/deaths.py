@@ -1,0 +1,235 @@
+"""Workers that have ended: what becomes of their work, and who takes their place.
+
+A process has one worker, or several as threads (`Slot.mates`).  These end together, so the books of
+all are made at once: first all that any of them has sent is taken in, since they have one seat in
+the arena; then what each held is lost, tried again or given to others; then the process is started
+anew, for all of them.
+
+Called with the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from xpool.engine.exchange import CULPRIT
+from xpool.engine.limits import Limits
+from xpool.engine.switchboard import Switchboard
+from xpool.errors import DeviceError, PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
+from xpool.fleet.launch import Handle
+from xpool.fleet.slot import Slot
+from xpool.jobs.scheduler import Grant
+from xpool.jobs.states import WorkerStates
+from xpool.options import START_ATTEMPTS
+from xpool.pickle import decode
+
+__all__ = ["Deaths"]
+
+SYSTEM_ATTEMPTS = 6
+"""Times that the system may refuse to start a process, at intervals that grow to three seconds."""
+
+KILLED_STARTS = 8
+"""Workers that may be killed in one place while they start, at intervals that grow to a second.
+More than may fail by themselves: a kill says little about the next one."""
+
+
+class Deaths(Limits):
+    """The part of the engine that sees processes end; `Engine` starts them."""
+
+    failure: BaseException | None = None
+    died = 0
+    together = False  # the workers form one group: the death of one is the end of all
+    switchboard: Switchboard | None = None  # where workers send messages to each other
+    _ending = False  # no process is started any more
+    _dead_seats: list[int]  # to be cleared, by the engine's thread
+
+    def _start(self, slot: Slot) -> None:
+        """Start the process of a worker, and of its mates."""
+        raise NotImplementedError
+
+    def _watch_end(self, slot: Slot) -> None:
+        assert slot.handle is not None
+        self._watch.add(slot.handle.sentinel, lambda fd: self._check(slot))
+
+    def _check(self, slot: Slot) -> None:
+        """The sentinel has news: a pid, or the end."""
+        handle = slot.handle
+        if handle is None:
+            return
+        ended = [slot, *slot.mates]
+        for one in ended:
+            if one.driven:
+                # Its caller polls these descriptors: they may be closed when he has let go, which
+                # is at once, since he sees this too.
+                one.unchecked = True
+                self._watch.remove(handle.sentinel)
+                return
+        if not handle.ended():
+            return
+        for one in ended:
+            if handle.exitcode is None:
+                self._finish_off(one)
+            self._drain(one)
+            if not self._stopped:
+                self._take_late(one, one.box.tail)
+        workers = " and ".join(f"worker {one.index}" for one in ended)
+        died = f"{workers} (pid {handle.pid}), {exit_reason(handle.exitcode)}"
+        for one in ended:
+            if one.mad is not None:
+                died += f", for it wrote nonsense ({one.mad})"
+        # To break off what it ran: then we have killed it.
+        asked = any(one.stop is not None for one in ended)
+        ready = [one for one in ended if one.state is WorkerStates.READY]
+        starting = slot.state is WorkerStates.STARTING and not ready
+        self._make_accounts(ended, handle)
+        self._watch.remove(handle.sentinel)
+        for one in ended:
+            self._put_away(one)
+        if self._ending:
+            return
+        if starting:
+            failed = next((one for one in ended if one.reason is not None), slot)
+            self._not_started(failed, handle.exitcode)
+        else:
+            self.died += len(ready)
+            if self.together and ready:
+                self.failure = DeviceError(
+                    f"{died}, was a member of a replica group, whose members start and end "
+                    "together: the pool has stopped; make a new one"
+                )
+                self._ending = True
+                return
+            if ready and not asked and self._budget.death(self._watch.now()):
+                budget = self._budget
+                self.failure = PoolBroken(budget.deaths, budget.span(), died)
+                self._ending = True
+                return
+            self._start_again(slot)
+        self._give_idle()
+
+    def _finish_off(self, slot: Slot) -> None:
+        """Nobody can tell whether the worker has ended (its server was killed): see to it.
+
+        Before the accounts are made: what it still ran would be run twice.
+        """
+        slot.kill()
+        while not slot.inlet.ended and slot.hears(1.0):
+            self._receive(slot)
+
+    def _put_away(self, slot: Slot) -> None:
+        """Let go of a worker whose accounts are made."""
+        self._deep.pop(slot.index, None)
+        for fd in (slot.inlet.fd, slot.outlet.fd):
+            self._watch.remove(fd)
+        if self.switchboard is not None:
+            self.switchboard.ended(slot)
+        slot.gone()
+        if slot.seat is not None:
+            self._dead_seats.append(slot.seat)  # all that it has sent is held here by now
+            slot.seat = None
+
+    # -- what they ran -------------------------------------------------------------------------
+
+    def _make_accounts(self, ended: list[Slot], handle: Handle) -> None:
+        """Answer what the workers of a process ran, or have it tried again; others get the rest."""
+        lost: dict[Slot, tuple[Grant, int]] = {}
+        for one in ended:
+            found = self.sched.gone(one.index, one.box.began)
+            if found is not None:
+                lost[one] = found
+        ran = {one: self._describe(grant.job, grant.first + k) for one, (grant, k) in lost.items()}
+        guilty = next((one for one in ended if one.stop is not None or one.mad is not None), None)
+        for one, (grant, position) in lost.items():
+            innocent = guilty is not None and guilty is not one
+            beside = _beside(one, guilty, ran) if one.mates else ""
+            self._lose(one, grant, position, handle, innocent, beside)
+
+    def _lose(
+        self, slot: Slot, grant: Grant, position: int, handle: Handle, innocent: bool, beside: str
+    ) -> None:
+        """Answer a task whose worker ended; ``innocent``: for something that another one ran."""
+        if slot.stop is not None and grant.seq + position == slot.stop.seq:
+            self._broken_off(slot, grant, position)
+            return
+        killed = grant.past.killed + (not innocent)
+        if grant.retries > 0 and killed < CULPRIT and not self._ending:
+            self._again(grant, position, killed=not innocent)
+            return
+        index = grant.first + position
+        task = self._describe(grant.job, index)
+        error = WorkerDied(handle.pid, handle.exitcode, slot.index, task, killed, beside)
+        self.results.append((grant.job, index, (False, error)))
+
+    # -- those who come after ------------------------------------------------------------------
+
+    def _not_started(self, slot: Slot, exitcode: int | None) -> None:
+        """Start a worker anew that ended before it was ready, unless that is hopeless."""
+        if slot.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM):
+            # By an operator, the kernel short of memory, a test: the next may live.
+            slot.killed += 1
+        else:
+            slot.failures += 1
+        if slot.failures >= START_ATTEMPTS or slot.killed >= KILLED_STARTS:
+            self._fail(slot, exitcode)
+        elif slot.killed > 1:
+            self._start_at(slot, self._watch.now() + min(1.0, 0.05 * 2**slot.killed))
+        else:
+            self._start_again(slot)
+
+    def _start_again(self, slot: Slot) -> None:
+        try:
+            self._start(slot)
+        except OSError as exc:
+            # No descriptors, no memory: that may pass, so a few times, at growing intervals.
+            slot.failures += 1
+            slot.reason = exc
+            if slot.failures > SYSTEM_ATTEMPTS:
+                self._fail(slot, None)
+            else:
+                self._start_at(slot, self._watch.now() + 0.05 * 2**slot.failures)
+
+    def _start_at(self, slot: Slot, when: float) -> None:
+        slot.start_at = when
+        self._watch.alarm(when)
+
+    def _start_overdue(self, now: float) -> None:
+        for slot in self.slots:
+            if slot.start_at is not None and not self._ending:
+                if now >= slot.start_at:
+                    slot.start_at = None
+                    self._start_again(slot)
+                else:
+                    self._watch.alarm(slot.start_at)
+
+    def _fail(self, slot: Slot, exitcode: int | None) -> None:
+        """Give up on a worker that cannot be started, and with it on the pool."""
+        cause, reason = slot.reason, None
+        if isinstance(cause, (bytes, bytearray)):
+            cause = decode(cause)
+        if isinstance(cause, BaseException):
+            reason = f"{type(cause).__name__}: {cause}"
+        else:
+            reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
+            if exitcode is None or exitcode >= 0:
+                reason += (
+                    "; look at its output on stderr. A script must keep its own work behind "
+                    'if __name__ == "__main__":'
+                )
+        self.failure = WorkerStartFailed(slot.index, slot.failures + slot.killed, reason)
+        self.failure.__cause__ = cause if isinstance(cause, BaseException) else None
+        self._ending = True
+
+
+def _beside(slot: Slot, guilty: Slot | None, ran: dict[Slot, str]) -> str:
+    """Say what other threads of a worker's process have to do with its end; empty: nothing."""
+    if guilty is not None and guilty is not slot:
+        why = "wrote nonsense to its parent"
+        if guilty.mad is None:
+            task = ran.get(guilty, "what it was given")
+            why = f"ran {task}, which did not stop when its time was over or it was cancelled"
+        other = f"worker {guilty.index}, another thread of it,"
+        return f"The pool ended the process, since {other} {why}."
+    others = [f"worker {one.index} ran {task}" for one, task in ran.items() if one is not slot]
+    if not others:
+        return ""
+    return f"In other threads of the process, {' and '.join(others)}: that may be what ended it."
