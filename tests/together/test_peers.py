@@ -318,13 +318,11 @@ def hear_last_words(gate: str) -> Any:
     return words
 
 
-def test_what_was_sent_before(make_pool, tmp_path):
+def test_what_was_sent_before(make_pool, gate):
     """What a dead peer had sent may still be received, then comes PeerLost."""
-    gate = tmp_path / "fifo"
-    os.mkfifo(gate)
     pool = make_pool(P2PPool, 2)
-    ends = pool.apply_async(send_and_die, (str(gate),), worker=1)
-    assert pool.apply(hear_last_words, (str(gate),), worker=0) == "last words"
+    ends = pool.apply_async(send_and_die, (gate.path,), worker=1)
+    assert pool.apply(hear_last_words, (gate.path,), worker=0) == "last words"
     with pytest.raises(WorkerDied):
         ends.get()
 

@@ -147,8 +147,9 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
 
 
 def _seal(*args: Any) -> Any:
-    assert Keeper.here is not None
-    return Keeper.here.seal(args[-1])  # a context may come before it
+    keeper = Keeper.here.get()
+    assert keeper is not None
+    return keeper.seal(args[-1])  # a context may come before it
 
 
 class Sealed:
@@ -179,7 +180,8 @@ def _reduce_sealed(pickler: Context, sealed: Sealed) -> Any:
 def unseal(pool: str, message: bytes, *buffers: Any) -> Any:
     """Return the tensor in a worker, what was sealed in the pool's process."""
     sealed = Sealed(pool, message, [buffer.obj for buffer in buffers])
-    return sealed.open() if Keeper.here is not None and Keeper.here.pool == pool else sealed
+    keeper = Keeper.here.get()
+    return sealed.open() if keeper is not None and keeper.pool == pool else sealed
 
 
 class Keeper:
