@@ -13,14 +13,14 @@ A worker context is any object.  One that has these attributes is a binding, for
     A mapping of environment variables.  The worker sets them before it imports anything else, since
     frameworks read theirs once, while they are imported.  A value of None deletes the variable, and
     all deletions come first; a name that ends in ``*`` stands for all that begin so.
+    ``XPOOL_PROCESS`` in it, if it is there, names a process: workers whose contexts name the same
+    are threads of one process, and what ``env`` and ``cpus`` say has to be the same for all of
+    them (docs/devices.md).
 ``cpus``
     Numbers of the cores to run on, if any; set as early.  May be left out.
-    ``XPOOL_PROCESS`` in it, if it is there, names a process: workers whose contexts name the same
-    are threads of one process, and all that ``env`` and ``cpus`` say is the same for all of them.
 ``enter()``
-    Called once in the worker (its thread, where it is one), when the context has arrived and before
-    the pool's initializer runs.
-    Whatever it raises counts as a failed start of the worker.
+    Called once in the worker (in its thread, where it is one), when the context has arrived and
+    before the pool's initializer runs.  Whatever it raises counts as a failed start of the worker.
 
 `DeviceContext` has them, and so can a class of your own; ``examples/evaluate.py`` wraps a
 `DeviceContext` in a context that also holds a model.

@@ -57,7 +57,8 @@ class DeviceContext:
     """What opens it: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
 
     count: int = 1
-    """Devices that the worker has: more with ``per_worker=``, and two for each chip of TPU 7x."""
+    """Devices that the worker has: more with ``per_worker=``, and two for each chip of TPU v2, v3
+    and 7x, unless each is another worker's."""
 
     cpus: tuple[int, ...] = ()
     """Cores that the worker is bound to, those near its device; empty: the parent's."""
