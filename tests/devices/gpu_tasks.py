@@ -107,10 +107,11 @@ def model_facts(model: Any) -> tuple[str, bool, str, list[Any]]:
 
 def counts() -> tuple[int, int, int]:
     """How many tensors this worker keeps, storages it lends, and storages it has borrowed."""
-    assert Keeper.here is not None
+    keeper = Keeper.here.get()
+    assert keeper is not None
     loans.sweep(everything=True)
-    Keeper.here.sweep(everything=True)
-    return len(Keeper.here), len(loans._lent), len(loans._borrowed)
+    keeper.sweep(everything=True)
+    return len(keeper), len(loans._lent), len(loans._borrowed)
 
 
 def waited() -> int:
