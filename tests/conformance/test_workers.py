@@ -7,7 +7,7 @@ import multiprocessing
 import os
 
 import pytest
-from support import work
+from support import scripts, work
 from support.kinds import PROCESS_KINDS, STDLIB
 
 
@@ -390,3 +390,26 @@ def test_seed_belongs_to_the_slot(make_pool):
         pool = make_pool(P2PPool, 2, seed=3)
         drawn.append([pool.apply(work.random_numbers, worker=i)[0] for i in range(2)])
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.torch
+@pytest.mark.xpool_only
+def test_forked_from_a_program_that_computes(tmp_path):
+    """Workers forked after the program used OpenMP's threads compute too, whatever it set."""
+    path = scripts.write(
+        tmp_path / "computes.py",
+        """
+        import os
+        import torch, xpool
+
+        if __name__ == "__main__":
+            torch.set_num_threads(2)
+            torch.full((10_000_000,), 1.0).sum()
+            for number in ("", "2"):
+                if number:
+                    os.environ["OMP_NUM_THREADS"] = number
+                with xpool.Pool(1, context="fork") as pool:
+                    print(pool.apply(torch.full, ((1_000_000,), 7.0)).sum().item())
+        """,
+    )
+    assert scripts.run_ok([path]).split() == ["7000000.0"] * 2

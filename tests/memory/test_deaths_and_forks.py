@@ -322,7 +322,6 @@ def test_dropped_by_the_collector(make_pool: Callable[..., Any]) -> None:
     assert arena().statistics()["held"] == 0
 
 
-@pytest.mark.slow  # and not safe yet: it failed twice in some sixty runs, for a reason not found
 def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> None:
     """A handler that drops, leases and adopts comes between any two instructions."""
     make_pool(xpool.Pool, 1)  # what is free stays warm
@@ -357,8 +356,7 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
     shooter = threading.Thread(target=shoot)
     shooter.start()
     try:
-        end = time.monotonic() + 4
-        while time.monotonic() < end:
+        while calls[0] < 200:
             block = one.lease(66_000)
             assert block is not None
             block.view(8)[:] = b"%08d" % block.number
@@ -366,11 +364,13 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
             del block
             kept.append(other)
             del other
+            if len(kept) > 5000:
+                kept.clear()
     finally:
         stop.set()
         shooter.join()
         signal.signal(signal.SIGUSR1, before)
-    assert wrong == [] and calls[0] > 100
+    assert wrong == []
     kept.clear()
     assert one.statistics()["held"] == 0
 

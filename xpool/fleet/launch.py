@@ -58,6 +58,9 @@ class Launcher(Protocol):
     bare: bool
     """Whether the child is no `multiprocessing` process yet and must be made one."""
 
+    forks: bool
+    """Its workers are forks of the program, whose OpenMP threads they do not have."""
+
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         """Start a child that calls `xpool.worker.entry.main` with ``boot``; closes it here."""
 
@@ -75,6 +78,7 @@ class ForkServer:
 
     inherits = False
     bare = True
+    forks = False
 
     _servers: dict[tuple[str, ...], ForkServer] = {}
     _lock = threading.Lock()  # guards `_servers`; each server's `_sending` its socket
@@ -246,6 +250,7 @@ class ProcessLauncher:
 
     def __init__(self, context: BaseContext) -> None:
         self._context = context
+        self.forks = context.get_start_method() == "fork"
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         # A Connection is what may be given to any Process; the boot socket travels through it.

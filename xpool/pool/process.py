@@ -399,6 +399,7 @@ class _Orders:
         self._share_method = pool._share_method
         self._token = pool._token
         self._peers = pool._size if pool._has_peers else 0
+        self._forked = launcher.forks
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
@@ -421,6 +422,7 @@ class _Orders:
             "recurse": self._recurse,
             "seed": self._seed + f"/{index}/{generation}".encode(),
             "threads": self._threads,
+            "forked": self._forked,
             "initializer": _plain(self._initializer),
             "arena": None if arena is None else arena.facts(seat or 0, self._limit),
             "copy_tensor": self._copy_tensor,

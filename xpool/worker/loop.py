@@ -255,7 +255,7 @@ class _Worker:
             context = decode(orders["context"])
             self._prefix = (context,)
         enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers))
-        _use_threads(orders["threads"])
+        _use_threads(orders["threads"], orders["forked"])
         if hasattr(context, "env"):
             bound: Any = context
             if hasattr(bound, "enter"):
@@ -530,10 +530,16 @@ def become(orders: dict[str, Any]) -> None:
     mark_replica(orders["main"] is not None)
 
 
-def _use_threads(n: int) -> None:
-    """Take this worker's share of the cores; a number that the user set wins."""
+def _use_threads(n: int, forked: bool) -> None:
+    """Take this worker's share of the cores; a number that the user set wins.
+
+    In a fork of a program that has computed with OpenMP's threads, a computation with more than one
+    waits for the others for ever.
+    """
     torch = sys.modules.get("torch")
-    if torch is not None and n and "OMP_NUM_THREADS" not in os.environ:
+    if torch is not None and forked:
+        torch.set_num_threads(1)
+    elif torch is not None and n and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(n)
     if n:
         os.environ.setdefault("OMP_NUM_THREADS", str(n))
