@@ -142,6 +142,14 @@ def test_views_and_modules(sharing: Any) -> None:
     assert (base[100:200] == 7).all() and (alias_a[150] == 7).all()
 
 
+def test_one_storage_stays_one(sharing: Any) -> None:
+    """Tensors of one storage have one storage where they arrive, in the first message and later."""
+    base = torch.zeros(1000)
+    pair = base.detach(), base[10:]
+    for _ in range(2):
+        assert sharing.apply(tasks.use_one_storage, (pair,))
+
+
 def of_dead_view(tensor: Any) -> Any:
     """Return an array over a tensor that nobody else has."""
     return np.from_dlpack(tensor.view(-1))

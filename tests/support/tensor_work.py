@@ -192,3 +192,8 @@ def filled_1m(i: int) -> Any:
 def first(tensor: Any) -> int:
     """Return the first element."""
     return int(tensor[0])
+
+
+def use_one_storage(tensors: Any) -> bool:
+    """Whether all tensors are of one storage."""
+    return len({tensor.untyped_storage()._cdata for tensor in tensors}) == 1

@@ -160,13 +160,13 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     name = _simple(tensor)
     if name is None:
         return reduce_any(pickler, tensor)
-    if pickler.layout.arena is not None:
-        return _reduce_shared(pickler, tensor, name) or reduce_any(pickler, tensor)
+    start = tensor.data_ptr()
+    if pickler.layout.arena is not None and start:
+        return _dense(pickler, sys.modules["torch"], tensor, name)
     seen = pickler.tensors
     if seen is None:
         seen = pickler.tensors = Seen()
     shape = tuple(tensor.shape)
-    start = tensor.data_ptr()
     # An axis of length 1 may have any stride.
     if seen.plan is not None or 1 in shape or not start:
         return reduce_any(pickler, tensor)
@@ -174,21 +174,6 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     seen.append((start, start + size, (), tensor))
     data = bytes_of(start, size, tensor)
     return _tensor, ((data, name) if len(shape) == 1 else (data, name, shape))
-
-
-def _reduce_shared(pickler: Context, tensor: Any, name: str) -> Any:
-    """A tensor whose storage is in the arena already; None: it is not."""
-    storage = tensor.untyped_storage()
-    size = storage.nbytes()
-    block = pickler.layout.arena.holding(storage.data_ptr())  # type: ignore[union-attr]
-    if block is None or not size or size % tensor.itemsize:
-        return None
-    buffer = PickleBuffer(block.view(size))
-    pickler.shared[id(buffer)] = block
-    shape = tuple(tensor.shape)
-    if len(shape) == 1 and tensor.nbytes == size:
-        return _over, (buffer, name)
-    return _over, (buffer, name, shape, tensor.stride(), tensor.storage_offset())
 
 
 def _short(tensor: Any, by_number: bool) -> bytes | None:
@@ -414,13 +399,6 @@ def _at(storage: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
     import torch
 
     return torch.empty(0, dtype=getattr(torch, name)).set_(storage, offset, shape, strides)
-
-
-@builder
-def _over(buffer: Any, name: str, shape: Any = None, strides: Any = None, offset: int = 0) -> Any:
-    """A tensor whose storage is all of a buffer; without a shape, all of it too."""
-    made = _from_buffer(name, buffer)
-    return made if shape is None else made.as_strided_(shape, strides, offset)
 
 
 @builder
