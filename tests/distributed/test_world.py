@@ -227,7 +227,9 @@ group = world.create_collective_group([0, 1])
 world.create_rpc_group("group", ["w0", "w1"])
 group.barrier()
 print("ready", flush=True)
-if sys.argv[3] == "pending" and rank == 0:
+if sys.argv[3] == "pending" and rank == 1:
+    sys.stdin.read()  # until the other has ended: it begins nothing with one who has left
+elif sys.argv[3] == "pending":
     import torch
     works = [group.all_reduce(torch.ones(1), async_op=True), group.irecv(torch.ones(1))]
 elif sys.argv[3] == "raises":
