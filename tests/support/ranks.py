@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from xpool import P2PPool
 
@@ -70,3 +72,20 @@ def in_world(
 
     with World(f"w{rank}", rank, n, dist_init_method=address, **options) as world:
         return body(world, *args)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def loopback() -> Iterator[None]:
+    """All traffic stays on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("TP_SOCKET_IFNAME", "lo")
+        yield
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, nothing_leaks: None) -> Iterator[Ranks]:
+    """Start processes that are ended after the test."""
+    started = Ranks(tmp_path)
+    yield started
+    started.close()
