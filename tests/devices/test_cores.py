@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import work
+from support import scripts, work
 from support.waiting import Gate, Mailbox, eventually, wait_gone
 
 from xpool import (
@@ -34,8 +33,6 @@ from xpool import (
 from xpool.testing.saboteurs import spin
 
 pytestmark = pytest.mark.xpool_only
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Core:
@@ -467,7 +464,6 @@ def test_terminate(start: Any, mailbox: Mailbox, how: str):
 
 PARENT = """
 import sys
-sys.path[:0] = sys.argv[1:]
 from devices.test_cores import CtxPool, cores, post_and_run, who
 if __name__ == "__main__":
     pool = CtxPool(worker_contexts=cores(2, 2))
@@ -479,24 +475,8 @@ if __name__ == "__main__":
 
 def test_the_parent_is_killed(tmp_path: Path):
     """Busy or idle, the processes go with it."""
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    with subprocess.Popen(
-        [sys.executable, str(script), str(ROOT / "tests"), str(ROOT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        ends = [os.pidfd_open(pid) for pid in pids]
-        parent.kill()
-        for end in ends:
-            poller = select.poll()
-            poller.register(end, select.POLLIN)
-            assert poller.poll()
-            os.close(end)
+    script = scripts.write(tmp_path / "parent.py", PARENT)
+    assert scripts.kill_parent([script], 2) == []
 
 
 def fail_at(core: int) -> None:

@@ -9,7 +9,6 @@ import functools
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support import scripts
 from support.waiting import Gate, Mailbox
 
 import xpool
@@ -39,8 +39,6 @@ from xpool.pool.packing import Packer
 from xpool.queue import SimpleQueue
 
 from . import handle_tasks as tasks
-
-ROOT = Path(__file__).resolve().parents[2]
 
 KINDS = [
     pytest.param("stand-in", marks=pytest.mark.torch),
@@ -452,8 +450,7 @@ def test_many_threads(two: CtxPool, mailbox: Mailbox, gate: Gate):
 
 
 PARENT = """
-import os, sys
-sys.path[:0] = sys.argv[2:]
+import sys
 from devices.test_handles import start, tasks
 if __name__ == "__main__":
     pool = start(sys.argv[1], 2)
@@ -465,26 +462,8 @@ if __name__ == "__main__":
 
 def test_the_parent_is_killed(device: str, tmp_path: Path):
     """The workers, and with them what they keep on the device, go with it."""
-    script = tmp_path / "parent.py"
-    script.write_text(PARENT)
-    with subprocess.Popen(
-        [sys.executable, str(script), device, str(ROOT / "tests"), str(ROOT)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        ends = [os.pidfd_open(pid) for pid in pids]
-        parent.kill()
-        for end in ends:
-            import select
-
-            poller = select.poll()
-            poller.register(end, select.POLLIN)
-            assert poller.poll()
-            os.close(end)
+    script = scripts.write(tmp_path / "parent.py", PARENT)
+    assert scripts.kill_parent([script, device], 2) == []
 
 
 # -- what goes wrong ---------------------------------------------------------------------------

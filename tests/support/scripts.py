@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.waiting import wait_gone
+
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
@@ -62,3 +64,13 @@ def run_ok(arguments: Sequence[str], text: str | None = None, limit: float = 30)
         f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
     )
     return done.stdout
+
+
+def kill_parent(arguments: Sequence[str], workers: int) -> list[int]:
+    """Kill a program that has printed the pids of its workers; return those that do not end."""
+    with popen(arguments) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == workers
+        parent.kill()
+        return wait_gone(pids)
