@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from xpool.devices import cuda, tpu
 from xpool.devices.context import PROCESS, DeviceContext
@@ -14,7 +15,7 @@ from xpool.devices.frameworks import check_torch_xla, pick_tpu_framework, refuse
 from xpool.devices.host import Host
 from xpool.errors import DeviceError, OptionError
 
-__all__ = ["KINDS", "best"]
+__all__ = ["KINDS", "Asked", "best"]
 
 TPU_PORT = 8476
 """First port of a replica group that spans hosts, which must agree on it: torch_xla's."""
@@ -71,6 +72,16 @@ def _contexts(
     return made
 
 
+class Asked(NamedTuple):
+    """What the caller of `devices` asks for, besides the kind; see there."""
+
+    n: int | None
+    per_worker: int
+    per_process: int | None
+    independent: bool
+    framework: str | None
+
+
 class _Part:
     """What one worker gets, before the cores are shared out."""
 
@@ -112,14 +123,8 @@ def _users_threads(host: Host) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def _cpu(
-    host: Host,
-    n: int | None,
-    per_worker: int,
-    per_process: int | None,
-    independent: bool,
-    framework: str | None,
-) -> list[DeviceContext]:
+def _cpu(host: Host, asked: Asked) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
     if per_worker != 1 or not independent or framework or (per_process or 1) > 1:
         raise OptionError(
             "devices('cpu') takes no per_worker=, per_process=, independent= or framework="
@@ -127,14 +132,8 @@ def _cpu(
     return _contexts(host, "cpu", "torch", [_Part("")] * (n or len(host.cpus)))
 
 
-def _cuda(
-    host: Host,
-    n: int | None,
-    per_worker: int,
-    per_process: int | None,
-    independent: bool,
-    framework: str | None,
-) -> list[DeviceContext]:
+def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
     if not independent or framework or (per_process or 1) > 1:
         raise OptionError(
             "devices('cuda') takes no per_process=, independent= or framework=: each GPU has a "
@@ -157,20 +156,14 @@ def _cuda(
     return _contexts(host, "cuda", "torch", parts)
 
 
-def _xla(
-    host: Host,
-    n: int | None,
-    per_worker: int,
-    per_process: int | None,
-    independent: bool,
-    framework: str | None,
-) -> list[DeviceContext]:
+def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
     refuse_xrt(host.environ)
     if framework == "torch_tpu":
         raise OptionError("devices('xla') is torch_xla's; for torch_tpu say devices('tpu')")
     client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
     if client == "TPU":
-        return _tpu(host, n, per_worker, per_process, independent, "torch_xla")
+        return _tpu(host, asked._replace(framework="torch_xla"))
     check_torch_xla(host.packages)
     if client != "CPU":
         raise DeviceError(
@@ -209,14 +202,8 @@ def _check_shares(per_worker: int, per_process: int) -> None:
         )
 
 
-def _tpu(
-    host: Host,
-    n: int | None,
-    per_worker: int,
-    per_process: int | None,
-    independent: bool,
-    framework: str | None,
-) -> list[DeviceContext]:
+def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
     refuse_xrt(host.environ)
     if not host.chips:
         raise DeviceError(
@@ -338,7 +325,7 @@ def _ports(count: int, at: tpu.Slice) -> list[int]:
             sock.close()
 
 
-KINDS: dict[str, Callable[..., list[DeviceContext]]] = {
+KINDS: dict[str, Callable[[Host, Asked], list[DeviceContext]]] = {
     "cpu": _cpu,
     "cuda": _cuda,
     "tpu": _tpu,
