@@ -9,6 +9,7 @@ import sys
 from pickle import PickleBuffer
 from typing import Any
 
+from xpool.memory.window import window_type
 from xpool.pickle.extents import Seen, of_array
 from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
 from xpool.pickle.policy import INLINE_BELOW
@@ -195,7 +196,11 @@ def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
             f"cannot pickle a memoryview of format {view.format!r}; send the object that it "
             "shows, or view.tobytes()"
         )
-    data = PickleBuffer(view) if view.c_contiguous else bytearray(view.tobytes())
+    data: Any
+    if view.readonly or not view.c_contiguous or not view.nbytes:
+        data = bytearray(view.tobytes())
+    else:
+        data = PickleBuffer(window_type(view.nbytes).from_buffer(view))
     return _memoryview, (data, view.format, view.shape, view.readonly)
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import mmap
 import sys
 from collections.abc import Callable
-from pickle import PickleBuffer
 from typing import Any
 
 from xpool.errors import TaskNotPicklable
@@ -27,7 +26,7 @@ from xpool.memory.arena import Arena, Block
 from xpool.memory.layout import LARGE
 from xpool.own import Own
 from xpool.pickle.handles import pools
-from xpool.pickle.hooks import Context, builder, register
+from xpool.pickle.hooks import Context, builder, in_place, register
 from xpool.pickle.pickler import decode, encode
 from xpool.pickle.policy import Layout
 
@@ -76,9 +75,7 @@ def _reduce(pickler: Context, ref: Broadcast) -> Any:
     if ref._token is None or layout.pool is None:
         return ref.__reduce__()
     # The message holds the token, and so all of it.
-    buffer = PickleBuffer(ref._token.view(1))
-    pickler.shared[id(buffer)] = ref._token
-    return open_broadcast, (buffer, *ref._about)
+    return open_broadcast, (in_place(pickler, ref._token), *ref._about)
 
 
 def broadcast(

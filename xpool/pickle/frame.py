@@ -81,7 +81,7 @@ def weight(message: bytes | memoryview) -> int:
 
 def pack(
     chunks: Sequence[bytes | memoryview],
-    buffers: Sequence[PickleBuffer],
+    buffers: Sequence[PickleBuffer | memoryview],
     layout: Layout,
     shared: Mapping[int, Block],
 ) -> bytes | memoryview:
@@ -91,7 +91,7 @@ def pack(
     the message.  ``shared``: by the `id` of a buffer, the block that it is, for share mode; such a
     message always names blocks.
     """
-    views = [buffer.raw() for buffer in buffers]
+    views = [buffer.raw() if type(buffer) is PickleBuffer else buffer for buffer in buffers]
     size = sum(map(len, chunks))
     blocks: list[Block | None] = [None]
     blocks += [shared.get(id(buffer)) for buffer in buffers]
@@ -269,4 +269,4 @@ def inline(message: bytes | memoryview) -> bytes | memoryview:
     if any(shared for _, _, _, shared in _table(memoryview(message))[1]):
         return message
     pickled, buffers = unpack(message)
-    return pack([pickled], [PickleBuffer(buffer) for buffer in buffers], BY_PIPE, {})
+    return pack([pickled], buffers, BY_PIPE, {})

@@ -18,7 +18,6 @@ import sys
 import weakref
 from itertools import islice
 from math import prod
-from pickle import PickleBuffer
 from typing import Any
 
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
@@ -26,7 +25,7 @@ from xpool.memory.arena import Arena, Block
 from xpool.own import Own
 from xpool.pickle.devices import copy_to, on_own_device
 from xpool.pickle.frame import Leased
-from xpool.pickle.hooks import Context, builder, register
+from xpool.pickle.hooks import Context, builder, in_place, register
 from xpool.pickle.loans import gpu_of
 from xpool.pickle.policy import Layout
 
@@ -61,7 +60,6 @@ class TensorHandle:
     """
 
     def __init__(self, buffer: memoryview, *about: Any) -> None:
-        self._buffer = buffer
         self._about = about
         self._pool, self.worker, self.pid, self.shape, self.dtype, self.device = about[:6]
         self.requires_grad, self.gpu = about[6:]
@@ -141,9 +139,7 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
         if gpu and layout.lends is not None and reach is not None and reach(gpu, layout.target):
             return _reduce_sealed(pickler, handle.seal())
         return on_own_device, (handle.cpu(),)
-    buffer = PickleBuffer(handle._buffer)
-    pickler.shared[id(buffer)] = handle._block
-    return open_handle, (buffer, handle._block.name, *handle._about)
+    return open_handle, (in_place(pickler, handle._block), handle._block.name, *handle._about)
 
 
 def _seal(*args: Any) -> Any:
@@ -170,9 +166,7 @@ class Sealed:
 
 @register(Sealed)
 def _reduce_sealed(pickler: Context, sealed: Sealed) -> Any:
-    buffers = [PickleBuffer(block.view(1)) for block in sealed.blocks]
-    for buffer, block in zip(buffers, sealed.blocks):
-        pickler.shared[id(buffer)] = block
+    buffers = [in_place(pickler, block) for block in sealed.blocks]
     return unseal, (sealed.pool, sealed.message, *buffers)
 
 
@@ -208,10 +202,15 @@ class Keeper:
             )
         self._kept[block.name] = block, tensor
         sent = self._arena.adopt(block.name)  # the message's own hold, beside that of the table
-        buffer = PickleBuffer(sent.view(1))
-        pickler.shared[id(buffer)] = sent
         about = tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
-        return open_handle, (buffer, block.name, self.pool, *self._who, *about, gpu_of(tensor))
+        return open_handle, (
+            in_place(pickler, sent),
+            block.name,
+            self.pool,
+            *self._who,
+            *about,
+            gpu_of(tensor),
+        )
 
     def seal(self, tensor: Any) -> Sealed:
         """Pickle a tensor for processes that see its GPU."""

@@ -10,14 +10,17 @@ other, classes whose methods use ``super()`` and the like need no special case.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
+from pickle import PickleBuffer
 from typing import Any, Protocol
 
 from xpool.memory.arena import Block
+from xpool.memory.window import window
 from xpool.pickle.main import MAIN_NAMES, guarded_names, main_is_importable
 from xpool.pickle.policy import Layout
 
@@ -30,6 +33,7 @@ __all__ = [
     "builder",
     "by_name",
     "goes_by_name",
+    "in_place",
     "reducer_override",
     "register",
     "static_modules",
@@ -46,6 +50,13 @@ class Context(Protocol):
     tensors: Any  # what tensors.py remembers of this run, or None
     layout: Layout
     shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is already
+
+
+def in_place(pickler: Context, block: Block, nbytes: int = 1) -> PickleBuffer:
+    """Return the first bytes of a block as what a message names, and does not copy."""
+    buffer = PickleBuffer(window(ctypes.addressof(block), nbytes, block))  # type: ignore[arg-type]
+    pickler.shared[id(buffer)] = block
+    return buffer
 
 
 Reducer = Callable[[Any, Any], Any]

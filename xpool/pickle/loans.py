@@ -20,7 +20,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import islice
-from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from xpool.errors import DeviceError, TaskNotPicklable
@@ -28,7 +27,7 @@ from xpool.interrupt import uninterrupted
 from xpool.memory.arena import Arena, Block
 from xpool.memory.layout import ENTRIES
 from xpool.pickle import cuda
-from xpool.pickle.hooks import Context, builder
+from xpool.pickle.hooks import Context, builder, in_place
 from xpool.pickle.policy import Layout
 
 __all__ = ["Facts", "borrow", "from_the_pool", "gpu_of", "lend", "settle", "sweep", "tensor_on_gpu"]
@@ -143,9 +142,7 @@ def lend(pickler: Context, storage: Any, about: Callable[[], str]) -> Any:
     except _Refused as exc:
         raise TaskNotPicklable(f"{about()} cannot be shared: {exc} {WAY_OUT}") from exc.__cause__
     block.gpu = facts.gpu  # type: ignore[misc]  # its subclass has it
-    buffer = PickleBuffer(block.view(1))
-    pickler.shared[id(buffer)] = block
-    return buffer, facts
+    return in_place(pickler, block), facts
 
 
 def _check_reach(layout: Layout, gpu: str) -> None:

@@ -13,12 +13,11 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from pickle import PickleBuffer
 from typing import Any
 
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
-from xpool.pickle.hooks import Context, builder
+from xpool.pickle.hooks import Context, builder, in_place
 from xpool.pickle.policy import Layout
 
 __all__ = ["move", "open_storage", "share"]
@@ -47,9 +46,7 @@ def share(pickler: Context, storage: Any) -> Any:
     if not nbytes:
         return (None,)
     block = move(arena, pickler.layout, storage, lambda: f"A storage of {nbytes} bytes")
-    buffer = PickleBuffer(block.view(nbytes))
-    pickler.shared[id(buffer)] = block
-    return (buffer,)
+    return (in_place(pickler, block, nbytes),)
 
 
 def move(

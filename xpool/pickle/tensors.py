@@ -21,10 +21,11 @@ from pickle import PickleBuffer
 from typing import Any
 
 from xpool.errors import TaskNotPicklable
+from xpool.memory.window import window
 from xpool.pickle import layouts
 from xpool.pickle.devices import fetch, is_kept, on_own_device
 from xpool.pickle.extents import Extent, Piece, Seen, extent
-from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
+from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, in_place, register
 from xpool.pickle.loans import borrow, lend, tensor_on_gpu
 from xpool.pickle.policy import INLINE_BELOW
 from xpool.pickle.sharing import move, open_storage, share
@@ -93,11 +94,9 @@ def bytes_of(start: int, size: int, owner: Any) -> bytearray | PickleBuffer:
         start: their address, not 0.
         owner: kept alive as long as the result; it keeps the memory where it is.
     """
-    window = _Window.from_address(start)
     if size < INLINE_BELOW:
-        return bytearray(window[:size])  # type: ignore[arg-type]
-    window.owner = owner  # type: ignore[attr-defined]
-    return PickleBuffer(memoryview(window)[:size])
+        return bytearray(_Window.from_address(start)[:size])  # type: ignore[arg-type]
+    return PickleBuffer(window(start, size, owner))
 
 
 class Memory:
@@ -284,8 +283,7 @@ def _on_device(pickler: Context, tensor: Any, name: str) -> Any:
     if fetched is None:
         return on_own_device, (tensor.cpu(),)
     block, strides = fetched
-    buffer = PickleBuffer(block.view(tensor.nbytes))
-    pickler.shared[id(buffer)] = block
+    buffer = in_place(pickler, block, tensor.nbytes)
     return _landed, (buffer, name, tuple(tensor.shape), strides)
 
 

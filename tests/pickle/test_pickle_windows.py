@@ -1,0 +1,50 @@
+"""What stands under the buffers of a pickle: never a memoryview."""
+
+from __future__ import annotations
+
+import array
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from xpool.memory.arena import Arena
+from xpool.pickle.pickler import _FastPickler
+from xpool.pickle.policy import Layout
+
+SIZE = 100_000
+
+
+def of(library: str) -> Any:
+    return pytest.importorskip(library).ones(SIZE)
+
+
+def twice(tensor: Any) -> Any:
+    return [tensor, tensor[5:]]
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: of("torch"),
+    "views": lambda: twice(of("torch")),
+    "ndarray": lambda: of("numpy"),
+    "memoryview": lambda: memoryview(bytearray(SIZE)),
+    "matrix": lambda: memoryview(bytearray(SIZE)).cast("B", (10, SIZE // 10)),
+    "array": lambda: array.array("d", bytes(SIZE)),
+}
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_memoryview(kind: str, share: bool) -> None:
+    """The garbage collector of CPython before 3.12.7 crashes on a memoryview below a buffer.
+
+    It takes a cycle, as an error that comes while something is pickled leaves behind.
+    """
+    pickler = _FastPickler(Layout(arena=Arena.here() if share else None))
+    pickler.dump(KINDS[kind]())
+    assert pickler.buffers
+    for buffer in pickler.buffers:
+        below = gc.get_referents(buffer)
+        assert below
+        assert memoryview not in map(type, below)
