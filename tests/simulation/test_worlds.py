@@ -30,6 +30,13 @@ def test_histories_go_well(world, turn):
     assert search(world, range(turn * n, (turn + 1) * n)) is None
 
 
+@pytest.mark.parametrize("seed", [103347, 106133, 106740])
+def test_histories_that_went_wrong(seed):
+    """One of them each: a worker at the door of the next task when it was asked to break one off,
+    and the pool closed; the page seen late; a death told late."""
+    assert search(EngineWorld, [seed]) is None
+
+
 @pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld])
 def test_a_seed_is_a_history(world):
     """The same seed tells the same story each time."""

@@ -308,6 +308,7 @@ class Exchange:
         slot.stop = None
         stack = slot.box.stack()
         slot.box.ask(0)
+        self._check_by(slot, self._watch.now())  # what it runs now may have to end, too
         limit = grant.limit
         if grant.withdrawn or limit is None:
             return  # cancelled: its job is answered
@@ -464,7 +465,7 @@ class Exchange:
                 slot.look_at = None
                 if slot.driven:
                     slot.look_at = now + LOOK  # who drives it receives all there is
-                elif slot.state is WorkerStates.READY and slot.index in self._deep:
+                elif slot.index in self._deep:
                     slot.look_at = self._look(slot, now)
             if slot.look_at is not None:
                 self._watch.alarm(slot.look_at)

@@ -511,7 +511,9 @@ class EngineWorld(World):
 
     def check_limits(self) -> None:
         """What is over its time is stopped: asked, and killed a tenth of a second later."""
-        for worker in self.workers:
+        # As far as the parent can know, those run on whose end it was not told of yet.
+        unreported = [one for handle, _ in self.reports for one in handle._worker.mates]
+        for worker in [*self.workers, *unreported]:
             which = worker.at_work or worker.at_door or worker.unsafe
             if which is None:
                 continue
@@ -524,7 +526,8 @@ class EngineWorld(World):
                 # It does not get its answer out, for so long that it may be taken for stuck.
                 task.finished = None
                 task.over += 1
-            if worker.at_work is not None and ran > limit.seconds + TASK_GRACE + 0.05:
+            too_long = ran > limit.seconds + TASK_GRACE + 0.05
+            if worker.at_work is not None and worker.alive and too_long:
                 self.wrong(f"{which} runs for {ran} s, its limit is {limit.seconds}")
 
     def check_failure(self) -> None:
