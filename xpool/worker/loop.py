@@ -60,6 +60,9 @@ __all__ = ["Member", "become", "run"]
 SILENCE = 0.001
 """Seconds that a finished answer may lie in the outbox while the worker goes on."""
 
+_Answer = tuple["bytes | memoryview", int, Any]
+"""What is sent of a task's value, `BODY_ERROR` or 0, and the value itself."""
+
 _NONE = encode(None)  # what most functions return that are called for their effect
 _STOPPED = _NONE  # nobody opens it: the parent has an answer of its own
 
@@ -375,17 +378,17 @@ class _Worker:
             if type(func) is _Closed:
                 func, mode = self._funcs[func.number]
             stop = at + sizes[k]
+            value = None
             try:
-                payload, error = run(func, mode, body[at:stop] if count > 1 else body[at:])
+                payload, error, value = run(func, mode, body[at:stop] if count > 1 else body[at:])
             except TaskStopped:  # it came when the task was over, and was being answered
                 payload, error = _STOPPED, BODY_ERROR
                 out.box.rest()
             at = stop
             out.answer(payload, error, k == count)
+            del value  # not before: to free a large tensor takes as long as to send it
 
-    def _timed(
-        self, func: Any, mode: int, payload: bytes | memoryview
-    ) -> tuple[bytes | memoryview, int]:
+    def _timed(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
         """As `_run`, and let the parent see since when: of each item, in a chunk."""
         box = self._out.box
         box.tick()
@@ -399,9 +402,7 @@ class _Worker:
         finally:
             box.rest()
 
-    def _run(
-        self, func: Any, mode: int, payload: bytes | memoryview
-    ) -> tuple[bytes | memoryview, int]:
+    def _run(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
         try:
             if type(func) is _Closed:
                 func = self._open(func)
@@ -425,16 +426,17 @@ class _Worker:
             error = BODY_ERROR
             if type(func) is Retried and isinstance(exc, func.on):
                 error |= BODY_AGAIN
-            return encode_exception(exc, _worker_traceback(exc)), error
+            return encode_exception(exc, _worker_traceback(exc)), error, None
         del task
         if value is None:
-            return _NONE, 0
+            return _NONE, 0, None
         try:
-            return encode(value, recurse=self._recurse, main_globals=False, layout=self._layout), 0
+            data = encode(value, recurse=self._recurse, main_globals=False, layout=self._layout)
         except SystemExit:
             raise
         except BaseException as exc:
-            return _refused(exc, value), BODY_ERROR
+            return _refused(exc, value), BODY_ERROR, None
+        return data, 0, value
 
 
 def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
