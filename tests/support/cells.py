@@ -200,7 +200,11 @@ def main(name: str, method: str, stage: str, how: str) -> None:
     options = {} if method == "None" else {"context": method}
     if stage == "initializer":
         pool = kind(1, strike, (how,), initializer_timeout=LIMIT)
-        print(outcome(pool.apply_async(work.square, (3,))), flush=True)
+        try:
+            said = outcome(pool.apply_async(work.square, (3,)))
+        except Exception as error:  # the pool has failed already
+            said = named(error)
+        print(said, flush=True)
         pool.terminate()
         return
     pool = kind(2, **options)
