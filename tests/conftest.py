@@ -77,9 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, (text, _) in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     _stderr = os.dup(2)
-    # A background shell passes SIGINT down ignored, and so would this process.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A background shell passes SIGINT down ignored, nohup SIGHUP; and so would this process.
+    for number, action in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, action)
     mark_this_run()
 
 
