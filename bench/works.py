@@ -183,6 +183,7 @@ def shared_handle(peer: Peer, sizes: Sizes) -> Outcome:
     """Median microseconds for a large tensor that lies in shared memory already, to a worker."""
     from bench import tensor_tasks
 
+    peer.open(with_torch=True)
     peer.share_tensors()
     tensor = tensor_tasks.make(sizes.big_floats)[0].share_memory_()
     for _ in range(20):
@@ -202,6 +203,7 @@ def few_descriptors(peer: Peer, sizes: Sizes) -> Outcome:
 
     from bench import tensor_tasks
 
+    peer.open(with_torch=True)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
