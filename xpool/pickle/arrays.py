@@ -197,7 +197,7 @@ def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
             "shows, or view.tobytes()"
         )
     data: Any
-    if view.readonly or not view.c_contiguous or not view.nbytes:
+    if view.nbytes < INLINE_BELOW or view.readonly or not view.c_contiguous:
         data = bytearray(view.tobytes())
     else:
         data = PickleBuffer(window_type(view.nbytes).from_buffer(view))
