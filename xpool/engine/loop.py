@@ -43,6 +43,7 @@ from xpool.memory.arena import IDLE, Arena
 from xpool.pickle.frame import Leased, weight
 from xpool.pickle.loans import sweep
 from xpool.queue.messages import boot_frame
+from xpool.queue.spin import Spin
 
 __all__ = ["Engine"]
 
@@ -97,6 +98,7 @@ class Engine(Deaths):
         self._inherited = inherited
         self._start_limit = initializer_timeout
         self._numbers = 0
+        self._spin = Spin()
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
@@ -184,9 +186,13 @@ class Engine(Deaths):
         """
         try:
             slot = self._put_driven(span)
-            # The second is for a call that a signal handler took away: it never comes else.
-            while slot is not None and self._receive_driven(slot, span.job, slot.poller.poll(1000)):
-                pass
+            if slot is None:
+                return
+            poll = slot.poller.poll
+            # A second's end is for a call that a signal handler took away: it never comes else.
+            events = self._spin.look(poll) or poll(1000)
+            while self._receive_driven(slot, span.job, events):
+                events = poll(1000)
         finally:
             self._let_go(span.job)
 

@@ -48,6 +48,7 @@ from xpool.queue.messages import (
     Mode,
 )
 from xpool.queue.outbox import Outbox
+from xpool.queue.spin import Spin
 from xpool.worker import calls, main_module
 from xpool.worker.calls import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
@@ -249,6 +250,7 @@ class _Worker:
         self._waits_for_others = False  # for the end of holds, by what `_release` found last
         self._tidy_at = 0.0  # when to look for memory that was unused for long
         self._source = source
+        self._spin: Spin | None = None
         self._seq = 0
         self._funcs: dict[int, tuple[Any, int]] = {}
         self._recurse: bool = orders["recurse"]
@@ -288,10 +290,11 @@ class _Worker:
         read = self._source.read
         run: Callable[..., Any] = self._run
         timed: Callable[..., Any] = self._timed
-        if member is not None:
+        if member is None:
+            self._spin = Spin()
+        else:
             run, timed = member.stoppable(run), member.stoppable(timed)
-        if self._arena is not None:
-            self._source.before_waiting = self._tidy
+        self._source.before_waiting = self._before_waiting
         while True:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
@@ -327,19 +330,19 @@ class _Worker:
         self._funcs[closed.number] = func, closed.mode
         return func
 
-    def _tidy(self, fd: int) -> None:
-        """Before waiting for the parent: let go of what it holds, and of memory unused for long."""
-        arena, out = self._arena, self._out
-        assert arena is not None
-        if not arena.busy:
-            return
-        now = time.monotonic()
-        if now >= self._tidy_at:  # also where there is always something to do
-            self._tidy_at = now + IDLE
+    def _before_waiting(self, fd: int) -> None:
+        """Let go of what the parent holds, and of memory unused for long, until something comes."""
+        arena, out, now = self._arena, self._out, time.monotonic()
+        if arena is not None and now >= self._tidy_at and arena.busy:
+            self._tidy_at = now + IDLE  # also where there is always something to do
             self._release()
             arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
+        if self._spin is not None and self._spin.look(poller.poll):
+            return
+        if arena is None or not arena.busy:
+            return
         seconds = 0.1
         while not poller.poll(seconds * 1000):
             kept = self._release(everything=True)

@@ -37,6 +37,7 @@ from xpool.pickle.frame import Leased, adopt, weight
 from xpool.pickle.policy import Layout
 from xpool.queue.messages import LINK, WANTED
 from xpool.queue.outbox import STOP_SIGNAL
+from xpool.queue.spin import Spin
 
 __all__ = ["Peers"]
 
@@ -241,6 +242,7 @@ class Peers:
         # Guards all of it, for moments; nobody waits while he has it.
         self._lock = _Section()
         self._inside = 0
+        self._spin = Spin()
         Peers.here = self
 
     # -- what tasks call -----------------------------------------------------------------------
@@ -418,7 +420,7 @@ class Peers:
             if left <= 0:
                 raise TimeoutError(f"{what} for worker {self._index} in time")
             seconds = min(left, seconds)
-        found = poller.poll(seconds * 1000)
+        found = self._spin.look(poller.poll) or poller.poll(seconds * 1000)
         with self._lock:
             self._take_links()
             for fd, _ in found:

@@ -1,0 +1,111 @@
+"""How long is looked for a message before sleeping, and how often that is left out."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from xpool.queue import spin
+from xpool.queue.spin import Spin
+
+SOMETHING = [(3, 1)]
+
+
+class Clock:
+    """Stands for `time`: every look at it takes 10 us."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 10e-6
+        return self.now
+
+
+class Poll:
+    """Finds something in the look of this number, counted from 1; None: never."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.looks = at, 0
+
+    def __call__(self, timeout: int) -> list[tuple[int, int]]:
+        assert timeout == 0, "it must not sleep"
+        self.looks += 1
+        return SOMETHING if self.looks == self.at else []
+
+
+@pytest.fixture
+def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spin, "time", Clock())
+    monkeypatch.setattr(spin, "_processors", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_what_comes_soon_is_found():
+    one = Spin()
+    for _ in range(5):
+        poll = Poll(4)
+        assert one.look(poll) == SOMETHING
+        assert poll.looks == 4
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_looks_in_vain_grow_rare():
+    one = Spin()
+    looked = []
+    for number in range(100):
+        poll = Poll(None)
+        assert one.look(poll) == []
+        if poll.looks:
+            assert 20 < poll.looks < 40, "for a moment"
+            looked.append(number)
+    between = [b - a - 1 for a, b in itertools.pairwise(looked)]
+    assert between == [1, 2, 4, 8, 16, 16, 16, 16]
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_a_find_makes_it_look_every_time_again():
+    one = Spin()
+    for _ in range(20):
+        one.look(Poll(None))
+    while not one.look(Poll(1)):
+        pass
+    assert all(one.look(Poll(2)) for _ in range(5))
+    assert [one.look(poll) for poll in (Poll(None), Poll(1), Poll(1))] == [[], [], SOMETHING]
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_one_thread_looks_and_others_sleep():
+    one, found = Spin(), []
+
+    def poll(timeout: int) -> list[tuple[int, int]]:
+        if not found:
+            other = Poll(1)
+            thread = threading.Thread(target=lambda: found.append((one.look(other), other.looks)))
+            thread.start()
+            thread.join()
+        return SOMETHING
+
+    assert one.look(poll) == SOMETHING
+    assert found == [([], 0)]
+    assert one.look(Poll(1)) == SOMETHING, "they may again"
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_an_interrupt_does_not_end_it():
+    one = Spin()
+
+    def interrupted(timeout: int) -> list[tuple[int, int]]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        one.look(interrupted)
+    assert one.look(Poll(1)) == SOMETHING
+
+
+def test_with_one_processor_it_is_never_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spin, "_processors", lambda: 1)
+    poll = Poll(1)
+    assert Spin().look(poll) == []
+    assert poll.looks == 0
