@@ -10,6 +10,7 @@
 #            `make test TORCH="torch==2.13.0+cpu"`, with whatever options pip needs to find it.
 #   PYTHON   the interpreter to make the environment with.
 #   VENV     the environment's folder; `make clean` removes it.
+#   JOBS     how many tests are run at a time (test, core, faults): they wait more than they work.
 #   ARGS     more arguments, for pytest (test, core), ruff (lint) or the benchmark (bench).
 #
 #   make faults     the whole fault matrix, in eight minutes on two free cores
@@ -20,6 +21,7 @@
 PYTHON ?= python3
 TORCH  ?= torch
 VENV   ?= .venv
+JOBS   ?= 3
 ARGS   ?=
 
 PIP   = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -45,15 +47,10 @@ run: $(VENV)/.run
 	$(VENV)/bin/python examples/versions.py
 
 test: $(VENV)/.test
-	$(VENV)/bin/python -m pytest $(ARGS)
-
-# Cells wait more than they work: beside the other tests they cost little time.
-FAULTS = XPOOL_TEST_MATRIX=1 XPOOL_TEST_SLOW=1 $(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 faults: $(VENV)/.test
-	$(FAULTS) tests/faults/test_matrix.py > $(VENV)/matrix.log 2>&1 & \
-	$(FAULTS) tests/faults --ignore tests/faults/test_matrix.py; rest=$$?; \
-	wait $$!; matrix=$$?; cat $(VENV)/matrix.log; exit $$((rest | matrix))
+	XPOOL_TEST_MATRIX=1 XPOOL_TEST_SLOW=1 $(VENV)/bin/python -m pytest -n $(JOBS) tests/faults $(ARGS)
 
 MINUTES ?= 10
 
@@ -75,7 +72,7 @@ lint: $(VENV)/.lint
 # The core's tests, installed from a built wheel, where neither torch nor numpy exists.
 core: $(CORE_VENV)/.core
 	$(call PIP,$(CORE_VENV)) --no-deps --no-build-isolation --force-reinstall .
-	$(CORE_VENV)/bin/python -m pytest -m "not torch" -p no:cacheprovider $(ARGS)
+	$(CORE_VENV)/bin/python -m pytest -n $(JOBS) -m "not torch" -p no:cacheprovider $(ARGS)
 
 bench: .venv-bench/.bench
 	.venv-bench/bin/python -m bench.floor
@@ -109,7 +106,7 @@ $(VENV)/.lint: $(VENV)/.run
 
 $(CORE_VENV)/.core: pyproject.toml
 	$(call MAKE_VENV,$(CORE_VENV))
-	$(call PIP,$(CORE_VENV)) dill pytest hypothesis hatchling
+	$(call PIP,$(CORE_VENV)) dill pytest pytest-xdist hypothesis hatchling
 	touch $@
 
 # torch_xla is for the torch of its own number, and has no build for a torch without CUDA.
