@@ -251,6 +251,7 @@ class _Worker:
         self._tidy_at = 0.0  # when to look for memory that was unused for long
         self._source = source
         self._spin: Spin | None = None
+        self._likely = False  # that the next task comes at once
         self._seq = 0
         self._funcs: dict[int, tuple[Any, int]] = {}
         self._recurse: bool = orders["recurse"]
@@ -292,7 +293,7 @@ class _Worker:
         timed: Callable[..., Any] = self._timed
         if member is None:
             self._spin = Spin()
-        else:
+        else:  # who looks takes the interpreter from the other members
             run, timed = member.stoppable(run), member.stoppable(timed)
         self._source.before_waiting = self._before_waiting
         while True:
@@ -339,7 +340,7 @@ class _Worker:
             arena.trim()
         poller = select.poll()
         poller.register(fd, select.POLLIN)
-        if self._spin is not None and self._spin.look(poller.poll):
+        if self._likely and self._spin is not None and self._spin.look(poller.poll):
             return
         if arena is None or not arena.busy:
             return
@@ -367,6 +368,8 @@ class _Worker:
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
         func, mode = self._funcs.get(sizes[0], _WITHDRAWN) if sizes[0] else (None, Mode.CALL)
+        # Who makes one call may make another.  In a stream, the parent needs the processor more.
+        self._likely = count == 1 and not sizes[0]
         out, enter_item = self._out, self._out.box.enter
         if self._keeper is not None:
             self._release()  # before the task, which may need that memory
