@@ -189,7 +189,7 @@ class Engine(Deaths):
             if slot is None:
                 return
             poll = slot.poller.poll
-            # A second's end is for a call that a signal handler took away: it never comes else.
+            # Each second, since a call that a signal handler took away gets no answer here.
             events = self._spin.look(poll) or poll(1000)
             while self._receive_driven(slot, span.job, events):
                 events = poll(1000)
