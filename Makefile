@@ -13,7 +13,7 @@
 #   JOBS     how many tests are run at a time (test, core, faults): they wait more than they work.
 #   ARGS     more arguments, for pytest (test, core), ruff (lint) or the benchmark (bench).
 #
-#   make faults     the whole fault matrix, in eight minutes on two free cores
+#   make faults     the whole fault matrix, in four minutes on two free cores
 #   make soak       mixed load while workers are killed, for MINUTES=10
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
