@@ -24,9 +24,10 @@ VENV   ?= .venv
 JOBS   ?= 3
 ARGS   ?=
 
-# Modules are compiled when they are first imported, and once: pip would compile all of torch.
+# Tests start hundreds of processes that import the package: compiled once, not in each.
 export PYTHONDONTWRITEBYTECODE =
-PIP   = $(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+PIP   = $(1)/bin/python -m pip install --quiet --disable-pip-version-check
 MAKE_VENV = $(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and \
 	"xpool needs Python 3.10 or later; this is %d.%d. Say which: make PYTHON=..." % v[:2])' \
 	&& $(PYTHON) -m venv $(1)
