@@ -38,7 +38,7 @@ class Poll:
 @pytest.fixture
 def two_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spin, "time", Clock())
-    monkeypatch.setattr(spin, "_processors", lambda: 2)
+    monkeypatch.setattr(spin, "default_processes", lambda: 2)
 
 
 @pytest.mark.usefixtures("two_processors")
@@ -105,7 +105,7 @@ def test_an_interrupt_does_not_end_it():
 
 
 def test_with_one_processor_it_is_never_done(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(spin, "_processors", lambda: 1)
+    monkeypatch.setattr(spin, "default_processes", lambda: 1)
     poll = Poll(1)
     assert Spin().look(poll) == []
     assert poll.looks == 0

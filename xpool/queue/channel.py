@@ -198,16 +198,16 @@ class Inlet:
 class Source:
     """The worker's end of the pipe from the parent: blocks until what was asked for is there.
 
-    ``before_waiting(fd)``, where it is set, is called when the next frame has not come yet.
+    ``before_waiting()``, where it is set, is called when the next frame has not come yet.
     """
 
-    __slots__ = ("_at", "_buffer", "_fd", "before_waiting")
+    __slots__ = ("_at", "_buffer", "before_waiting", "fd")
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self._buffer = b""
         self._at = 0
-        self.before_waiting: Callable[[int], None] | None = None
+        self.before_waiting: Callable[[], None] | None = None
 
     def read(self, n: int) -> bytes | memoryview:
         """Return the next ``n`` bytes; raise `EOFError` when the parent is gone."""
@@ -219,9 +219,9 @@ class Source:
             return self._read_large(n)
         buffer = self._buffer[at:]
         if not buffer and self.before_waiting is not None:
-            self.before_waiting(self._fd)
+            self.before_waiting()
         while len(buffer) < n:
-            data = os.read(self._fd, READ)
+            data = os.read(self.fd, READ)
             if not data:
                 raise EOFError
             buffer = buffer + data if buffer else data
@@ -236,7 +236,7 @@ class Source:
         body[: len(got)] = got
         at = len(got)
         while at < n:
-            k = os.readv(self._fd, [body[at:]])
+            k = os.readv(self.fd, [body[at:]])
             if k == 0:
                 raise EOFError
             at += k

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from xpool.options import default_processes
+
 __all__ = ["Spin"]
 
 _MOMENT = 300e-6
@@ -27,13 +29,6 @@ _Events = list[tuple[int, int]]
 _give_way: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)
 
 
-def _processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 class Spin:
     """How one place waits.  One thread at a time looks; those that come meanwhile sleep."""
 
@@ -41,7 +36,7 @@ class Spin:
 
     def __init__(self) -> None:
         # With one processor, nothing can happen while somebody looks.
-        self._free = _processors() > 1
+        self._free = default_processes() > 1
         self._skip = 1  # how many waits go by without a look after one in vain
         self._left = 0  # how many of these are left
 

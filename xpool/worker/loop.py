@@ -250,6 +250,8 @@ class _Worker:
         self._waits_for_others = False  # for the end of holds, by what `_release` found last
         self._tidy_at = 0.0  # when to look for memory that was unused for long
         self._source = source
+        self._poller = select.poll()
+        self._poller.register(source.fd, select.POLLIN)
         self._spin: Spin | None = None
         self._likely = False  # that the next task comes at once
         self._seq = 0
@@ -331,21 +333,19 @@ class _Worker:
         self._funcs[closed.number] = func, closed.mode
         return func
 
-    def _before_waiting(self, fd: int) -> None:
+    def _before_waiting(self) -> None:
         """Let go of what the parent holds, and of memory unused for long, until something comes."""
-        arena, out, now = self._arena, self._out, time.monotonic()
-        if arena is not None and now >= self._tidy_at and arena.busy:
+        arena, out, poll = self._arena, self._out, self._poller.poll
+        if arena is not None and arena.busy and (now := time.monotonic()) >= self._tidy_at:
             self._tidy_at = now + IDLE  # also where there is always something to do
             self._release()
             arena.trim()
-        poller = select.poll()
-        poller.register(fd, select.POLLIN)
-        if self._likely and self._spin is not None and self._spin.look(poller.poll):
+        if self._likely and self._spin is not None and self._spin.look(poll):
             return
         if arena is None or not arena.busy:
             return
         seconds = 0.1
-        while not poller.poll(seconds * 1000):
+        while not poll(seconds * 1000):
             kept = self._release(everything=True)
             if not (arena.trim() or out.kept or self._waits_for_others or kept):
                 return
