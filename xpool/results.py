@@ -355,7 +355,8 @@ class MapResult(AsyncResult):
         out: list[Any] = []
         for index in sorted(self._pieces):
             piece = self._pieces[index]
-            for task in map(_opened, piece.open()) if isinstance(piece, Parcel) else (piece,):
+            for value in piece.open() if isinstance(piece, Parcel) else (piece,):
+                task = _opened(value)
                 if self._chunked:
                     out.extend(task)
                 else:
@@ -407,7 +408,7 @@ class IMapIterator(Iterator[Any]):
         Raises:
             StopIteration: there are no more.
             multiprocessing.TimeoutError: it has not arrived in time.
-            Exception: what the task raised, or the input at this place.
+            Exception: what the task raised, or the input here (StopIteration: `RuntimeError`).
         """
         deadline: float | None = None
         while True:
@@ -419,7 +420,7 @@ class IMapIterator(Iterator[Any]):
                 if type(value) is Unopened:
                     self._hand_out(self.chunksize)
                     try:
-                        raise value.exc
+                        raise self._as_error(value.exc)
                     finally:
                         # Its traceback has this frame: no circle, so that results which nobody
                         # takes any more go with the iterator, and their memory.
@@ -467,7 +468,7 @@ class IMapIterator(Iterator[Any]):
                 if self._next == self._length:
                     raise StopIteration
                 if self._failure is not None:
-                    raise self._failure
+                    raise self._as_error(self._failure)
                 return False
             # Opened first and taken then: what an interrupt cuts short is still there.
             ok, value = piece
@@ -478,6 +479,17 @@ class IMapIterator(Iterator[Any]):
                 values = [x for v in values for x in ((v,) if type(v) is Unopened else v)]
             self._take_piece(tasks_in(value), values)
             return True
+
+    def _as_error(self, exc: BaseException) -> BaseException:
+        """Return ``exc``; for what would end the caller's loop, RuntimeError, as in PEP 479."""
+        if not isinstance(exc, StopIteration):
+            return exc
+        error = RuntimeError(
+            f"a task of {self.label}, or the input, raised StopIteration; give next() a default "
+            "there, or catch it: it would have ended the loop over the results"
+        )
+        error.__cause__ = exc
+        return error
 
     def _hand_out(self, n: int) -> None:
         if self.taken is not None:

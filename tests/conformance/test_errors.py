@@ -247,3 +247,15 @@ def test_errors_pickle_with_their_fields():
     for name in ("PoolClosed", "TaskNotPicklable", "TaskCancelled", "InternalError"):
         error = pickle.loads(pickle.dumps(getattr(xpool, name)("why")))
         assert type(error).__name__ == name and "why" in str(error)
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("chunksize", [1, 4])
+def test_stop_iteration_of_a_result_being_unpickled(process_kind, make_pool, chunksize):
+    """A result whose unpickling raises StopIteration fails the map, and is not left out of it."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises(StopIteration):
+        pool.map(work.make_stops_when_unpickled, range(8), chunksize)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(pool.imap(work.make_stops_when_unpickled, range(8), chunksize))
+        pytest.fail("the loop ended as if there had been nothing")

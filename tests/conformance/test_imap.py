@@ -9,7 +9,24 @@ import threading
 import pytest
 from support import work
 
+from xpool.errors import TaskNotPicklable
+
 from .test_map import StopHere, failing
+
+
+class StopsWhenPickled:
+    """Raises StopIteration while it is pickled."""
+
+    def __reduce__(self):
+        raise StopIteration
+
+
+class StopsAtOnce:
+    """Raises StopIteration when it is asked for an iterator."""
+
+    def __iter__(self):
+        raise StopIteration
+
 
 VERBS = ["imap", "imap_unordered"]
 
@@ -265,3 +282,37 @@ def test_buffersize_with_an_iterable_that_raises(pool):
     assert [next(results) for _ in range(5)] == [0, 1, 4, 9, 16]
     with pytest.raises(StopHere):
         next(results)
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("chunksize", [1, 4, 100])
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_stop_iteration_of_a_task(pool, verb, chunksize):
+    """A task that raises StopIteration does not end the loop: RuntimeError, as in a generator."""
+    results = getattr(pool, verb)(work.stop_on_three, range(100), chunksize)
+    got = []
+    with pytest.raises(RuntimeError, match="stop_on_three.*StopIteration") as caught:
+        for value in results:
+            got.append(value)
+        pytest.fail(f"the loop ended after {len(got)} of 100 results")
+    assert isinstance(caught.value.__cause__, StopIteration) and caught.value.__cause__.value == 3
+    left = list(results)
+    assert sorted(got + left) == [i for i in range(100) if i // chunksize != 3 // chunksize]
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_stop_iteration_of_an_item_being_pickled(process_kind, make_pool, verb):
+    """An item whose pickling raises StopIteration is an error, and no end of the results."""
+    pool = make_pool(process_kind, 1)
+    with pytest.raises((RuntimeError, TaskNotPicklable)):
+        list(getattr(pool, verb)(work.same, [StopsWhenPickled()]))
+        pytest.fail("the loop ended as if there had been nothing")
+
+
+@pytest.mark.xpool_only
+def test_stop_iteration_of_the_input(pool):
+    """An input whose ``iter()`` raises StopIteration is an error, and no empty input."""
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(pool.imap(work.same, StopsAtOnce()))
+        pytest.fail("the loop ended as if there had been nothing")

@@ -149,6 +149,18 @@ def test_error_of_a_task(pool, chunksize):
     assert pool.map(work.square, range(3)) == [0, 1, 4]
 
 
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("chunksize", [None, 1, 4, 100])
+@pytest.mark.parametrize("verb", ["map", "starmap"])
+def test_stop_iteration_of_a_task(pool, verb, chunksize):
+    """A task that raises StopIteration fails the map; it does not shorten the list."""
+    items = range(100) if verb == "map" else [(i,) for i in range(100)]
+    with pytest.raises(StopIteration) as caught:
+        getattr(pool, verb)(work.stop_on_three, items, chunksize)
+    assert caught.value.value == 3
+    assert pool.map(work.square, range(3)) == [0, 1, 4]
+
+
 def test_error_waits_for_all_chunks(pool, gate):
     """A map fails with its first error, but is not ready before the other chunks are done."""
     result = pool.starmap_async(work.fail_slowly, [(gate.path, 0), (gate.path, 1)], 1)

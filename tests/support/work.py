@@ -90,6 +90,25 @@ def fail_if(bad: int, x: int) -> int:
     return x
 
 
+def stop_on_three(x: int) -> int:
+    """Raise ``StopIteration(3)`` for 3, as a careless ``next()`` does; return the others."""
+    if x == 3:
+        raise StopIteration(x)
+    return x
+
+
+class StopsWhenUnpickled:
+    """Unpickling it raises StopIteration."""
+
+    def __reduce__(self) -> Any:
+        return stop_on_three, (3,)
+
+
+def make_stops_when_unpickled(*_: Any) -> StopsWhenUnpickled:
+    """Return what raises StopIteration where it arrives."""
+    return StopsWhenUnpickled()
+
+
 def fail_on_three(x: int) -> int:
     """Raise ``ValueError(3)`` for 3, return the others."""
     return fail_if(3, x)

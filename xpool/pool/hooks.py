@@ -39,7 +39,8 @@ def _carry(exc: BaseException, text: str) -> Carried:
 
 def each(func: Callable[[Any], Any], chunk: Iterable[Any]) -> list[Any]:
     """The function of a task that is a chunk of `map`."""
-    return list(map(func, chunk))
+    # `list(map(...))` would take a StopIteration that func raises for its end.
+    return [func(x) for x in chunk]
 
 
 def star(func: Callable[..., Any], args: Iterable[Any]) -> Any:

@@ -419,7 +419,8 @@ class _Worker:
                 func, args, kwds = task
                 value = func(*self._prefix, *args, **kwds)
             elif mode == Mode.CHUNK:
-                value = list(map(func, task))
+                # `list(map(...))` would take a StopIteration that func raises for its end.
+                value = [func(x) for x in task]
             elif mode == Mode.STAR:
                 value = func(*task)
             else:
