@@ -35,6 +35,7 @@ import pickle
 import signal
 from multiprocessing import TimeoutError
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
+from multiprocessing.pool import RemoteTraceback as _RemoteTraceback  # type: ignore[attr-defined]
 
 __all__ = [
     "DeviceError",
@@ -266,18 +267,24 @@ class InternalError(XPoolError):
     """A bug in xpool, or in a hook of a pool built on it.  The message tells the story."""
 
 
-class RemoteTraceback(Exception):
+class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
     """The traceback of the worker, as text: ``__cause__`` of a task's own exception.
 
-    ``worker``: its index, of an error that `run_all` raises; else None.
+    Fields: ``text``; ``tb``, the same as it is printed, as in `multiprocessing.pool`; ``worker``,
+    its index, of an error that `run_all` raises, else None.
     """
 
     worker: int | None = None
 
     def __init__(self, text: str) -> None:
-        super().__init__(text)
+        Exception.__init__(self, text)
         self.text = text
 
-    def __str__(self) -> str:
+    @property
+    def tb(self) -> str:
+        """The text as it is printed."""
         where = "" if self.worker is None else f"In worker {self.worker}:\n"
         return f'\n"""\n{where}{self.text}"""'
+
+    def __str__(self) -> str:
+        return self.tb

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.pool
 import os
 import pickle
 import threading
@@ -208,14 +209,27 @@ def test_deleted_without_close(kind):
     workers = descendants() - before
     assert len(workers) == (2 if kind.processes else 0)
     # Recorded warnings would hold the pool, their source, and so keep it from going.
-    seen: list[type[Warning]] = []
+    seen: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, category, *_: seen.append(category)
+        warnings.showwarning = lambda message, category, *_: seen.append(f"{category} {message}")
         del pool
         gc.collect()
-        eventually(lambda: ResourceWarning in seen, "a ResourceWarning")
+        eventually(lambda: seen, "a warning")
+    assert "ResourceWarning" in seen[0]
+    assert "unclosed running multiprocessing pool" in seen[0], "as the standard library says it"
     assert wait_gone(workers, 5) == []
+
+
+@pytest.mark.xpool_only
+def test_states_are_those_of_the_standard_library(kind, make_pool):
+    """A pool's state equals the strings that `multiprocessing.pool` has for states."""
+    pool = make_pool(kind, 1)
+    assert pool.state == multiprocessing.pool.RUN
+    pool.close()
+    assert pool.state in (multiprocessing.pool.CLOSE, multiprocessing.pool.TERMINATE)
+    pool.terminate()
+    assert pool.state == multiprocessing.pool.TERMINATE
 
 
 @pytest.mark.xpool_only

@@ -263,18 +263,62 @@ def test_files_are_refused() -> None:
         encode((lambda: 1, file))
 
 
-def test_own_errors_are_the_cause() -> None:
-    """What an object's __reduce__ raises is the cause, and is not tried again."""
-    calls = []
+def _where(error: BaseException) -> str:
+    """What the error says about the pickling: in a note, and before Python 3.11 as its cause."""
+    return "".join([*getattr(error, "__notes__", ()), str(error.__cause__)])
 
-    class Bad:
-        def __reduce__(self) -> Any:
-            calls.append(1)
-            raise ValueError("mine")
 
-    with pytest.raises(TaskNotPicklable, match="mine") as info:
-        encode(Bad())
-    assert isinstance(info.value.__cause__, ValueError)
+class _Bad:
+    """Its own way of being pickled raises."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind, self.calls = kind, 0
+
+    def __reduce__(self) -> Any:
+        self.calls += 1
+        try:
+            raise OSError("first")
+        except OSError:
+            raise self.kind("mine")
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, AttributeError, pickle.PicklingError])
+def test_own_errors_stay_what_they_are(kind: type[Exception]) -> None:
+    """What an object's __reduce__ raises comes out as itself, and says where it was raised."""
+    bad = _Bad(kind)
+    outer = types.SimpleNamespace(inner=(1, {"k": bad}))
+    with pytest.raises(kind, match="mine") as info:
+        encode([outer])
+    assert not isinstance(info.value, TaskNotPicklable)
+    assert "by _Bad.__reduce__ at [0].inner[1]['k']." in _where(info.value)
+    assert repr(info.value.__context__) == "OSError('first')"
+    with pytest.raises(kind, match="mine"):
+        dumps(lambda: bad)
+    if kind is ValueError:
+        assert bad.calls == 2, "once for each attempt: not again to find out where"
+
+
+def test_own_errors_of_state() -> None:
+    """A __getstate__ that pickles something itself raises what that raises."""
+
+    class Holder:
+        def __getstate__(self) -> bytes:
+            return pickle.dumps(threading.Lock())
+
+    with pytest.raises(TypeError, match="cannot pickle '_thread.lock' object") as info:
+        encode(Holder())
+    assert "Holder.__getstate__." in _where(info.value)
+
+
+def test_own_errors_in_a_class_by_value() -> None:
+    """An attribute of a local class that cannot be pickled raises its own error, too."""
+
+    class Local:
+        attribute = _Bad(KeyError)
+
+    with pytest.raises(KeyError, match="mine") as info:
+        encode(Local)
+    assert "_Bad.__reduce__" in _where(info.value)
 
 
 def test_too_deep() -> None:
@@ -306,3 +350,26 @@ def test_dill_settings_untouched() -> None:
     before = dict(dill.settings)
     encode({1: 2}.keys())
     assert dict(dill.settings) == before
+
+
+# -- modules that an import hook has rewritten ------------------------------------------------
+
+
+def test_assertions_of_local_functions(receiver: Receiver) -> None:
+    """An assertion that pytest has rewritten fails as one there, where nothing is rewritten."""
+
+    def check(x: int) -> int:
+        assert x == 1, "not one"
+        return x
+
+    class Checker:
+        def check(self, x: int) -> int:
+            assert x in (1,)
+            return x
+
+    assert "@pytest_ar" in check.__code__.co_names, "pytest rewrites this module"
+    assert receiver.call(check, 1) == receiver.call(Checker().check, 1) == 1
+    with pytest.raises(AssertionError, match="not one"):
+        receiver.call(check, 2)
+    with pytest.raises(AssertionError):
+        receiver.call(Checker().check, 2)

@@ -22,8 +22,8 @@ from xpool.errors import InternalError
 __all__ = ["POOL", "WORKER", "PoolEvent", "PoolStates", "WorkerEvent", "WorkerStates", "step"]
 
 
-class PoolStates(enum.Enum):
-    """What a pool does with new work."""
+class PoolStates(str, enum.Enum):
+    """What a pool does with new work; equal to the strings of `multiprocessing.pool`."""
 
     RUN = "RUN"
     CLOSE = "CLOSE"

@@ -1,7 +1,9 @@
 """Finding what in an object cannot be pickled, for the message of the error.
 
-Runs only when pickling has failed.  It tries the parts of the object one by one and goes
-down into the first that fails, a few levels deep.
+Runs only when pickling has failed.  What a pickler refuses is a `TaskNotPicklable`: to name the
+culprit, the parts of the object are tried one by one, a few levels deep.  What an object's own
+code raised (``__reduce__``, ``__getstate__``) stays the exception that it is, as with the standard
+library's pool, and gets a note; that code is not run again to find out where.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import reprlib
 import threading
 from collections.abc import Iterator
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 from xpool.errors import TaskNotPicklable
@@ -22,9 +24,13 @@ _LEVELS = 8
 _PARTS = 100  # parts tried at each level
 
 
-def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> TaskNotPicklable:
+def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> BaseException:
     """The error to raise when nothing can pickle an object because of ``error``."""
     from xpool.pickle.pickler import fails
+
+    frame = foreign_frame(error)
+    if frame is not None:
+        return _noted(obj, error, frame)
 
     path, culprit = "", obj
     if not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
@@ -44,13 +50,66 @@ def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> TaskNot
         hint = "dill can pickle more than the standard library; it is not installed here."
     elif isinstance(error, RecursionError):
         hint = "The object is nested too deeply; send it in flatter form."
-    elif isinstance(error, RuntimeError) and "inheritance" in str(error):
-        hint = "Pass it in initargs= of the pool, or in args= of multiprocessing.Process."
     else:
         hint = _HINTS.get(kind, _HINT)
     refused = TaskNotPicklable(f"{text} {hint}")
     refused.__cause__ = error
     return refused
+
+
+def foreign_frame(error: BaseException) -> FrameType | None:
+    """The first frame of an object's own code, if that code raised the error; else None."""
+    tb, below_pickler = error.__traceback__, False
+    while tb is not None:
+        module = tb.tb_frame.f_globals.get("__name__") or ""
+        package = module.partition(".")[0]
+        if package == "xpool" and tb.tb_frame.f_code.co_name not in _OWN_WAYS:
+            # What a library raises below a reducer of ours is no word of the object's own.
+            below_pickler = module in _PICKLERS
+        elif below_pickler and package not in _MACHINERY:
+            return tb.tb_frame
+        tb = tb.tb_next
+    return None
+
+
+_PICKLERS = frozenset({f"{__package__}.pickler", f"{__package__}.fallback"})
+_MACHINERY = frozenset({"dill", "pickle", "copyreg"})
+_OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+
+
+def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
+    code = frame.f_code
+    note = "It was raised while something was pickled for another process"
+    if code.co_name in _OWN_WAYS and code.co_argcount:
+        culprit = frame.f_locals.get(code.co_varnames[0])
+        path = _path_to(obj, culprit)
+        where = f" at {path.lstrip('.')}" if path else ""
+        note = f"{note}: by {type(culprit).__qualname__}.{code.co_name}{where}"
+    note += "."
+    if isinstance(error, RuntimeError) and "inheritance" in str(error):
+        note += " Pass it in initargs= of the pool, or in args= of multiprocessing.Process."
+    if hasattr(error, "add_note"):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+    elif error.__cause__ is None:  # before Python 3.11
+        error.__cause__ = TaskNotPicklable(note)
+    return error
+
+
+def _path_to(obj: Any, culprit: Any) -> str | None:
+    """Where in an object another one is, if it is not far down; nothing of theirs is called."""
+    level, seen = [("", obj)], {id(obj)}
+    for _ in range(_LEVELS):
+        below = []
+        for path, one in level:
+            if one is culprit:
+                return path
+            for _, (label, part) in zip(range(_PARTS), _parts(one), strict=False):
+                if id(part) not in seen:
+                    seen.add(id(part))
+                    below.append((path + label, part))
+        level = below[: _LEVELS * _PARTS]
+    return None
 
 
 _HINT = (

@@ -92,6 +92,11 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
         pickler.names |= names
     elif not pickler.recurse and vars(sys.modules.get(module, _NO_MODULE)) is values:
         space = module
+        # An import hook that rewrote the module here (as pytest does for its assertions) may not
+        # be installed in the receiver: what no program can name belongs to the rewritten code.
+        helpers = [name for name in names if name in values and not name.isidentifier()]
+        if helpers:
+            state["helpers"] = {name: values[name] for name in helpers}
     else:
         space = pickler.spaces.get(id(values))
         if space is None:
@@ -148,6 +153,8 @@ def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> Funct
 
 def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
     function.__globals__.update(state.pop("globals", ()))
+    for name, value in state.pop("helpers", {}).items():
+        function.__globals__.setdefault(name, value)
     function.__dict__.update(state.pop("dict", ()))
     if "__module__" in state and state["__module__"] is None:
         state["__module__"] = "__main__"

@@ -145,6 +145,7 @@ def encode(
 
     Raises:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
+        Exception: what an object's own ``__reduce__`` raised, with a note that says where.
     """
     kind = type(obj)
     if kind in _ATOMS and (kind not in _LONG or len(obj) < INLINE_BELOW):
@@ -227,6 +228,7 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
 
     Raises:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
+        Exception: what an object's own ``__reduce__`` raised, with a note that says where.
         OptionError: ``copy_tensor`` is false, and there is no shared memory here.
     """
     write = SHORT.get(type(obj))
@@ -344,16 +346,17 @@ def _by_dill(obj: Any, layout: Layout, recurse: bool, error: Exception, blob: bo
             slow, result = _run_dill(obj, layout, recurse, blob, spans)
         except (XPoolError, MemoryError):
             raise
-        except ImportError as missing:
-            if missing.name != "dill":
-                raise diagnose.refusal(obj, missing)
-            raise diagnose.refusal(obj, error, no_dill=True)
         except Exception as second:
+            without = isinstance(second, ImportError) and second.name == "dill"
             # The first error is about the culprit unless dill could do what it names.
-            raise diagnose.refusal(obj, error if type(error) is TypeError else second)
+            if not (without or type(error) is TypeError or diagnose.foreign_frame(error)):
+                error = second
+            break
         if slow.tensors is None or spans is not None or not slow.tensors.again:
             return result
         spans = slow.tensors.merged()
+    # Out of the handler: an object's own exception keeps the context that it has.
+    raise diagnose.refusal(obj, error, no_dill=without)
 
 
 def _run_dill(

@@ -354,14 +354,16 @@ class BasePool(Verbs):
         # And at the interpreter's end, when this module's names are gone already.
         if self._state is TERMINATE:
             return
-        if not self._finished.is_set() and (self._state is PoolStates.RUN or self._jobs):
+        if self._state == PoolStates.RUN or (self._jobs and not self._finished.is_set()):
             warn(
-                f"the pool {self.name} was dropped while it ran; close or terminate it, or use it "
-                "as a context manager",
+                f"unclosed running multiprocessing pool {self.name}: it was dropped while it ran; "
+                "close or terminate it, or use it as a context manager",
                 ResourceWarning,
                 source=self,
                 stacklevel=2,
             )
+        if self._finished.is_set():
+            return  # the engine has put everything away
         if self._crew is not None:
             self._crew.drop()
         else:

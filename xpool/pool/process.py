@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
-from xpool.errors import OptionError, TaskNotPicklable
+from xpool.errors import OptionError
 from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
 from xpool.jobs.scheduler import Span
 from xpool.options import (
@@ -138,7 +138,7 @@ class Pool(Together):
             blob = self._packer.pack_option(
                 "initializer or initargs", (self.initializer, self.initargs)
             )
-        except TaskNotPicklable as exc:
+        except Exception as exc:  # of any object's own __reduce__
             if not launcher.inherits:
                 if not _only_by_inheritance(exc):
                     raise

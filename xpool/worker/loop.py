@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from xpool.errors import OptionError, ResultNotPicklable, TaskStopped
+from xpool.errors import OptionError, ResultNotPicklable, TaskNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena, Block
 from xpool.pickle import decode, encode
 from xpool.pickle.broadcast import Objects
@@ -448,7 +448,8 @@ class _Worker:
 
 def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Say that a result cannot be sent, and let go of it."""
-    failure = ResultNotPicklable(exc.__cause__ or exc, _short_repr(value))
+    reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
+    failure = ResultNotPicklable(reason or exc, _short_repr(value))
     payload = encode_exception(failure, _worker_traceback(exc))
     # Its frames hold what they were pickling, tensors on a device for one, and each other.
     raised, seen = list[BaseException | None]([exc]), set[int]()
