@@ -94,6 +94,62 @@ def test_any_iterable(pool, make):
     assert pool.map_async(work.square, make(), 3).get() == [i * i for i in range(10)]
 
 
+class Every(list):
+    """A list that yields every other element only, and says that it is longer."""
+
+    def __iter__(self):
+        return iter(self[::2])
+
+    def __len__(self):
+        return 1000
+
+
+class Doubled(tuple):
+    """A tuple that yields twice what it has, and whose slices raise."""
+
+    def __iter__(self):
+        return (2 * x for x in super().__iter__())
+
+    def __getitem__(self, _):
+        raise StopHere
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("chunksize", [None, 1, 4, 100])
+def test_what_a_subclass_yields_counts(pool, chunksize):
+    """A subclass of list or tuple is what its iterator yields, with chunks and without."""
+    assert pool.map(work.square, Every(range(20)), chunksize) == [i * i for i in range(0, 20, 2)]
+    assert pool.map(work.same, Doubled(range(9)), chunksize) == list(range(0, 18, 2))
+    assert pool.map_async(work.square, Every(), chunksize).get() == []
+
+
+class Shrinks:
+    """Takes an element from the end of a list as it is pickled."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __reduce__(self):
+        if self.items:
+            self.items.pop()
+        return int, ()
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("chunksize", [None, 1, 4, 100])
+def test_a_list_that_shrinks_meanwhile(process_kind, make_pool, chunksize):
+    """`map` takes the list as it is when it is called: one that shrinks then changes nothing."""
+    pool = make_pool(process_kind, 2)
+    items = []
+    items.extend(Shrinks(items) for _ in range(20))
+    assert pool.map(work.same, items, chunksize) == [0] * 20
+    items.clear()
+    items.extend((Shrinks(items),) for _ in range(20))
+    assert pool.starmap(work.same, items, chunksize) == [0] * 20
+    pool.close()
+    pool.join()
+
+
 def test_set_input(pool):
     """A set has no order but all of its elements are done."""
     assert sorted(pool.map(work.square, {1, 2, 3})) == [1, 4, 9]

@@ -244,9 +244,11 @@ class Verbs(Hooks):
     ) -> MapResult:
         self._check_running()
         self._check_call(func, callback, error_callback)
-        items: Sequence[Any]
-        # Slices of a range stay ranges, and cost nothing to send.
-        items = iterable if isinstance(iterable, (list, tuple, range)) else list(iterable)
+        # Counted once and for all: a list may change while its items are pickled, and a subclass
+        # may yield something else than its length and slices say.  Slices of a range stay ranges,
+        # and cost nothing to send.
+        kept = type(iterable) is range or type(iterable) is tuple
+        items: Sequence[Any] = iterable if kept else list(iterable)  # type: ignore[assignment]
         if chunksize is None:
             chunksize = default_chunksize(len(items), self._size)
         size = check_chunksize(chunksize)
