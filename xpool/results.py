@@ -33,6 +33,7 @@ __all__ = [
     "Stream",
     "Unopened",
     "Waiters",
+    "exception_in",
     "local",
     "tasks_in",
 ]
@@ -116,6 +117,15 @@ def _opened(value: Any) -> Any:
     return value
 
 
+def exception_in(failure: BaseException | Parcel) -> BaseException:
+    """Return an error, opened where it came as a parcel: in the thread that is to raise it."""
+    if isinstance(failure, Parcel):
+        (error,) = failure.open()
+        assert isinstance(error, BaseException)
+        return error
+    return failure
+
+
 def _about_to_block() -> None:
     blocking = getattr(local, "blocking", None)
     if blocking is not None:
@@ -151,7 +161,7 @@ class Job:
         """Take the answer of task ``index`` (or of several from there on); True when all are in."""
         raise NotImplementedError
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException | Parcel) -> None:
         """Answer everything that is not answered with ``exc``: the pool has ended."""
         raise NotImplementedError
 
@@ -276,9 +286,10 @@ class AsyncResult(Job):
         self.settled = True
         return True
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException | Parcel) -> None:
         if not self.settled:
-            self._success, self._value, self._opened = False, exc, True
+            self._success, self._value = False, exc
+            self._opened = not isinstance(exc, Parcel)
             self._cancelled = isinstance(exc, TaskCancelled)
             self.settled = True
 
@@ -367,9 +378,9 @@ class MapResult(AsyncResult):
         super()._settle(success, value)
         self._pieces = {}
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException | Parcel) -> None:
         super().fail(exc)
-        if self._opened:
+        if not self._success:
             self._pieces = {}
 
 
@@ -385,7 +396,7 @@ class IMapIterator(Iterator[Any]):
         self._arrived: dict[int, tuple[bool, Any]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
-        self._failure: BaseException | None = None
+        self._failure: BaseException | Parcel | None = None
         self._taking = threading.RLock()
         # Called with the number of items handed out, where a buffersize is to be kept.
         self.taken: Callable[[int], object] | None = None
@@ -468,7 +479,7 @@ class IMapIterator(Iterator[Any]):
                 if self._next == self._length:
                     raise StopIteration
                 if self._failure is not None:
-                    raise self._as_error(self._failure)
+                    raise self._as_error(exception_in(self._failure))
                 return False
             # Opened first and taken then: what an interrupt cuts short is still there.
             ok, value = piece
@@ -522,7 +533,7 @@ class IMapIterator(Iterator[Any]):
         self._length = length
         self._waiters.wake()
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException | Parcel) -> None:
         """Raise ``exc`` where the answers that came end."""
         self._failure = exc
 
@@ -587,7 +598,7 @@ class Stream(Job):
         self.settled = self._answered == length
         return self.settled
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException | Parcel) -> None:
         if not self.settled:
             self.settled = True
             iterator = self._iterator()

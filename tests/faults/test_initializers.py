@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -136,6 +137,74 @@ def test_task_whose_module_the_child_does_not_have(process_kind, make_pool):
     finally:
         del sys.modules["xpool_test_absent"]
     assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.parametrize("stage", ["__setstate__", "__str__"])
+def test_initializer_whose_exception_blocks_in_the_parent(process_kind, make_pool, gate, stage):
+    """Only who asks for the error waits for its code: the pool fails, says so and ends."""
+    from xpool import WorkerStartFailed
+
+    away = work.Away(os.getpid(), stage, "block")
+    pool = make_pool(process_kind, 1, work.gated_raise, (gate.path, away))
+    result = pool.apply_async(work.square, (3,))
+    gate.open(64)
+    found: list[WorkerStartFailed] = []
+
+    def ask() -> None:
+        with pytest.raises(WorkerStartFailed) as caught:
+            result.get(40)
+        str(caught.value.__cause__)
+        found.append(caught.value)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        assert work.Away.entered.wait(40)
+        assert result.ready() and pool.state.name == "TERMINATE"
+        assert pool.statistics()["jobs"] == 0
+        pool.terminate()
+        pool.join()
+        assert not found
+    finally:
+        work.Away.released.set()
+        asking.join()
+        work.Away.entered.clear()
+        work.Away.released.clear()
+    assert found[0].reason == "Away: its text" and isinstance(found[0].__cause__, work.Away)
+
+
+@pytest.mark.parametrize("stage", ["__setstate__", "__str__"])
+def test_initializer_whose_exception_raises_in_the_parent_only(
+    process_kind, make_pool, gate, stage
+):
+    """The pool fails with the text that the worker made; the cause is what could be had of it."""
+    from xpool import PoolClosed, WorkerStartFailed
+
+    away = work.Away(os.getpid(), stage, "raise")
+    pool = make_pool(process_kind, 1, work.gated_raise, (gate.path, away))
+    bad: list[BaseException] = []
+    results = [pool.apply_async(work.square, (i,), error_callback=bad.append) for i in range(2)]
+    lazily = pool.imap(work.square, range(3))
+    mapped = pool.map_async(work.square, range(3))
+    gate.open(64)
+    for get in (*(result.get for result in results), mapped.get, lambda _: next(lazily)):
+        with pytest.raises(WorkerStartFailed) as caught:
+            get(40)
+        assert caught.value.reason == "Away: its text"
+        cause = caught.value.__cause__
+        assert type(cause) is (ZeroDivisionError if stage == "__setstate__" else work.Away)
+    assert len(bad) == 2 and bad[0] is not bad[1]
+    with pytest.raises(PoolClosed, match="its text") as closed:
+        pool.apply(work.square, (3,))
+    assert isinstance(closed.value.__cause__, WorkerStartFailed)
+
+
+def test_initializer_whose_exception_has_no_text(process_kind, make_pool):
+    """The reason says whose text it was that could not be had, and the cause is there."""
+    away = work.Away(0, "nowhere", "raise", everywhere=True)
+    error = start_failure(make_pool, process_kind, 1, work.raise_it, (away,))
+    assert error.reason == "Away, whose text cannot be had (ZeroDivisionError)"
+    assert isinstance(error.__cause__, work.Away)
 
 
 def test_initargs_that_do_not_pickle(process_kind, make_pool):

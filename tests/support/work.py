@@ -127,6 +127,48 @@ def unpicklable(*_: Any) -> Any:
     return threading.Lock()
 
 
+class Away(Exception):
+    """One whose ``__setstate__`` or ``__str__`` blocks or raises in one process, the test's."""
+
+    entered = threading.Event()
+    released = threading.Event()
+
+    def __init__(self, pid: int, stage: str, how: str, everywhere: bool = False) -> None:
+        super().__init__("its text")
+        self.pid, self.stage, self.how, self.everywhere = pid, stage, how, everywhere
+
+    def __reduce__(self) -> Any:
+        return Away, (self.pid, self.stage, self.how, self.everywhere), self.__dict__
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+        self._strike("__setstate__")
+
+    def __str__(self) -> str:
+        if self.everywhere:
+            raise ZeroDivisionError
+        self._strike("__str__")
+        return "its text"
+
+    def _strike(self, stage: str) -> None:
+        if os.getpid() == self.pid and stage == self.stage:
+            if self.how == "raise":
+                raise ZeroDivisionError
+            self.entered.set()
+            self.released.wait()
+
+
+def raise_it(exc: BaseException) -> None:
+    """Raise what is given."""
+    raise exc
+
+
+def gated_raise(gate: str, exc: BaseException) -> None:
+    """Wait at the gate, then raise what is given."""
+    pass_gate(gate)
+    raise exc
+
+
 def large(size: int) -> bytes:
     """Return `size` bytes."""
     return bytes(size)

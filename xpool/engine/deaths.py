@@ -11,17 +11,27 @@ Called with the engine's lock held.
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 from xpool.engine.exchange import CULPRIT
 from xpool.engine.limits import Limits
 from xpool.engine.switchboard import Switchboard
-from xpool.errors import DeviceError, PoolBroken, WorkerDied, WorkerStartFailed, exit_reason
+from xpool.errors import (
+    DeviceError,
+    PoolBroken,
+    WorkerDied,
+    WorkerStartFailed,
+    XPoolError,
+    exit_reason,
+)
 from xpool.fleet.launch import Handle
 from xpool.fleet.slot import Slot
 from xpool.jobs.scheduler import Grant
 from xpool.jobs.states import WorkerStates
 from xpool.options import START_ATTEMPTS
 from xpool.pickle import decode
+from xpool.queue.messages import Refusal
+from xpool.results import Parcel
 
 __all__ = ["Deaths"]
 
@@ -33,10 +43,37 @@ KILLED_STARTS = 8
 More than may fail by themselves: a kill says little about the next one."""
 
 
+class StartFailure(Parcel):
+    """`WorkerStartFailed` with what the initializer raised as its cause: that is still pickled.
+
+    To unpickle it may run any code of the user's, so whoever asks for it does that, each for
+    himself, and never the engine.
+    """
+
+    __slots__ = ("_error", "_pickled")
+
+    count = 1
+
+    def __init__(self, error: WorkerStartFailed, pickled: bytes | memoryview) -> None:
+        self._error, self._pickled = error, pickled
+
+    def __str__(self) -> str:
+        return str(self._error)
+
+    def open(self) -> list[Any]:
+        error = type(self._error)(*self._error.args)
+        try:
+            error.__cause__ = decode(self._pickled)
+        except Exception as exc:
+            # It came whole in the worker.  The text of it is in the error, whatever this says.
+            error.__cause__ = exc
+        return [error]
+
+
 class Deaths(Limits):
     """The part of the engine that sees processes end; `Engine` starts them."""
 
-    failure: BaseException | None = None
+    failure: XPoolError | StartFailure | None = None
     died = 0
     together = False  # the workers form one group: the death of one is the end of all
     switchboard: Switchboard | None = None  # where workers send messages to each other
@@ -203,10 +240,10 @@ class Deaths(Limits):
 
     def _fail(self, slot: Slot, exitcode: int | None) -> None:
         """Give up on a worker that cannot be started, and with it on the pool."""
-        cause, reason = slot.reason, None
-        if isinstance(cause, (bytes, bytearray)):
-            cause = decode(cause)
-        if isinstance(cause, BaseException):
+        cause = slot.reason
+        if isinstance(cause, Refusal):
+            reason = cause.line
+        elif cause is not None:
             reason = f"{type(cause).__name__}: {cause}"
         else:
             reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
@@ -215,8 +252,12 @@ class Deaths(Limits):
                     "; look at its output on stderr. A script must keep its own work behind "
                     'if __name__ == "__main__":'
                 )
-        self.failure = WorkerStartFailed(slot.index, slot.failures + slot.killed, reason)
-        self.failure.__cause__ = cause if isinstance(cause, BaseException) else None
+        error = WorkerStartFailed(slot.index, slot.failures + slot.killed, reason)
+        if isinstance(cause, Refusal):
+            self.failure = StartFailure(error, cause.pickled)
+        else:
+            error.__cause__ = cause
+            self.failure = error
         self._ending = True
 
 

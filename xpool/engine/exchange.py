@@ -26,6 +26,7 @@ from xpool.queue.messages import (
     BODY_ERROR,
     ENTRY,
     FAILED,
+    GREETING,
     OUTBOX_MIXED,
     READY,
     SKIPPED,
@@ -34,6 +35,7 @@ from xpool.queue.messages import (
     TO_PARENT,
     WIRE,
     Parts,
+    Refusal,
     forget_frame,
     func_frame,
     stop_frame,
@@ -185,9 +187,8 @@ class Exchange:
         if kind == ANSWER:
             self._answers(slot, errors, count, body, mark, nanos)
         elif kind == READY:
-            facts = decode(body)
-            slot.mapped = facts["mapped"]
-            if facts["wire"] != WIRE:
+            wire, slot.mapped = GREETING.unpack(body) if len(body) == GREETING.size else (0, True)
+            if wire != WIRE:
                 slot.reason = RuntimeError(
                     "the worker imports another version of xpool; look at PYTHONPATH"
                 )
@@ -200,7 +201,7 @@ class Exchange:
                 slot.stop = None  # it was at the door of what it was to break off, and turned back
                 slot.box.ask(0)
         elif kind == FAILED:
-            slot.reason = body
+            slot.reason = Refusal.unpacked(body)
         else:
             raise ValueError(f"a message of unknown kind {kind}")
 

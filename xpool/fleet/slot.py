@@ -21,7 +21,7 @@ from xpool.fleet.launch import Handle, Launcher
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
 from xpool.memory.arena import Arena
 from xpool.queue.channel import Inlet, Outlet
-from xpool.queue.messages import TO_PARENT
+from xpool.queue.messages import TO_PARENT, Refusal
 from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
 from xpool.worker.entry import ONE, SEVERAL
 
@@ -84,7 +84,8 @@ class Slot:
 
     def _fresh(self) -> None:
         self.handle: Handle | None = None
-        self.reason: Any = None  # what it said that kept it from starting, pickled
+        # What kept it from starting, as it said itself or as it was seen from here.
+        self.reason: Refusal | Exception | None = None
         self.known: set[int] = set()  # functions that this process has
         self.forget: list[int] = []  # and may drop, said with the next message
         # While a worker is silent: when to look at its outbox, what the last look saw there,

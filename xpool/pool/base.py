@@ -42,7 +42,15 @@ from xpool.pool.callbacks import Callbacks, join_thread
 from xpool.pool.feeder import Feeder
 from xpool.pool.hooks import Carried
 from xpool.pool.verbs import Verbs
-from xpool.results import LOST_SIGNAL, AsyncResult, Job, Stream, tasks_in
+from xpool.results import (
+    LOST_SIGNAL,
+    AsyncResult,
+    Job,
+    Parcel,
+    Stream,
+    exception_in,
+    tasks_in,
+)
 
 __all__ = ["BasePool"]
 
@@ -56,7 +64,9 @@ _pools: weakref.WeakSet[BasePool] = weakref.WeakSet()
 class Crew(Protocol):
     """The workers of a pool, without the pool: what its thread may hold while it waits."""
 
-    failure: BaseException | None
+    @property
+    def failure(self) -> BaseException | Parcel | None:
+        """Why they can do nothing more; a parcel is opened by those who raise it."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until something has happened."""
@@ -134,7 +144,7 @@ class BasePool(Verbs):
         self._job_numbers = itertools.count(1)
         self._feeders: set[Feeder] = set()
         self._callbacks = Callbacks(self.name)
-        self._failure: BaseException | None = None
+        self._failure: BaseException | Parcel | None = None
         self._drained = False
         self._finished = threading.Event()
         self._counts = {"submitted": 0, "succeeded": 0, "failed": 0}
@@ -188,18 +198,26 @@ class BasePool(Verbs):
         if self._state is PoolStates.RUN:
             return
         if self._failure is not None:
-            raise PoolClosed(f"The pool has failed: {self._failure}") from self._failure
+            cause = exception_in(self._failure)
+            raise PoolClosed(f"The pool has failed: {self._failure}") from cause
         raise PoolClosed(
             f"Pool not running: {self.name} was {self._state.name.lower()}d and takes no more "
             "work; make a new pool"
         )
 
-    @uninterrupted
     def _enter(self, job: Job, tasks: int) -> None:
-        with self._lock:
+        while not self._entered(job, tasks):
+            # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
             self._check_running()
+
+    @uninterrupted
+    def _entered(self, job: Job, tasks: int) -> bool:
+        with self._lock:
+            if self._state is not PoolStates.RUN:
+                return False
             self._jobs[job.number] = job
             self._counts["submitted"] += tasks
+            return True
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -265,7 +283,9 @@ class BasePool(Verbs):
         return True
 
     @uninterrupted
-    def _fail_jobs(self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True) -> int:
+    def _fail_jobs(
+        self, jobs: Iterable[Job], exc: BaseException | Parcel, call_back: bool = True
+    ) -> int:
         """Answer all these jobs with an error, each with an instance of its own.
 
         Returns how many had no answer yet.
@@ -373,7 +393,7 @@ class BasePool(Verbs):
         if self._crew is not None:
             self._crew.wake()
 
-    def _break(self, exc: BaseException) -> None:
+    def _break(self, exc: BaseException | Parcel) -> None:
         """The pool cannot go on: everything unanswered fails with the reason."""
         with self._lock:
             self._state = step(POOL, self._state, PoolEvent.FAILED)
@@ -443,8 +463,8 @@ class BasePool(Verbs):
             job.release()
 
 
-def _own(exc: BaseException) -> BaseException:
-    """Return an instance of its own for one of several callers."""
+def _own(exc: BaseException | Parcel) -> BaseException | Parcel:
+    """Return an instance of its own for one of several callers; a parcel makes one when opened."""
     if isinstance(exc, XPoolError):
         copy = type(exc)(*exc.args)
         copy.__cause__ = exc.__cause__

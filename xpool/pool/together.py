@@ -15,7 +15,7 @@ from xpool.pickle.broadcast import Broadcast, broadcast
 from xpool.pool.base import BasePool
 from xpool.pool.group import WorkerGroup
 from xpool.pool.packing import Packer
-from xpool.results import Job, Parcel, Unopened, local
+from xpool.results import Job, Parcel, Unopened, exception_in, local
 from xpool.worker.wrappers import File
 
 __all__ = ["Together", "limit_of"]
@@ -195,7 +195,7 @@ class Gather(Job):
         self._values: list[Any] = [None] * workers
         self._errors: dict[int, Any] = {}  # by worker, in the order in which they came
         self._left = workers
-        self._failure: BaseException | None = None
+        self._failure: BaseException | Parcel | None = None
         self._released = False
 
     # -- the caller's side -------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Gather(Job):
             blocking()
         self._waiters.wait(lambda: self._released or bool(self._errors), None)
         if self._failure is not None:
-            raise self._failure
+            raise exception_in(self._failure)
         values = []
         if not self._errors:
             for worker, value in enumerate(self._values):
@@ -262,7 +262,7 @@ class Gather(Job):
             self._waiters.wake()
         return self.settled
 
-    def fail(self, exc: BaseException) -> None:
+    def fail(self, exc: BaseException | Parcel) -> None:
         if not self.settled:
             self._failure = exc
             self.settled = True

@@ -21,8 +21,9 @@ From a worker::
             are errors, or name blocks of the arena; bit 1, the body is an error; bit 2, one of
             those that are tried again.  `nanos`: time spent on all of these.
     SKIPPED `count` items were not begun, as told
-    READY   body: pickled facts about the worker
-    FAILED  body: the exception that kept it from starting
+    READY   body: wire u32, mapped u8: the version that it speaks, and whether it has the arena
+    FAILED  body: size u32, as many bytes of text: what kept it from starting; then the same as a
+            pickled exception, which the parent leaves closed until a caller asks for it
 
 Between a worker of a `P2PPool` and its parent, packets on the worker's control::
 
@@ -37,24 +38,26 @@ payload.  Answers come in the order in which the worker was given the items: no 
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 __all__ = [
     "ANSWER", "BODY_AGAIN", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC",
-    "FUNC_HEAD", "LINK", "OUTBOX_MIXED", "READY", "SKIPPED", "STOP", "TASKS", "TIMED",
-    "TO_PARENT", "TO_WORKER", "U64", "WANTED", "WIRE", "Mode", "Parts", "boot_frame",
+    "FUNC_HEAD", "GREETING", "LINK", "OUTBOX_MIXED", "READY", "SKIPPED", "STOP", "TASKS", "TIMED",
+    "TO_PARENT", "TO_WORKER", "U64", "WANTED", "WIRE", "Mode", "Parts", "Refusal", "boot_frame",
     "forget_frame", "func_frame", "stop_frame", "tasks_frame",
 ]  # fmt: skip
 
 Parts = list[bytes | memoryview]
 """A frame, as the pieces that are written one after the other."""
 
-WIRE = 1
+WIRE = 2
 
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<BBxxIQQQ")
 WANTED = LINK = struct.Struct("<IIQ")
 _ONE_TASK = struct.Struct("<BxxxIQQQ")
 FUNC_HEAD = struct.Struct("<QB")
+GREETING = struct.Struct("<I?")
 U64 = struct.Struct("<Q")
 ENTRY = struct.Struct("<I")
 ERROR_BIT = 0x8000_0000
@@ -72,6 +75,26 @@ class Mode:
     STAR = 2  # payload args: func(*args)
     CHUNK = 3  # payload [x, ...]: [func(x), ...]
     STARCHUNK = 4  # payload [args, ...]: [func(*args), ...]
+
+
+class Refusal(NamedTuple):
+    """Why a worker could not start: a line for people, and the exception, pickled."""
+
+    line: str
+    pickled: bytes | memoryview
+
+    def packed(self) -> bytes:
+        """Return the body of a FAILED frame."""
+        line = self.line.encode(errors="backslashreplace")
+        return ENTRY.pack(len(line)) + line + self.pickled
+
+    @classmethod
+    def unpacked(cls, body: bytes | memoryview) -> Refusal:
+        """Return what `packed` has made; raise an `Exception` for anything else."""
+        end = ENTRY.size + ENTRY.unpack_from(body)[0]
+        if end > len(body):
+            raise ValueError("the text of a FAILED frame is longer than the frame")
+        return cls(bytes(body[ENTRY.size : end]).decode(), body[end:])
 
 
 def tasks_frame(func: int, items: list[bytes | memoryview], kind: int = TASKS) -> Parts:

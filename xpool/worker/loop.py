@@ -35,6 +35,7 @@ from xpool.queue.messages import (
     FORGET,
     FUNC,
     FUNC_HEAD,
+    GREETING,
     OUTBOX_MIXED,
     READY,
     SKIPPED,
@@ -46,6 +47,7 @@ from xpool.queue.messages import (
     U64,
     WIRE,
     Mode,
+    Refusal,
 )
 from xpool.queue.outbox import Outbox
 from xpool.queue.spin import Spin
@@ -113,17 +115,15 @@ def run(
         shared = _join(others, orders)
         worker = _Worker(orders, Source(tasks), out, shared, control, inherited)
     except SystemExit as exc:
-        reason = RuntimeError(f"the initializer called sys.exit({exc.code!r})")
-        out.frame(FAILED, encode_exception(reason, traceback.format_exc()))
+        out.refuse(RuntimeError(f"the initializer called sys.exit({exc.code!r})"))
         return 1
     except BaseException as exc:
-        out.frame(FAILED, encode_exception(exc, traceback.format_exc()))
+        out.refuse(exc)
         return 1
     box.rest()
     if member is not None:
         member.wait_for_all()
-    facts = {"wire": WIRE, "pid": os.getpid(), "mapped": shared is not None}
-    out.frame(READY, encode(facts))
+    out.frame(READY, GREETING.pack(WIRE, shared is not None))
     code = 0
     try:
         worker.serve(member)
@@ -172,6 +172,18 @@ class _Answers:
     def frame(self, kind: int, body: bytes | memoryview, count: int = 0) -> None:
         head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
         write_all(self._fd, [head, body])
+
+    def refuse(self, reason: BaseException) -> None:
+        """Say what kept this worker from starting.  Called where that is being handled.
+
+        The text is made here, by the code of the exception's class: its parent runs none of it.
+        """
+        pickled = encode_exception(reason, traceback.format_exc())
+        try:
+            line = f"{type(reason).__name__}: {reason}"
+        except Exception as exc:
+            line = f"{type(reason).__name__}, whose text cannot be had ({type(exc).__name__})"
+        self.frame(FAILED, Refusal(line, pickled).packed())
 
     def begin(self) -> None:
         """Note the time before the first of some tasks: the worker has waited for it."""

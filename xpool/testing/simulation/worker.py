@@ -8,7 +8,6 @@ yielded says when it may go on: None, at once; a number, at that time; a functio
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from xpool.queue.messages import (
     FORGET,
     FUNC,
     FUNC_HEAD,
+    GREETING,
     OUTBOX_MIXED,
     READY,
     SKIPPED,
@@ -32,6 +32,7 @@ from xpool.queue.messages import (
     TO_WORKER,
     U64,
     WIRE,
+    Refusal,
 )
 from xpool.queue.outbox import _SINCE, STOP_SIGNAL
 from xpool.testing.simulation.virtual import Page, Pipe
@@ -179,14 +180,12 @@ class Worker:
         yield from self._read(size)
         yield world.now + world.start_takes()
         if world.fails_to_start():
-            yield from self._frame(FAILED, pickle.dumps(RuntimeError("no device")))
+            yield from self._frame(FAILED, Refusal("no device", b"").packed())
             return 1
         self.ready = True
         if len(self.mates) > 1:
             yield lambda: all(one.ready for one in self.mates)
-        yield from self._frame(
-            READY, pickle.dumps({"wire": WIRE, "pid": self.pid, "mapped": world.chance(0.5)})
-        )
+        yield from self._frame(READY, GREETING.pack(WIRE, world.chance(0.5)))
         while True:
             try:
                 kind, count, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
