@@ -71,14 +71,42 @@ def test_descriptor_left(tmp_path):
 
 
 def test_shared_memory_left():
-    """A name in /dev/shm is reported."""
+    """A name in /dev/shm that this process has, or nobody, is reported."""
     before = Snapshot.take()
     path = Path(f"/dev/shm/xpool-test-{os.getpid()}")
-    path.touch()
+    with path.open("x") as file:
+        try:
+            assert before.leaks(0.1) == [f"descriptor {file.fileno()}: {path}", str(path)]
+        finally:
+            path.unlink()
+
+
+def test_shared_memory_of_strangers(monkeypatch):
+    """A name that another program has open is not ours, nor one that is put away in time."""
+    before = Snapshot.take()
+    path = Path(f"/dev/shm/xpool-test-{os.getpid()}")
+    code = "import sys; file = open(sys.argv[1], 'x'); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
-        assert before.leaks(0.1) == [str(path)]
+        assert child.stdout.readline()
+        assert str(path) in before.leaks(0.1)  # our child's is ours
+        with monkeypatch.context() as patch:
+            patch.setattr(leaks, "descendants", set)
+            assert str(path) not in before.leaks(0.1)
     finally:
-        path.unlink()
+        child.communicate()
+    assert before.leaks(0) == [str(path)]  # nobody's: it was left over
+
+    def put_away(fact, what, limit):
+        if "/dev/shm" in what:
+            assert not fact()
+            path.unlink()
+        return eventually(fact, what, limit)
+
+    monkeypatch.setattr(leaks, "eventually", put_away)
+    assert before.leaks(5) == []
 
 
 def test_semaphores_of_strangers():

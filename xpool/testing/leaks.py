@@ -103,6 +103,20 @@ def servers() -> list[int]:
     return [int(pid) for pid, parent in _ours().items() if _kept(pid, parent)]
 
 
+def _shm_inodes(pid: str) -> set[int]:
+    """Return the inodes of the files in /dev/shm that a process has open or mapped."""
+    found = set()
+    for line in _read(pid, "maps").decode(errors="replace").splitlines():
+        if "/dev/shm/" in line:
+            found.add(int(line.split()[4]))
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(entry.path).startswith("/dev/shm/"):
+                    found.add(entry.stat().st_ino)
+    return found
+
+
 def descriptors() -> dict[int, str]:
     """Return this process's open descriptors and what they lead to."""
     found = {}
@@ -184,24 +198,27 @@ class Snapshot:
             eventually(lambda: not self.more_fds(), "descriptors", min(left(), 2.0))
         except AssertionError:
             found += [f"descriptor {fd}: {to}" for fd, to in sorted(self.more_fds().items())]
-        return found + sorted(self._more_shm())
+        # A stranger's that was made just now is not mapped yet, and one may be put away just now.
+        try:
+            eventually(lambda: not self._more_shm(), "names in /dev/shm", left())
+        except AssertionError:
+            found += sorted(self._more_shm())
+        return found
 
     def _more_shm(self) -> set[str]:
-        """Return names in /dev/shm that are new and that no stranger has mapped."""
-        new: dict[str, str] = {}  # by inode: a semaphore is mapped under another name
+        """Return names in /dev/shm that are new and that no stranger has open or mapped."""
+        new: dict[int, str] = {}  # by inode: a semaphore is mapped under another name
         for name in set(os.listdir("/dev/shm")) - self.shm:
             path = f"/dev/shm/{name}"
-            try:
-                new[str(os.stat(path).st_ino)] = path
-            except FileNotFoundError:
-                continue  # a stranger's that was put away just now
+            with contextlib.suppress(FileNotFoundError):  # a stranger's that was put away just now
+                status = os.stat(path)
+                if status.st_uid == os.geteuid():
+                    new[status.st_ino] = path
         if new:
             ours = descendants() | {os.getpid()}
             for pid in filter(str.isdigit, os.listdir("/proc")):
-                if int(pid) not in ours:
-                    for line in _read(pid, "maps").decode(errors="replace").splitlines():
-                        if "/dev/shm/" in line:
-                            new.pop(line.split()[4], None)
+                for inode in _shm_inodes(pid) if int(pid) not in ours else ():
+                    new.pop(inode, None)
         # And one that was put away meanwhile.
         return {path for path in new.values() if os.path.exists(path)}
 
