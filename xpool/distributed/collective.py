@@ -135,15 +135,27 @@ class CollectiveGroup:
         OptionError: a rank is not in the group, or the reduction is not one for complex tensors.
     """
 
-    def __init__(self, world: World, ranks: list[int], group: Any, timeout: float) -> None:
+    def __init__(
+        self, world: World, ranks: list[int], group: Any, timeout: float, number: int = 0
+    ) -> None:
         self.group = group
+        # The same in all members: the ranks, and which group of these ranks it is.
+        self.key = tuple(ranks), number
         self.current_rank = ranks.index(world.rank) if world.rank in ranks else None
         self.destroyed = False
         self._world, self._ranks, self._timeout = world, ranks, timeout
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # of _begun and _aborted
         # Guarded by _lock: why the group is of no use any more, and who waits for any message.
         self._broken: GroupError | None = None
         self._events: set[threading.Event] = set()
+        # Guarded by _lock: collectives with a lower number go on in a broken group, for whoever
+        # is lost had done their part of them; and whether the connections have been closed.
+        self._unharmed = 0
+        self._aborted = False
+        # Guarded by _lock: how many collectives were begun, and how many of the first of them have
+        # succeeded.  All members begin the same ones in the same order, and they end in it.
+        self._begun = self._succeeded = 0
         # Guarded by _lock: what may be going on.  torch works at collectives of which nobody
         # holds the `Pending` any more; messages end with it.
         self._works: deque[Any] = deque()
@@ -329,7 +341,9 @@ class CollectiveGroup:
 
     def destroy(self) -> None:
         """Let go of the group's connections; the group is of no use afterwards."""
-        self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=self._is_busy())
+        busy = self._is_busy()
+        self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=False)
+        self._close(abort=busy)
         if not self.destroyed:
             self.destroyed = True
             if self.current_rank is not None and dist.is_initialized():
@@ -345,22 +359,76 @@ class CollectiveGroup:
 
     # -- the group's end ----------------------------------------------------------------------
 
-    def _lost(self, rank: int, error: GroupError) -> None:
-        """A rank of the world is gone."""
+    def _lost(self, rank: int, error: GroupError, completed: int = 0) -> None:
+        """A rank of the world is gone, after it had ``completed`` that many collectives."""
         if rank in self._ranks:
-            self._break(error)
+            self._break(error, completed=completed)
 
-    def _break(self, error: GroupError, abort: bool = True) -> None:
-        """End everything that is pending here, for this reason."""
+    def completed(self) -> int:
+        """How many collectives have succeeded here, of those that were begun first."""
         with self._lock:
-            if self._broken is not None:
+            self._retire()
+            return self._succeeded
+
+    def _break(self, error: GroupError, abort: bool = True, completed: int = 0) -> None:
+        """End everything that is pending here, for this reason.
+
+        But for the first ``completed`` collectives: whoever is lost has completed these, so they
+        can end well here.  The news of a loss may come before what that rank sent for them.
+        """
+        with self._changed:
+            first = self._broken is None
+            if first:
+                self._broken, self._unharmed = error, completed
+            elif completed < self._unharmed:  # somebody else is lost, who had done less
+                self._unharmed = completed
+                self._changed.notify_all()
+            else:
                 return
-            self._broken = error
             events, self._events = self._events, set()
+            self._retire()
+            over = self._succeeded >= self._unharmed
         for event in events:
             event.set()
+        if abort and over:
+            self._close()
+        elif abort and first:
+            threading.Thread(target=self._close_later, name="xpool-group-end", daemon=True).start()
+
+    def _close(self, abort: bool = True) -> None:
+        """Close the group's connections, once, so that whatever waits on them ends."""
+        with self._changed:
+            abort, self._aborted = abort and not self._aborted, True
+            self._changed.notify_all()
         if abort and self.current_rank is not None:
             _abort(self.group)
+
+    def _close_later(self) -> None:
+        """Close them when the collectives that the loss does not harm have ended."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._aborted or self._begun >= self._unharmed)
+                self._retire()
+                # The rest of them, if there are any, ends when the connections are closed.
+                if self._aborted or self._begun - len(self._works) >= self._unharmed:
+                    break
+                work = self._works[0]
+            try:
+                work.wait()
+            except RuntimeError:
+                break  # whoever waits for it is told so
+        self._close()
+
+    def _retire(self) -> None:
+        """Take out the works that have ended; under the lock."""
+        while self._works and self._works[0].is_completed():
+            before = self._begun - len(self._works)
+            try:
+                self._works.popleft().wait()
+            except RuntimeError:
+                continue  # it failed, and none after it counts as a success
+            if self._succeeded == before:
+                self._succeeded += 1
 
     def _explain(self, what: str, text: str) -> GroupError:
         """Break the group for what torch says; return the error to raise."""
@@ -407,18 +475,19 @@ class CollectiveGroup:
             raise NotAMember(
                 f"Rank {self._world.rank} is not in the group, whose ranks are {self._ranks}."
             )
-        if self._broken is not None:
-            raise self._error(what)
+        with self._lock:
+            if self._broken is not None and (what in _MESSAGES or self._begun >= self._unharmed):
+                raise self._error(what)
         with self._watched(what, launching=True):
             pending = kind(self, what, start())
-        with self._lock:
+        with self._changed:
             if what in _MESSAGES:
                 self._pending.add(pending)
             else:
-                # All members' operations are in the same order, and end so.
-                while self._works and self._works[0].is_completed():
-                    self._works.popleft()
+                self._retire()
                 self._works.append(pending._work)
+                self._begun += 1
+                self._changed.notify_all()
         return pending
 
     def _is_busy(self) -> bool:

@@ -28,7 +28,9 @@ MOMENT = 5.0  # seconds for what is said in passing: it improves messages, no mo
 class Peers:
     """The other ranks, as far as they are known to be there."""
 
-    def __init__(self, names: list[str], me: str, on_loss: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, names: list[str], me: str, on_loss: Callable[[str, dict[Any, int]], None]
+    ) -> None:
         self.names, self.me = names, me
         self._on_loss = on_loss
         # Guards what follows; waited on by `wait_lost`.
@@ -97,27 +99,28 @@ class Peers:
             reason = DIED
         self.lose(name, reason)
 
-    def lose(self, name: str, reason: str) -> None:
-        """Take note that a process is gone."""
+    def lose(self, name: str, reason: str, completed: dict[Any, int] | None = None) -> None:
+        """Take note that a process is gone; ``completed`` is as in `Farewell`."""
         with self._changed:
             if name in self._lost or name == self.me or self._leaving:
                 return
             self._lost[name] = reason
             self._changed.notify_all()
-        self._on_loss(name, reason)
+        self._on_loss(name, completed or {})
 
-    def leave(self, tell: bool) -> None:
-        """Answer those who watch this process; ``tell`` them first, where they do not know."""
+    def leave(self, farewell: Callable[[str], Farewell] | None) -> None:
+        """Answer those who watch this process; tell them ``farewell(name)`` first, if given."""
         with self._changed:
             self._leaving = True
             held, self._held = self._held, []
             left = [name for name in self.names if name not in self._lost and name != self.me]
-        for name in left if tell else ():
-            try:
-                # Answers may be lost with the connections that they are to take; this is not.
-                rpc.rpc_sync(name, _told, args=(self.me, LEFT), timeout=MOMENT)
-            except RuntimeError:
-                pass  # it is gone itself, or too slow: then it will find out
+        if farewell is not None:
+            for name in left:
+                try:
+                    # Answers may be lost with the connections that they are to take; this is not.
+                    rpc.rpc_sync(name, _told, args=(self.me, farewell(name)), timeout=MOMENT)
+                except RuntimeError:
+                    pass  # it is gone itself, or too slow: then it will find out
         for future in held:
             future.set_result(LEFT)
 
@@ -131,10 +134,25 @@ def _greet() -> None:
     """Answer a call that is made for its connection."""
 
 
-def _told(name: str, reason: str) -> None:
+@dataclass
+class Farewell:
+    """What a process that leaves tells another: what the two have ended together.
+
+    Its last messages may be on their way in other connections than this news, and they may be lost
+    with those connections.
+    """
+
+    completed: dict[Any, int]
+    """By collective group, how many collectives have succeeded there."""
+    answers: dict[Any, Any]
+    """By meeting, answers of which the receiver has not said that it has them."""
+
+
+def _told(name: str, farewell: Farewell) -> None:
     world = get_world()
     if world is not None:
-        world.peers.lose(name, reason)
+        world.meetings.deliver(name, farewell.answers)
+        world.peers.lose(name, LEFT, farewell.completed)
 
 
 # -- meetings -----------------------------------------------------------------------------------
@@ -158,18 +176,35 @@ class Meetings:
     """Meetings that take place in this process: each ends when all have come, or cannot.
 
     The answer is a `Raised`, or the names of those who are lost: for a meeting of survivors.
+
+    A host that leaves right after a meeting might take along answers that are still to be sent. So
+    it keeps them until they are acknowledged, in the next arrival, and says them in its farewell.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[Any, _Meeting] = {}  # guarded by _lock
+        # Guarded by _lock, in the host: open meetings, and by name the answers to be acknowledged.
+        self._open: dict[Any, _Meeting] = {}
+        self._unacknowledged: dict[str, dict[Any, Any]] = {}
+        # Guarded by _lock, in a guest: by host, answers waited for, and those to acknowledge.
+        self._awaited: dict[str, dict[Any, Future[Any]]] = {}
+        self._received: dict[str, list[Any]] = {}
+
+    # -- in the host ----------------------------------------------------------------------------
 
     def arrive(
-        self, key: Any, name: str, expected: tuple[str, ...], of_survivors: bool
+        self,
+        key: Any,
+        name: str,
+        expected: tuple[str, ...],
+        of_survivors: bool,
+        received: list[Any],
     ) -> Future[Any]:
-        """``name`` has come; the future will be answered."""
+        """``name`` has come, and has ``received`` answers; the future will be answered."""
         future: Future[Any] = Future()
         with self._lock:
+            for earlier in received:
+                self._unacknowledged.get(name, {}).pop(earlier, None)
             meeting = self._open.setdefault(key, _Meeting(expected, of_survivors))
             if meeting.expected != expected:
                 text = (
@@ -195,7 +230,14 @@ class Meetings:
         else:
             answer = lost
         del self._open[key]
+        for name in meeting.arrived:
+            self._unacknowledged.setdefault(name, {})[key] = answer
         return answer
+
+    def answers(self, name: str) -> dict[Any, Any]:
+        """Return the answers that ``name`` may not have."""
+        with self._lock:
+            return dict(self._unacknowledged.get(name, {}))
 
     def withdraw(self, key: Any, name: str) -> list[str]:
         """``name`` gives up, which ends the meeting; return who had not come."""
@@ -217,6 +259,33 @@ class Meetings:
             if answer is not None:
                 meeting.answer(answer)
 
+    # -- in a guest -----------------------------------------------------------------------------
+
+    def expect(self, host: str, key: Any) -> tuple[Future[Any], list[Any]]:
+        """Begin to wait for an answer; return its future, and the answers to acknowledge."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._awaited.setdefault(host, {})[key] = future
+            return future, self._received.pop(host, [])
+
+    def settle(self, host: str, key: Any, done: Future[Any], timeout: float) -> None:
+        """The host's own answer has come, or will not."""
+        with self._lock:
+            future = self._awaited[host].pop(key, None)
+            self._received.setdefault(host, []).append(key)
+        if future is not None:
+            settle(future, done, host, meet, timeout)
+
+    def deliver(self, host: str, answers: dict[Any, Any]) -> None:
+        """``host`` leaves, and these are answers that may not have come."""
+        with self._lock:
+            awaited = self._awaited.get(host, {})
+            found = [(awaited.pop(key), answers[key]) for key in answers if key in awaited]
+        for future, answer in found:
+            done: Future[Any] = Future()
+            done.set_result(answer)
+            settle(future, done, host, meet, 0)
+
 
 def _lost_error(key: Any, lost: list[str]) -> PeerLost:
     peers = the_world().peers
@@ -225,8 +294,8 @@ def _lost_error(key: Any, lost: list[str]) -> PeerLost:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _arrive(key: Any, name: str, expected: tuple[str, ...], of_survivors: bool) -> Future[Any]:
-    return the_world().meetings.arrive(key, name, expected, of_survivors)
+def _arrive(*arrival: Any) -> Future[Any]:
+    return the_world().meetings.arrive(*arrival)
 
 
 def _withdraw(key: Any, name: str) -> list[str]:
@@ -253,10 +322,10 @@ def meet(
     """
     world = the_world()
     world.peers.check(host)
-    outer: Future[Any] = Future()
-    arrival = key, world.name, expected, of_survivors
+    outer, received = world.meetings.expect(host, key)
+    arrival = key, world.name, expected, of_survivors, received
     inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
-    inner.add_done_callback(lambda done: settle(outer, done, host, meet, timeout))
+    inner.add_done_callback(lambda done: world.meetings.settle(host, key, done, timeout))
     try:
         lost: list[str] = outer.wait()
         return lost

@@ -15,7 +15,7 @@ from xpool.distributed import agent, current, rendezvous
 from xpool.distributed.collective import CollectiveGroup, explain
 from xpool.distributed.errors import GroupError, NotAMember, PeerLost
 from xpool.distributed.group import Register, RpcGroup
-from xpool.distributed.peers import Meetings, Peers, meet
+from xpool.distributed.peers import Farewell, Meetings, Peers, meet
 from xpool.errors import OptionError
 
 __all__ = ["World", "join"]
@@ -154,13 +154,13 @@ class World:
         self._check_ranks([rank])
         self.peers.lose(self.names[rank], reason)
 
-    def _on_loss(self, name: str, reason: str) -> None:
+    def _on_loss(self, name: str, completed: dict[Any, int]) -> None:
         self.meetings.lose(name)
         with self._lock:
             groups = list(self._collective)
         error = PeerLost(self.peers.describe(name))
         for group in groups:
-            group._lost(self.names.index(name), error)
+            group._lost(self.names.index(name), error, completed.get(group.key, 0))
 
     @property
     def group(self) -> CollectiveGroup:
@@ -173,7 +173,7 @@ class World:
         with self._lock:
             if self._everyone is None:
                 ranks = self.get_ranks()
-                everyone = CollectiveGroup(self, ranks, dist.group.WORLD, self.dist_timeout)
+                everyone = CollectiveGroup(self, ranks, dist.group.WORLD, self.dist_timeout, -1)
                 self._everyone = everyone
                 self._collective.append(everyone)
             return self._everyone
@@ -201,7 +201,7 @@ class World:
         ranks = sorted(self._check_ranks(ranks))
         if not timeout > 0:
             raise OptionError(f"timeout must be seconds, more than 0, not {timeout!r}")
-        group = None
+        group, number = None, 0
         if self.rank in ranks:
             with self._lock:
                 number = self._made.get(tuple(ranks), 0)
@@ -219,7 +219,7 @@ class World:
                     f"The group of {', '.join(names)} could not be made: {error}. All of them have "
                     "to make it, in the same order as other groups."
                 ) from exc
-        made = CollectiveGroup(self, ranks, group, timeout)
+        made = CollectiveGroup(self, ranks, group, timeout, number)
         if group is not None:
             with self._lock:
                 self._collective.append(made)
@@ -324,7 +324,7 @@ class World:
     def _tear_down(self, graceful: bool) -> None:
         try:
             if "rpc" in self._running:
-                self.peers.leave(tell=not graceful)
+                self.peers.leave(None if graceful else self._farewell)
                 agent.shut_down(graceful)
             for group in list(self._collective):
                 group.destroy()
@@ -333,6 +333,13 @@ class World:
         finally:
             self._store = None
             current.free(self)
+
+    def _farewell(self, name: str) -> Farewell:
+        """What ``name`` is to know of this process, which leaves."""
+        with self._lock:
+            groups = list(self._collective)
+        completed = {group.key: group.completed() for group in groups}
+        return Farewell(completed, self.meetings.answers(name))
 
     def __enter__(self) -> World:
         return self
