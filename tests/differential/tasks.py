@@ -1,0 +1,388 @@
+"""What random programs are made of: functions, errors and iterables.  Standard library only.
+
+Everything prints alike in every process, so that outcomes can be compared as text.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+import operator
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = [
+    "Boxed", "CallMe", "Counted", "Holder", "KeepsLock", "KeywordOnly", "ListWithIter",
+    "Longer", "OnlyGetitem", "OnlyIter", "Pair", "Raises", "ReduceRaises", "Shorter", "Sized",
+    "Stubborn", "TooFew", "TooMany", "TwoArguments", "UnloadRaises", "WithState", "add",
+    "add_one", "alias", "array", "both", "boxed", "chained", "collections", "count", "echo",
+    "empty", "end", "fail_at", "fail_with", "functools", "generator", "grow", "initialised",
+    "is_main", "large", "lock_of", "operator", "os", "remember", "same", "square", "step",
+    "threading", "through", "with_note",
+]  # fmt: skip
+
+
+# Functions ---------------------------------------------------------------------------------------
+
+
+def square(x: Any) -> Any:
+    """Return ``x * x``; a string is doubled."""
+    return x * 2 if isinstance(x, (str, bytes)) else x * x
+
+
+def same(x: Any) -> Any:
+    """Return the argument."""
+    return x
+
+
+def empty(*_: Any) -> None:
+    """Return nothing."""
+
+
+def echo(*args: Any, **kwds: Any) -> Any:
+    """Return all arguments."""
+    return args, sorted(kwds.items())
+
+
+def add(a: Any, b: Any = 10) -> Any:
+    """Return the sum."""
+    return a + b
+
+
+def add_one(x: Any, *, by: Any = 1) -> Any:
+    """Return the sum with a keyword."""
+    return x + by
+
+
+def both(x: Any) -> Any:
+    """Return one object twice."""
+    return [x], [x]
+
+
+def boxed(x: Any) -> Boxed:
+    """Return an object of a class of ours."""
+    return Boxed(x)
+
+
+def large(n: int) -> bytes:
+    """Return more than fits into a pipe."""
+    return bytes([n % 251]) * (70_000 + n)
+
+
+def grow(x: list[Any]) -> int:
+    """Change the argument; return its length."""
+    x.append(0)
+    return len(x)
+
+
+def alias(pair: Any) -> bool:
+    """Whether both are one object here."""
+    return pair[0] is pair[1]
+
+
+def count(x: Any) -> int:
+    """Return the length."""
+    return len(x)
+
+
+def lock_of(_: Any = None) -> Any:
+    """Return what no pickler can send."""
+    return threading.Lock()
+
+
+def step(limit: Any, x: Any) -> Any:
+    """Return ``x`` where it is less than ``limit``, else raise."""
+    if x >= limit:
+        raise ValueError("over the limit")
+    return x
+
+
+def fail_at(bad: Any, exc: Callable[[], BaseException], x: Any) -> Any:
+    """Raise for one value, return the others."""
+    if x == bad:
+        raise exc()
+    return x
+
+
+def fail_with(exc: Callable[[], BaseException], *_: Any) -> None:
+    """Raise."""
+    raise exc()
+
+
+def chained(x: Any) -> None:
+    """Raise one error because of another."""
+    try:
+        raise KeyError(x)
+    except KeyError as exc:
+        raise ValueError("of a key") from exc
+
+
+def with_note(x: Any) -> None:
+    """Raise an error that has a note, where Python has them."""
+    exc = ValueError(x)
+    exc.remark = "kept"  # type: ignore[attr-defined]
+    if hasattr(exc, "add_note"):
+        exc.add_note("noted")
+    raise exc
+
+
+def through(path: str) -> str:
+    """Wait until somebody opens the pipe with a name, and return what they write."""
+    with open(path) as pipe:
+        return pipe.read()
+
+
+def end(how: str) -> None:
+    """End the process that runs this: by exit, or by a signal."""
+    if how == "exit":
+        sys.exit(3)
+    if how == "_exit":
+        os._exit(4)
+    os.kill(os.getpid(), getattr(signal, how))
+    while True:
+        time.sleep(60)
+
+
+def is_main() -> bool:
+    """Whether this runs in the main thread of its process."""
+    return threading.current_thread() is threading.main_thread()
+
+
+_kept: list[Any] = []
+
+
+def remember(*args: Any) -> None:
+    """Keep what the initializer was given."""
+    _kept.append(args)
+
+
+def initialised(_: Any = None) -> Any:
+    """Return what the initializer of this worker was given."""
+    return _kept[-1:]
+
+
+class CallMe:
+    """An object that can be called."""
+
+    def __init__(self, by: Any) -> None:
+        self.by = by
+
+    def __call__(self, x: Any) -> Any:
+        return x, self.by
+
+    def method(self, x: Any) -> Any:
+        """Return what this object holds, and the argument."""
+        return self.by, x
+
+    @classmethod
+    def of_class(cls, x: Any) -> Any:
+        """Return the class's name and the argument."""
+        return cls.__name__, x
+
+    @staticmethod
+    def of_none(x: Any) -> Any:
+        """Return the argument."""
+        return x
+
+
+class Boxed:
+    """A value with a place for it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Boxed) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __repr__(self) -> str:
+        return f"Boxed({self.value!r})"
+
+
+class WithState(Boxed):
+    """Pickled by ``__getstate__`` and ``__setstate__``."""
+
+    def __getstate__(self) -> Any:
+        return {"was": self.value}
+
+    def __setstate__(self, state: Any) -> None:
+        self.value = state["was"]
+
+
+class Holder:
+    """Holds what cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return "Holder()"
+
+
+class ReduceRaises:
+    """Cannot be pickled, and says so with an error of its own."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not this one")
+
+    def __repr__(self) -> str:
+        return "ReduceRaises()"
+
+
+def _unload() -> None:
+    raise LookupError("will not load")
+
+
+class UnloadRaises:
+    """Can be pickled and cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _unload, ()
+
+    def __repr__(self) -> str:
+        return "UnloadRaises()"
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+
+class KeywordOnly(Exception):
+    """Its ``__init__`` takes nothing by position; its ``args`` are empty."""
+
+    def __init__(self, *, code: int = 0) -> None:
+        super().__init__()
+        self.code = code
+
+
+class TwoArguments(Exception):
+    """Its ``__init__`` needs two arguments and keeps one: `pickle` cannot load it."""
+
+    def __init__(self, what: Any, code: int) -> None:
+        super().__init__(f"{what} {code}")
+        self.code = code
+
+
+class KeepsLock(Exception):
+    """Has an attribute that cannot be pickled."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = threading.Lock()
+
+
+class Stubborn(Exception):
+    """Pickles itself, rightly."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        super().__init__(a)
+        self.b = b
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.args[0], self.b)
+
+
+# Iterables ---------------------------------------------------------------------------------------
+
+
+def generator(items: Any) -> Iterator[Any]:
+    """Yield the items."""
+    yield from items
+
+
+class OnlyGetitem:
+    """Can be iterated over by index alone."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = list(items)
+
+    def __getitem__(self, i: int) -> Any:
+        return self._items[i]
+
+
+class OnlyIter:
+    """Has ``__iter__`` and nothing else."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+
+class Counted(OnlyIter):
+    """Its own iterator, once."""
+
+    def __init__(self, items: Any) -> None:
+        self._left = list(items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._left:
+            raise StopIteration
+        return self._left.pop(0)
+
+
+class Sized(OnlyIter):
+    """Has a length, and no index."""
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class TooFew(Sized):
+    """Yields fewer items than its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items[:-2])
+
+
+class TooMany(Sized):
+    """Yields more items than its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._items, 3, 4])
+
+
+class ListWithIter(list):  # type: ignore[type-arg]
+    """A list that yields other items than it has."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([x + 1 for x in super().__iter__()])
+
+
+class Longer(ListWithIter):
+    """A list that yields more than it has."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*super().__iter__(), 5])
+
+
+class Shorter(ListWithIter):
+    """A list that yields less than it has."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(super().__iter__())[1:])
+
+
+class Raises:
+    """Yields some items, then raises."""
+
+    def __init__(self, items: Any, exc: Callable[[], BaseException]) -> None:
+        self._items, self._exc = items, exc
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._items
+        raise self._exc()

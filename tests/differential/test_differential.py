@@ -1,0 +1,162 @@
+"""Random programs over xpool and over the standard library: no difference but the documented ones.
+
+By default some hundred programs of each kind are run, the same every time.  For more::
+
+    XPOOL_TEST_PROGRAMS=10000 pytest tests/differential      # seeds 0 to 9,999
+    XPOOL_TEST_SEED=4711 pytest tests/differential           # from this seed on
+
+A difference is printed as the shortest program that shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from differential.programs import Block, blocks, program
+from differential.sides import OurSide, StandardSide
+
+PROGRAMS = int(os.environ.get("XPOOL_TEST_PROGRAMS", "300"))
+FIRST = int(os.environ.get("XPOOL_TEST_SEED", "0"))
+BATCH = 100  # programs of one test, which share their pools
+
+pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
+
+DIFFERENCES = {
+    # What a program names as documented: the page that says so, and its words there.
+    "a killed worker": ("migrating.md", "the task raises `WorkerDied`, the others go on"),
+    "functions by value": ("migrating.md", "lambdas, closures, local functions and classes"),
+    "results that do not unpickle": ("migrating.md", "a result that does not unpickle"),
+    "errors that do not pickle": ("migrating.md", "an exception that does not pickle or unpickle"),
+    "arguments that do not pickle": ("migrating.md", "`TaskNotPicklable`, a `PicklingError`"),
+    "not an Exception": ("migrating.md", "`KeyboardInterrupt`, `GeneratorExit`"),
+    "StopIteration in map": ("migrating.md", "a function that raises StopIteration"),
+    "imap goes on after an error": ("migrating.md", "iteration goes on with the next chunk"),
+    "chunksize below 1": ("migrating.md", "`chunksize` below 1"),
+    "a callback of an empty map": ("migrating.md", "`callback` of `map_async` with no items"),
+    "a length that is not true": ("migrating.md", "fewer or more items than its `len()`"),
+}
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + PROGRAMS, BATCH))
+@pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
+def test_random_programs(sides: Sides, first: int) -> None:
+    """Each program does over xpool's pools what it does over the standard library's."""
+    for seed in range(first, min(first + BATCH, FIRST + PROGRAMS)):
+        parts = program(seed, sides.processes)
+        story = sides.difference(parts)
+        if story is not None:
+            parts = shortened(sides, parts)
+            story = sides.difference(parts) or story
+            pytest.fail(sides.report(seed, parts, story), pytrace=False)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_differences_are_documented(name: str) -> None:
+    """Each difference that programs name is in the documentation, in these words."""
+    page, words = DIFFERENCES[name]
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    assert words in " ".join(text.split()), f"docs/{page} does not say {words!r}"
+
+
+@pytest.mark.parametrize("processes", [True, False], ids=["processes", "threads"])
+def test_generator_reaches_everything(processes: bool) -> None:
+    """A seed gives one program for ever, and a thousand programs name every difference."""
+    text = "".join(blocks(program(seed, processes)) for seed in range(1000))
+    assert text == "".join(blocks(program(seed, processes)) for seed in range(1000))
+    missing = [name for name in DIFFERENCES if f"'{name}'" not in text]
+    assert not processes or not missing
+
+
+@pytest.mark.parametrize("processes", [False], ids=["threads"])
+def test_a_difference_is_found_and_shortened(sides: Sides) -> None:
+    """A program that differs is cut down to the block that does, and printed as a whole."""
+    parts = [["t.value(1)"], ["x = 2", "t.value((x, t.standard))"], ["t.value(3)"]]
+    short = shortened(sides, parts)
+    assert short == [["x = 2", "t.value((x, t.standard))"]]
+    report = sides.report(7, short, sides.difference(short) or "")
+    assert "seed 7" in report and "    t.value((x, t.standard))" in report
+    assert "(2, True)" in report and "(2, False)" in report
+
+
+# Comparing ---------------------------------------------------------------------------------------
+
+
+class Sides:
+    """xpool and the standard library, side by side."""
+
+    def __init__(self, processes: bool) -> None:
+        self.processes = processes
+        self._standard = StandardSide(processes)
+        self._ours = OurSide(processes)
+
+    def difference(self, parts: list[Block]) -> str | None:
+        """Run a program over both; say where the outcomes differ, or None."""
+        source = blocks(parts)
+        self._standard.send(source)
+        ours = self._ours.run(source)
+        standard = self._standard.receive()
+        return differing(standard, ours)
+
+    def report(self, seed: int, parts: list[Block], story: str) -> str:
+        kind = "Pool" if self.processes else "ThreadPool"
+        return (
+            f"seed {seed} over {kind}(2) differs: {story}\n\n{blocks(parts)}\n"
+            f"XPOOL_TEST_SEED={seed} XPOOL_TEST_PROGRAMS=1 runs it again."
+        )
+
+    def close(self) -> None:
+        self._standard.close()
+        self._ours.close()
+
+
+@pytest.fixture
+def sides(processes: bool, nothing_leaks: None) -> Iterator[Sides]:
+    """Both libraries' pools, for one test."""
+    both = Sides(processes)
+    yield both
+    both.close()
+
+
+def shortened(sides: Sides, parts: list[Block]) -> list[Block]:
+    """Leave out blocks as long as the outcomes differ without them."""
+    for block in list(parts):
+        fewer = [part for part in parts if part is not block]
+        if fewer and sides.difference(fewer) is not None:
+            parts = fewer
+    return parts
+
+
+def differing(standard: list[Any], ours: list[Any]) -> str | None:
+    """Say where the outcomes of a program differ, or None."""
+    documented = False
+    for i, (theirs, mine) in enumerate(zip(standard, ours)):
+        if theirs[0] == "the program failed" or not alike(theirs, mine, documented):
+            return f"outcome {i}\n  standard library: {theirs}\n  xpool:            {mine}"
+        documented = theirs[0] == "documented"
+        assert not documented or theirs[1] in DIFFERENCES, f"{theirs[1]!r} is not in the table"
+    if len(standard) != len(ours):
+        return f"{len(standard)} outcomes over the standard library, {len(ours)} over xpool"
+    return None
+
+
+def alike(theirs: Any, mine: Any, documented: bool) -> bool:
+    """Whether two outcomes are the same to who catches and compares them."""
+    if theirs[0] != mine[0]:
+        return False
+    if theirs[0] == "refused":
+        return theirs[1] in mine[2]
+    if theirs[0] == "each":
+        pairs = list(zip(theirs[1], mine[1]))
+        return len(theirs[1]) == len(mine[1]) and all(alike(a, b, documented) for a, b in pairs)
+    if theirs[0] != "raised":
+        return bool(theirs == mine)
+    a, b = theirs[1], mine[1]
+    if a["type"] != b["type"]:
+        return False
+    same = a["args"] == b["args"] and a["state"] == b["state"]
+    return same and (documented or a["cause"] == b["cause"])
