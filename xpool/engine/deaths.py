@@ -18,6 +18,7 @@ from xpool.engine.limits import Limits
 from xpool.engine.switchboard import Switchboard
 from xpool.errors import (
     DeviceError,
+    InternalError,
     PoolBroken,
     WorkerDied,
     WorkerStartFailed,
@@ -216,7 +217,9 @@ class Deaths(Limits):
     def _start_again(self, slot: Slot) -> None:
         try:
             self._start(slot)
-        except OSError as exc:
+        except InternalError:
+            raise
+        except Exception as exc:
             # No descriptors, no memory: that may pass, so a few times, at growing intervals.
             slot.failures += 1
             slot.reason = exc

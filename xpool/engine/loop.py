@@ -270,7 +270,10 @@ class Engine(Deaths):
         name = f"{self._name}-worker-{slot.index}"
         arena = self._arena
         seat = None if arena is None else arena.take_seat()
+        slots = (slot, *slot.mates)
         try:
+            # Before there is a process: when this fails, the slot is as it was.
+            orders = [self._orders(one.index, one.generation + 1, seat) for one in slots]
             there = arena if seat is not None else None
             slot.start(self._launcher, name, self._daemon, self._inherited, there)
         except BaseException:
@@ -278,14 +281,24 @@ class Engine(Deaths):
                 self._dead_seats.append(seat)
             raise
         slot.seat = seat
-        self._watch_end(slot)
-        for one in (slot, *slot.mates):
-            self._watch.add(one.inlet.fd, self._receive_from(one))
-            if self.switchboard is not None:
-                self.switchboard.started(one)
-            self._send(one, boot_frame(self._orders(one.index, one.generation, seat)))
-            if self._start_limit is not None:
-                self._check_by(one, self._watch.now() + self._start_limit)
+        assert slot.handle is not None
+        sentinel = slot.handle.sentinel
+        try:
+            self._watch_end(slot)
+            for one, order in zip(slots, orders, strict=True):
+                self._watch.add(one.inlet.fd, self._receive_from(one))
+                if self.switchboard is not None:
+                    self.switchboard.started(one)
+                self._send(one, boot_frame(order))
+                if self._start_limit is not None:
+                    self._check_by(one, self._watch.now() + self._start_limit)
+        except BaseException:
+            # A process whose end nobody would see: it is none of ours.
+            self._watch.remove(sentinel)
+            for one in slots:
+                one.kill()
+                self._put_away(one)
+            raise
 
     @uninterrupted
     def retire_all(self) -> None:

@@ -67,8 +67,9 @@ class Watch:
 
     def add(self, fd: int, handler: Callable[[int], None], *, writable: bool = False) -> None:
         """Have ``handler(fd)`` called when the descriptor is ready."""
-        self._handlers[fd] = handler
+        # First, since the system may refuse.  Handlers are looked up under the lock that we have.
         self._epoll.register(fd, _OUT if writable else _IN)
+        self._handlers[fd] = handler
 
     def remove(self, fd: int) -> None:
         """Forget a descriptor, if it is known."""

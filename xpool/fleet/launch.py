@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from xpool.errors import OptionError
 from xpool.worker import entry
 
-__all__ = ["ForkServer", "Handle", "Launcher", "ProcessLauncher"]
+__all__ = ["ForkServer", "Handle", "Launcher", "ProcessLauncher", "search_path"]
 
 
 class Handle(Protocol):
@@ -63,6 +63,11 @@ class Launcher(Protocol):
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         """Start a child that calls `xpool.worker.entry.main` with ``boot``; closes it here."""
+
+
+def search_path() -> list[str]:
+    """Return what there is of text in `sys.path`; the interpreter passes by anything else."""
+    return [str(one) for one in sys.path if isinstance(one, str)]
 
 
 # -- the fork server -------------------------------------------------------------------------
@@ -118,7 +123,7 @@ class ForkServer:
         with theirs:
             flags = [f"-X{k}" if v is True else f"-X{k}={v}" for k, v in sys._xoptions.items()]
             flags += [f"-W{w}" for w in sys.warnoptions]
-            order = json.dumps([sys.path, theirs.fileno(), list(self.preload)])
+            order = json.dumps([search_path(), theirs.fileno(), list(self.preload)])
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _START, order],
                 pass_fds=[theirs.fileno()],

@@ -15,7 +15,7 @@ from typing import Any
 
 from xpool.engine.loop import Engine
 from xpool.errors import OptionError
-from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher
+from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher, search_path
 from xpool.jobs.scheduler import Span
 from xpool.options import (
     Terms,
@@ -409,12 +409,13 @@ class _Orders:
             "index": index,
             "pool": self._pool,
             "name": f"{self._pool}-worker-{index}",
-            "environ": dict(os.environ),
+            "environ": _environment(),
             "bind": self.binds[index],
             "cpus": (self._cpus[index] if self._cpus else ()) or _own_cpus(),
-            "cwd": os.getcwd(),
-            "path": list(sys.path),
-            "argv": list(sys.argv),
+            "cwd": _folder(),
+            "pid": os.getpid(),
+            "path": search_path(),
+            "argv": _arguments(),
             "bare": self._bare,
             "main": main_location() if main_is_importable() else None,
             "daemon": self._daemon,
@@ -437,6 +438,29 @@ class _Orders:
 def _plain(message: bytes | None) -> bytes | None:
     """Return the bytes of a message alone: what it shares is held here, by the message itself."""
     return None if message is None else bytes(message)
+
+
+def _environment() -> dict[str, str]:
+    """The variables of now; other threads may change them meanwhile."""
+    found = ((name, os.environ.get(name)) for name in list(os.environ))
+    return {name: value for name, value in found if value is not None}
+
+
+def _folder() -> str | None:
+    """The folder that this process is in; None: it was removed, or cannot be known."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _arguments() -> list[str]:
+    """The program's arguments; for one that is neither text nor a path, the name of its type."""
+    argv = getattr(sys, "argv", None)
+    return [
+        str(one) if isinstance(one, (str, os.PathLike)) else f"<{type(one).__name__}>"
+        for one in (argv if isinstance(argv, (list, tuple)) else ())
+    ]
 
 
 def _own_cpus() -> tuple[int, ...]:

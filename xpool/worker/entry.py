@@ -146,12 +146,22 @@ def _bind(orders: dict[str, Any]) -> None:
             os.sched_setaffinity(0, orders["cpus"])
         except OSError as exc:
             print(f"xpool: worker cannot run on cores {orders['cpus']}: {exc}", file=sys.stderr)
-    try:
-        os.chdir(orders["cwd"])
-    except OSError as exc:
-        print(f"xpool: worker cannot enter {orders['cwd']}: {exc}", file=sys.stderr)
+    _enter_folder(orders["cwd"], orders["pid"])
     sys.path[:] = orders["path"]
     sys.argv[:] = orders["argv"]
+
+
+def _enter_folder(cwd: str | None, parent: int) -> None:
+    """Go to the parent's folder; by its name, or, where that was removed, to what it still has."""
+    for folder in (cwd, f"/proc/{parent}/cwd"):
+        try:
+            if folder is not None:
+                os.chdir(folder)
+                return
+        except OSError as exc:
+            reason = exc
+    there = cwd or "the folder of its parent"
+    print(f"xpool: worker cannot enter {there}: {reason}", file=sys.stderr)
 
 
 def set_environment(env: Mapping[str, str | None]) -> None:

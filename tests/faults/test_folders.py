@@ -1,0 +1,141 @@
+"""The program's folder, arguments and import path: gone, or not what they usually are."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from support import scripts, work
+from support.waiting import eventually
+
+from xpool.engine.watch import Watch
+
+pytestmark = pytest.mark.xpool_only
+
+START = """
+    import os, pathlib, signal, sys, tempfile, threading
+    import xpool
+    from support import work
+
+    def where(*_):
+        try:
+            return os.getcwd()
+        except FileNotFoundError:
+            return "removed"
+
+    def kill_one(pool):
+        pool.apply_async(signal.raise_signal, (signal.SIGKILL,)).wait()
+
+    if __name__ == "__main__":
+        method = eval(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("method", [None, "fork"])
+def test_a_folder_that_was_removed(tmp_path, method):
+    """Workers that start when the program's folder was removed are in it, as the program is."""
+    text = (
+        START
+        + """
+        folder = tempfile.mkdtemp()
+        os.chdir(folder)
+        with xpool.Pool(1, context=method) as pool:
+            print(pool.apply(where) == os.getcwd())
+            os.rmdir(folder)
+            kill_one(pool)
+            print(pool.apply(where))
+            print(pool.map(work.square, range(4)))
+        with xpool.Pool(2, context=method) as pool:
+            print(pool.apply(where))
+        os.chdir("/")
+        with xpool.Pool(1, context=method) as pool:
+            print(pool.apply(where))
+    """
+    )
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), repr(method)])
+    assert out.split("\n")[:-1] == ["True", "removed", "[0, 1, 4, 9]", "removed", "/"]
+
+
+ODD = {
+    "argv is None": "sys.argv = None",
+    "argv is deleted": "del sys.argv",
+    "argv has a lock": "sys.argv.append(threading.Lock())",
+    "argv is a tuple": "sys.argv = ('a', 'b')",
+    "path has a lock": "sys.path.append(threading.Lock())",
+    "path has a Path": "sys.path.append(pathlib.Path('/'))",
+    "path is a tuple": "sys.path = tuple(sys.path)",
+    "environ is a dict": "os.environ = dict(os.environ)",
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+def test_arguments_and_path_of_any_kind(tmp_path, odd):
+    """Nothing that a program does to `sys.argv` and `sys.path` keeps its workers from starting."""
+    text = (
+        START
+        + f"""
+        with xpool.Pool(1, context=method) as pool:
+            pool.apply(where)
+            {odd}
+            kill_one(pool)
+            print(pool.map(work.square, range(4)))
+            import xpool.fleet.launch
+            xpool.fleet.launch.ForkServer.stop_all()
+            print(pool.apply_async(work.square, (3,), retries=1).get())
+        with xpool.Pool(1) as pool:
+            print(pool.apply(work.square, (5,)))
+    """
+    )
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
+    assert out.split("\n")[:-1] == ["[0, 1, 4, 9]", "9", "25"]
+
+
+def test_workers_see_the_arguments_of_now(tmp_path):
+    """A worker has the program's arguments, without what could not be sent."""
+    text = (
+        START
+        + """
+        sys.argv = ["prog", pathlib.Path("/tmp"), threading.Lock(), "last"]
+        with xpool.Pool(1) as pool:
+            print(pool.apply(eval, ("__import__('sys').argv",)))
+    """
+    )
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
+    assert out == "['prog', '/tmp', '<lock>', 'last']\n"
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
+    """When the system refuses to watch a new worker, that one is put away and another started."""
+    pool = make_pool(process_kind, 1)
+    (before,) = pool.map(work.pid, range(1))
+    add, calls = Watch.add, []
+
+    def refuse(self, *args, **kwds):
+        calls.append(args)
+        if len(calls) == nth:
+            raise OSError(28, "No space left on device")
+        add(self, *args, **kwds)
+
+    monkeypatch.setattr(Watch, "add", refuse)
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: len(calls) > nth, "another start")
+    assert pool.map(work.square, range(4)) == [0, 1, 4, 9]
+
+
+def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
+    """A worker for which nothing can be prepared stops the pool, with the reason."""
+    from xpool.errors import PoolClosed, WorkerStartFailed
+    from xpool.pool import process
+
+    pool = make_pool(process_kind, 1)
+    pid = pool.apply(work.pid)
+
+    def refuse():
+        raise LookupError("no such thing")
+
+    monkeypatch.setattr(process, "_own_cpus", refuse)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises((WorkerStartFailed, PoolClosed), match="LookupError: no such thing"):
+        pool.map(work.square, range(4))
