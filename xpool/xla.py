@@ -18,7 +18,7 @@ from xpool.options import check_callable, check_count
 from xpool.pool.spawn import ProcessContext, Replicas
 from xpool.worker import replica
 from xpool.worker.entry import set_environment
-from xpool.worker.wrappers import MpModelWrapper, MpSerialExecutor
+from xpool.worker.launch_shared import MpModelWrapper, MpSerialExecutor
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "launch", "spawn"]
 

@@ -100,7 +100,7 @@ def leave(core: Core, code: int) -> None:
     sys.exit(code)
 
 
-def crew(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[tuple[int, int]]:
+def backend(pool: CtxPool, mailbox: Mailbox, gate: Gate) -> list[tuple[int, int]]:
     """Have every worker run a task at the same time; return which worker is in which process."""
     asked = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(pool.size())]
     mailbox.lines(pool.size())
@@ -122,7 +122,7 @@ def test_each_worker_is_a_thread(start: Any, mailbox: Mailbox, gate: Gate, metho
     assert len(set(processes)) == 3
     assert len({(f[2], f[3]) for f in found}) == 6
     assert all(f[4] == [f[3]] for f in found), "entered once, in the worker's own thread"
-    assert crew(pool, mailbox, gate) == [(i, processes[i]) for i in range(6)]
+    assert backend(pool, mailbox, gate) == [(i, processes[i]) for i in range(6)]
     assert pool.statistics()["pids"] == processes
 
 
@@ -230,7 +230,7 @@ def test_no_group_of_torch_distributed(start: Any):
 
 def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch):
     """When descriptors run out at the second of three channels, the first is let go of."""
-    from xpool.fleet import slot
+    from xpool.workers import slot
 
     made = iter([slot.make_file()])
 
@@ -251,10 +251,10 @@ def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch)
 def test_killed_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
     """No task is lost, and all of the process come back, in the same places."""
     pool = start(2, 2)
-    before = crew(pool, mailbox, gate)
+    before = backend(pool, mailbox, gate)
     os.kill(before[0][1], signal.SIGKILL)
     assert wait_gone([before[0][1]]) == []
-    after = crew(pool, mailbox, gate)
+    after = backend(pool, mailbox, gate)
     assert [i for i, _ in after] == [0, 1, 2, 3]
     assert after[2:] == before[2:]
     assert after[0][1] == after[1][1] != before[0][1]
@@ -290,7 +290,7 @@ def test_killed_by_a_task(start: Any, mailbox: Mailbox, gate: Gate):
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         pool.apply(kill)
     assert caught.value.beside == ""
-    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+    assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -305,7 +305,7 @@ def test_a_task_that_leaves(start: Any, mailbox: Mailbox, gate: Gate, code: int)
     with pytest.raises(WorkerDied, match=r"ran leave\(\): that may be what ended it") as caught:
         other.get()
     assert caught.value.exitcode == code
-    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+    assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
 def end_at(core: int, box: str, once: str) -> None:
@@ -349,7 +349,7 @@ def test_killed_while_it_answers(start: Any, mailbox: Mailbox, gate: Gate, memor
         assert result.get() == 64 << 20
     except WorkerDied as exc:
         assert exc.signal == "SIGKILL"
-    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+    assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
 def test_killed_while_it_retires(start: Any, mailbox: Mailbox, gate: Gate):
@@ -374,12 +374,12 @@ def states(pid: int) -> set[str]:
 def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
     """A process that was stopped by SIGSTOP is replaced when tasks with a limit wait for it."""
     pool = start(2)
-    before = crew(pool, mailbox, gate)
+    before = backend(pool, mailbox, gate)
     os.kill(before[0][1], signal.SIGSTOP)
     eventually(lambda: states(before[0][1]) == {"T"}, "all of its threads are stopped")
     found = [pool.apply_async(who, timeout=0.2) for _ in range(2)]
     assert {one.get()[2] for one in found} != {before[0][1]}
-    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+    assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
 def test_again_and_again_under_load(start: Any, log: Path):
@@ -542,7 +542,7 @@ def test_the_restart_budget_counts_processes(start: Any):
 def test_python_code_is_broken_off(start: Any, mailbox: Mailbox, gate: Gate, end: str):
     """In its thread alone: the process, and what the other threads run, go on."""
     pool = start(3)
-    before = crew(pool, mailbox, gate)
+    before = backend(pool, mailbox, gate)
     beside = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(2)]
     mailbox.lines(2)
     limit = 0.2 if end == "timeout" else None
@@ -561,7 +561,7 @@ def test_python_code_is_broken_off(start: Any, mailbox: Mailbox, gate: Gate, end
     gate.open(2)
     for one in beside:
         one.get()
-    assert crew(pool, mailbox, gate) == before
+    assert backend(pool, mailbox, gate) == before
     assert pool.statistics()["deaths"] == 0
 
 
@@ -584,7 +584,7 @@ def test_what_does_not_listen_takes_the_process_along(
     assert f"worker {worker}, another thread of it, ran post_and_run()" in innocent.value.beside
     assert innocent.value.beside in str(innocent.value)
     assert "out-of-memory" not in str(innocent.value)
-    assert [i for i, _ in crew(pool, mailbox, gate)] == [0, 1]
+    assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
 def test_the_innocent_are_tried_again(start: Any, mailbox: Mailbox, gate: Gate):
@@ -610,10 +610,10 @@ def fail(core: Core, index: int, box: str, how: str) -> None:
 def test_run_all_fails_in_one(start: Any, mailbox: Mailbox, gate: Gate):
     """The others are stopped; in Python code that costs no process."""
     pool = start(2, 2)
-    before = crew(pool, mailbox, gate)
+    before = backend(pool, mailbox, gate)
     with pytest.raises(ValueError, match="3"):
         pool.run_all(fail, 3, os.devnull, "counts")
-    assert crew(pool, mailbox, gate) == before
+    assert backend(pool, mailbox, gate) == before
 
 
 def busy(core: Core, n: int) -> int:

@@ -33,7 +33,7 @@ from xpool import (
     WorkerDied,
 )
 from xpool.devices import devices
-from xpool.engine.exchange import Exchange
+from xpool.engine.dispatcher import Dispatcher
 from xpool.memory.arena import Arena
 from xpool.pool.packing import Packer
 from xpool.queue import SimpleQueue
@@ -322,7 +322,7 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[int] = []
         self.received: list[int] = []
-        pack_task, encoded = Packer.pack_task, Exchange._encoded
+        pack_task, encoded = Packer.pack_task, Dispatcher._encoded
 
         def packed(packer: Any, *args: Any) -> Any:
             payload, worker = pack_task(packer, *args)
@@ -334,7 +334,7 @@ class Counted:
             return encoded(exchange, slot, payload)
 
         monkeypatch.setattr(Packer, "pack_task", packed)
-        monkeypatch.setattr(Exchange, "_encoded", received)
+        monkeypatch.setattr(Dispatcher, "_encoded", received)
 
 
 def used() -> int:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpool.queue.channel import Inlet, Outlet, Source
+from xpool.queue.channel import BlockingFrameReader, FrameReader, FrameWriter
 from xpool.queue.messages import TO_PARENT
 from xpool.queue.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 
@@ -54,10 +54,10 @@ def test_frames_survive_any_cut(sizes, cuts):
     os.set_blocking(r, False)
     os.set_blocking(w, False)
     try:
-        inlet = Inlet(r, TO_PARENT.size)
+        reader = FrameReader(r, TO_PARENT.size)
         got = []
         at = turn = 0
-        while at < len(stream) or not inlet.dry:
+        while at < len(stream) or not reader.dry:
             cut = cuts[turn % len(cuts)]
             turn += 1
             if at < len(stream):
@@ -65,8 +65,8 @@ def test_frames_survive_any_cut(sizes, cuts):
                     at += os.write(w, stream[at : at + cut])
                 except BlockingIOError:
                     cut = 0  # full: read first
-            got += [bytes(body) for _, body in inlet.frames()]
-        assert got == bodies and not inlet.partial
+            got += [bytes(body) for _, body in reader.frames()]
+        assert got == bodies and not reader.partial
     finally:
         os.close(r)
         os.close(w)
@@ -77,9 +77,9 @@ def test_a_frame_that_was_cut_short(pipe):
     r, w = pipe
     os.write(w, frame(b"whole") + frame(b"y" * 100)[:50])
     os.close(w)
-    inlet = Inlet(r, TO_PARENT.size)
-    assert [bytes(body) for _, body in inlet.frames()] == [b"whole"]
-    assert list(inlet.frames()) == [] and inlet.ended and inlet.partial
+    reader = FrameReader(r, TO_PARENT.size)
+    assert [bytes(body) for _, body in reader.frames()] == [b"whole"]
+    assert list(reader.frames()) == [] and reader.ended and reader.partial
 
 
 def test_a_frame_too_large_to_be_true(pipe):
@@ -87,20 +87,20 @@ def test_a_frame_too_large_to_be_true(pipe):
     r, w = pipe
     os.write(w, TO_PARENT.pack(11, 0, 1, 2**50, 0, 0))
     with pytest.raises(ValueError, match="bytes is announced"):
-        list(Inlet(r, TO_PARENT.size).frames())
+        list(FrameReader(r, TO_PARENT.size).frames())
 
 
 def test_what_the_pipe_does_not_take_is_kept(pipe):
-    """An outlet never blocks; the rest goes when there is room, in order."""
+    """A writer never blocks; the rest goes when there is room, in order."""
     r, w = pipe
-    outlet = Outlet(w)
-    outlet.send([b"a" * 10, b"b" * 1_000_000])
-    outlet.send([b"c" * 5])
-    assert outlet.backlog
+    writer = FrameWriter(w)
+    writer.send([b"a" * 10, b"b" * 1_000_000])
+    writer.send([b"c" * 5])
+    assert writer.backlog
     got = b""
-    while outlet.backlog or len(got) < 1_000_015:
+    while writer.backlog or len(got) < 1_000_015:
         got += os.read(r, 1 << 20)
-        outlet.flush()
+        writer.flush()
     assert got == b"a" * 10 + b"b" * 1_000_000 + b"c" * 5
 
 
@@ -108,10 +108,10 @@ def test_sending_to_the_dead(pipe):
     """What is sent to a worker that is gone goes nowhere, and raises nothing."""
     r, w = pipe
     os.close(r)
-    outlet = Outlet(w)
-    outlet.send([b"x"])
-    outlet.send([b"x" * 100_000, b"y"])
-    assert not outlet.backlog
+    writer = FrameWriter(w)
+    writer.send([b"x"])
+    writer.send([b"x" * 100_000, b"y"])
+    assert not writer.backlog
 
 
 def test_a_source_ends_with_its_parent(pipe):
@@ -120,7 +120,7 @@ def test_a_source_ends_with_its_parent(pipe):
     os.set_blocking(r, True)
     os.write(w, b"12345")
     os.close(w)
-    source = Source(r)
+    source = BlockingFrameReader(r)
     assert source.read(3) == b"123"
     with pytest.raises(EOFError):
         source.read(3)

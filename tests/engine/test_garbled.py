@@ -15,9 +15,9 @@ from support.waiting import eventually
 
 import xpool
 from xpool import InternalError, Pool
-from xpool.engine.exchange import Encoded
+from xpool.engine.dispatcher import Encoded
 from xpool.pickle import decode, encode, frame
-from xpool.queue.channel import MOST, Inlet
+from xpool.queue.channel import MOST, FrameReader
 from xpool.queue.messages import ANSWER, ENTRY, TO_PARENT
 from xpool.queue.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool.results import Unopened
@@ -47,10 +47,10 @@ def test_any_stream_of_bytes(data, cuts):
         pieces.append(data[at : at + n])
         at += n
     pieces.append(data[at:])
-    inlet = Inlet(-1, TO_PARENT.size)
+    reader = FrameReader(-1, TO_PARENT.size)
     seen = b""
 
-    class Piecewise(Inlet):
+    class Piecewise(FrameReader):
         __slots__ = ()
 
         @staticmethod
@@ -67,10 +67,10 @@ def test_any_stream_of_bytes(data, cuts):
             return n
 
     pieces = [piece for piece in pieces if piece]
-    inlet = Piecewise(-1, TO_PARENT.size)
+    reader = Piecewise(-1, TO_PARENT.size)
     try:
-        while not inlet.ended:
-            for head, body in inlet.frames():
+        while not reader.ended:
+            for head, body in reader.frames():
                 assert len(body) == TO_PARENT.unpack(head)[3]
                 seen += head + bytes(body)
     except (ValueError, MemoryError, OSError) as exc:
@@ -85,10 +85,10 @@ def test_a_body_costs_what_has_come():
     try:
         os.set_blocking(reading, False)
         os.write(writing, head + b"x")
-        inlet = Inlet(reading, TO_PARENT.size)
+        reader = FrameReader(reading, TO_PARENT.size)
         tracemalloc.start()
         before = resident()
-        assert list(inlet.frames()) == []
+        assert list(reader.frames()) == []
         assert resident() - before < 32 * 2**20
         assert tracemalloc.get_traced_memory()[1] < 2**20
         os.write(writing, TO_PARENT.pack(ANSWER, 0, 0, MOST + 1, 0, 0))
@@ -109,7 +109,7 @@ def test_more_than_the_machine_has_is_refused():
     try:
         os.write(writing, TO_PARENT.pack(ANSWER, 0, 0, MOST + 1, 0, 0))
         with pytest.raises(ValueError, match="is announced, more than"):
-            list(Inlet(reading, TO_PARENT.size).frames())
+            list(FrameReader(reading, TO_PARENT.size).frames())
     finally:
         os.close(reading)
         os.close(writing)

@@ -10,13 +10,21 @@ from hypothesis import strategies as st
 
 from xpool import InternalError
 from xpool.jobs.budget import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, RestartBudget, back_off
-from xpool.jobs.scheduler import HANDFUL, MOST_BYTES, MOST_ITEMS, Limit, Past, Scheduler, Span
+from xpool.jobs.scheduler import (
+    MOST_BYTES,
+    MOST_ITEMS,
+    PREFETCH_SECONDS,
+    Limit,
+    Past,
+    Scheduler,
+    TaskRange,
+)
 
 ITEM = b"x" * 10
 
 
-def span(job=1, n=1, first=0, retries=0, bound=None):
-    return Span(job, 0, first, [ITEM] * n, retries, bound)
+def task_range(job=1, n=1, first=0, retries=0, bound=None):
+    return TaskRange(job, 0, first, [ITEM] * n, retries, bound)
 
 
 def ready(workers, lifetime=None):
@@ -29,31 +37,31 @@ def ready(workers, lifetime=None):
 def test_unknown_tasks_are_given_one_by_one():
     """Before anything is known of how long tasks take, nobody has one queued behind another."""
     sched = ready(2)
-    sched.put(span(n=10))
-    assert sorted((w, len(g.items)) for w, g in sched.next_grants()) == [(0, 1), (1, 1)]
+    sched.put(task_range(n=10))
+    assert sorted((w, len(g.items)) for w, g in sched.next_batches()) == [(0, 1), (1, 1)]
     assert sched.refill(0) == []
 
 
 def test_short_tasks_come_by_the_handful():
-    """Once tasks are known to be short, a worker gets two grants, of a share at most."""
+    """Once tasks are known to be short, a worker gets two batches, of a share at most."""
     sched = ready(2)
-    sched.put(span(n=10_000))
-    sched.next_grants()
+    sched.put(task_range(n=10_000))
+    sched.next_batches()
     sched.answered(0, 1, seconds=1e-6)
-    grants = sched.refill(0)
-    assert [len(g.items) for g in grants] == [MOST_ITEMS, MOST_ITEMS]
+    batches = sched.refill(0)
+    assert [len(g.items) for g in batches] == [MOST_ITEMS, MOST_ITEMS]
     sched = ready(4)
     sched.cost = 1e-6
-    sched.put(span(n=40))
-    assert len(sched.next_grants()[0][1].items) == 10
+    sched.put(task_range(n=40))
+    assert len(sched.next_batches()[0][1].items) == 10
 
 
 def test_long_tasks_are_not_held():
     """A task that takes longer than a handful stands alone in its hand."""
     sched = ready(1)
-    sched.put(span(n=5))
-    sched.next_grants()
-    sched.answered(0, 1, seconds=HANDFUL)
+    sched.put(task_range(n=5))
+    sched.next_batches()
+    sched.answered(0, 1, seconds=PREFETCH_SECONDS)
     assert [len(g.items) for g in sched.refill(0)] == [1]
 
 
@@ -61,8 +69,8 @@ def test_a_grant_is_no_larger_than_a_pipe():
     """Large items travel alone, whatever their number."""
     sched = ready(1)
     sched.cost = 1e-6
-    sched.put(Span(1, 0, 0, [b"x" * MOST_BYTES, b"y", b"z"]))
-    assert len(sched.next_grants()[0][1].items) == 1
+    sched.put(TaskRange(1, 0, 0, [b"x" * MOST_BYTES, b"y", b"z"]))
+    assert len(sched.next_batches()[0][1].items) == 1
     assert [len(g.items) for g in sched.refill(0)] == [2]
 
 
@@ -70,19 +78,19 @@ def test_a_death_costs_the_task_that_was_begun():
     """What was answered stays, what was begun is lost, the rest waits again in front."""
     sched = ready(1)
     sched.cost = 1e-6
-    sched.put(span(n=8))
-    sched.next_grants()
+    sched.put(task_range(n=8))
+    sched.next_batches()
     sched.answered(0, 3)
-    grant, position = sched.gone(0, began=4)
-    assert grant.first + position == 3
+    batch, position = sched.gone(0, began=4)
+    assert batch.first + position == 3
     assert sched.waiting() == 4 and sched.shared[0].first == 4
 
 
 def test_a_death_before_a_task_was_begun_costs_nothing():
     """A worker that had begun nothing new takes nothing with it."""
     sched = ready(1)
-    sched.put(span(n=2))
-    sched.next_grants()
+    sched.put(task_range(n=2))
+    sched.next_batches()
     assert sched.gone(0, began=0) is None
     assert sched.waiting() == 2 and sched.shared[0].first == 0
 
@@ -90,19 +98,19 @@ def test_a_death_before_a_task_was_begun_costs_nothing():
 def test_a_bound_task_waits_for_its_worker():
     """What is bound to a worker is given to no other, also after its death."""
     sched = ready(2)
-    sched.put(span(n=1, bound=1))
-    assert [w for w, _ in sched.next_grants()] == [1]
+    sched.put(task_range(n=1, bound=1))
+    assert [w for w, _ in sched.next_batches()] == [1]
     sched.gone(1, began=0)
-    assert sched.next_grants() == []
+    assert sched.next_batches() == []
     sched.ready(1, None)
-    assert [w for w, _ in sched.next_grants()] == [1]
+    assert [w for w, _ in sched.next_batches()] == [1]
 
 
 def test_least_loaded_counts_what_waits():
     """Tasks are bound to the worker with the least to do, held and waiting."""
     sched = ready(3)
     for _ in range(7):
-        sched.put(span(bound=sched.least_loaded()))
+        sched.put(task_range(bound=sched.least_loaded()))
     counts = [sum(len(s.items) for s in own) for own in sched.own]
     assert sorted(counts) == [2, 2, 3]
 
@@ -111,9 +119,9 @@ def test_a_lifetime_is_not_exceeded():
     """A worker that may run three tasks is given three."""
     sched = ready(1, lifetime=3)
     sched.cost = 1e-6
-    sched.put(span(n=10))
-    assert len(sched.next_grants()[0][1].items) == 3
-    assert not sched.hands[0].accepting and sched.refill(0) == []
+    sched.put(task_range(n=10))
+    assert len(sched.next_batches()[0][1].items) == 3
+    assert not sched.in_flight[0].accepting and sched.refill(0) == []
 
 
 def test_taking_back():
@@ -121,15 +129,15 @@ def test_taking_back():
     sched = ready(2)
     sched.cost = 1e-6
     sched.retire(1)
-    sched.put(span(n=8))
-    sched.next_grants()
+    sched.put(task_range(n=8))
+    sched.next_batches()
     sched.answered(0, 1)
     assert sched.surplus(0, began=2)
     sched.pause(0)
     assert sched.take_back(0, 3) == 1 and sched.waiting() == 5
     sched.answered(0, 1)
     sched.skipped(0, 2)  # the third, at its door when told, waits again as well
-    assert sched.waiting() == 6 and sched.hands[0].size == 0
+    assert sched.waiting() == 6 and sched.in_flight[0].size == 0
     sched.resume(0)
     assert 0 in sched.idle
 
@@ -137,13 +145,13 @@ def test_taking_back():
 def test_withdrawing():
     """What waits of a failed job is given to nobody; other jobs and what is held stay."""
     sched = ready(1)
-    sched.put(span(job=1, n=3))
-    sched.put(span(job=2, n=2))
-    sched.put(span(job=1, n=1, bound=0))
-    sched.next_grants()
+    sched.put(task_range(job=1, n=3))
+    sched.put(task_range(job=2, n=2))
+    sched.put(task_range(job=1, n=1, bound=0))
+    sched.next_batches()
     sched.withdraw(1)
-    assert sched.waiting() == 2 and sched.hands[0].size == 1
-    sched.answered(0, 1, HANDFUL)
+    assert sched.waiting() == 2 and sched.in_flight[0].size == 1
+    sched.answered(0, 1, PREFETCH_SECONDS)
     assert [g.job for g in sched.refill(0)] == [2]
     assert sched.least_loaded() == 0
 
@@ -153,12 +161,12 @@ def test_what_is_held_of_a_withdrawn_job_is_not_queued_again():
     for event in ("death", "back", "skipped", "again"):
         sched = ready(1)
         sched.cost = 1e-6
-        sched.put(span(job=1, n=4, retries=3))
-        sched.put(span(job=2, n=4))
-        sched.next_grants()
+        sched.put(task_range(job=1, n=4, retries=3))
+        sched.put(task_range(job=2, n=4))
+        sched.next_batches()
         sched.refill(0)
         assert sched.withdraw(1) == [0]
-        held = {grant.job: grant.withdrawn for grant in sched.hands[0].held}
+        held = {batch.job: batch.withdrawn for batch in sched.in_flight[0].held}
         assert held == {1: True, 2: False}
         if event == "death":
             lost = sched.gone(0, began=1)
@@ -171,8 +179,8 @@ def test_what_is_held_of_a_withdrawn_job_is_not_queued_again():
         elif event == "skipped":
             sched.skipped(0, 2)
         else:
-            grant, _ = sched.answered(0, 1)
-            sched.again(grant, 0, when=1.0)
+            batch, _ = sched.answered(0, 1)
+            sched.again(batch, 0, when=1.0)
             assert sched.due(2.0) is None
         assert 1 not in {s.job for s in sched.shared}
 
@@ -181,13 +189,13 @@ def test_withdrawing_what_waits_for_its_time():
     """A task between two tries is forgotten, too; those of other jobs stay."""
     sched = ready(1)
     for job in (1, 2):
-        sched.put(span(job=job, retries=1))
+        sched.put(task_range(job=job, retries=1))
     sched.cost = 1e-6
-    sched.next_grants()
+    sched.next_batches()
     sched.refill(0)
     for when in (5.0, 4.0):
-        grant, _ = sched.answered(0, 1)
-        sched.again(grant, 0, when=when)
+        batch, _ = sched.answered(0, 1)
+        sched.again(batch, 0, when=when)
     assert sched.withdraw(1) == [] and sched.waiting() == 1
     assert sched.due(9.0) is None and [s.job for s in sched.shared] == [2]
 
@@ -195,20 +203,20 @@ def test_withdrawing_what_waits_for_its_time():
 def test_a_second_try_waits_its_time():
     """Not before its time, then in front; with one try less, its limit, and what it did."""
     sched = ready(1)
-    sched.put(Span(1, 0, 0, [ITEM], 3, 0, Limit(2.5, True)))
-    ((w, grant),) = sched.next_grants()
+    sched.put(TaskRange(1, 0, 0, [ITEM], 3, 0, Limit(2.5, True)))
+    ((w, batch),) = sched.next_batches()
     lost = sched.gone(w, began=1)
-    assert lost == (grant, 0)
-    sched.again(grant, 0, when=10.0)
+    assert lost == (batch, 0)
+    sched.again(batch, 0, when=10.0)
     sched.ready(0, None)
-    assert sched.due(9.0) == 10.0 and sched.next_grants() == [] and sched.waiting() == 1
+    assert sched.due(9.0) == 10.0 and sched.next_batches() == [] and sched.waiting() == 1
     assert sched.due(10.0) is None
-    ((w, again),) = sched.next_grants()
+    ((w, again),) = sched.next_batches()
     assert (again.retries, again.limit, again.bound) == (2, Limit(2.5, True), 0)
     assert again.past == Past(tries=1, killed=1)
     sched.answered(0, 1)
     sched.again(again, 0, killed=False)
-    ((_, third),) = sched.next_grants()
+    ((_, third),) = sched.next_batches()
     assert third.past == Past(tries=2, killed=1) and third.retries == 1
 
 
@@ -216,11 +224,11 @@ def test_second_tries_come_in_the_order_of_their_times():
     """Whoever's pause ends first is queued first; the next time is told."""
     sched = ready(1)
     sched.cost = 1e-6
-    sched.put(span(n=3, retries=1))
-    ((_, grant),) = sched.next_grants()
+    sched.put(task_range(n=3, retries=1))
+    ((_, batch),) = sched.next_batches()
     sched.answered(0, 3)
     for position, when in ((0, 3.0), (1, 1.0), (2, 2.0)):
-        sched.again(grant, position, when=when)
+        sched.again(batch, position, when=when)
     order = []
     for now in (1.0, 2.0, 3.0):
         sched.due(now)
@@ -234,11 +242,11 @@ def test_which_item_runs():
     """The item that was begun last, until its answer is there."""
     sched = ready(1)
     sched.cost = 1e-6
-    sched.put(span(job=1, n=2))
-    sched.put(span(job=2, n=2))
-    sched.next_grants()
+    sched.put(task_range(job=1, n=2))
+    sched.put(task_range(job=2, n=2))
+    sched.next_batches()
     sched.refill(0)
-    first, second = sched.hands[0].held
+    first, second = sched.in_flight[0].held
     assert sched.running(0, began=0) is None
     assert sched.running(0, began=2) == (first, 1)
     assert sched.running(0, began=3) == (second, 0)
@@ -255,7 +263,7 @@ def test_the_restart_budget():
     assert [budget.death(t) for t in (0.0, 1.0, 2.0)] == [False] * 3
     budget.finished = True
     assert [budget.death(t) for t in (3.0, 4.0, 5.0)] == [False] * 3
-    assert budget.death(6.5) and budget.deaths == 4 and budget.span() == 3.5
+    assert budget.death(6.5) and budget.deaths == 4 and budget.task_range() == 3.5
     budget = RestartBudget(1)
     assert not budget.death(0.0)
     assert not budget.death(WINDOW + 1) and budget.deaths == 1
@@ -287,41 +295,41 @@ def test_every_item_is_answered_once(seed):
     total = draw.randint(1, 60)
     sched = ready(workers)
     sched.cost = draw.choice([float("inf"), 1e-6, 1e-3])
-    sched.put(span(n=total, retries=draw.randint(0, 1)))
+    sched.put(task_range(n=total, retries=draw.randint(0, 1)))
     ended: list[int] = []
     limits: dict[int, int] = {}
 
     for _ in range(5_000):
         if len(ended) == total:
             break
-        sched.next_grants()
+        sched.next_batches()
         w = draw.randrange(workers)
-        hand = sched.hands[w]
+        in_flight = sched.in_flight[w]
         event = draw.random()
         if event < 0.1:
-            lost = sched.gone(w, hand.answered + (hand.size > 0 and draw.random() < 0.5))
+            lost = sched.gone(w, in_flight.answered + (in_flight.size > 0 and draw.random() < 0.5))
             limits.pop(w, None)
             if lost is not None:
-                grant, position = lost
-                if grant.retries:
-                    sched.again(grant, position)
+                batch, position = lost
+                if batch.retries:
+                    sched.again(batch, position)
                 else:
-                    ended.append(grant.first + position)
+                    ended.append(batch.first + position)
             sched.ready(w, None)
-        elif event < 0.3 and w not in limits and sched.surplus(w, hand.answered + 1):
-            limits[w] = hand.answered + 1
+        elif event < 0.3 and w not in limits and sched.surplus(w, in_flight.answered + 1):
+            limits[w] = in_flight.answered + 1
             sched.pause(w)
             # The worker may have been at the door of the next one, which then stays with it.
             sched.take_back(w, limits[w] + draw.randint(0, 1))
-        elif hand.size:
-            if hand.answered >= limits.get(w, hand.sent):
-                sched.skipped(w, hand.size)
+        elif in_flight.size:
+            if in_flight.answered >= limits.get(w, in_flight.sent):
+                sched.skipped(w, in_flight.size)
             else:
-                grant = hand.held[0]
-                n = 1 if w in limits else draw.randint(1, len(grant.items) - grant.done)
+                batch = in_flight.held[0]
+                n = 1 if w in limits else draw.randint(1, len(batch.items) - batch.done)
                 _, first = sched.answered(w, n, 1e-6)
                 ended.extend(range(first, first + n))
-            if w in limits and not hand.size:
+            if w in limits and not in_flight.size:
                 del limits[w]
                 sched.resume(w)
             if w not in limits:

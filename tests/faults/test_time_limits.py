@@ -270,7 +270,7 @@ def test_a_thread_is_left_to_itself(thread_kind, make_pool, mailbox, gate):
     error = stopped(pool.apply_async(work.post_and_gate, (mailbox.path, gate.path), timeout=LIMIT))
     mailbox.line()
     assert "pass_gate" in error.stack.split("\n")[0]
-    assert "crew.py" not in error.stack and "hooks.py" not in error.stack
+    assert "backend.py" not in error.stack and "hooks.py" not in error.stack
     assert error.worker == 0 and error.pid == os.getpid()
     assert pool.apply(work.square, (3,), timeout=30) == 9
     old = [t for t in threading.enumerate() if t.name.endswith("-worker-0")]

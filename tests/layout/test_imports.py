@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 
 # Lower first; a room may import from lower rows and, where no circle arises, from its own.
 ROWS = [
-    {"errors", "interrupt", "own"},
+    {"errors", "interrupt", "worker_local"},
     {"memory", "devices", "jobs", "results", "options"},
     {"queue", "pickle"},
     {"worker", "distributed"},
-    {"fleet", "server"},
+    {"workers", "server"},
     {"engine"},
     {"pool"},
     {"adapters", "assigner", "xla"},
@@ -146,7 +146,7 @@ def test_pools_load_without_heavy_packages(name: str):
 def test_worker_entry_is_light():
     """A worker binds its device before anything heavy or of the parent's side is imported."""
     loaded = run_python("import xpool.worker.entry")
-    heavy = {"torch", "dill", "numpy", "xpool.pool", "xpool.engine", "xpool.fleet", "xpool.jobs"}
+    heavy = {"torch", "dill", "numpy", "xpool.pool", "xpool.engine", "xpool.workers", "xpool.jobs"}
     assert not loaded & heavy
 
 

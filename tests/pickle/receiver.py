@@ -74,7 +74,7 @@ def serve(where: tuple[str, str] | None) -> None:
 
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     main_module.install(where)
-    main.mark_replica()
+    main.mark_worker()
     while (message := _read(source)) is not None:
         try:
             function, args = decode(message)

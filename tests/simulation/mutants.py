@@ -87,120 +87,122 @@ def load(mutant: Mutant) -> Iterator[Any]:
 
 
 SCHEDULER = "xpool.jobs.scheduler"
-EXCHANGE = "xpool.engine.exchange"
+EXCHANGE = "xpool.engine.dispatcher"
 LOOP = "xpool.engine.loop"
-DEATHS = "xpool.engine.deaths"
+DEATHS = "xpool.engine.replacement"
 
 MUTANTS = [
     # -- the scheduler, found by its own world ---------------------------------------------------
     Mutant(
-        "a grant numbers its first item wrongly",
+        "a batch numbers its first item wrongly",
         SCHEDULER,
-        "grant = Grant(span, items, hand.sent)",
-        "grant = Grant(span, items, hand.answered)",
+        "batch = Batch(task_range, items, in_flight.sent)",
+        "batch = Batch(task_range, items, in_flight.answered)",
     ),
     Mutant(
         "what a dead worker held is put back in the wrong order",
         SCHEDULER,
-        "        for span in reversed(back):\n            self.put_back(span)\n"
-        "        hand.reset(None)",
-        "        for span in back:\n            self.put_back(span)\n        hand.reset(None)",
+        "        for task_range in reversed(back):\n            self.put_back(task_range)\n"
+        "        in_flight.reset(None)",
+        "        for task_range in back:\n            self.put_back(task_range)\n"
+        "        in_flight.reset(None)",
     ),
     Mutant(
         "a dead worker's task counts as not begun",
         SCHEDULER,
-        "grant.seq + start < began",
-        "grant.seq + start < began - 1",
+        "batch.seq + start < began",
+        "batch.seq + start < began - 1",
     ),
     Mutant(
         "the task that a worker died in is put back as well",
         SCHEDULER,
-        "                lost = grant, start\n                start += 1",
-        "                lost = grant, start",
+        "                lost = batch, start\n                start += 1",
+        "                lost = batch, start",
     ),
     Mutant(
-        "a dead worker's second grant is forgotten",
+        "a dead worker's second batch is forgotten",
         SCHEDULER,
-        "        for grant in hand.held:\n            start = grant.done\n"
-        "            if start < grant.taken and grant.seq",
-        "        for grant in list(hand.held)[:1]:\n            start = grant.done\n"
-        "            if start < grant.taken and grant.seq",
+        "        for batch in in_flight.held:\n            start = batch.done\n"
+        "            if start < batch.taken and batch.seq",
+        "        for batch in list(in_flight.held)[:1]:\n            start = batch.done\n"
+        "            if start < batch.taken and batch.seq",
     ),
     Mutant(
         "a retry costs no retry",
         SCHEDULER,
-        "        span.retries -= 1\n",
+        "        task_range.retries -= 1\n",
         "",
         "engine",
     ),
     Mutant(
         "a retry stands at the end of the queue",
         SCHEDULER,
-        "        if when is None:\n            self.put_back(span)",
-        "        if when is None:\n            self.put(span)",
+        "        if when is None:\n            self.put_back(task_range)",
+        "        if when is None:\n            self.put(task_range)",
     ),
     Mutant(
-        "a worker with an empty hand is not listed as idle",
+        "a worker with an empty in_flight is not listed as idle",
         SCHEDULER,
-        "if not hand.held and hand.accepting:",
-        "if not hand.held and hand.accepting and not self._queued:",
+        "if not in_flight.held and in_flight.accepting:",
+        "if not in_flight.held and in_flight.accepting and not self._queued:",
     ),
     Mutant(
         "a worker is given one task more than its lifetime",
         SCHEDULER,
-        "hand.accepting = hand.left > 0",
-        "hand.accepting = hand.left >= 0",
+        "in_flight.accepting = in_flight.left > 0",
+        "in_flight.accepting = in_flight.left >= 0",
     ),
     Mutant(
         "a long task gets others behind it",
         SCHEDULER,
-        "return 2 * self.cost <= HANDFUL",
-        "return self.cost <= HANDFUL",
+        "return 2 * self.cost <= PREFETCH_SECONDS",
+        "return self.cost <= PREFETCH_SECONDS",
     ),
     Mutant(
-        "an open span that ran dry stays marked as queued",
+        "an open task_range that ran dry stays marked as queued",
         SCHEDULER,
-        "        queue.popleft()\n        span.queued = False\n",
+        "        queue.popleft()\n        task_range.queued = False\n",
         "        queue.popleft()\n",
     ),
     Mutant(
         "items that were taken back are taken for held",
         SCHEDULER,
-        "                grant.taken = start\n",
+        "                batch.taken = start\n",
         "",
     ),
     Mutant(
         "a skipped item at the door is lost",
         SCHEDULER,
-        "if position < grant.taken and not grant.withdrawn:",
-        "if position > grant.taken and not grant.withdrawn:",
+        "if position < batch.taken and not batch.withdrawn:",
+        "if position > batch.taken and not batch.withdrawn:",
     ),
     Mutant(
         "withdrawing forgets what is bound",
         SCHEDULER,
-        "        for queue in (self.shared, *self.own):\n            for span in [",
-        "        for queue in (self.shared,):\n            for span in [",
+        "        for queue in (self.shared, *self.own):\n            for task_range in [",
+        "        for queue in (self.shared,):\n            for task_range in [",
     ),
     Mutant(
         "the least loaded is judged by what it holds alone",
         SCHEDULER,
-        "self.hands[w].size + self._bound[w], not",
-        "self.hands[w].size, not",
+        "self.in_flight[w].size + self._bound[w], not",
+        "self.in_flight[w].size, not",
     ),
     Mutant(
-        "the feeder's look comes before the mark",
+        "the input reader's look comes before the mark",
         SCHEDULER,
-        "        if span.items:\n            span.queued = True\n            self._queued += 1\n"
-        "            queue.appendleft(span)\n            return True",
-        "        if span.items:\n            return True",
+        "        if task_range.items:\n            task_range.queued = True\n"
+        "            self._queued += 1\n"
+        "            queue.appendleft(task_range)\n            return True",
+        "        if task_range.items:\n            return True",
     ),
     Mutant(
         "what a dead worker held of a job that has ended is queued again",
         SCHEDULER,
-        "            if start < grant.taken and not grant.withdrawn:\n                back.append("
-        "_piece(grant, start, grant.taken))\n        for",
-        "            if start < grant.taken:\n                back.append("
-        "_piece(grant, start, grant.taken))\n        for",
+        "            if start < batch.taken and not batch.withdrawn:\n                back.append("
+        "_piece(batch, start, batch.taken))\n        for",
+        "            if start < batch.taken:\n                back.append("
+        "_piece(batch, start, batch.taken))\n        for",
     ),
     Mutant(
         "what waits for its time survives the end of its job",
@@ -234,12 +236,12 @@ MUTANTS = [
     Mutant(
         "answers found in the outbox are counted again when they are announced",
         EXCHANGE,
-        "        boxed = count - slot.ahead\n",
+        "        boxed = count - slot.answers_taken_early\n",
         "        boxed = count\n",
         "engine",
     ),
     Mutant(
-        "what a worker may still begin is given to others at once",
+        "what a worker may last_progress begin is given to others at once",
         EXCHANGE,
         "            self.sched.pause(w)\n            return now + GRACE",
         "            self.sched.pause(w)\n            self.sched.take_back(w, began)\n"
@@ -262,13 +264,13 @@ MUTANTS = [
     ),
     Mutant(
         "a new worker is taken to know the functions of the one before",
-        "xpool.fleet.slot",
+        "xpool.workers.slot",
         "        self.known: set[int] = set()",
         "        self.known: set[int] = getattr(self, 'known', set())",
         "engine",
     ),
     Mutant(
-        "the limit stays after the worker has emptied its hand",
+        "the limit stays after the worker has emptied its in_flight",
         EXCHANGE,
         "            slot.box.limit = NO_LIMIT\n",
         "",
@@ -277,8 +279,8 @@ MUTANTS = [
     Mutant(
         "the rest of a message that did not fit is not sent",
         EXCHANGE,
-        "        if outlet.backlog and outlet.fd not in self._watch:",
-        "        if outlet.backlog and outlet.fd in self._watch:",
+        "        if writer.backlog and writer.fd not in self._watch:",
+        "        if writer.backlog and writer.fd in self._watch:",
         "engine",
     ),
     Mutant(
@@ -326,14 +328,14 @@ MUTANTS = [
     Mutant(
         "a process is put away while a caller drives one of its threads",
         DEATHS,
-        "            if one.driven:",
-        "            if one is slot and one.driven:",
+        "            if one.direct_job:",
+        "            if one is slot and one.direct_job:",
         "engine",
     ),
     Mutant(
         "a process is started once for each of its threads",
         LOOP,
-        "                if slot.state is WorkerStates.ABSENT:  # else it came with a mate\n"
+        "                if slot.state is WorkerStates.ABSENT:  # else it came with a sibling\n"
         "                    self._start(slot)",
         "                self._start(slot)",
         "engine",
@@ -356,9 +358,9 @@ MUTANTS = [
     Mutant(
         "a death during a caller's turn is forgotten",
         LOOP,
-        "        if slot.unchecked:\n            slot.unchecked = False\n"
+        "        if slot.exit_pending:\n            slot.exit_pending = False\n"
         "            self._watch_end(slot)",
-        "        if slot.unchecked:\n            slot.unchecked = False",
+        "        if slot.exit_pending:\n            slot.exit_pending = False",
         "engine",
     ),
     Mutant(
@@ -370,14 +372,14 @@ MUTANTS = [
     ),
     Mutant(
         "a task that does not listen is not killed when its time is over",
-        "xpool.engine.limits",
+        "xpool.engine.deadlines",
         "            elif box.began == stop.seq + 1:\n                slot.kill()",
         "            elif box.began == stop.seq + 1:\n                pass",
         "engine",
     ),
     Mutant(
         "limits are looked at once, not again",
-        "xpool.engine.limits",
+        "xpool.engine.deadlines",
         "            if due is not None:\n                self._check_by(slot, due)",
         "            pass",
         "engine",
@@ -385,9 +387,9 @@ MUTANTS = [
     Mutant(
         "a task that was stopped is answered by what it said, too",
         EXCHANGE,
-        "            self._broken_off(slot, grant, position)\n        elif again",
-        "            self._broken_off(slot, grant, position)\n"
-        "            self.results.append((grant.job, index, (False, answer)))\n        elif again",
+        "            self._broken_off(slot, batch, position)\n        elif again",
+        "            self._broken_off(slot, batch, position)\n"
+        "            self.results.append((batch.job, index, (False, answer)))\n        elif again",
         "engine",
     ),
     Mutant(

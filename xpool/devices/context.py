@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from xpool.errors import DeviceError
-from xpool.own import Own
+from xpool.worker_local import WorkerLocal
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ PROCESS = "XPOOL_PROCESS"
 """The variable in a context's ``env`` that names the process of which its worker is a thread, and
 the most workers that it may have: ``"1/2"``.  In ``env``, which who wraps a context passes on."""
 
-_opened: Own[DeviceContext] = Own()
+_opened: WorkerLocal[DeviceContext] = WorkerLocal()
 """The context that this worker has entered."""
 
 

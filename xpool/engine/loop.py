@@ -7,10 +7,10 @@
      verb, pickles               waits on descriptors        |
       | submit                     ^        |                |
       v                            |        v                |
-     Scheduler  --- grants ----->  Slot.outlet ==== pipe =========>  run, one by one
+     Scheduler  --- batches ----->  Slot.writer ==== pipe =========>  run, one by one
      (jobs/)                       |                         |         |          |
         ^                          |                         |         v          v
-        `------ answered --------  Slot.inlet <==== pipe ========= "so many"   outbox
+        `------ answered --------  Slot.reader <==== pipe ========= "so many"   outbox
                                    Slot.box   <---- shared page ------------------'
                                    |                         |
                              results (a deque)               |
@@ -31,19 +31,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from xpool.engine.deaths import Deaths
+from xpool.engine.replacement import Replacement
 from xpool.engine.switchboard import Switchboard
 from xpool.engine.watch import Watch
-from xpool.fleet.launch import Launcher
-from xpool.fleet.slot import Slot
 from xpool.interrupt import uninterrupted
-from xpool.jobs.scheduler import Span
+from xpool.jobs.scheduler import TaskRange
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.memory.arena import IDLE, Arena
 from xpool.pickle.frame import Leased, weight
 from xpool.pickle.loans import sweep
 from xpool.queue.messages import boot_frame
 from xpool.queue.spin import Spin
+from xpool.workers.launch import Launcher
+from xpool.workers.slot import Slot
 
 __all__ = ["Engine"]
 
@@ -51,7 +51,7 @@ STOP_GRACE = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
 
 
-class Engine(Deaths):
+class Engine(Replacement):
     """The workers of one pool and the work that they share out.
 
     ``watch`` and ``slot`` are the engine's only ways to the system: clock, descriptors and
@@ -82,8 +82,8 @@ class Engine(Deaths):
         super().__init__(workers, lifetime, describe, restart_budget, watch or Watch(), slot)
         for workers_of_one in processes:
             for i in workers_of_one:
-                mates = tuple(self.slots[k] for k in workers_of_one if k != i)
-                self.slots[i].mates = mates
+                siblings = tuple(self.slots[k] for k in workers_of_one if k != i)
+                self.slots[i].siblings = siblings
         self.dropped = False
         self._launcher = launcher
         self._orders = orders
@@ -103,48 +103,48 @@ class Engine(Deaths):
     # -- called by the pool, from any thread ---------------------------------------------------
 
     @uninterrupted
-    def submit(self, span: Span) -> None:
-        """Queue a span and give it to whoever is idle.
+    def submit(self, task_range: TaskRange) -> None:
+        """Queue a task range and give it to whoever is idle.
 
-        A span that is bound to worker -1 is bound to the one with the least to do.
+        A task range that is bound to worker -1 is bound to the one with the least to do.
         """
         with self.lock:
-            self._put(span)
+            self._put(task_range)
 
-    def _put(self, span: Span, driven: bool = False) -> None:
+    def _put(self, task_range: TaskRange, direct_job: bool = False) -> None:
         self._leave_signal_handler()
         if not self._ending:
-            if span.bound is not None and span.bound < 0:
-                span.bound = self.sched.least_loaded()
-            self.sched.put(span)
-            self._give_idle(span.job if driven else 0)
+            if task_range.bound is not None and task_range.bound < 0:
+                task_range.bound = self.sched.least_loaded()
+            self.sched.put(task_range)
+            self._give_idle(task_range.job if direct_job else 0)
 
     def connect_peers(self) -> None:
         """Let workers have channels to each other; before the first is started."""
         self.switchboard = Switchboard(self.slots, self._watch)
 
     @uninterrupted
-    def submit_together(self, spans: Iterable[Span]) -> None:
-        """Queue spans at one moment: bound ones of several callers come everywhere in one order."""
+    def submit_together(self, task_ranges: Iterable[TaskRange]) -> None:
+        """Queue task ranges at once: those of several callers reach all workers in one order."""
         with self.lock:
             self._leave_signal_handler()
             if not self._ending:
-                for span in spans:
-                    self.sched.put(span)
+                for task_range in task_ranges:
+                    self.sched.put(task_range)
                 self._give_idle()
 
     @uninterrupted
-    def feed(self, span: Span) -> None:
-        """See to it that a span to which items were appended is queued, and idle workers get it."""
+    def feed(self, task_range: TaskRange) -> None:
+        """Queue a task range to which items were appended, and give them to idle workers."""
         with self.lock:
             if not self._ending:
-                if not span.queued and span.items:
-                    self.sched.put(span)
+                if not task_range.queued and task_range.items:
+                    self.sched.put(task_range)
                 self._give_idle()
 
     @uninterrupted
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
-        """Keep a function for the workers; return the number that spans call it by."""
+        """Keep a function for the workers; return the number that task ranges call it by."""
         with self.lock:
             self._leave_signal_handler()
             self._numbers += 1
@@ -179,55 +179,55 @@ class Engine(Deaths):
     # stays so while the worker is idle, since nothing is expected from it; what must be seen at
     # any time, its death, comes by the sentinel.
 
-    def call(self, span: Span) -> None:
-        """Submit a span of one task, and receive its answer in this thread if it is sent at once.
+    def call(self, task_range: TaskRange) -> None:
+        """Submit one task, and receive its answer in this thread if it is sent at once.
 
         Returns when the answer is among the results, or will come by the engine's thread.
         """
         try:
-            slot = self._put_driven(span)
+            slot = self._put_driven(task_range)
             if slot is None:
                 return
             poll = slot.poller.poll
             # Each second, since a call that a signal handler took away gets no answer here.
             events = self._spin.look(poll) or poll(1000)
-            while self._receive_driven(slot, span.job, events):
+            while self._receive_driven(slot, task_range.job, events):
                 events = poll(1000)
         finally:
-            self._let_go(span.job)
+            self._let_go(task_range.job)
 
     @uninterrupted
-    def _put_driven(self, span: Span) -> Slot | None:
+    def _put_driven(self, task_range: TaskRange) -> Slot | None:
         with self.lock:
-            self._put(span, driven=True)
-            slot = self._driven.get(span.job)
+            self._put(task_range, direct_job=True)
+            slot = self._direct.get(task_range.job)
             if slot is not None:
-                slot.driver = threading.get_ident()
+                slot.direct_thread = threading.get_ident()
             return slot
 
     @uninterrupted
     def _receive_driven(self, slot: Slot, job: int, events: list[tuple[int, int]]) -> bool:
         with self.lock:
             # No longer ours, or its sentinel: a death is for the engine's thread.
-            if slot.driven != job or any(fd != slot.inlet.fd for fd, _ in events):
+            if slot.direct_job != job or any(fd != slot.reader.fd for fd, _ in events):
                 return False
-            if slot.mad is not None:
+            if slot.protocol_error is not None:
                 return False  # its death is for the engine's thread, too
             if events:
                 self._receive(slot)
-            held = self.sched.hands[slot.index].held
+            held = self.sched.in_flight[slot.index].held
             if held and held[0].job == job:
                 return True
             # Answered: another thread may drive this worker from now on.
-            del self._driven[job]
+            del self._direct[job]
             self._undrive(slot)
             return False
 
     @uninterrupted
     def _let_go(self, job: int) -> None:
         with self.lock:
-            slot = self._driven.pop(job, None)
-            if slot is not None and slot.driven == job:
+            slot = self._direct.pop(job, None)
+            if slot is not None and slot.direct_job == job:
                 self._undrive(slot)
 
     def _leave_signal_handler(self) -> None:
@@ -236,20 +236,20 @@ class Engine(Deaths):
         It does when it is in a signal handler that has come into its wait; what it was waiting
         for, and what the handler will wait for, are then the engine's thread's to receive.
         """
-        if self._driven:
+        if self._direct:
             me = threading.get_ident()
-            for job, slot in list(self._driven.items()):
-                if slot.driver == me:
-                    del self._driven[job]
+            for job, slot in list(self._direct.items()):
+                if slot.direct_thread == me:
+                    del self._direct[job]
                     self._undrive(slot)
 
     def _undrive(self, slot: Slot) -> None:
-        slot.driven = 0
-        if self.sched.hands[slot.index].size or slot.state is not WorkerStates.READY:
+        slot.direct_job = 0
+        if self.sched.in_flight[slot.index].size or slot.state is not WorkerStates.READY:
             # What else it holds is for the engine's thread again.
             self._mute(slot, False)
-        if slot.unchecked:
-            slot.unchecked = False
+        if slot.exit_pending:
+            slot.exit_pending = False
             self._watch_end(slot)
 
     # -- starting and stopping -------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Engine(Deaths):
         with self.lock:
             missing = [s for s in self.slots if s.state is WorkerStates.ABSENT]
             for slot in missing:
-                if slot.state is WorkerStates.ABSENT:  # else it came with a mate
+                if slot.state is WorkerStates.ABSENT:  # else it came with a sibling
                     self._start(slot)
             return bool(missing)
 
@@ -270,7 +270,7 @@ class Engine(Deaths):
         name = f"{self._name}-worker-{slot.index}"
         arena = self._arena
         seat = None if arena is None else arena.take_seat()
-        slots = (slot, *slot.mates)
+        slots = (slot, *slot.siblings)
         try:
             # Before there is a process: when this fails, the slot is as it was.
             orders = [self._orders(one.index, one.generation + 1, seat) for one in slots]
@@ -286,7 +286,7 @@ class Engine(Deaths):
         try:
             self._watch_end(slot)
             for one, order in zip(slots, orders, strict=True):
-                self._watch.add(one.inlet.fd, self._receive_from(one))
+                self._watch.add(one.reader.fd, self._receive_from(one))
                 if self.switchboard is not None:
                     self.switchboard.started(one)
                 self._send(one, boot_frame(order))

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Sequence
 
 from xpool.engine.watch import Watch
-from xpool.fleet.slot import Slot
 from xpool.queue.messages import LINK, WANTED
+from xpool.workers.slot import Slot
 
 __all__ = ["Switchboard"]
 

@@ -43,7 +43,7 @@ class RestartBudget:
         """How many have died since a task was finished, this minute."""
         return len(self._deaths)
 
-    def span(self) -> float:
+    def task_range(self) -> float:
         """Return the seconds between the first and the last of these."""
         return self._deaths[-1] - self._deaths[0]
 

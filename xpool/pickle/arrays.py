@@ -11,9 +11,9 @@ from typing import Any
 
 from xpool.memory.window import window_type
 from xpool.pickle.extents import Seen, of_array
+from xpool.pickle.fastpath import SHORT, Head, tail
 from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
 from xpool.pickle.policy import INLINE_BELOW
-from xpool.pickle.short import SHORT, Head, tail
 from xpool.pickle.tensors import Memory, bytes_of
 
 __all__: list[str] = []

@@ -24,11 +24,11 @@ from typing import Any
 from xpool.errors import TaskNotPicklable
 from xpool.memory.arena import Arena, Block
 from xpool.memory.layout import LARGE
-from xpool.own import Own
 from xpool.pickle.handles import pools
 from xpool.pickle.hooks import Context, builder, in_place, register
 from xpool.pickle.pickler import decode, encode
 from xpool.pickle.policy import Layout
+from xpool.worker_local import WorkerLocal
 
 __all__ = ["Broadcast", "Objects"]
 
@@ -118,7 +118,7 @@ class _Pages(mmap.mmap):
 class Objects:
     """The objects that this worker keeps, by what their references are known by."""
 
-    here: Own[Objects] = Own()
+    here: WorkerLocal[Objects] = WorkerLocal()
 
     def __init__(self, arena: Arena | None, pool: str) -> None:
         self.pool = pool

@@ -52,7 +52,7 @@ def reduce_class(pickler: Context, cls: type) -> Any:
 _INSTANCES: dict[type, Any] = {type(one): one for one in (None, NotImplemented, ...)}
 
 
-def _up_to_date(cls: type, recurse: bool) -> registry.Known:
+def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
     from xpool.pickle.pickler import write_blob
 
     with registry.lock:

@@ -22,12 +22,12 @@ from typing import Any
 
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 from xpool.memory.arena import Arena, Block
-from xpool.own import Own
 from xpool.pickle.devices import copy_to, on_own_device
 from xpool.pickle.frame import Leased
 from xpool.pickle.hooks import Context, builder, in_place, register
 from xpool.pickle.loans import gpu_of
 from xpool.pickle.policy import Layout
+from xpool.worker_local import WorkerLocal
 
 __all__ = ["Keeper", "TensorHandle", "pools"]
 
@@ -181,7 +181,7 @@ def unseal(pool: str, message: bytes, *buffers: Any) -> Any:
 class Keeper:
     """What a worker keeps for those who have handles."""
 
-    here: Own[Keeper] = Own()
+    here: WorkerLocal[Keeper] = WorkerLocal()
 
     def __init__(self, arena: Arena, pool: str, worker: int, pid: int) -> None:
         self.pool = pool

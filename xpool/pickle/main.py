@@ -8,7 +8,7 @@ Two kinds of program:
   the caller's process only, and goes by value.
 * **by value**: a notebook, ``python -``, ``python -c``, an interactive session, a script
   without the guard.  Functions and classes go by value, and the globals that they use go
-  before them (see `prelude`).
+  before them (see `main_globals`).
 
 A *replica* is a process (a worker) whose ``__main__`` follows that of another.
 """
@@ -33,7 +33,7 @@ __all__ = [
     "is_replica",
     "main_is_importable",
     "main_location",
-    "mark_replica",
+    "mark_worker",
     "namespace",
 ]
 
@@ -103,7 +103,7 @@ def filled_namespace() -> dict[str, Any]:
     return module.__dict__
 
 
-def mark_replica(importable: bool | None = None) -> None:
+def mark_worker(importable: bool | None = None) -> None:
     """Say that this process is a worker, whose ``__main__`` follows that of its parent.
 
     Args:

@@ -25,11 +25,13 @@ from xpool.pickle import (
     functions,
     handles,
     hooks,
-    prelude,
     tensors,
     typevars,
 )
+from xpool.pickle.fastpath import SHORT
 from xpool.pickle.main import main_is_importable
+from xpool.pickle.main_globals import Prelude
+from xpool.pickle.main_globals import collect as collect_globals
 from xpool.pickle.policy import (
     BY_PIPE,
     INLINE_BELOW,
@@ -38,7 +40,6 @@ from xpool.pickle.policy import (
     in_block,
     placement,
 )
-from xpool.pickle.short import SHORT
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "loads", "mark_static_module"]
 
@@ -387,11 +388,11 @@ def fails(obj: Any) -> BaseException | None:
 def _message(result: _Result, layout: Layout, main_globals: bool) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     if result.names and main_globals:
-        entries = prelude.collect(result.names)
+        entries = collect_globals(result.names)
         if entries:
             body = b"".join(chunks)
             outer = list[PickleBuffer]()
-            wrapped = prelude.Prelude(entries, body, buffers)
+            wrapped = Prelude(entries, body, buffers)
             callback = outer.append if buffers else None
             chunks = [pickle.dumps(wrapped, 5, buffer_callback=callback)]
             buffers = outer

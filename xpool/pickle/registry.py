@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-__all__ = ["Known", "adopt", "known", "lock", "lookup", "token_of"]
+__all__ = ["ClassEntry", "adopt", "known", "lock", "lookup", "token_of"]
 
 
 @dataclass
-class Known:
+class ClassEntry:
     """What this process knows about one by-value class (or type variable)."""
 
     token: str
@@ -34,18 +34,18 @@ class Known:
 # Guards the three below, and is held while a definition is written or loaded, so that no
 # thread sees a class half filled.  Re-entrant: definitions contain definitions.
 lock = threading.RLock()
-_by_id: dict[int, Known] = {}
-_by_token: dict[str, Known] = {}
+_by_id: dict[int, ClassEntry] = {}
+_by_token: dict[str, ClassEntry] = {}
 
 
-def known(obj: Any) -> Known | None:
+def known(obj: Any) -> ClassEntry | None:
     """What is known about a class, or None if it never travelled by value."""
     # Keyed by id, not by the class: a metaclass may define equality as it likes.
     found = _by_id.get(id(obj))
     return found if found is not None and found.ref() is obj else None
 
 
-def lookup(token: str) -> Known | None:
+def lookup(token: str) -> ClassEntry | None:
     """What is known under a token whose class is still alive."""
     found = _by_token.get(token)
     return found if found is not None and found.ref() is not None else None
@@ -58,7 +58,7 @@ def token_of(obj: Any) -> str:
         return found.token if found else adopt(obj, os.urandom(16).hex(), own=True).token
 
 
-def adopt(obj: Any, token: str, *, own: bool) -> Known:
+def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
     """Register a class under a token; the caller holds the lock."""
     key = id(obj)
 
@@ -74,7 +74,7 @@ def adopt(obj: Any, token: str, *, own: bool) -> Known:
         ref = weakref.ref(obj, forget)
     except TypeError:  # type aliases: few, and part of a definition, so they may stay
         ref = partial(_itself, obj)
-    entry = Known(token, ref, own)
+    entry = ClassEntry(token, ref, own)
     _by_id[key] = _by_token[token] = entry
     return entry
 

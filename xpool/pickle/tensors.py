@@ -25,11 +25,11 @@ from xpool.memory.window import window
 from xpool.pickle import layouts
 from xpool.pickle.devices import fetch, is_kept, on_own_device
 from xpool.pickle.extents import Extent, Piece, Seen, extent
+from xpool.pickle.fastpath import SHORT, Head, tail
 from xpool.pickle.hooks import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, in_place, register
 from xpool.pickle.loans import borrow, lend, tensor_on_gpu
 from xpool.pickle.policy import INLINE_BELOW
 from xpool.pickle.sharing import move, open_storage, share
-from xpool.pickle.short import SHORT, Head, tail
 
 __all__ = ["Memory", "bytes_of", "piece_of"]
 

@@ -39,8 +39,8 @@ from xpool.options import (
     resolve_processes,
 )
 from xpool.pool.callbacks import Callbacks, join_thread
-from xpool.pool.feeder import Feeder
 from xpool.pool.hooks import Carried
+from xpool.pool.input_reader import InputReader
 from xpool.pool.verbs import Verbs
 from xpool.results import (
     LOST_SIGNAL,
@@ -61,7 +61,7 @@ _numbers = itertools.count(1)
 _pools: weakref.WeakSet[BasePool] = weakref.WeakSet()
 
 
-class Crew(Protocol):
+class WorkerBackend(Protocol):
     """The workers of a pool, without the pool: what its thread may hold while it waits."""
 
     @property
@@ -109,7 +109,7 @@ class BasePool(Verbs):
 
     # Until the constructor is through, nothing runs.
     _state = PoolStates.TERMINATE
-    _crew: Crew | None = None
+    _backend: WorkerBackend | None = None
     # Threads cannot be stopped: a pool of threads does not wait for them in `terminate`.
     _terminate_waits = True
 
@@ -142,7 +142,7 @@ class BasePool(Verbs):
         self._delivering = threading.Lock()
         self._jobs: dict[int, Job] = {}
         self._job_numbers = itertools.count(1)
-        self._feeders: set[Feeder] = set()
+        self._feeders: set[InputReader] = set()
         self._callbacks = Callbacks(self.name)
         self._failure: BaseException | Parcel | None = None
         self._drained = False
@@ -154,15 +154,15 @@ class BasePool(Verbs):
             self.repopulate_pool()
         except BaseException:
             self.terminate_workers()
-            if self._crew is not None:
-                while not self._crew.ended:
-                    self._crew.wait()
-                self._crew.close()
+            if self._backend is not None:
+                while not self._backend.ended:
+                    self._backend.wait()
+                self._backend.close()
             raise
         self._state = PoolStates.RUN
         self._thread = threading.Thread(
             target=_main,
-            args=(weakref.ref(self), self._crew, self._callbacks, self._feeders),
+            args=(weakref.ref(self), self._backend, self._callbacks, self._feeders),
             name=f"{self.name}-engine",
             daemon=True,
         )
@@ -248,9 +248,9 @@ class BasePool(Verbs):
                 self._complete(job)
 
     @uninterrupted
-    def _end(self, number: int, length: int, feeder: Feeder) -> None:
+    def _end(self, number: int, length: int, input_reader: InputReader) -> None:
         """The input of a stream has ended."""
-        self._feeders.discard(feeder)
+        self._feeders.discard(input_reader)
         with self._lock:
             self._counts["submitted"] += length
         with self._delivering:
@@ -384,14 +384,14 @@ class BasePool(Verbs):
             )
         if self._finished.is_set():
             return  # the engine has put everything away
-        if self._crew is not None:
-            self._crew.drop()
+        if self._backend is not None:
+            self._backend.drop()
         else:
             self.terminate_workers()
 
     def _wake(self) -> None:
-        if self._crew is not None:
-            self._crew.wake()
+        if self._backend is not None:
+            self._backend.wake()
 
     def _break(self, exc: BaseException | Parcel) -> None:
         """The pool cannot go on: everything unanswered fails with the reason."""
@@ -407,12 +407,12 @@ class BasePool(Verbs):
 
     def _turn(self) -> bool:
         """Deliver and maintain; False when the pool is at its end."""
-        crew = self._crew
-        self._pump(0.0 if crew is not None else TURN)
-        if crew is not None:
-            if crew.failure is not None and self._failure is None:
+        backend = self._backend
+        self._pump(0.0 if backend is not None else TURN)
+        if backend is not None:
+            if backend.failure is not None and self._failure is None:
                 self._pump()
-                self._break(crew.failure)
+                self._break(backend.failure)
         elif time.monotonic() - self._maintained >= TURN:
             self._maintained = time.monotonic()
             if self._state is not PoolStates.TERMINATE and self.maintain_pool():
@@ -434,8 +434,8 @@ class BasePool(Verbs):
             self.join_workers()
         finally:
             self._callbacks.stop()
-            if self._crew is not None:
-                self._crew.close()
+            if self._backend is not None:
+                self._backend.close()
             self._finished.set()
 
     def _release_workers(self) -> None:
@@ -453,9 +453,9 @@ class BasePool(Verbs):
         self._finished.set()
         self._delivering = threading.Lock()
         self._lock = threading.Lock()
-        if self._crew is not None:
-            self._crew.after_fork_in_child()
-        self._crew = None
+        if self._backend is not None:
+            self._backend.after_fork_in_child()
+        self._backend = None
         jobs = list(self._jobs.values())
         self._jobs.clear()
         for job in jobs:
@@ -473,24 +473,27 @@ def _own(exc: BaseException | Parcel) -> BaseException | Parcel:
 
 
 def _main(
-    ref: weakref.ref[BasePool], crew: Crew | None, callbacks: Callbacks, feeders: set[Feeder]
+    ref: weakref.ref[BasePool],
+    backend: WorkerBackend | None,
+    callbacks: Callbacks,
+    feeders: set[InputReader],
 ) -> None:
     """The engine's thread.  Between two turns it holds no pool, so that one can be dropped."""
     go_on = True
     while go_on:
         trouble: BaseException | None = None
         try:
-            if crew is not None:
-                crew.wait()
+            if backend is not None:
+                backend.wait()
         except BaseException as exc:
             trouble = exc
         pool = ref()
         # A pool that another thread is just finalizing can still be had here, and would come to
         # life again; hence the flag.
-        if pool is None or (crew is not None and crew.dropped):
+        if pool is None or (backend is not None and backend.dropped):
             del pool
             _stop_feeders(feeders)
-            _disband(crew)
+            _disband(backend)
             callbacks.stop()
             return
         try:
@@ -510,18 +513,18 @@ def _main(
         del pool
 
 
-def _stop_feeders(feeders: set[Feeder]) -> None:
-    for feeder in list(feeders):
-        feeder.window.stop()
+def _stop_feeders(feeders: set[InputReader]) -> None:
+    for input_reader in list(feeders):
+        input_reader.flow.stop()
 
 
-def _disband(crew: Crew | None) -> None:
+def _disband(backend: WorkerBackend | None) -> None:
     """End the workers of a pool that nobody holds any more."""
-    if crew is not None:
-        crew.terminate()
-        while not crew.ended:
-            crew.wait()
-        crew.close()
+    if backend is not None:
+        backend.terminate()
+        while not backend.ended:
+            backend.wait()
+        backend.close()
 
 
 def _after_fork_in_child() -> None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from xpool.errors import OptionError, PeerLost, WorkerDied
 from xpool.options import check_seconds
-from xpool.worker.wrappers import File
+from xpool.worker.launch_shared import File
 
 if TYPE_CHECKING:
-    from xpool.pool.together import Together
+    from xpool.pool.all_workers import AllWorkers
 
 __all__ = ["WorkerGroup"]
 
@@ -35,7 +35,7 @@ class WorkerGroup:
         generation: how often it was made.
     """
 
-    def __init__(self, pool: Together, backend: str, timeout: float) -> None:
+    def __init__(self, pool: AllWorkers, backend: str, timeout: float) -> None:
         self.backend, self.generation = backend, 0
         seconds = check_seconds("timeout", timeout)
         if seconds is None:
@@ -46,7 +46,7 @@ class WorkerGroup:
         self._members: list[int] = []  # by worker: the process id of the one that is a member
         self._failed = True
 
-    def _check_backend(self, pool: Together) -> None:
+    def _check_backend(self, pool: AllWorkers) -> None:
         if self.backend not in BACKENDS:
             raise OptionError(f"backend must be one of {BACKENDS}, not {self.backend!r}")
         if pool._processes():

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from xpool.errors import OptionError
-from xpool.jobs.scheduler import Span
+from xpool.jobs.scheduler import TaskRange
 from xpool.options import Exceptions, Terms, check_count
-from xpool.pool.feeder import Window
+from xpool.pool.input_reader import FlowControl
 from xpool.pool.process import Pool, limit_of
 from xpool.results import AsyncResult, Job
-from xpool.worker.calls import InCall
+from xpool.worker.callables import InCall
 
 __all__ = ["P2PPool"]
 
@@ -75,23 +75,33 @@ class P2PPool(Pool):
             )
         return worker
 
-    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[Span]:
+    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[TaskRange]:
         func, args, kwds = call
         return super()._spans_for_all(job, (InCall(func, job.number), args, kwds), terms)
 
-    def _submit_span(self, span: Span) -> None:
-        if span.bound is not None:
-            self._engine.submit(span)
+    def _submit_span(self, task_range: TaskRange) -> None:
+        if task_range.bound is not None:
+            self._engine.submit(task_range)
             return
         # The engine binds each item on its own, so they go to it one by one.
-        for i, item in enumerate(span.items, span.first):
-            self._engine.submit(Span(span.job, span.func, i, (item,), span.retries, -1, span.limit))
+        for i, item in enumerate(task_range.items, task_range.first):
+            self._engine.submit(
+                TaskRange(
+                    task_range.job,
+                    task_range.func,
+                    i,
+                    (item,),
+                    task_range.retries,
+                    -1,
+                    task_range.limit,
+                )
+            )
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
+        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
     ) -> Callable[[int, Any], int]:
         if not self._direct:
-            return super()._open_stream(job, func, chunked, window, terms)
+            return super()._open_stream(job, func, chunked, flow, terms)
         engine, packer = self._engine, self._packer
         number, owner = self._learn(func, False, chunked, terms)
         job.func = number
@@ -100,9 +110,11 @@ class P2PPool(Pool):
 
         def put(index: int, task: Any) -> int:
             payload, worker = packer.pack_task(task, terms.retries > 0, bound)
-            span = Span(job.number, number, index, (payload,), terms.retries, worker, limit)
-            span.feeder = window
-            engine.submit(span)
+            task_range = TaskRange(
+                job.number, number, index, (payload,), terms.retries, worker, limit
+            )
+            task_range.input_reader = flow
+            engine.submit(task_range)
             return engine.sent(payload)
 
         return put

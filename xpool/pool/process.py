@@ -15,8 +15,7 @@ from typing import Any
 
 from xpool.engine.loop import Engine
 from xpool.errors import OptionError
-from xpool.fleet.launch import ForkServer, Launcher, ProcessLauncher, search_path
-from xpool.jobs.scheduler import Span
+from xpool.jobs.scheduler import TaskRange
 from xpool.options import (
     Terms,
     check_count,
@@ -27,15 +26,16 @@ from xpool.options import (
 from xpool.pickle.handles import pools
 from xpool.pickle.loans import sweep
 from xpool.pickle.main import main_is_importable, main_location
+from xpool.pool.all_workers import AllWorkers, limit_of
 from xpool.pool.base import at_exit
-from xpool.pool.feeder import Window
 from xpool.pool.hooks import Result, Task
+from xpool.pool.input_reader import FlowControl
 from xpool.pool.packing import Packer, find_arena
 from xpool.pool.sight import Sight
-from xpool.pool.together import Together, limit_of
 from xpool.queue.messages import Mode
 from xpool.results import Job
-from xpool.worker.calls import Retried
+from xpool.worker.callables import Retried
+from xpool.workers.launch import ForkServer, Launcher, ProcessLauncher, search_path
 
 __all__ = ["Pool", "limit_of"]
 
@@ -43,7 +43,7 @@ PRELOAD = ("numpy", "numpy.random", "torch")
 """Modules that the fork server imports when the program has: slow to import, safe to fork."""
 
 
-class Pool(Together):
+class Pool(AllWorkers):
     """A pool of worker processes, with the verbs of `multiprocessing.pool.Pool`.
 
     Args:
@@ -162,7 +162,7 @@ class Pool(Together):
             initializer_timeout=self._initializer_timeout,
             processes=self._processes(),
         )
-        self._crew = self._engine
+        self._backend = self._engine
         if self._has_peers:
             self._engine.connect_peers()
 
@@ -219,14 +219,14 @@ class Pool(Together):
         if not self._direct:
             super()._submit_call(job, func, args, kwds, terms)
             return
-        span = self._call_span(job, 0, (func, args, kwds), terms)
+        task_range = self._call_span(job, 0, (func, args, kwds), terms)
         if terms.waits:
-            self._engine.call(span)
+            self._engine.call(task_range)
             self._pump()
-            del span  # it holds what was lent for this call
+            del task_range  # it holds what was lent for this call
             sweep()
         else:
-            self._engine.submit(span)
+            self._engine.submit(task_range)
 
     def _submit_each(
         self,
@@ -242,36 +242,40 @@ class Pool(Together):
             return
         job.func, owner = self._learn(func, starred, chunked, terms)
         limit = limit_of(terms)
-        spans = [Span(job.number, job.func, 0, (), terms.retries, None, limit)]
+        task_ranges = [TaskRange(job.number, job.func, 0, (), terms.retries, None, limit)]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
                 payload, worker = self._packer.pack_task(chunk, terms.retries > 0, owner)
             except Exception as error:
-                # It fails alone; what comes after it is a span of its own.
+                # It fails alone; what comes after it is a task range of its own.
                 failed.append((i, error))
-                spans.append(Span(job.number, job.func, i + 1, (), terms.retries, None, limit))
+                task_ranges.append(
+                    TaskRange(job.number, job.func, i + 1, (), terms.retries, None, limit)
+                )
                 continue
             self._engine.sent(payload)
             if worker is None:
-                spans[-1].items.append(payload)
+                task_ranges[-1].items.append(payload)
             else:
-                spans.append(
-                    Span(job.number, job.func, i, (payload,), terms.retries, worker, limit)
+                task_ranges.append(
+                    TaskRange(job.number, job.func, i, (payload,), terms.retries, worker, limit)
                 )
-                spans.append(Span(job.number, job.func, i + 1, (), terms.retries, None, limit))
-        for span in spans:
-            if span.items:
-                self._submit_span(span)
+                task_ranges.append(
+                    TaskRange(job.number, job.func, i + 1, (), terms.retries, None, limit)
+                )
+        for task_range in task_ranges:
+            if task_range.items:
+                self._submit_span(task_range)
         for i, exc in failed:
             self._deliver(job.number, i, False, exc)
 
-    def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> Span:
+    def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> TaskRange:
         if terms.retry_on:
             call = (Retried(call[0], terms.retry_on), *call[1:])
         payload, worker = self._packer.pack_task(call, terms.retries > 0, terms.worker)
         self._engine.sent(payload)
-        return Span(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
+        return TaskRange(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
 
     def _learn(
         self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
@@ -282,16 +286,16 @@ class Pool(Together):
         payload, owner = self._packer.pack_task(func, True, None)
         return self._engine.learn(_MODES[starred, chunked], payload), owner
 
-    def _submit_span(self, span: Span) -> None:
-        self._engine.submit(span)
+    def _submit_span(self, task_range: TaskRange) -> None:
+        self._engine.submit(task_range)
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
+        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
     ) -> Callable[[int, Any], int]:
         if not self._direct:
-            return super()._open_stream(job, func, chunked, window, terms)
+            return super()._open_stream(job, func, chunked, flow, terms)
         job.func, owner = self._learn(func, False, chunked, terms)
-        return _Stream(self, job, window, terms, owner).put
+        return _Stream(self, job, flow, terms, owner).put
 
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(job.number)
@@ -312,9 +316,9 @@ class Pool(Together):
         with engine.lock:
             return {
                 **super().statistics(),
-                "ready": sum(hand.accepting for hand in engine.sched.hands),
+                "ready": sum(in_flight.accepting for in_flight in engine.sched.in_flight),
                 "waiting": engine.sched.waiting(),
-                "running": sum(hand.size for hand in engine.sched.hands),
+                "running": sum(in_flight.size for in_flight in engine.sched.in_flight),
                 "deaths": engine.died,
                 "pids": [slot.pid for slot in engine.slots],
             }
@@ -340,37 +344,49 @@ class _Stream:
     """Puts the tasks of an `imap` where the workers take them."""
 
     def __init__(
-        self, pool: Pool, job: Job, window: Window, terms: Terms, owner: int | None
+        self, pool: Pool, job: Job, flow: FlowControl, terms: Terms, owner: int | None
     ) -> None:
-        # Not the pool itself: the feeder must not keep it from going.
+        # Not the pool itself: the input reader must not keep it from going.
         self._engine = pool._engine
-        self._span = Span(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
-        self._span.feeder = window
+        self._task_range = TaskRange(
+            job.number, job.func, 0, (), terms.retries, None, limit_of(terms)
+        )
+        self._task_range.input_reader = flow
         self._next = 0
-        self._window = window
+        self._flow = flow
         self._packer = pool._packer
         self._kept = terms.retries > 0
         self._owner = owner
 
     def put(self, index: int, task: Any) -> int:
         payload, worker = self._packer.pack_task(task, self._kept, self._owner)
-        span = self._span
+        task_range = self._task_range
         if worker is not None:
-            bound = Span(span.job, span.func, index, (payload,), span.retries, worker, span.limit)
-            bound.feeder = self._window
+            bound = TaskRange(
+                task_range.job,
+                task_range.func,
+                index,
+                (payload,),
+                task_range.retries,
+                worker,
+                task_range.limit,
+            )
+            bound.input_reader = self._flow
             self._engine.submit(bound)
             return self._engine.sent(payload)
         if index != self._next:
-            # An item between could not be sent: a span has no gaps.
-            old = span
-            span = self._span = Span(old.job, old.func, index, (), old.retries, None, old.limit)
-            span.feeder = old.feeder
+            # An item between could not be sent: a task range has no gaps.
+            old = task_range
+            task_range = self._task_range = TaskRange(
+                old.job, old.func, index, (), old.retries, None, old.limit
+            )
+            task_range.input_reader = old.input_reader
         self._next = index + 1
-        span.items.append(payload)
-        # The engine looks at the items after it has marked a worker idle or the span as not
+        task_range.items.append(payload)
+        # The engine looks at the items after it has marked a worker idle or the task range as not
         # queued, and we look at the marks after appending: one of us sees the other.
-        if not span.queued or self._engine.sched.idle:
-            self._engine.feed(span)
+        if not task_range.queued or self._engine.sched.idle:
+            self._engine.feed(task_range)
         return self._engine.sent(payload)
 
 

@@ -6,11 +6,11 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool.fleet.crew import Entry, ThreadCrew
 from xpool.options import check_seconds
 from xpool.pool.base import BasePool
 from xpool.pool.hooks import Result, Task, each, star_each
 from xpool.results import Job
+from xpool.workers.threads import Entry, ThreadWorkers
 
 __all__ = ["ThreadPool"]
 
@@ -45,7 +45,7 @@ class ThreadPool(BasePool):
 
     def setup_queues(self) -> None:
         """Make the queue that the threads take from."""
-        self._threads = ThreadCrew(
+        self._threads = ThreadWorkers(
             self._size,
             self._work(),
             self.initializer,
@@ -56,7 +56,7 @@ class ThreadPool(BasePool):
             self._jobs,
             self._initializer_timeout,
         )
-        self._crew = self._threads
+        self._backend = self._threads
 
     def _work(self) -> Callable[..., None]:
         return self.worker

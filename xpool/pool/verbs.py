@@ -21,8 +21,8 @@ from xpool.options import (
     default_chunksize,
     label,
 )
-from xpool.pool.feeder import Feeder, Window
 from xpool.pool.hooks import Hooks, each, star, star_each
+from xpool.pool.input_reader import FlowControl, InputReader
 from xpool.results import AsyncResult, IMapIterator, IMapUnorderedIterator, Job, MapResult, Stream
 
 __all__ = ["Verbs"]
@@ -37,7 +37,7 @@ class Verbs(Hooks):
     _size: int
     _state: PoolStates
     _job_numbers: itertools.count[int]
-    _feeders: set[Feeder]
+    _feeders: set[InputReader]
     _task_timeout: float | None = None
     # Whether this pool knows when its workers begin a task, and can stop them.
     _keeps_terms = False
@@ -288,21 +288,21 @@ class Verbs(Hooks):
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
         results = kind(label(func), self, size > 1)
-        window = Window(buffersize, self._size)
+        flow = FlowControl(buffersize, self._size)
         if buffersize is not None:
-            results.taken, results.chunksize = window.handed_out, size
+            results.taken, results.chunksize = flow.handed_out, size
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
-        gone = window.stop if buffersize is not None else _nothing
+        gone = flow.stop if buffersize is not None else _nothing
         job = Stream(results, next(self._job_numbers), gone)
-        results.cancelling = job, window.stop
+        results.cancelling = job, flow.stop
         job.terms = terms
         self._enter(job, 0)
         try:
-            put = self._open_stream(job, func, size > 1, window, terms)
+            put = self._open_stream(job, func, size > 1, flow, terms)
         except BaseException as exc:
             self._give_up(job, exc)
             return results
-        # The feeder may outlive the pool, and then must not keep it from going.
+        # The input reader may outlive the pool, and then must not keep it from going.
         ref, number = weakref.ref(self), job.number
 
         def fail(index: int, exc: BaseException) -> None:
@@ -313,13 +313,13 @@ class Verbs(Hooks):
         def end(length: int) -> None:
             pool = ref()
             if pool is not None:
-                pool._end(number, length, feeder)
+                pool._end(number, length, input_reader)
 
-        feeder = Feeder(iterable, size, window, put, fail, end, self.name)
-        self._feeders.add(feeder)
+        input_reader = InputReader(iterable, size, flow, put, fail, end, self.name)
+        self._feeders.add(input_reader)
         if self._state is PoolStates.TERMINATE:
-            window.stop()  # since we entered the job; nobody else would
-        feeder.thread.start()
+            flow.stop()  # since we entered the job; nobody else would
+        input_reader.thread.start()
         return results
 
     def _give_up(self, job: Job, exc: BaseException) -> None:
@@ -368,16 +368,16 @@ class Verbs(Hooks):
                 self._deliver(job.number, i, False, exc)
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, window: Window, terms: Terms
+        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
     ) -> Callable[[int, Any], int]:
-        """Return what the feeder calls with each task; it must not hold the pool."""
+        """Return what the input reader calls with each task; it must not hold the pool."""
         ref = weakref.ref(self)
         number = job.number
 
         def put(index: int, task: Any) -> int:
             pool = ref()
             if pool is None or pool._state is PoolStates.TERMINATE:
-                window.stop()
+                flow.stop()
             else:
                 pool.pool_inqueue_put(_task(number, index, func, False, chunked, task))
             return 0
@@ -395,7 +395,7 @@ class Verbs(Hooks):
     def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
         raise NotImplementedError
 
-    def _end(self, number: int, length: int, feeder: Feeder) -> None:
+    def _end(self, number: int, length: int, input_reader: InputReader) -> None:
         raise NotImplementedError
 
     def _complete(self, job: Job) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from xpool.memory.fresh import fresh
 from xpool.queue.messages import Parts
 
-__all__ = ["Inlet", "Outlet", "Source", "write_all"]
+__all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]
 
 READ = 64 * 1024
 _IOV = 64
@@ -30,7 +30,7 @@ MOST = _memory()
 """Bytes that a message may announce: what the machine has.  More is a sign that it is garbled."""
 
 
-class Outlet:
+class FrameWriter:
     """The parent's end of the pipe to a worker: writes what goes, keeps the rest.
 
     Guarded by the engine's lock.  ``fd`` must be non-blocking.
@@ -100,7 +100,7 @@ class Outlet:
                 backlog.popleft()
 
 
-class Inlet:
+class FrameReader:
     """The parent's end of the pipe from a worker: whole frames, as far as they have come.
 
     The size of the body stands in bytes 8 to 16 of every head.  Used by one thread at a
@@ -195,7 +195,7 @@ class Inlet:
         return True
 
 
-class Source:
+class BlockingFrameReader:
     """The worker's end of the pipe from the parent: blocks until what was asked for is there.
 
     ``before_waiting()``, where it is set, is called when the next frame has not come yet.

@@ -45,7 +45,7 @@ from xpool.pickle.policy import BY_PIPE, Layout
 __all__ = ["SimpleQueue"]
 
 _BUFFER = 1024 * 1024
-"""Bytes of packets that may be on their way, as asked of the system, which may grant less."""
+"""Bytes of packets that may be on their way, as asked of the system, which may batch less."""
 
 _PACKET = 96 * 1024
 """Bytes of a packet, at most: a pickle that is not worth a block, and its table."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xpool.errors import OptionError
-from xpool.own import Own
+from xpool.worker_local import WorkerLocal
 
 __all__ = ["WorkerInfo", "current_worker", "enter", "leave"]
 
@@ -67,7 +67,7 @@ class WorkerInfo:
         return getattr(self.context, "device", None)
 
 
-_here: Own[WorkerInfo] = Own()
+_here: WorkerLocal[WorkerInfo] = WorkerLocal()
 
 
 def enter(info: WorkerInfo, *, thread: bool = False) -> None:

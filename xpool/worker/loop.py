@@ -24,9 +24,9 @@ from xpool.pickle.exceptions import encode_exception
 from xpool.pickle.frame import Leased
 from xpool.pickle.handles import Keeper
 from xpool.pickle.loans import settle, sweep
-from xpool.pickle.main import mark_replica
+from xpool.pickle.main import mark_worker
 from xpool.pickle.policy import BY_PIPE, Layout, share
-from xpool.queue.channel import Source, write_all
+from xpool.queue.channel import BlockingFrameReader, write_all
 from xpool.queue.messages import (
     ANSWER,
     BODY_AGAIN,
@@ -51,8 +51,8 @@ from xpool.queue.messages import (
 )
 from xpool.queue.outbox import Outbox
 from xpool.queue.spin import Spin
-from xpool.worker import calls, main_module
-from xpool.worker.calls import Prefixed, Retried, Ticking
+from xpool.worker import callables, main_module
+from xpool.worker.callables import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.peers import Peers
 from xpool.worker.seeds import Seeds
@@ -113,7 +113,7 @@ def run(
             become(orders)
         control = others.pop(0) if orders["peers"] else -1
         shared = _join(others, orders)
-        worker = _Worker(orders, Source(tasks), out, shared, control, inherited)
+        worker = _Worker(orders, BlockingFrameReader(tasks), out, shared, control, inherited)
     except SystemExit as exc:
         out.refuse(RuntimeError(f"the initializer called sys.exit({exc.code!r})"))
         return 1
@@ -244,7 +244,7 @@ class _Worker:
     def __init__(
         self,
         orders: dict[str, Any],
-        source: Source,
+        source: BlockingFrameReader,
         out: _Answers,
         arena: Arena | None,
         control: int,
@@ -477,7 +477,7 @@ def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
 def _worker_traceback(exc: BaseException) -> str:
     """Return the traceback as text, without the frames of this file at its top."""
     tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, calls.__file__):
+    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, callables.__file__):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(exc), exc, tb))
 
@@ -549,7 +549,7 @@ def become(orders: dict[str, Any]) -> None:
         process.daemon = orders["daemon"]
         main_module.install(orders["main"])
     Seeds(orders["seed"])
-    mark_replica(orders["main"] is not None)
+    mark_worker(orders["main"] is not None)
 
 
 def _use_threads(n: int, forked: bool) -> None:

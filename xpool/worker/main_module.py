@@ -16,7 +16,7 @@ import threading
 import types
 from typing import Any
 
-from xpool.own import process_is_shared
+from xpool.worker_local import process_is_shared
 
 __all__ = ["install", "is_running"]
 

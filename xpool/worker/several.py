@@ -30,11 +30,11 @@ from typing import Any
 
 from xpool.errors import TaskStopped
 from xpool.interrupt import postponed
-from xpool.own import share_process
 from xpool.queue.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
 from xpool.worker.loop import become
 from xpool.worker.loop import run as serve
 from xpool.worker.stopping import stack_of
+from xpool.worker_local import share_process
 
 __all__ = ["run"]
 

@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from xpool.engine.limits import TASK_GRACE
+from xpool.engine.deadlines import TASK_GRACE
 from xpool.engine.loop import Engine
 from xpool.errors import TaskTimeout, WorkerDied
-from xpool.jobs.scheduler import Limit, Span
+from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.jobs.states import WorkerStates
 from xpool.queue.outbox import entries
 from xpool.testing.simulation.seeds import World
@@ -69,8 +69,8 @@ class _Known:
 class _Call:
     """A thread in `Engine.call`: it receives its answer itself, and may be interrupted."""
 
-    def __init__(self, world: EngineWorld, span: Span) -> None:
-        self.world, self.span = world, span
+    def __init__(self, world: EngineWorld, task_range: TaskRange) -> None:
+        self.world, self.task_range = world, task_range
         self.slot: Any = None
         self.begun = False
         self.impatient = world.chance(0.3)
@@ -78,16 +78,20 @@ class _Call:
     def may_go_on(self) -> bool:
         if self.impatient and self.world.chance(0.05):
             return True
-        return not self.begun or bool(self.slot.poller.poll(0)) or self.slot.driven != self.span.job
+        return (
+            not self.begun
+            or bool(self.slot.poller.poll(0))
+            or self.slot.direct_job != self.task_range.job
+        )
 
     def go_on(self) -> None:
         """The body of `Engine.call`, one turn at a time; True when it is through."""
-        engine, job = self.world.engine, self.span.job
+        engine, job = self.world.engine, self.task_range.job
         if not self.begun:
             self.begun = True
-            self.slot = engine._put_driven(self.span)
+            self.slot = engine._put_driven(self.task_range)
             if self.slot is not None:
-                self.slot.driver = -job  # each caller is a thread of its own
+                self.slot.direct_thread = -job  # each caller is a thread of its own
         elif self.slot is not None:
             events = self.slot.poller.poll(0)
             if not engine._receive_driven(self.slot, job, events):
@@ -99,7 +103,7 @@ class _Call:
 
 
 class EngineWorld(World):
-    """One engine, one to three workers, some of them mates, a handful of jobs, and accidents."""
+    """One engine, one to three workers, some of them siblings, a handful of jobs, and accidents."""
 
     name = "engine"
 
@@ -116,7 +120,7 @@ class EngineWorld(World):
         self.pace = self.one_of([2e-6, 5e-5, 1e-3])
         self.violent_end = self.chance(0.25)
         n = self.one_of([1, 2, 2, 3])
-        mates = self.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
+        siblings = self.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
         self.pids = itertools.count(2)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
@@ -129,11 +133,11 @@ class EngineWorld(World):
             name="world",
             daemon=True,
             inherited=None,
-            lifetime=None if mates else self.one_of([None, None, 1, 2, 7]),
+            lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
             describe=lambda job, index: f"task {index} of job {job}",
             watch=SimWatch(self),
             slot=lambda i: SimSlot(self, i),
-            processes=mates,
+            processes=siblings,
         )
         self.engine._random.seed(seed)
         self.limits: dict[int, Limit] = {}  # of jobs that have one
@@ -141,8 +145,8 @@ class EngineWorld(World):
         self.unanswered: dict[Task, None] = {}
         self.funcs: dict[int, int] = {}  # of jobs that use one
         self.withdrawn: set[int] = set()
-        self.open: dict[int, Span] = {}
-        self.to_feed: list[Span] = []
+        self.open: dict[int, TaskRange] = {}
+        self.to_feed: list[TaskRange] = []
         self.calls: list[_Call] = []
         self.jobs = 0
         self.spread = self.one_of([0.0, 0.005, 0.05])
@@ -168,7 +172,7 @@ class EngineWorld(World):
         self.deliver()
         self.tell_all()
         for call in list(self.calls):
-            engine._let_go(call.span.job)
+            engine._let_go(call.task_range.job)
         if self.left() and not self.ended_violently:
             self.wrong(f"the workers have ended, and unanswered is {self.left()}")
         engine.close()
@@ -267,15 +271,15 @@ class EngineWorld(World):
         limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if self.chance(0.25) else None
         if limit is not None:
             self.limits[job] = limit
-        span = Span(job, func, 0, items, retries, bound, limit)
+        task_range = TaskRange(job, func, 0, items, retries, bound, limit)
         self.note(f"{self.now:.6f}", kind, "job", job, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "limit", limit)  # fmt: skip
         if kind == "wait":
-            self.calls.append(_Call(self, span))
+            self.calls.append(_Call(self, task_range))
         else:
-            self.engine.submit(span)
+            self.engine.submit(task_range)
         if kind == "stream":
-            self.open[job] = span
+            self.open[job] = task_range
 
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None
@@ -296,22 +300,22 @@ class EngineWorld(World):
         return b"%d.%d." % (job, index) + bytes(padding)
 
     def append(self) -> None:
-        """The feeder of a stream draws some more, or comes to the end of its input."""
+        """The input reader of a stream draws some more, or comes to the end of its input."""
         job = self.one_of(list(self.open))
-        span = self.open[job]
+        task_range = self.open[job]
         index = 1 + max(i for j, i in self.known if j == job)
         if index > 30 or self.chance(0.3):
             del self.open[job]
             return
         for _ in range(1 + self.below(3)):
-            span.items.append(self.new_task(job, index, span.retries, 1e-4, None))
+            task_range.items.append(self.new_task(job, index, task_range.retries, 1e-4, None))
             index += 1
-            if not span.queued or self.engine.sched.idle:
-                # The feeder has looked; others may come in between before it acts.
-                self.to_feed.append(span)
+            if not task_range.queued or self.engine.sched.idle:
+                # The input reader has looked; others may come in between before it acts.
+                self.to_feed.append(task_range)
 
     def feed(self) -> None:
-        """A feeder that has seen a reason to tell the engine does so."""
+        """An input reader that has seen a reason to tell the engine does so."""
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
     def close(self) -> None:
@@ -378,13 +382,13 @@ class EngineWorld(World):
         return next(self.pids)
 
     def spawn(
-        self, slot: SimSlot, tasks: Pipe, answers: Pipe, page: Page, mates: list[Worker]
+        self, slot: SimSlot, tasks: Pipe, answers: Pipe, page: Page, siblings: list[Worker]
     ) -> Handle:
         """Start a worker in a slot; it joins those of its process."""
-        worker = Worker(self, slot, tasks, answers, page, mates)
+        worker = Worker(self, slot, tasks, answers, page, siblings)
         self.workers.append(worker)
         self.note(f"{self.now:.6f}", "worker", slot.index, "starts as", worker.pid)
-        if len(mates) == 1:
+        if len(siblings) == 1:
             worker.handle.news.data += b"p"
         return worker.handle
 
@@ -512,7 +516,7 @@ class EngineWorld(World):
     def check_limits(self) -> None:
         """What is over its time is stopped: asked, and killed a tenth of a second later."""
         # As far as the parent can know, those run on whose end it was not told of yet.
-        unreported = [one for handle, _ in self.reports for one in handle._worker.mates]
+        unreported = [one for handle, _ in self.reports for one in handle._worker.siblings]
         for worker in [*self.workers, *unreported]:
             which = worker.at_work or worker.at_door or worker.unsafe
             if which is None:
@@ -539,8 +543,12 @@ class EngineWorld(World):
     def check_idle(self) -> None:
         """Before the engine's thread waits: nobody is idle while something waits for anyone."""
         sched = self.engine.sched
-        fed = {span.job for span in (*self.open.values(), *self.to_feed)}
-        waits = [span.job for span in sched.shared if span.items and span.job not in fed]
+        fed = {task_range.job for task_range in (*self.open.values(), *self.to_feed)}
+        waits = [
+            task_range.job
+            for task_range in sched.shared
+            if task_range.items and task_range.job not in fed
+        ]
         if waits and sched.idle and not (self.over or self.engine.failure):
             self.wrong(f"worker {next(iter(sched.idle))} is idle, and job {waits[0]} waits")
 
@@ -552,8 +560,8 @@ class EngineWorld(World):
         sched, slots = self.engine.sched, self.engine.slots
         sits = [
             (w, slots[w].box.began)
-            for w, hand in enumerate(sched.hands)
-            if hand.held and not hand.paused and slots[w].handle is not None
+            for w, in_flight in enumerate(sched.in_flight)
+            if in_flight.held and not in_flight.paused and slots[w].handle is not None
             and sched.surplus(w, slots[w].box.began)
         ]  # fmt: skip
         idle = [w for w in sched.idle if slots[w].state is WorkerStates.READY]

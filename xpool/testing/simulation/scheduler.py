@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from xpool.jobs.scheduler import HANDFUL, MOST_BYTES, MOST_ITEMS, Grant, Scheduler, Span
+from xpool.jobs.scheduler import (
+    MOST_BYTES,
+    MOST_ITEMS,
+    PREFETCH_SECONDS,
+    Batch,
+    Scheduler,
+    TaskRange,
+)
 from xpool.testing.simulation.seeds import World
 
 __all__ = ["SchedulerWorld"]
@@ -25,7 +32,7 @@ class _Worker:
     def __init__(self, lifetime: int | None) -> None:
         self.alive = True
         self.lifetime = lifetime
-        self.given: list[tuple[Task, Grant]] = []  # every task ever given to it, in order
+        self.given: list[tuple[Task, Batch]] = []  # every task ever given to it, in order
         self.began = 0
         self.finished = 0  # of these, how many are done, or skipped
         self.answered = 0  # and known to the scheduler as such
@@ -36,17 +43,17 @@ class _Worker:
 
 
 class _Fed(deque[bytes]):
-    """The items of a span whose feeder appends at the worst moment: after a look, before an act."""
+    """Items whose input reader appends at the worst moment: after a look, before an act."""
 
     def __init__(self, world: SchedulerWorld, items: list[bytes]) -> None:
         super().__init__(items)
         self.world = world
-        self.span: Span | None = None
+        self.task_range: TaskRange | None = None
 
     def __len__(self) -> int:
         n = super().__len__()
-        if not n and self.span is not None and self.world.chance(0.3):
-            self.world.append(self.span)
+        if not n and self.task_range is not None and self.world.chance(0.3):
+            self.world.append(self.task_range)
         return n
 
 
@@ -63,14 +70,18 @@ class SchedulerWorld(World):
         self.sched.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
         self.lifetime = self.one_of([None, None, 1, 3, 8])
         self.workers = [_Worker(self.lifetime) for _ in range(n)]
-        # The model: what waits, span by span; queue None is the shared one.
-        self.queues: dict[int | None, list[tuple[Span | None, list[Task]]]] = {
+        # The model: what waits, task range by task range; queue None is the shared one.
+        self.queues: dict[int | None, list[tuple[TaskRange | None, list[Task]]]] = {
             q: [] for q in (None, *range(n))
         }
         self.retries: dict[Task, int] = {}
         self.bound: dict[Task, int | None] = {}
-        self.open: dict[int, tuple[Span, list[Task]]] = {}  # by job: what is fed, and its model
-        self.to_feed: list[tuple[Span, list[Task]]] = []  # whose feeder has seen that it must act
+        self.open: dict[
+            int, tuple[TaskRange, list[Task]]
+        ] = {}  # by job: what is fed, and its model
+        self.to_feed: list[
+            tuple[TaskRange, list[Task]]
+        ] = []  # whose input reader has seen that it must act
         self.later: list[tuple[int, int, Task]] = []  # (when, a number, task): tried again then
         self.clock = 0
         self.withdrawn: set[int] = set()
@@ -85,7 +96,7 @@ class SchedulerWorld(World):
             else:
                 self.workers[w].alive = False
         kinds = [
-            self.submit, self.submit, self.feed, self.grants, self.grants,
+            self.submit, self.submit, self.feed, self.batches, self.batches,
             self.begin, self.finish, self.finish, self.answer, self.answer, self.answer,
             self.look, self.look, self.death, self.revive, self.withdraw, self.due,
         ]  # fmt: skip
@@ -115,33 +126,33 @@ class SchedulerWorld(World):
         tasks = [(job, i) for i in range(n)]
         for task in tasks:
             self.retries[task], self.bound[task] = retries, bound
-        span = Span(job, 0, 0, (), retries, bound)
-        span.items = items = _Fed(self, [self.payload(task) for task in tasks])
+        task_range = TaskRange(job, 0, 0, (), retries, bound)
+        task_range.items = items = _Fed(self, [self.payload(task) for task in tasks])
         self.note("submit", job, "of", n, "bound to", bound, "retries", retries)
-        self.sched.put(span)
-        entry = (span, tasks)
+        self.sched.put(task_range)
+        entry = (task_range, tasks)
         self.queues[bound].append(entry)
         if bound is None and self.chance(0.3):
             self.open[job] = entry
-            items.span = span
+            items.task_range = task_range
 
     def payload(self, task: Task) -> bytes:
         """Return what travels for a task: its name, now and then with much behind it."""
         name = b"%d.%d " % task
         return name + bytes(MOST_BYTES // 2) if (task[0] + task[1]) % 13 == 0 else name
 
-    def append(self, span: Span) -> None:
-        """The feeder of a stream has drawn one more, and looks whether it must say so."""
-        entry = self.open[span.job]
-        task = span.job, 1 + max(i for job, i in self.retries if job == span.job)
-        self.retries[task], self.bound[task] = span.retries, None
-        span.items.append(self.payload(task))
-        self.note("append", task, "queued" if span.queued else "not queued")
-        if span.queued or entry in self.to_feed:
+    def append(self, task_range: TaskRange) -> None:
+        """The input reader of a stream has drawn one more, and looks whether it must say so."""
+        entry = self.open[task_range.job]
+        task = task_range.job, 1 + max(i for job, i in self.retries if job == task_range.job)
+        self.retries[task], self.bound[task] = task_range.retries, None
+        task_range.items.append(self.payload(task))
+        self.note("append", task, "queued" if task_range.queued else "not queued")
+        if task_range.queued or entry in self.to_feed:
             entry[1].append(task)
         else:
             # It ran dry: what the model still has of it is being given out just now.
-            self.open[span.job] = entry = span, [task]
+            self.open[task_range.job] = entry = task_range, [task]
             self.to_feed.append(entry)
 
     def feed(self) -> None:
@@ -153,7 +164,7 @@ class SchedulerWorld(World):
         self.tell()
 
     def tell(self) -> None:
-        """Feeders do what they have seen that they must."""
+        """The input reader do what they have seen that they must."""
         while self.to_feed:
             entry = self.to_feed.pop()
             if not entry[0].queued:
@@ -174,60 +185,64 @@ class SchedulerWorld(World):
 
     # -- work goes out ---------------------------------------------------------------------------
 
-    def grants(self) -> None:
+    def batches(self) -> None:
         """What waits is given to the idle."""
         idle = set(self.sched.idle)
-        for w, grant in self.sched.next_grants():
+        for w, batch in self.sched.next_batches():
             if w not in idle:
                 self.wrong(f"worker {w} was given something, and was not idle")
-            self.given(w, grant)
+            self.given(w, batch)
         for w in self.sched.idle:
             if any(tasks for q in (w, None) for _, tasks in self.queues[q]):
                 self.wrong(f"worker {w} is idle and something waits that it may run")
 
-    def given(self, w: int, grant: Grant) -> None:
-        """Look at a grant and give it to the worker."""
+    def given(self, w: int, batch: Batch) -> None:
+        """Look at a batch and give it to the worker."""
         worker = self.workers[w]
-        tasks = [(grant.job, grant.first + k) for k in range(len(grant.items))]
+        tasks = [(batch.job, batch.first + k) for k in range(len(batch.items))]
         self.note("worker", w, "gets", tasks)
         if not worker.alive:
             self.wrong(f"worker {w} was given {tasks}, and there is no such process")
         if worker.told != FAR:
-            self.wrong(f"worker {w} was given {tasks} while it is to empty its hand")
-        if grant.seq != len(worker.given):
-            self.wrong(f"seq {grant.seq} for what is item {len(worker.given)} of worker {w}")
+            self.wrong(f"worker {w} was given {tasks} while it is to empty its in_flight")
+        if batch.seq != len(worker.given):
+            self.wrong(f"seq {batch.seq} for what is item {len(worker.given)} of worker {w}")
         queue = self.queues[w] if any(t for _, t in self.queues[w]) else self.queues[None]
         while queue and not queue[0][1]:
             queue.pop(0)
         if not queue or tasks != queue[0][1][: len(tasks)]:
             self.wrong(f"{tasks} were given, but first in line are {queue[0][1] if queue else []}")
-        for task, item in zip(tasks, grant.items):
+        for task, item in zip(tasks, batch.items):
             if item != self.payload(task):
                 self.wrong(f"task {task} travels with the payload of another")
-        self.check_handful(w, grant, len(queue[0][1]), queue is self.queues[None])
+        self.check_handful(w, batch, len(queue[0][1]), queue is self.queues[None])
         del queue[0][1][: len(tasks)]
         if not queue[0][1]:
             queue.pop(0)
-        worker.given.extend((task, grant) for task in tasks)
+        worker.given.extend((task, batch) for task in tasks)
         if worker.lifetime is not None and len(worker.given) - worker.taken > worker.lifetime:
             self.wrong(f"worker {w} was given more than the {worker.lifetime} that it may run")
 
-    def check_handful(self, w: int, grant: Grant, waiting: int, shared: bool) -> None:
-        """A grant is as large as the rules allow, and no larger."""
-        n, cost = len(grant.items), self.sched.cost
-        most = 1 if 2 * cost > HANDFUL else max(1, min(MOST_ITEMS, int(HANDFUL / 2 / cost)))
+    def check_handful(self, w: int, batch: Batch, waiting: int, shared: bool) -> None:
+        """A batch is as large as the rules allow, and no larger."""
+        n, cost = len(batch.items), self.sched.cost
+        most = (
+            1
+            if 2 * cost > PREFETCH_SECONDS
+            else max(1, min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / cost)))
+        )
         if shared:
             most = min(most, -(-waiting // len(self.workers)))
         worker = self.workers[w]
         if worker.lifetime is not None:
             most = min(most, worker.lifetime - len(worker.given) + worker.taken)
         most = min(most, waiting)
-        size = sum(map(len, grant.items))
+        size = sum(map(len, batch.items))
         if n > most or (n > 1 and size > MOST_BYTES):
-            self.wrong(f"a grant of {n} items, {size} bytes: more than {most}")
-        fed = grant.job in self.open  # more may have come since it was cut
+            self.wrong(f"a batch of {n} items, {size} bytes: more than {most}")
+        fed = batch.job in self.open  # more may have come since it was cut
         if n < most and not fed and size + MOST_BYTES // 2 + 9 <= MOST_BYTES:
-            self.wrong(f"a grant of {n} items where {most} were allowed")
+            self.wrong(f"a batch of {n} items where {most} were allowed")
 
     # -- workers work ----------------------------------------------------------------------------
 
@@ -247,11 +262,11 @@ class SchedulerWorld(World):
             return
         seq = worker.finished
         worker.began = seq + 1
-        task, grant = worker.given[seq]
+        task, batch = worker.given[seq]
         if seq >= worker.limit:
             # With it the rest of the same message.
             worker.began = seq  # it takes that back, as `Outbox.enter` does
-            while worker.finished < len(worker.given) and worker.given[worker.finished][1] is grant:
+            while worker.finished < len(worker.given) and worker.given[worker.finished][1] is batch:
                 worker.skips.add(worker.finished)
                 worker.finished += 1
             self.note("worker", w, "skips", worker.finished - seq, "from", task)
@@ -279,12 +294,12 @@ class SchedulerWorld(World):
             w = self.one_of(some)
         worker = self.workers[w]
         at = worker.answered
-        task, grant = worker.given[at]
+        task, batch = worker.given[at]
         n, skipped = 1, at in worker.skips
-        # Answers that come together are of one grant; and skips come alone.
+        # Answers that come together are of one batch; and skips come alone.
         while (
             at + n < worker.finished
-            and worker.given[at + n][1] is grant
+            and worker.given[at + n][1] is batch
             and (at + n in worker.skips) == skipped
         ):
             n += 1
@@ -297,7 +312,7 @@ class SchedulerWorld(World):
             before = self.sched.cost
             seconds = n * self.one_of([1e-6, 3e-5, 2e-4, 3e-3, 0.01])
             got, first = self.sched.answered(w, n, seconds)
-            if got is not grant or (got.job, first) != task:
+            if got is not batch or (got.job, first) != task:
                 self.wrong(f"answers for {task} were taken as for {got.job, first}")
             if not seconds / n * 0.999 <= self.sched.cost <= max(before, seconds / n) * 1.001:
                 self.wrong(f"cost {self.sched.cost} after {n} tasks in {seconds} s")
@@ -310,8 +325,8 @@ class SchedulerWorld(World):
         """The worker says that it has skipped; what nobody took from it waits again."""
         worker = self.workers[w]
         for i in range(at, at + n):
-            task, grant = worker.given[i]
-            if i - grant.seq < grant.taken:
+            task, batch = worker.given[i]
+            if i - batch.seq < batch.taken:
                 self.put_back([task])
         self.sched.skipped(w, n)
 
@@ -331,16 +346,18 @@ class SchedulerWorld(World):
 
     def after(self, w: int) -> None:
         """What the engine does when answers have come."""
-        worker, hand = self.workers[w], self.sched.hands[w]
-        if hand.size == 0 and hand.paused:
+        worker, in_flight = self.workers[w], self.sched.in_flight[w]
+        if in_flight.size == 0 and in_flight.paused:
             worker.told = worker.limit = FAR
             self.sched.resume(w)
-        grants = self.sched.refill(w)
-        for grant in grants:
-            self.given(w, grant)
-        if len(hand.held) > (1 if grants and 2 * self.sched.cost > HANDFUL else 2):
-            self.wrong(f"worker {w} holds {len(hand.held)} grants of {self.sched.cost} s a task")
-        if hand.size == 0 and hand.left == 0:
+        batches = self.sched.refill(w)
+        for batch in batches:
+            self.given(w, batch)
+        if len(in_flight.held) > (1 if batches and 2 * self.sched.cost > PREFETCH_SECONDS else 2):
+            self.wrong(
+                f"worker {w} holds {len(in_flight.held)} batches of {self.sched.cost} s a task"
+            )
+        if in_flight.size == 0 and in_flight.left == 0:
             self.note("worker", w, "has lived its life")
             self.sched.retire(w)
             self.bury(w)
@@ -350,29 +367,29 @@ class SchedulerWorld(World):
     def look(self) -> None:
         """The engine looks at a silent worker: it sits on something, or was seen to before."""
         w = self.below(len(self.workers))
-        worker, hand = self.workers[w], self.sched.hands[w]
+        worker, in_flight = self.workers[w], self.sched.in_flight[w]
         if not worker.alive:
             return
         unbegun = [
-            (task, grant)
-            for i, (task, grant) in enumerate(worker.given)
-            if i >= max(worker.began, worker.answered) and i - grant.seq < grant.taken
+            (task, batch)
+            for i, (task, batch) in enumerate(worker.given)
+            if i >= max(worker.began, worker.answered) and i - batch.seq < batch.taken
         ]
         surplus = bool(unbegun) and not any(
             self.bound[task] is not None for task, _ in worker.given[worker.answered :]
         )
         if surplus != self.sched.surplus(w, worker.began):
             self.wrong(f"surplus of worker {w} is {not surplus}, and it has not begun {unbegun}")
-        if hand.paused and worker.told != FAR and not worker.skips:
+        if in_flight.paused and worker.told != FAR and not worker.skips:
             # By now it has seen the word.
             worker.limit = worker.told
             limit = max(worker.told, worker.began)
-            back: list[tuple[Grant, list[Task]]] = []
+            back: list[tuple[Batch, list[Task]]] = []
             for i in range(max(limit, worker.answered), len(worker.given)):
-                task, grant = worker.given[i]
-                if i - grant.seq < grant.taken:
-                    if not back or back[-1][0] is not grant:
-                        back.append((grant, []))
+                task, batch = worker.given[i]
+                if i - batch.seq < batch.taken:
+                    if not back or back[-1][0] is not batch:
+                        back.append((batch, []))
                     back[-1][1].append(task)
             count = sum(len(tasks) for _, tasks in back)
             self.note("take back", count, "from worker", w)
@@ -381,8 +398,8 @@ class SchedulerWorld(World):
             worker.taken += count
             for _, tasks in reversed(back):
                 self.put_back(tasks)
-            self.grants()
-        elif surplus and not hand.paused:
+            self.batches()
+        elif surplus and not in_flight.paused:
             self.note("worker", w, "is to begin nothing from", worker.began)
             self.sched.pause(w)
             worker.told = worker.began
@@ -407,17 +424,17 @@ class SchedulerWorld(World):
         """Make the accounts of a worker that has ended."""
         worker = self.workers[w]
         running = worker.given[worker.began - 1][0] if worker.began > worker.answered else None
-        back: list[tuple[Grant, list[Task]]] = []
+        back: list[tuple[Batch, list[Task]]] = []
         for i in range(worker.answered, len(worker.given)):
-            task, grant = worker.given[i]
-            if task != running and i - grant.seq < grant.taken:
-                if not back or back[-1][0] is not grant:
-                    back.append((grant, []))
+            task, batch = worker.given[i]
+            if task != running and i - batch.seq < batch.taken:
+                if not back or back[-1][0] is not batch:
+                    back.append((batch, []))
                 back[-1][1].append(task)
         if running is not None:
             i = worker.began - 1
-            grant = worker.given[i][1]
-            if i - grant.seq >= grant.taken:
+            batch = worker.given[i][1]
+            if i - batch.seq >= batch.taken:
                 running = None  # it was taken back; the worker was about to skip it
         lost = self.sched.gone(w, worker.began)
         found = None if lost is None else (lost[0].job, lost[0].first + lost[1])
@@ -499,19 +516,21 @@ class SchedulerWorld(World):
         queued = sum(len(tasks) for q in self.queues.values() for _, tasks in q)
         if sched.waiting() != queued + len(self.later):
             self.wrong(f"{sched.waiting()} items wait; in the model {self.queues}")
-        spans = len(sched.shared)
-        for w, (worker, hand) in enumerate(zip(self.workers, sched.hands)):
-            spans += len(sched.own[w])
+        task_ranges = len(sched.shared)
+        for w, (worker, in_flight) in enumerate(zip(self.workers, sched.in_flight)):
+            task_ranges += len(sched.own[w])
             if sched._bound[w] != sum(len(tasks) for _, tasks in self.queues[w]):
                 self.wrong(f"{sched._bound[w]} items are said to wait for worker {w}")
             self.check_running(w, worker)
-            if hand.size != self.holds(w):
-                self.wrong(f"worker {w} holds {self.holds(w)}; the scheduler says {hand.size}")
-            able = hand.accepting and not hand.held
+            if in_flight.size != self.holds(w):
+                self.wrong(f"worker {w} holds {self.holds(w)}; the scheduler says {in_flight.size}")
+            able = in_flight.accepting and not in_flight.held
             if able != (w in sched.idle) or (able and not worker.alive):
                 self.wrong(f"idle are {list(sched.idle)}, and worker {w} is not listed so")
-        if sched._queued != spans:
-            self.wrong(f"{spans} spans stand in the queues; the scheduler counts {sched._queued}")
+        if sched._queued != task_ranges:
+            self.wrong(
+                f"{task_ranges} ranges stand in the queues; the scheduler counts {sched._queued}"
+            )
 
     def check_running(self, w: int, worker: _Worker) -> None:
         """The scheduler knows which item a worker is in."""
@@ -523,9 +542,9 @@ class SchedulerWorld(World):
 
     def close_streams(self) -> None:
         """The inputs come to their ends."""
-        for span, _ in self.open.values():
-            assert isinstance(span.items, _Fed)
-            span.items.span = None
+        for task_range, _ in self.open.values():
+            assert isinstance(task_range.items, _Fed)
+            task_range.items.task_range = None
         self.open.clear()
 
     def drain(self) -> None:
@@ -536,7 +555,7 @@ class SchedulerWorld(World):
                 break
             self.revive()
             self.due()
-            self.grants()
+            self.batches()
             for w in list(range(len(self.workers))):
                 if self.workers[w].alive and self.workers[w].finished < len(self.workers[w].given):
                     self.begin(w)

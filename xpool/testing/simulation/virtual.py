@@ -1,9 +1,9 @@
 """Virtual pipes, shared pages, processes and descriptors: what the engine's world is made of.
 
-Real are the engine, the scheduler, `Inlet`, `Outlet` and `Outbox`; below them nothing is.  The
-virtual kernel is at least as unkind as the true one: it writes and reads in pieces of any size,
-reports a death any time after it, and shows a store in a shared page to the other side when it
-likes, within a millisecond, in any order, unless a message through a pipe comes between.
+Real are the engine, the scheduler, `FrameReader`, `FrameWriter` and `Outbox`; below them nothing
+is.  The virtual kernel is at least as unkind as the true one: it writes and reads in pieces of any
+size, reports a death any time after it, and shows a store in a shared page to the other side when
+it likes, within a millisecond, in any order, unless a message through a pipe comes between.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.engine.watch import Watch
-from xpool.fleet.slot import Slot
 from xpool.jobs.states import WorkerEvent
-from xpool.queue.channel import Inlet, Outlet
+from xpool.queue.channel import FrameReader, FrameWriter
 from xpool.queue.messages import TO_PARENT
 from xpool.queue.outbox import HEADER, NO_LIMIT, Outbox
 from xpool.testing.simulation.seeds import World
+from xpool.workers.slot import Slot
 
 __all__ = ["Descriptors", "Kernel", "Page", "Pipe", "SimSlot", "SimWatch"]
 
@@ -314,7 +314,7 @@ class SimSlot(Slot):
         if self.generation and self._world.refuses():
             raise OSError(24, "the world has no descriptors left")
         process: list[Any] = []
-        for slot in sorted((self, *self.mates), key=lambda slot: slot.index):
+        for slot in sorted((self, *self.siblings), key=lambda slot: slot.index):
             slot._begin(process)  # type: ignore[attr-defined]
 
     def _begin(self, process: list[Any]) -> None:
@@ -324,14 +324,14 @@ class SimSlot(Slot):
         page = Page(world, world.box_size)
         kernel.pages.append(page)
         self.handle = world.spawn(self, tasks, answers, page, process)
-        self.outlet = _SimOutlet(kernel, kernel.fds.add(tasks, True))
-        self.inlet = _SimInlet(kernel, kernel.fds.add(answers, False))
+        self.writer = _SimOutlet(kernel, kernel.fds.add(tasks, True))
+        self.reader = _SimInlet(kernel, kernel.fds.add(answers, False))
         self.box = page.box(by_parent=True)
         self.box.limit = NO_LIMIT
         page.show()  # the process is started after it
         self.page = page
         self.lifeline = 1
-        self.poller: Any = _Poller(world, [self.inlet.fd, self.handle.sentinel])
+        self.poller: Any = _Poller(world, [self.reader.fd, self.handle.sentinel])
         self.happens(WorkerEvent.LAUNCH)
         self.generation += 1
 
@@ -346,20 +346,20 @@ class SimSlot(Slot):
 
     def gone(self) -> None:
         assert self.handle is not None
-        if self.driven:
+        if self.direct_job:
             self._world.wrong(f"worker {self.index} is put away, and a caller polls its pipe")
         handle, self.handle = self.handle, None
         self.happens(WorkerEvent.GONE)
-        for fd in (self.outlet.fd, self.inlet.fd):
+        for fd in (self.writer.fd, self.reader.fd):
             self._world.kernel.fds.close(fd)
         self._world.kernel.pages.remove(self.page)
         self.lifeline = None
-        if all(mate.handle is None for mate in self.mates):
+        if all(mate.handle is None for mate in self.siblings):
             handle.close()
         self.stopping_since = None
 
 
-class _SimOutlet(Outlet):
+class _SimOutlet(FrameWriter):
     __slots__ = ("_write", "_writev")
 
     def __init__(self, kernel: Kernel, fd: int) -> None:
@@ -368,7 +368,7 @@ class _SimOutlet(Outlet):
         self._writev: Any = kernel.writev
 
 
-class _SimInlet(Inlet):
+class _SimInlet(FrameReader):
     __slots__ = ("_read", "_readv")
 
     def __init__(self, kernel: Kernel, fd: int) -> None:

@@ -1,6 +1,6 @@
 """A virtual worker process: `xpool.worker.loop` as a generator that stops at every visible step.
 
-Or a thread of one, beside its mates: `xpool.worker.several`.
+Or a thread of one, beside its siblings: `xpool.worker.several`.
 
 Each ``yield`` is a point at which the world may let others go on, or end the process.  What is
 yielded says when it may go on: None, at once; a number, at that time; a function, when it is true.
@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from xpool.fleet.slot import Slot
 from xpool.queue.messages import (
     ANSWER,
     BODY_ERROR,
@@ -36,6 +35,7 @@ from xpool.queue.messages import (
 )
 from xpool.queue.outbox import _SINCE, STOP_SIGNAL
 from xpool.testing.simulation.virtual import Page, Pipe
+from xpool.workers.slot import Slot
 
 __all__ = ["Handle", "Worker"]
 
@@ -43,11 +43,11 @@ SILENCE = 0.001
 
 
 class Handle:
-    """A process as the parent sees it: `xpool.fleet.launch.Handle`, reported as the world likes."""
+    """A process as the parent sees it (`workers.launch.Handle`), reported as the world likes."""
 
     def __init__(self, world: Any, worker: Worker) -> None:
         self._world = world
-        self._worker = worker  # one of its mates
+        self._worker = worker  # one of its siblings
         self.news = Pipe(16)
         self.sentinel: int = world.kernel.fds.add(self.news, False)
         self.pid: int | None = None
@@ -69,7 +69,7 @@ class Handle:
         if signum == 9:
             self._worker.doomed = -9
         elif signum == STOP_SIGNAL:
-            for worker in self._worker.mates:
+            for worker in self._worker.siblings:
                 if not worker.deaf:
                     worker.asked = True
         elif not self._worker.deaf:
@@ -85,7 +85,7 @@ class Handle:
 class Worker:
     """One process: its ends of the pipes, its view of the page, and where it is in its life.
 
-    ``mates``: the workers of the process; it joins them.
+    ``siblings``: the workers of the process; it joins them.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Worker:
         tasks: Pipe,
         answers: Pipe,
         page: Page,
-        mates: list[Worker],
+        siblings: list[Worker],
     ) -> None:
         self.world = world
         self.index = slot.index
-        self.mates = mates
-        mates.append(self)
-        first = mates[0]
+        self.siblings = siblings
+        siblings.append(self)
+        first = siblings[0]
         self.pid: int = world.next_pid() if first is self else first.pid
         self.ready = self.through = False  # it could serve; it was told to stop
         self.tasks, self.answers, self.page = tasks, answers, page
@@ -155,14 +155,14 @@ class Worker:
         try:
             self._when = next(self._life)
         except StopIteration as stop:
-            if self.through and not all(one.through for one in self.mates):
+            if self.through and not all(one.through for one in self.siblings):
                 self._when = lambda: False  # it waits for the others
             else:
                 self.end(stop.value)
 
     def end(self, code: int) -> None:
         """The process has ended; its stores are seen, its ends close."""
-        for one in self.mates:
+        for one in self.siblings:
             one.alive = False
             one._life.close()
             one.page.show()
@@ -183,8 +183,8 @@ class Worker:
             yield from self._frame(FAILED, Refusal("no device", b"").packed())
             return 1
         self.ready = True
-        if len(self.mates) > 1:
-            yield lambda: all(one.ready for one in self.mates)
+        if len(self.siblings) > 1:
+            yield lambda: all(one.ready for one in self.siblings)
         yield from self._frame(READY, GREETING.pack(WIRE, world.chance(0.5)))
         while True:
             try:

@@ -1,9 +1,9 @@
 """Workers that have ended: what becomes of their work, and who takes their place.
 
-A process has one worker, or several as threads (`Slot.mates`).  These end together, so the books of
-all are made at once: first all that any of them has sent is taken in, since they have one seat in
-the arena; then what each held is lost, tried again or given to others; then the process is started
-anew, for all of them.
+A process has one worker, or several as threads (`Slot.siblings`).  These end together, so the
+books of all are made at once: first all that any of them has sent is taken in, since they have one
+seat in the arena; then what each held is lost, tried again or given to others; then the process is
+started anew, for all of them.
 
 Called with the engine's lock held.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from xpool.engine.exchange import CULPRIT
-from xpool.engine.limits import Limits
+from xpool.engine.deadlines import Deadlines
+from xpool.engine.dispatcher import CULPRIT
 from xpool.engine.switchboard import Switchboard
 from xpool.errors import (
     DeviceError,
@@ -25,16 +25,16 @@ from xpool.errors import (
     XPoolError,
     exit_reason,
 )
-from xpool.fleet.launch import Handle
-from xpool.fleet.slot import Slot
-from xpool.jobs.scheduler import Grant
+from xpool.jobs.scheduler import Batch
 from xpool.jobs.states import WorkerStates
 from xpool.options import START_ATTEMPTS
 from xpool.pickle import decode
 from xpool.queue.messages import Refusal
 from xpool.results import Parcel
+from xpool.workers.launch import Handle
+from xpool.workers.slot import Slot
 
-__all__ = ["Deaths"]
+__all__ = ["Replacement"]
 
 SYSTEM_ATTEMPTS = 6
 """Times that the system may refuse to start a process, at intervals that grow to three seconds."""
@@ -71,7 +71,7 @@ class StartFailure(Parcel):
         return [error]
 
 
-class Deaths(Limits):
+class Replacement(Deadlines):
     """The part of the engine that sees processes end; `Engine` starts them."""
 
     failure: XPoolError | StartFailure | None = None
@@ -82,7 +82,7 @@ class Deaths(Limits):
     _dead_seats: list[int]  # to be cleared, by the engine's thread
 
     def _start(self, slot: Slot) -> None:
-        """Start the process of a worker, and of its mates."""
+        """Start the process of a worker, and of its siblings."""
         raise NotImplementedError
 
     def _watch_end(self, slot: Slot) -> None:
@@ -94,12 +94,12 @@ class Deaths(Limits):
         handle = slot.handle
         if handle is None:
             return
-        ended = [slot, *slot.mates]
+        ended = [slot, *slot.siblings]
         for one in ended:
-            if one.driven:
+            if one.direct_job:
                 # Its caller polls these descriptors: they may be closed when he has let go, which
                 # is at once, since he sees this too.
-                one.unchecked = True
+                one.exit_pending = True
                 self._watch.remove(handle.sentinel)
                 return
         if not handle.ended():
@@ -113,8 +113,8 @@ class Deaths(Limits):
         workers = " and ".join(f"worker {one.index}" for one in ended)
         died = f"{workers} (pid {handle.pid}), {exit_reason(handle.exitcode)}"
         for one in ended:
-            if one.mad is not None:
-                died += f", for it wrote nonsense ({one.mad})"
+            if one.protocol_error is not None:
+                died += f", for it wrote nonsense ({one.protocol_error})"
         # To break off what it ran: then we have killed it.
         asked = any(one.stop is not None for one in ended)
         ready = [one for one in ended if one.state is WorkerStates.READY]
@@ -139,7 +139,7 @@ class Deaths(Limits):
                 return
             if ready and not asked and self._budget.death(self._watch.now()):
                 budget = self._budget
-                self.failure = PoolBroken(budget.deaths, budget.span(), died)
+                self.failure = PoolBroken(budget.deaths, budget.task_range(), died)
                 self._ending = True
                 return
             self._start_again(slot)
@@ -151,13 +151,13 @@ class Deaths(Limits):
         Before the accounts are made: what it still ran would be run twice.
         """
         slot.kill()
-        while not slot.inlet.ended and slot.hears(1.0):
+        while not slot.reader.ended and slot.hears(1.0):
             self._receive(slot)
 
     def _put_away(self, slot: Slot) -> None:
         """Let go of a worker whose accounts are made."""
         self._deep.pop(slot.index, None)
-        for fd in (slot.inlet.fd, slot.outlet.fd):
+        for fd in (slot.reader.fd, slot.writer.fd):
             self._watch.remove(fd)
         if self.switchboard is not None:
             self.switchboard.ended(slot)
@@ -170,33 +170,35 @@ class Deaths(Limits):
 
     def _make_accounts(self, ended: list[Slot], handle: Handle) -> None:
         """Answer what the workers of a process ran, or have it tried again; others get the rest."""
-        lost: dict[Slot, tuple[Grant, int]] = {}
+        lost: dict[Slot, tuple[Batch, int]] = {}
         for one in ended:
             found = self.sched.gone(one.index, one.box.began)
             if found is not None:
                 lost[one] = found
-        ran = {one: self._describe(grant.job, grant.first + k) for one, (grant, k) in lost.items()}
-        guilty = next((one for one in ended if one.stop is not None or one.mad is not None), None)
-        for one, (grant, position) in lost.items():
+        ran = {one: self._describe(batch.job, batch.first + k) for one, (batch, k) in lost.items()}
+        guilty = next(
+            (one for one in ended if one.stop is not None or one.protocol_error is not None), None
+        )
+        for one, (batch, position) in lost.items():
             innocent = guilty is not None and guilty is not one
-            beside = _beside(one, guilty, ran) if one.mates else ""
-            self._lose(one, grant, position, handle, innocent, beside)
+            beside = _beside(one, guilty, ran) if one.siblings else ""
+            self._lose(one, batch, position, handle, innocent, beside)
 
     def _lose(
-        self, slot: Slot, grant: Grant, position: int, handle: Handle, innocent: bool, beside: str
+        self, slot: Slot, batch: Batch, position: int, handle: Handle, innocent: bool, beside: str
     ) -> None:
         """Answer a task whose worker ended; ``innocent``: for something that another one ran."""
-        if slot.stop is not None and grant.seq + position == slot.stop.seq:
-            self._broken_off(slot, grant, position)
+        if slot.stop is not None and batch.seq + position == slot.stop.seq:
+            self._broken_off(slot, batch, position)
             return
-        killed = grant.past.killed + (not innocent)
-        if grant.retries > 0 and killed < CULPRIT and not self._ending:
-            self._again(grant, position, killed=not innocent)
+        killed = batch.past.killed + (not innocent)
+        if batch.retries > 0 and killed < CULPRIT and not self._ending:
+            self._again(batch, position, killed=not innocent)
             return
-        index = grant.first + position
-        task = self._describe(grant.job, index)
+        index = batch.first + position
+        task = self._describe(batch.job, index)
         error = WorkerDied(handle.pid, handle.exitcode, slot.index, task, killed, beside)
-        self.results.append((grant.job, index, (False, error)))
+        self.results.append((batch.job, index, (False, error)))
 
     # -- those who come after ------------------------------------------------------------------
 
@@ -268,7 +270,7 @@ def _beside(slot: Slot, guilty: Slot | None, ran: dict[Slot, str]) -> str:
     """Say what other threads of a worker's process have to do with its end; empty: nothing."""
     if guilty is not None and guilty is not slot:
         why = "wrote nonsense to its parent"
-        if guilty.mad is None:
+        if guilty.protocol_error is None:
             task = ran.get(guilty, "what it was given")
             why = f"ran {task}, which did not stop when its time was over or it was cancelled"
         other = f"worker {guilty.index}, another thread of it,"

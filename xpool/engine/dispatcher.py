@@ -14,9 +14,8 @@ from typing import Any
 
 from xpool.engine.watch import Watch
 from xpool.errors import InternalError, TaskTimeout
-from xpool.fleet.slot import Slot
 from xpool.jobs.budget import RestartBudget, back_off
-from xpool.jobs.scheduler import Grant, Scheduler
+from xpool.jobs.scheduler import Batch, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.pickle import decode
 from xpool.pickle.frame import FRAMED, Leased, adopt, inline
@@ -43,8 +42,9 @@ from xpool.queue.messages import (
 )
 from xpool.queue.outbox import NO_LIMIT, entries
 from xpool.results import Parcel, Unopened
+from xpool.workers.slot import Slot
 
-__all__ = ["Encoded", "Exchange", "own_part"]
+__all__ = ["Encoded", "Dispatcher", "own_part"]
 
 CULPRIT = 5
 """Workers that one task may kill, whatever its ``retries``."""
@@ -105,7 +105,7 @@ def own_part(stack: str) -> str:
     return "\n".join(lines[: max(1, ours[0])] if ours else lines)
 
 
-class Exchange:
+class Dispatcher:
     """The part of the engine that moves things; `Engine` adds processes and waiting."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Exchange:
         self._funcs: dict[int, tuple[int, bytes | memoryview]] = {}
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
-        self._driven: dict[int, Slot] = {}  # by job: whose answer a caller receives himself
+        self._direct: dict[int, Slot] = {}  # by job: whose answer a caller receives himself
         self._stopped = False  # terminated: nothing is sent or taken any more
 
     # -- answers in --------------------------------------------------------------------------------
@@ -138,15 +138,15 @@ class Exchange:
     def _receive_from(self, slot: Slot) -> Callable[[int], None]:
         def handler(fd: int) -> None:
             # The event may be from before a caller took over: the answer is his to take.
-            if not slot.driven:
+            if not slot.direct_job:
                 self._receive(slot)
 
         return handler
 
     def _receive(self, slot: Slot) -> None:
         """Take what has come from a worker, and hand it its next tasks in the same step."""
-        frames = slot.inlet.frames()
-        while slot.mad is None:
+        frames = slot.reader.frames()
+        while slot.protocol_error is None:
             kind = ENDED
             try:
                 for head, body in frames:
@@ -166,8 +166,8 @@ class Exchange:
                 self._after_answers(slot)
                 if kind == SKIPPED:
                     self._give_idle()
-        if slot.inlet.ended:
-            self._watch.remove(slot.inlet.fd)
+        if slot.reader.ended:
+            self._watch.remove(slot.reader.fd)
 
     def _understand(
         self,
@@ -193,11 +193,14 @@ class Exchange:
                     "the worker imports another version of xpool; look at PYTHONPATH"
                 )
                 slot.kill()
-            elif slot.greeted:
+            elif slot.ready:
                 raise ValueError("a second greeting")
         elif kind == SKIPPED:
             self.sched.skipped(slot.index, count)
-            if slot.stop is not None and self.sched.hands[slot.index].answered > slot.stop.seq >= 0:
+            if (
+                slot.stop is not None
+                and self.sched.in_flight[slot.index].answered > slot.stop.seq >= 0
+            ):
                 slot.stop = None  # it was at the door of what it was to break off, and turned back
                 slot.box.ask(0)
         elif kind == FAILED:
@@ -210,36 +213,36 @@ class Exchange:
 
         What it has begun and not answered fails: whether that was done cannot be known.
         """
-        slot.mad = exc
-        if not slot.greeted:
+        slot.protocol_error = exc
+        if not slot.ready:
             slot.reason = exc
         slot.kill()
-        slot.inlet.ended = True
-        self._watch.remove(slot.inlet.fd)
+        slot.reader.ended = True
+        self._watch.remove(slot.reader.fd)
         self.sched.retire(slot.index)
-        hand = self.sched.hands[slot.index]
-        while hand.held and hand.answered < slot.box.began:
-            grant = hand.held[0]
-            wanted = grant.done < grant.taken and not grant.withdrawn
+        in_flight = self.sched.in_flight[slot.index]
+        while in_flight.held and in_flight.answered < slot.box.began:
+            batch = in_flight.held[0]
+            wanted = batch.done < batch.taken and not batch.withdrawn
             index = self.sched.answered(slot.index, 1)[1]
-            if wanted and grant.retries > 0 and grant.past.killed + 1 < CULPRIT:
-                self._again(grant, index - grant.first, killed=True)
+            if wanted and batch.retries > 0 and batch.past.killed + 1 < CULPRIT:
+                self._again(batch, index - batch.first, killed=True)
             elif wanted:
                 error = InternalError(
                     f"worker {slot.index} (pid {slot.pid}) was killed since it wrote nonsense to "
                     f"its parent ({type(exc).__name__}: {exc}), while it ran "
-                    f"{self._describe(grant.job, index)} or after. If no code of that task, or of "
+                    f"{self._describe(batch.job, index)} or after. If no code of that task, or of "
                     "a library that it uses, writes to memory or descriptors that are not its "
                     "own, this is a bug in xpool"
                 )
                 error.__cause__ = exc
-                self.results.append((grant.job, index, (False, error)))
+                self.results.append((batch.job, index, (False, error)))
 
     def _serves(self, slot: Slot) -> None:
         """Take a worker into service that says that it is ready."""
         retiring = slot.state is WorkerStates.RETIRING
         slot.happens(WorkerEvent.HELLO)
-        slot.greeted, slot.stop = True, None
+        slot.ready, slot.stop = True, None
         slot.failures, slot.killed, slot.reason = 0, 0, None
         if not retiring:
             self.sched.ready(slot.index, self._lifetime)
@@ -249,8 +252,8 @@ class Exchange:
     def _answers(
         self, slot: Slot, errors: int, count: int, body: bytes | memoryview, mark: int, nanos: int
     ) -> None:
-        boxed = count - slot.ahead
-        slot.ahead = 0
+        boxed = count - slot.answers_taken_early
+        slot.answers_taken_early = 0
         self._budget.finished = True
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
@@ -275,8 +278,8 @@ class Exchange:
         """Move answers out of an outbox; plain ones travel on in one piece."""
         data = slot.box.take(mark)
         if not mixed and slot.stop is None:
-            grant, first = self.sched.answered(slot.index, n, seconds * n)
-            self.results.append((grant.job, first, (True, Encoded(data, n, True))))
+            batch, first = self.sched.answered(slot.index, n, seconds * n)
+            self.results.append((batch.job, first, (True, Encoded(data, n, True))))
             return
         for error, payload in entries(data):
             self._answer(slot, error, payload, seconds)
@@ -292,16 +295,16 @@ class Exchange:
         """Take one answer; ``again``: it is an error that the task is to be tried again after."""
         # Also one that nobody will open: it has to be adopted.  First, since it may be nonsense.
         answer = self._encoded(slot, payload)
-        grant, index = self.sched.answered(slot.index, 1, seconds)
-        position = index - grant.first
-        if slot.stop is not None and grant.seq + position == slot.stop.seq:
-            self._broken_off(slot, grant, position)
-        elif again and grant.retries > 0:
-            self._again(grant, position, killed=False)
+        batch, index = self.sched.answered(slot.index, 1, seconds)
+        position = index - batch.first
+        if slot.stop is not None and batch.seq + position == slot.stop.seq:
+            self._broken_off(slot, batch, position)
+        elif again and batch.retries > 0:
+            self._again(batch, position, killed=False)
         else:
-            self.results.append((grant.job, index, (not error, answer)))
+            self.results.append((batch.job, index, (not error, answer)))
 
-    def _broken_off(self, slot: Slot, grant: Grant, position: int) -> None:
+    def _broken_off(self, slot: Slot, batch: Batch, position: int) -> None:
         """Answer a task that was asked to stop and has, or died of it.
 
         What the worker says of it no longer matters: its time was over before it said that.
@@ -310,41 +313,41 @@ class Exchange:
         stack = slot.box.stack()
         slot.box.ask(0)
         self._check_by(slot, self._watch.now())  # what it runs now may have to end, too
-        limit = grant.limit
-        if grant.withdrawn or limit is None:
+        limit = batch.limit
+        if batch.withdrawn or limit is None:
             return  # cancelled: its job is answered
-        if limit.again and grant.retries > 0:
-            self._again(grant, position, killed=False)
+        if limit.again and batch.retries > 0:
+            self._again(batch, position, killed=False)
             return
-        index = grant.first + position
-        task = self._describe(grant.job, index)
+        index = batch.first + position
+        task = self._describe(batch.job, index)
         error = TaskTimeout(limit.seconds, slot.index, slot.pid, task, own_part(stack))
-        self.results.append((grant.job, index, (False, error)))
+        self.results.append((batch.job, index, (False, error)))
 
-    def _again(self, grant: Grant, position: int, killed: bool) -> None:
+    def _again(self, batch: Batch, position: int, killed: bool) -> None:
         """Have a task run once more, after a pause."""
-        when = self._watch.now() + back_off(grant.past.tries + 1, self._random.random())
-        self.sched.again(grant, position, killed=killed, when=when)
+        when = self._watch.now() + back_off(batch.past.tries + 1, self._random.random())
+        self.sched.again(batch, position, killed=killed, when=when)
         self._watch.alarm(when)
 
     def _after_answers(self, slot: Slot) -> None:
-        if slot.mad is not None:
+        if slot.protocol_error is not None:
             return  # it gets nothing more
         w = slot.index
-        hand = self.sched.hands[w]
-        if hand.size < 2:
+        in_flight = self.sched.in_flight[w]
+        if in_flight.size < 2:
             self._deep.pop(w, None)
-        if hand.size == 0 and hand.paused:
+        if in_flight.size == 0 and in_flight.paused:
             slot.box.limit = NO_LIMIT
-            slot.revoking = False
+            slot.recalling = False
             if slot.state is WorkerStates.READY:
                 self.sched.resume(w)
         if slot.state is not WorkerStates.READY:
             return
-        grants = self.sched.refill(w)
-        for grant in grants:
-            self._give(slot, grant)
-        if hand.size == 0 and hand.left == 0:
+        batches = self.sched.refill(w)
+        for batch in batches:
+            self._give(slot, batch)
+        if in_flight.size == 0 and in_flight.left == 0:
             self._retire(slot)
         elif w in self._deep:
             self._expect_silence(slot)  # it may have been given up looking at
@@ -353,7 +356,7 @@ class Exchange:
 
     def _look_for_surplus(self, slot: Slot) -> None:
         """When a worker has nothing and others have tasks in hand: are they sitting on them?"""
-        if self._deep and not self.sched.hands[slot.index].size:
+        if self._deep and not self.sched.in_flight[slot.index].size:
             self._look_at_all(self._deep, self._watch.now() + GRACE)
 
     def _retire(self, slot: Slot) -> None:
@@ -365,12 +368,12 @@ class Exchange:
     def _drain(self, slot: Slot) -> None:
         """Receive all that is in a worker's pipe."""
         self._receive(slot)
-        while not (slot.inlet.ended or slot.inlet.dry):
+        while not (slot.reader.ended or slot.reader.dry):
             self._receive(slot)
 
     def _take_late(self, slot: Slot, mark: int) -> int:
         """Move answers out of an outbox that no message has told of; return how many."""
-        if slot.mad is not None:
+        if slot.protocol_error is not None:
             return 0
         try:
             found = entries(slot.box.take(mark))
@@ -384,40 +387,40 @@ class Exchange:
 
     # -- tasks out ---------------------------------------------------------------------------------
 
-    def _give_idle(self, driven: int = 0) -> None:
+    def _give_idle(self, direct_job: int = 0) -> None:
         """Send what waits to the idle; who gets the job ``driven`` will be driven."""
-        for w, grant in self.sched.next_grants():
+        for w, batch in self.sched.next_batches():
             slot = self.slots[w]
-            if grant.job == driven:
+            if batch.job == direct_job:
                 self._mute(slot, True)
-                slot.driven = driven
-                self._driven[driven] = slot
-            self._give(slot, grant)
+                slot.direct_job = direct_job
+                self._direct[direct_job] = slot
+            self._give(slot, batch)
 
-    def _give(self, slot: Slot, grant: Grant) -> None:
-        if slot.muted and not slot.driven:
+    def _give(self, slot: Slot, batch: Batch) -> None:
+        if slot.muted and not slot.direct_job:
             self._mute(slot, False)
         if slot.forget:
             self._send(slot, forget_frame(slot.forget))
             slot.forget = []
-        func = grant.func
+        func = batch.func
         if func and func not in slot.known and func in self._funcs:
             # A function that is not there was forgotten: its job has failed, and what of it was
             # queued already is answered by the worker, to nobody.
             slot.known.add(func)
             mode, payload = self._funcs[func]
             self._send(slot, func_frame(func, mode, payload if slot.mapped else inline(payload)))
-        items = grant.items if slot.mapped else [inline(item) for item in grant.items]
+        items = batch.items if slot.mapped else [inline(item) for item in batch.items]
         kind = TASKS
-        if grant.limit is not None:
+        if batch.limit is not None:
             kind = TIMED
-            self._check_by(slot, self._watch.now() + grant.limit.seconds)
+            self._check_by(slot, self._watch.now() + batch.limit.seconds)
         self._send(slot, tasks_frame(func, items, kind))
-        if self.sched.hands[slot.index].size > 1:
+        if self.sched.in_flight[slot.index].size > 1:
             self._deep[slot.index] = None
             self._expect_silence(slot)
-        if grant.feeder is not None:
-            grant.feeder.taken(grant.items)
+        if batch.input_reader is not None:
+            batch.input_reader.taken(batch.items)
 
     def _check_by(self, slot: Slot, when: float) -> None:
         """Have the limits of what a worker runs looked at, at that time or before.
@@ -429,21 +432,21 @@ class Exchange:
             self._watch.alarm(when)
 
     def _send(self, slot: Slot, parts: Parts) -> None:
-        outlet = slot.outlet
-        outlet.send(parts)
-        if outlet.backlog and outlet.fd not in self._watch:
+        writer = slot.writer
+        writer.send(parts)
+        if writer.backlog and writer.fd not in self._watch:
 
             def flush(fd: int) -> None:
-                outlet.flush()
-                if not outlet.backlog:
+                writer.flush()
+                if not writer.backlog:
                     self._watch.remove(fd)
 
-            self._watch.add(outlet.fd, flush, writable=True)
+            self._watch.add(writer.fd, flush, writable=True)
 
     def _mute(self, slot: Slot, muted: bool) -> None:
-        if slot.muted != muted and slot.handle is not None and slot.inlet.fd in self._watch:
+        if slot.muted != muted and slot.handle is not None and slot.reader.fd in self._watch:
             slot.muted = muted
-            self._watch.mute(slot.inlet.fd, muted)
+            self._watch.mute(slot.reader.fd, muted)
 
     # -- silent workers ----------------------------------------------------------------------------
 
@@ -464,7 +467,7 @@ class Exchange:
         for slot in self.slots:
             if slot.look_at is not None and now >= slot.look_at:
                 slot.look_at = None
-                if slot.driven:
+                if slot.direct_job:
                     slot.look_at = now + LOOK  # who drives it receives all there is
                 elif slot.index in self._deep:
                     slot.look_at = self._look(slot, now)
@@ -483,16 +486,18 @@ class Exchange:
         seen, slot.seen = slot.seen, (began, tail)
         # Messages first: an answer in the pipe may come before those in the outbox.
         self._drain(slot)
-        if seen[1] > box.head and not slot.inlet.partial:
-            slot.ahead += self._take_late(slot, seen[1])
+        if seen[1] > box.head and not slot.reader.partial:
+            slot.answers_taken_early += self._take_late(slot, seen[1])
             self._after_answers(slot)
-        if slot.revoking:
-            slot.revoking = False
+        if slot.recalling:
+            slot.recalling = False
             self.sched.take_back(w, max(box.limit, began))
             self._give_idle()
-        elif self.sched.idle and not self.sched.hands[w].paused and self.sched.surplus(w, began):
+        elif (
+            self.sched.idle and not self.sched.in_flight[w].paused and self.sched.surplus(w, began)
+        ):
             box.limit = began
-            slot.revoking = True
+            slot.recalling = True
             self.sched.pause(w)
             return now + GRACE
         if w not in self._deep:

@@ -14,20 +14,20 @@ before another limit has passed.  So tasks that are far below their limit cost n
 
 from __future__ import annotations
 
-from xpool.engine.exchange import GRACE, Exchange, own_part
+from xpool.engine.dispatcher import GRACE, Dispatcher, own_part
 from xpool.errors import TaskTimeout
-from xpool.fleet.slot import Slot, Stop
 from xpool.interrupt import uninterrupted
-from xpool.jobs.scheduler import Grant
+from xpool.jobs.scheduler import Batch
 from xpool.queue.outbox import NO_LIMIT, STOP_SIGNAL
+from xpool.workers.slot import Slot, Stop
 
-__all__ = ["TASK_GRACE", "Limits"]
+__all__ = ["TASK_GRACE", "Deadlines"]
 
 TASK_GRACE = 0.1
 """Seconds between asking a worker to break a task off and killing it."""
 
 
-class Limits(Exchange):
+class Deadlines(Dispatcher):
     """The part of the engine that ends what takes too long.  Called with the lock held."""
 
     _start_limit: float | None = None
@@ -68,14 +68,14 @@ class Limits(Exchange):
                 self._watch.alarm(slot.check_at)
             else:
                 slot.check_at = None
-                if slot.greeted:
+                if slot.ready:
                     self._mind_limit(slot, now)
                 else:
                     self._mind_start(slot, now)
 
     def _mind_limit(self, slot: Slot, now: float) -> None:
         """End what a worker runs, if it must; have it looked at again when it may have to."""
-        if not slot.driven:
+        if not slot.direct_job:
             self._drain(slot)  # what is answered is in time
         stop, box = slot.stop, slot.box
         if stop is not None:
@@ -88,46 +88,48 @@ class Limits(Exchange):
             return
         running = self.sched.running(slot.index, box.began)
         if running is not None:
-            grant, position = running
+            batch, position = running
             due = None
-            if grant.withdrawn:
+            if batch.withdrawn:
                 due = now
-            elif grant.limit is not None and (since := box.since) is not None:
-                due = since + grant.limit.seconds
+            elif batch.limit is not None and (since := box.since) is not None:
+                due = since + batch.limit.seconds
             if due is not None and now >= due:
-                self._ask(slot, grant.seq + position, now)
+                self._ask(slot, batch.seq + position, now)
                 return
             if due is not None:
                 self._check_by(slot, due)
-        limits = [g.limit.seconds for g in self.sched.hands[slot.index].held if g.limit is not None]
+        limits = [
+            g.limit.seconds for g in self.sched.in_flight[slot.index].held if g.limit is not None
+        ]
         if limits:
             # The soonest that one can be over its time which is not begun yet.
             self._check_by(slot, now + min(limits))
             if box.since is not None or (running is not None and running[0].limit is None):
-                slot.still = None
+                slot.last_progress = None
             else:
                 self._mind_standstill(slot, running, min(limits), now)
 
     def _mind_standstill(
-        self, slot: Slot, running: tuple[Grant, int] | None, limit: float, now: float
+        self, slot: Slot, running: tuple[Batch, int] | None, limit: float, now: float
     ) -> None:
         """End a worker that for ``limit`` seconds has not done what is no task and takes no time:
         read what it was sent, begin it, or send an answer.  It is stopped by SIGSTOP, say, or an
         object that it let go of hangs in its finalizer.
         """
-        hand, box = self.sched.hands[slot.index], slot.box
-        doing = box.began, hand.answered, slot.inlet.got, slot.outlet.rest
-        if slot.still is None or slot.still[0] != doing:
-            slot.still = doing, now
-        elif now < slot.still[1] + limit:
-            self._check_by(slot, slot.still[1] + limit)
+        in_flight, box = self.sched.in_flight[slot.index], slot.box
+        doing = box.began, in_flight.answered, slot.reader.got, slot.writer.rest
+        if slot.last_progress is None or slot.last_progress[0] != doing:
+            slot.last_progress = doing, now
+        elif now < slot.last_progress[1] + limit:
+            self._check_by(slot, slot.last_progress[1] + limit)
         elif running is not None:
             # It may have run for some of that time, but only once, and not as long as its limit.
-            if now >= slot.still[1] + 2 * limit:
+            if now >= slot.last_progress[1] + 2 * limit:
                 self._ask(slot, running[0].seq + running[1], now)
             else:
-                self._check_by(slot, slot.still[1] + 2 * limit)
-        elif not hand.paused:
+                self._check_by(slot, slot.last_progress[1] + 2 * limit)
+        elif not in_flight.paused:
             # Nothing of what it holds is begun, and nothing shall be: others get it.
             self._hold_back(slot, box.began, now)
             self._check_by(slot, now + GRACE)
@@ -146,10 +148,10 @@ class Limits(Exchange):
 
     def _hold_back(self, slot: Slot, began: int, now: float) -> None:
         """Let a worker begin nothing from item ``began`` on; others get it."""
-        if self.sched.hands[slot.index].paused:
+        if self.sched.in_flight[slot.index].paused:
             return  # it is told already
         slot.box.limit = began
-        slot.revoking = True
+        slot.recalling = True
         self.sched.pause(slot.index)
         if slot.index in self._deep:
             slot.look_at = now + GRACE  # no sooner, even where a look was due

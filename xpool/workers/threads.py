@@ -1,4 +1,4 @@
-"""Worker threads: the crew of the thread pools.
+"""Worker threads: the backend of the thread pools.
 
 A thread cannot be stopped.  One whose task is over its time, or was cancelled, is left to itself:
 the task is answered, another thread takes its place, and when it comes back some day, it ends.  Who
@@ -27,7 +27,7 @@ from xpool.results import Job
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
 
-__all__ = ["Entry", "ThreadCrew"]
+__all__ = ["Entry", "ThreadWorkers"]
 
 _OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "pool", "hooks.py"))
 
@@ -57,7 +57,7 @@ class Entry:
 
 
 class _Member:
-    """One thread of the crew."""
+    """One thread of the backend."""
 
     __slots__ = ("index", "job", "left", "thread")
 
@@ -68,7 +68,7 @@ class _Member:
         self.left = False  # to itself: it ends when it has done what it does
 
 
-class ThreadCrew:
+class ThreadWorkers:
     """Threads that take tasks from one queue; none of them holds the pool."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Generic, TypeVar
 
-__all__ = ["Own", "process_is_shared", "share_process"]
+__all__ = ["WorkerLocal", "process_is_shared", "share_process"]
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def process_is_shared() -> bool:
     return _shared
 
 
-class Own(Generic[T]):
+class WorkerLocal(Generic[T]):
     """This thread's, else the process's.
 
     Where the process is one worker, it has one, and threads that a task starts find it as well.

@@ -17,13 +17,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from xpool.fleet.launch import Handle, Launcher
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
 from xpool.memory.arena import Arena
-from xpool.queue.channel import Inlet, Outlet
+from xpool.queue.channel import FrameReader, FrameWriter
 from xpool.queue.messages import TO_PARENT, Refusal
 from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
 from xpool.worker.entry import ONE, SEVERAL
+from xpool.workers.launch import Handle, Launcher
 
 __all__ = ["Slot", "Stop"]
 
@@ -78,7 +78,7 @@ class Slot:
         self.start_at: float | None = None  # when to try again, where the system refused
         self.seat: int | None = None  # its place in the arena
         self.has_control = False  # its processes can ask for channels to their peers
-        self.mates: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
+        self.siblings: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
         self.lifeline: int | None = None
         self._fresh()
 
@@ -92,18 +92,20 @@ class Slot:
         # and how many answers were taken out ahead of the message that will announce them.
         self.look_at: float | None = None
         self.seen = (0, 0)
-        self.ahead = 0
-        self.revoking = False
+        self.answers_taken_early = 0
+        self.recalling = False
         # When to look whether what it runs is over its time, and what it was asked to break off.
         self.check_at: float | None = None
         self.stop: Stop | None = None
         # What it had come to when it was last seen to do something without a clock, and when.
-        self.still: tuple[Any, float] | None = None
-        self.mad: Exception | None = None  # it wrote nonsense, and is listened to no more
-        self.greeted = False  # it has said that it is ready
-        self.driven = 0  # the job whose caller receives from it himself; 0: none
-        self.driver = 0  # and the thread of that caller
-        self.unchecked = False  # its sentinel has news that wait for the end of that
+        self.last_progress: tuple[Any, float] | None = None
+        self.protocol_error: Exception | None = (
+            None  # it wrote nonsense, and is listened to no more
+        )
+        self.ready = False  # it has said that it is ready
+        self.direct_job = 0  # the job whose caller receives from it himself; 0: none
+        self.direct_thread = 0  # and the thread of that caller
+        self.exit_pending = False  # its sentinel has news that wait for the end of that
         self.muted = False  # its pipe does not wake the engine's thread
         self.control: int | None = None
         self.mapped = True  # it can use blocks of the arena
@@ -128,12 +130,12 @@ class Slot:
         inherited: Any,
         arena: Arena | None,
     ) -> None:
-        """Start a process, for the mates as well.
+        """Start a process, for the siblings as well.
 
         Raises:
             OSError: that is not possible; nothing is left over.
         """
-        slots = sorted((self, *self.mates), key=lambda slot: slot.index)
+        slots = sorted((self, *self.siblings), key=lambda slot: slot.index)
         boots: list[socket.socket] = []
         try:
             for slot in slots:
@@ -191,7 +193,11 @@ class Slot:
         finally:
             for fd in theirs:
                 os.close(fd)
-        self.outlet, self.inlet, self.box = Outlet(task_w), Inlet(answer_r, TO_PARENT.size), box
+        self.writer, self.reader, self.box = (
+            FrameWriter(task_w),
+            FrameReader(answer_r, TO_PARENT.size),
+            box,
+        )
         self.lifeline = life_w
         self.control = control if self.has_control else None
         self.poller = select.poll()
@@ -206,14 +212,14 @@ class Slot:
         if self.control is not None:
             _close(self.control)
             self.control = None
-        _close(self.outlet.fd)
-        _close(self.inlet.fd)
+        _close(self.writer.fd)
+        _close(self.reader.fd)
         self.box.close()
 
     def hears(self, seconds: float) -> bool:
         """Wait for something in the worker's pipe, its end included; False when nothing came."""
         poller = select.poll()
-        poller.register(self.inlet.fd, select.POLLIN)
+        poller.register(self.reader.fd, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
 
     def kill(self) -> None:
@@ -230,7 +236,7 @@ class Slot:
         handle, self.handle = self.handle, None
         self.happens(WorkerEvent.GONE)
         self._shut()
-        if all(mate.handle is None for mate in self.mates):
+        if all(mate.handle is None for mate in self.siblings):
             _parents_only.discard(handle.sentinel)
             handle.close()
         self.stopping_since = None

@@ -13,19 +13,19 @@ from typing import Any
 from xpool.pickle.frame import weight
 from xpool.results import Waiters
 
-__all__ = ["Feeder", "Window"]
+__all__ = ["InputReader", "FlowControl"]
 
 AHEAD_ITEMS = 1024
-"""Tasks for each worker that may wait, drawn and pickled: two of the largest grants."""
+"""Tasks for each worker that may wait, drawn and pickled: two of the largest batches."""
 
 AHEAD_BYTES = 16 * 1024 * 1024
 """Bytes of payload that may wait for a worker, unless it is a single one."""
 
 
-class Window:
-    """How far ahead the feeder may be: of the workers, and with a buffersize of the consumer.
+class FlowControl:
+    """How far ahead the input reader may be: of the workers, and with a buffersize of the consumer.
 
-    ``drawn`` and ``bytes_in`` are the feeder's, ``taken_*`` the engine's (under its lock),
+    ``drawn`` and ``bytes_in`` are the input reader's, ``taken_*`` the engine's (under its lock),
     ``consumed`` the consumer's; each only grows.
     """
 
@@ -86,20 +86,20 @@ class Window:
         self._waiters.wake()
 
 
-class Feeder:
+class InputReader:
     """The thread that draws one iterable.
 
     ``put(index, task)`` hands on a task: an item, or a list of ``chunksize`` items when that is
     more than 1; it returns the size in bytes, and raises when the task cannot be sent.
     ``fail(index, exc)`` answers the task in its stead; ``end(length)`` says how many there were.
-    None of them may hold the pool, so that a pool can be dropped while its feeder waits.
+    None of them may hold the pool, so that a pool can be dropped while its input reader waits.
     """
 
     def __init__(
         self,
         iterable: Iterable[Any],
         chunksize: int,
-        window: Window,
+        flow: FlowControl,
         put: Callable[[int, Any], int],
         fail: Callable[[int, BaseException], None],
         end: Callable[[int], None],
@@ -107,11 +107,11 @@ class Feeder:
     ) -> None:
         self._iterable = iterable
         self._chunksize = chunksize
-        self.window = window
+        self.flow = flow
         self._put = put
         self._fail = fail
         self._end = end
-        self.thread = threading.Thread(target=self._run, name=f"{name}-feeder", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"{name}-input_reader", daemon=True)
 
     def _run(self) -> None:
         index = 0
@@ -124,7 +124,7 @@ class Feeder:
                     self._fail(index, exc)
                     size = 0
                 if size:
-                    self.window.added(size)
+                    self.flow.added(size)
                 index += 1
                 del task
         except BaseException as exc:
@@ -134,27 +134,27 @@ class Feeder:
         self._end(index)
 
     def _tasks(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        window, size = self.window, self._chunksize
+        flow, size = self.flow, self._chunksize
         if size == 1:
-            while window.reserve():
+            while flow.reserve():
                 try:
                     item = next(iterator)
                 except StopIteration:
                     return
-                window.drawn += 1
+                flow.drawn += 1
                 yield item
                 del item
             return
         chunk: list[Any] = []
-        while window.reserve():
+        while flow.reserve():
             try:
                 item = next(iterator)
             except StopIteration:
                 break
-            window.drawn += 1
+            flow.drawn += 1
             chunk.append(item)
             if len(chunk) == size:
                 yield chunk
                 chunk = []
-        if chunk and not window.stopped:
+        if chunk and not flow.stopped:
             yield chunk

@@ -9,16 +9,16 @@ from typing import Any
 
 from xpool.engine.loop import Engine
 from xpool.errors import PeerLost, RemoteTraceback, TaskTimeout
-from xpool.jobs.scheduler import Limit, Span
+from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.options import Terms, label
 from xpool.pickle.broadcast import Broadcast, broadcast
 from xpool.pool.base import BasePool
 from xpool.pool.group import WorkerGroup
 from xpool.pool.packing import Packer
 from xpool.results import Job, Parcel, Unopened, exception_in, local
-from xpool.worker.wrappers import File
+from xpool.worker.launch_shared import File
 
-__all__ = ["Together", "limit_of"]
+__all__ = ["AllWorkers", "limit_of"]
 
 HINDSIGHT = 1.0
 """Seconds that an error which only follows from another worker's (`PeerLost`) waits for that."""
@@ -29,7 +29,7 @@ STOPPING = 5.0
 do not within a tenth of one."""
 
 
-class Together(BasePool):
+class AllWorkers(BasePool):
     """What `Pool` and those made of it have beyond the standard verbs."""
 
     _engine: Engine
@@ -89,7 +89,7 @@ class Together(BasePool):
         """``patience``: seconds in which the others may end by themselves when one has failed."""
         terms = self._terms(timeout, 0, ())
         with self._order:  # the workers come to the calls by number
-            job = Gather(next(self._job_numbers), name or label(func), self, self._size)
+            job = AllWorkersResult(next(self._job_numbers), name or label(func), self, self._size)
             job.terms = terms
             self._enter(job, self._size)
             try:
@@ -144,7 +144,7 @@ class Together(BasePool):
         """The processes that have several workers, as threads: which, by index."""
         return []
 
-    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[Span]:
+    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[TaskRange]:
         payload, owner = self._packer.pack_task(call, True, None)
         payloads = [payload] * self._size
         if owner is not None:  # handles to tensors of single workers: the others get copies
@@ -152,7 +152,7 @@ class Together(BasePool):
         for one in payloads:
             self._engine.sent(one)
         limit = limit_of(terms)
-        return [Span(job.number, 0, w, (one,), 0, w, limit) for w, one in enumerate(payloads)]
+        return [TaskRange(job.number, 0, w, (one,), 0, w, limit) for w, one in enumerate(payloads)]
 
     def broadcast(self, obj: Any) -> Broadcast:
         """Pickle an object once for all workers; return a reference, to be given to tasks.
@@ -184,7 +184,7 @@ def limit_of(terms: Terms) -> Limit | None:
     return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
 
 
-class Gather(Job):
+class AllWorkersResult(Job):
     """One call on each worker; its tasks are numbered as these are.
 
     There is news as soon as one has failed: the caller does not wait for the others then.
