@@ -73,9 +73,9 @@ class Packer:
         return able[next(self._turns) % len(able)] if able else 0
 
     def pack_option(self, name: str, obj: Any) -> bytes:
-        """Pickle what every worker gets when it starts."""
-        # Copied by each, so not worth a block, and whichever GPU each of them sees.
-        layout = self.layout._replace(lessor=None, lends=None)
+        """Pickle what every worker gets when it starts, and each that replaces one."""
+        # Each copies what it gets, from one block, whichever GPU it sees.
+        layout = self.layout._replace(kept=True, lends=None)
         try:
             payload = encode(obj, recurse=self.recurse, layout=layout)
         except TaskNotPicklable as exc:

@@ -23,6 +23,7 @@ from xpool.options import (
     check_share_method,
     default_processes,
 )
+from xpool.pickle.frame import inline
 from xpool.pickle.handles import pools
 from xpool.pickle.loans import sweep
 from xpool.pickle.main import main_is_importable, main_location
@@ -440,20 +441,25 @@ class _Orders:
             "seed": self._seed + f"/{index}/{generation}".encode(),
             "threads": self._threads,
             "forked": self._forked,
-            "initializer": _plain(self._initializer),
+            "initializer": _plain(self._initializer, seat),
             "arena": None if arena is None else arena.facts(seat or 0, self._limit),
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
             "token": self._token,
             "peers": self._peers,
-            "context": None if self._contexts is None else _plain(self._contexts[index]),
+            "context": None if self._contexts is None else _plain(self._contexts[index], seat),
         }
         return pickle.dumps(orders)
 
 
-def _plain(message: bytes | None) -> bytes | None:
-    """Return the bytes of a message alone: what it shares is held here, by the message itself."""
-    return None if message is None else bytes(message)
+def _plain(message: bytes | None, seat: int | None) -> bytes | None:
+    """Return the bytes of a message alone: the blocks that it names are held here, by itself.
+
+    A worker without a seat in the arena gets all of it.
+    """
+    if message is None:
+        return None
+    return bytes(inline(message) if seat is None else message)
 
 
 def _environment() -> dict[str, str]:

@@ -96,13 +96,15 @@ def _ignore(signum: int, frame: FrameType | None) -> None:
     """
 
 
-def _read(fd: int, n: int) -> bytes:
-    data = b""
-    while len(data) < n:
-        part = os.read(fd, n - len(data))
-        if not part:
-            raise SystemExit(0)  # the parent is gone
-        data += part
+def _read(fd: int, n: int) -> bytearray:
+    data = bytearray(n)  # in place: the initializer's arguments may be large
+    at = 0
+    with memoryview(data) as view:
+        while at < n:
+            got = os.readv(fd, [view[at:]])
+            if not got:
+                raise SystemExit(0)  # the parent is gone
+            at += got
     return data
 
 

@@ -1,0 +1,82 @@
+"""Large arguments of an initializer: pickled once, and copied once by each worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+import tracemalloc
+
+import numpy
+import pytest
+
+from xpool.worker.entry import _read
+
+pytestmark = pytest.mark.xpool_only
+
+kept: tuple[object, ...] = ()
+
+
+def keep(*args):
+    """Keep what the initializer was given."""
+    global kept
+    kept = args
+
+
+def describe(_=None):
+    """Return the process id, the arguments in short, and how many bytes the process has read."""
+    with open("/proc/self/io") as file:
+        read = dict(line.split(": ") for line in file.read().splitlines())["rchar"]
+    return os.getpid(), [(len(arg), bytes(arg[-2:])) for arg in kept], int(read)
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_large_initargs(make_pool, limit):
+    """Every worker and every replacement has them, and reads them from shared memory, if it may."""
+    from xpool import Pool
+
+    size = 8 << 20
+    given = (b"a" * size, bytearray(b"b" * size))
+    pool = make_pool(Pool, 2, keep, given, 1, memory_limit=limit)
+    seen = pool.map(describe, range(6), 1)
+    assert len({pid for pid, _, _ in seen}) == 6
+    assert [args for _, args, _ in seen] == [[(size, b"aa"), (size, b"bb")]] * 6
+    assert all((read < size) == (limit is None) for _, _, read in seen)
+
+
+def write_name(index):
+    """Write to the array that the initializer was given; return what was there."""
+    before = int(kept[0][0])
+    kept[0][0] = index
+    return before
+
+
+def test_each_worker_has_initargs_of_its_own(make_pool):
+    """What a worker writes to a large argument no other one sees, and no replacement."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 2, keep, (numpy.full(1 << 20, 7),), 1)
+    assert pool.map(write_name, range(6), 1) == [7] * 6
+
+
+def test_orders_are_read_in_place():
+    """A worker needs memory for its orders once, in however many parts the pipe brings them."""
+    size = 4 << 20
+    read, write = os.pipe()
+
+    def send():
+        with open(write, "wb", buffering=0) as file:
+            for _ in range(size >> 14):
+                file.write(b"x" * (1 << 14))
+
+    thread = threading.Thread(target=send)
+    tracemalloc.start()
+    try:
+        thread.start()
+        got = _read(read, size)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        thread.join()
+        os.close(read)
+    assert got == b"x" * size
+    assert peak < 1.5 * size
