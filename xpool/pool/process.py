@@ -36,7 +36,7 @@ from xpool.pool.sight import Sight
 from xpool.queue.messages import Mode
 from xpool.results import Job
 from xpool.worker.callables import Retried
-from xpool.workers.launch import ForkServer, Launcher, ProcessLauncher, search_path
+from xpool.workers.launch import ForkServer, Launcher, ProcessLauncher, occupy_streams, search_path
 
 __all__ = ["Pool", "limit_of"]
 
@@ -95,6 +95,7 @@ class Pool(AllWorkers):
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
+        occupy_streams()
         self._token = os.urandom(8).hex()
         arena, limit, layout = find_arena(is_copy_tensor, share_method, memory_limit, self._token)
         if seed is not None and not isinstance(seed, int):

@@ -32,13 +32,19 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = ["MOST", "ONE", "SEVERAL", "main", "set_environment"]
+__all__ = ["CLOSE_ON_EXEC", "MOST", "ONE", "SEVERAL", "TRACKER", "main", "set_environment"]
 
 ONE, SEVERAL = b"W", b"S"
 """What the descriptors in a boot socket are: one worker's, or several workers' boot sockets."""
 
+TRACKER = b"T"
+"""What a worker sends for the program's resource tracker; the parent sends it back, with that."""
+
 MOST = 64
 """Workers that a process may have; one message can carry 253 descriptors."""
+
+CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""For who receives descriptors: programs that a task starts must not have them."""
 
 _HEAD = struct.Struct("<BxxxIQ")  # as in xpool.queue.messages, which is not to be imported yet
 
@@ -79,7 +85,7 @@ def main(
 def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
     """Return the message in a socket and its descriptors; close the socket."""
     with socket.socket(fileno=sock) as boot:
-        kind, fds, _, _ = socket.recv_fds(boot, 1, most)
+        kind, fds, _, _ = socket.recv_fds(boot, 1, most, CLOSE_ON_EXEC)
     return kind, list(fds)
 
 

@@ -6,9 +6,11 @@ this one has no socket with a name (only its parent can ask), may be had once fo
 preloaded modules, and tells of a death at once, with its exit status.
 
 Run as ``python -m xpool.worker.server FD MODULE...``; FD is one end of a SOCK_SEQPACKET pair.  A
-request is one byte with two descriptors: the worker's boot socket, and a pipe on which the server
-writes the worker's pid and later its wait status, each as 8 bytes.  When the parent closes its end
-the server ends; its workers have lifelines of their own.
+request is two bytes with two to four descriptors: the worker's boot socket; a SOCK_SEQPACKET, on
+which the server writes the worker's pid and later its wait status, each as 8 bytes, and the worker
+asks for the program's resource tracker; and what are stdout and stderr now, as bits 0 and 1 of the
+second byte say.  When the parent closes its end the server ends; its workers have lifelines of
+their own.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import functools
 import gc
 import importlib
 import importlib.metadata
+import io
 import os
 import selectors
 import signal
@@ -24,7 +27,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 
-from xpool.worker import entry
+from xpool.worker import entry, tracker
 
 __all__ = ["main"]
 
@@ -46,6 +49,7 @@ def main(fd: int, preload: list[str]) -> int:
             print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
     backends = importlib.metadata.entry_points(group="torch.backends") if "torch" in preload else ()
     late = functools.partial(_load, backends) if backends else None
+    sys.stdout.flush()  # or each worker would write what a module has printed
     gc.collect()
     gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
     wake_r, wake_w = os.pipe()
@@ -63,18 +67,19 @@ def main(fd: int, preload: list[str]) -> int:
                     _drain(wake_r)
                     _reap(statuses)
                     continue
-                request, fds, _, _ = socket.recv_fds(sock, 1, 2)
+                request, fds, _, _ = socket.recv_fds(sock, 2, 4, entry.CLOSE_ON_EXEC)
                 if not request:
                     return 0
-                boot, status = fds
+                boot, status, *streams = fds
+                _take_streams(request[1], streams)
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     selector.close()
-                    for other in (sock.detach(), wake_r, wake_w, status, *statuses.values()):
+                    for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
-                    return _child(boot, late)
+                    return _child(boot, status, late)
                 os.close(boot)
                 statuses[pid] = status
                 _tell(status, pid)
@@ -94,9 +99,24 @@ def _load(backends: Iterable[importlib.metadata.EntryPoint]) -> None:
                 print(f"xpool: worker cannot load {backend.name}: {exc!r}", file=sys.stderr)
 
 
-def _child(boot: int, late: Callable[[], None] | None) -> int:
+def _take_streams(which: int, streams: list[int]) -> None:
+    """Make stdout and stderr what they are in the parent now; what it has closed leads nowhere.
+
+    Of the server itself, which has them to itself between two forks: so it also lets go of a file
+    that the parent has replaced.  stdin leads nowhere, as in any worker of `multiprocessing`.
+    """
+    for fd in (1, 2):
+        source = streams.pop(0) if which & fd else os.open(os.devnull, os.O_WRONLY)
+        os.dup2(source, fd)
+        os.close(source)
+
+
+def _child(boot: int, status: int, late: Callable[[], None] | None) -> int:
     code = 1
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=os.isatty(1))
+        tracker.borrow(status)
         code = entry.main(boot, late=late)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1
@@ -135,7 +155,7 @@ def _reap(statuses: dict[int, int]) -> None:
 def _tell(fd: int, number: int) -> None:
     try:
         os.write(fd, number.to_bytes(8, "little", signed=True))
-    except BrokenPipeError:
+    except ConnectionError:
         return  # the parent has lost interest in this worker
 
 

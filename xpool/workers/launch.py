@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from xpool.errors import OptionError
 from xpool.worker import entry
 
-__all__ = ["ForkServer", "Handle", "Launcher", "ProcessLauncher", "search_path"]
+__all__ = ["ForkServer", "Handle", "Launcher", "ProcessLauncher", "occupy_streams", "search_path"]
 
 
 class Handle(Protocol):
@@ -128,33 +128,33 @@ class ForkServer:
                 [sys.executable, *flags, "-c", _START, order],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                # By number: also where they were opened to be closed on exec.
+                stdout=1 if _is_open(1) else subprocess.DEVNULL,
+                stderr=2 if _is_open(2) else subprocess.DEVNULL,
             )
             self._sock = ours
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         if inherited is not None:
             raise OptionError("the fork server cannot pass objects on by inheritance")
-        status_r, status_w = os.pipe()
-        try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs:
             with boot, self._sending:
                 self._start()
                 try:
-                    self._ask(boot.fileno(), status_w)
+                    self._ask(boot.fileno(), theirs.fileno())
                 except (BrokenPipeError, ConnectionResetError):
                     self._stop()  # it died since we looked; a second time is no accident
                     self._start()
-                    self._ask(boot.fileno(), status_w)
-        except BaseException:
-            os.close(status_r)
-            raise
-        finally:
-            os.close(status_w)
-        self._live.add(status_r)
-        return _Forked(status_r, self._live)
+                    self._ask(boot.fileno(), theirs.fileno())
+            status = ours.detach()
+        self._live.add(status)
+        return _Forked(status, self._live)
 
     def _ask(self, boot: int, status: int) -> None:
         assert self._sock is not None
-        socket.send_fds(self._sock, [b"F"], [boot, status])
+        streams = list(filter(_is_open, (1, 2)))
+        socket.send_fds(self._sock, [b"F", bytes([sum(streams)])], [boot, status, *streams])
 
     def _stop(self) -> None:
         if self._sock is not None:
@@ -186,8 +186,29 @@ class ForkServer:
 os.register_at_fork(after_in_child=ForkServer.forget_all)
 
 
+def occupy_streams() -> None:
+    """Have descriptors 0 to 2 lead nowhere where the program has closed them.
+
+    Else a channel of the pool would get such a number, and what is printed would go into it.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        continue
+    os.close(fd)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 class _Forked:
-    """A child of the fork server, watched through the pipe on which the server reports."""
+    """A child of the fork server, watched through the socket on which the server reports.
+
+    The child has the other end, too, so this one closes when both have ended.
+    """
 
     def __init__(self, status: int, live: set[int]) -> None:
         self.sentinel = status
@@ -209,13 +230,30 @@ class _Forked:
                 data = os.read(self.sentinel, 8)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # an answer of ours was not read; what was written before comes now
             if not data:
-                self._ended = True  # the server is gone, and with it the status
+                self._ended = True  # the server was gone before, and with it the status
+            elif data == entry.TRACKER:
+                self._lend_tracker()
             elif self._pid is None:
                 self._pid = int.from_bytes(data, "little", signed=True)
             else:
                 self.exitcode = int.from_bytes(data, "little", signed=True)
                 self._ended = True
+
+    def _lend_tracker(self) -> None:
+        from multiprocessing import resource_tracker  # only here: most programs need it never
+
+        try:
+            tracker = resource_tracker.getfd()
+        except Exception:
+            tracker = None  # no process can be started; perhaps the worker can
+        with socket.socket(fileno=os.dup(self.sentinel)) as sock:
+            try:
+                socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
+            except ConnectionError:
+                return  # it has ended meanwhile
 
     def ended(self) -> bool:
         self._read()

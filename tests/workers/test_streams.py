@@ -1,0 +1,114 @@
+"""What a worker prints goes where what its parent prints goes when the worker starts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+
+def shout(text):
+    """Write to both streams, through Python and past it; return the process id."""
+    import sys
+
+    print(text)
+    print(text, file=sys.stderr)
+    sys.stderr.flush()
+    os.write(2, f"{text} raw\n".encode())
+    return os.getpid()
+
+
+@pytest.mark.parametrize("method", [None, "spawn", "fork"])
+def test_output_is_where_it_is_now(make_pool, capfd, method):
+    """A pool made while output is captured prints to the capture, whenever the first was made."""
+    from xpool import Pool
+
+    with capfd.disabled():
+        make_pool(Pool, 1).apply(len, ("",))
+    pool = make_pool(Pool, 1, context=method)
+    pool.apply(shout, ("here",))
+    pool.close()
+    pool.join()
+    captured = capfd.readouterr()
+    assert captured.out == "here\n"
+    assert captured.err == "here\nhere raw\n"
+
+
+ROTATED = """
+    import os, sys
+    import xpool
+    from workers.test_streams import shout
+
+    def turn_to(name):
+        fd = os.open(name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+
+    if __name__ == "__main__":
+        folder = sys.argv[1]
+        turn_to(folder + "/log.1")
+        with xpool.Pool(1, None, (), 1) as pool:
+            first = pool.apply(shout, ("first",))
+            turn_to(folder + "/log.2")
+            # The first worker's replacement may have been started before the log was turned.
+            while pool.apply(shout, ("second",)) == first or not os.path.getsize(folder + "/log.2"):
+                continue
+        pool.join()
+        for fd in ("1", "2"):
+            assert os.readlink("/proc/self/fd/" + fd).endswith("log.2")
+"""
+
+
+def test_output_of_replacements(tmp_path):
+    """When the program's log is rotated, workers that are started from then on write to the new."""
+    scripts.run_ok([scripts.write(tmp_path / "rotated.py", ROTATED), str(tmp_path)])
+    assert (tmp_path / "log.1").read_text().startswith("first\nfirst\nfirst raw\n")
+    text = (tmp_path / "log.2").read_text()
+    assert text and text == "second\nsecond\nsecond raw\n" * (text.count("\n") // 3)
+
+
+CLOSED = """
+    import os, sys
+    import xpool
+    from workers.test_streams import shout
+
+    if __name__ == "__main__":
+        told = os.dup(1)
+        for fd in map(int, sys.argv[1]):
+            os.close(fd)
+        with xpool.Pool(2) as pool:
+            pids = set(pool.map(shout, ["x"] * 20, 1))
+            ok = pool.map(len, [b"y" * 100_000] * 20, 1) == [100_000] * 20
+            os.write(1, b"parent\\n")
+        pool.join()
+        os.write(told, b"%d %r" % (len(pids), ok))
+"""
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "12", "012"])
+def test_closed_streams(tmp_path, closed):
+    """Where the program has closed its streams nothing that anyone prints gets into a channel."""
+    done = scripts.run([scripts.write(tmp_path / "closed.py", CLOSED), closed])
+    assert done.stdout.endswith(" True"), done
+    before = done.stdout.rpartition("\n")[0].splitlines()
+    assert before == ([] if "1" in closed else ["x"] * 20 + ["parent"])
+    assert done.stderr == ("" if "2" in closed else "x\nx raw\n" * 20) or "2" not in closed
+
+
+def where_stdin_leads():
+    """Return what descriptor 0 is, and what can be read from `sys.stdin`."""
+    import sys
+
+    return os.readlink("/proc/self/fd/0"), sys.stdin.read()
+
+
+@pytest.mark.parametrize("method", [None, "spawn", "fork"])
+def test_stdin_is_the_parents_alone(make_pool, method):
+    """Tasks cannot take input from the program: they find none, as in the standard library."""
+    from xpool import Pool
+
+    assert make_pool(Pool, 1, context=method).apply(where_stdin_leads) == ("/dev/null", "")

@@ -1,0 +1,109 @@
+"""Named shared memory: whoever made it says how long it lives, not a worker that attached to it."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing import resource_tracker, shared_memory
+
+import pytest
+from support import scripts
+
+METHODS = [None, "spawn", "forkserver"]
+
+
+def attach(name):
+    """Attach to a block by name, as people do; return its first byte."""
+    block = shared_memory.SharedMemory(name)
+    first = block.buf[0]
+    block.close()
+    return first
+
+
+def make(_=None):
+    """Make a block and leave it to the caller; return its name."""
+    block = shared_memory.SharedMemory(create=True, size=100)
+    block.buf[0] = 7
+    block.close()
+    return block.name
+
+
+def attach_in_child(name):
+    """Attach in a process that this one forks; return its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(attach(name) != 7)
+    return os.waitpid(pid, 0)[1]
+
+
+TASKS = """
+    import sys
+    from multiprocessing import shared_memory
+    import xpool
+    from support import leaks
+    from workers.test_tracker import attach, attach_in_child, make
+
+    def trackers():
+        return [pid for pid in leaks.servers() if "resource_tracker" in leaks.command(pid)]
+
+    if __name__ == "__main__":
+        how, method = sys.argv[1], None if sys.argv[2] == "None" else sys.argv[2]
+        if how == "before":
+            block = shared_memory.SharedMemory(create=True, size=100)
+        pool = xpool.Pool(2, context=method)
+        pool.apply(len, ("",))
+        if method is None and how != "before":
+            assert not trackers()
+        if how == "worker":
+            block = shared_memory.SharedMemory(pool.apply(make))
+        elif how != "before":
+            block = shared_memory.SharedMemory(create=True, size=100)
+        block.buf[0] = 7
+        if how == "child":
+            assert pool.map(attach_in_child, [block.name] * 4, 1) == [0] * 4
+        else:
+            assert pool.map(attach, [block.name] * 4, 1) == [7] * 4
+        pool.close()
+        pool.join()
+        assert len(trackers()) == 1
+        assert attach(block.name) == 7
+        block.close()
+        block.unlink()
+"""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("how", ["before", "after", "worker", "child"])
+@pytest.mark.xpool_only
+def test_a_block_outlives_the_workers(tmp_path, how, method):
+    """A block that was made before or after the pool, or by a worker, stays until it is unlinked.
+
+    Nobody warns of anything, and the program has one resource tracker, from when it is needed.
+    """
+    path = scripts.write(tmp_path / "blocks.py", TASKS)
+    assert scripts.run_ok([path, how, str(method)]) == ""
+
+
+@pytest.mark.xpool_only
+def test_a_worker_is_killed_while_it_asks(make_pool):
+    """Workers that die with the tracker asked for, and not taken, leave all others in order."""
+    from xpool import Pool, WorkerDied
+
+    pool = make_pool(Pool, 2)
+    for _ in range(5):
+        with pytest.raises(WorkerDied) as caught:
+            pool.apply(ask_and_die)
+        assert caught.value.signal == "SIGKILL"
+    block = shared_memory.SharedMemory(create=True, size=100)
+    try:
+        assert pool.map(attach, [block.name] * 4, 1) == [0] * 4
+    finally:
+        block.close()
+        block.unlink()
+
+
+def ask_and_die():
+    """Send what asks for the tracker, and end before the answer is taken."""
+    import signal
+
+    os.write(resource_tracker._resource_tracker._parent, b"T")
+    os.kill(os.getpid(), signal.SIGKILL)

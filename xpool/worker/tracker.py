@@ -1,0 +1,64 @@
+"""The resource tracker of a worker is that of the program, as with `multiprocessing`'s own pools.
+
+The tracker is a process of `multiprocessing` that unlinks named shared memory and semaphores when
+all who use it have ended.  A worker with one of its own would unlink what it has only attached to.
+`multiprocessing` starts the program's before the first child and hands it on; that is a Python
+process for every program, which few need.  Here a worker asks its parent for the tracker when
+something is first registered, and the parent starts it then.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from multiprocessing import resource_tracker
+from multiprocessing.resource_tracker import ResourceTracker
+
+from xpool.worker.entry import CLOSE_ON_EXEC, TRACKER
+
+__all__ = ["borrow"]
+
+
+class _Borrowed(ResourceTracker):
+    """A tracker whose descriptor, which every version of the class keeps in `_fd`, is asked for."""
+
+    _parent = -1  # the socket on which to ask; -1: that has been done
+    _got: int | None = None
+
+    @property
+    def _fd(self) -> int | None:
+        if self._parent >= 0:
+            # Others who have a copy of the socket may ask at the same time: the answers are equal.
+            fds: list[int] = []
+            with socket.socket(fileno=os.dup(self._parent)) as sock:
+                try:
+                    sock.send(TRACKER)
+                    _, fds, _, _ = socket.recv_fds(sock, 1, 1, CLOSE_ON_EXEC)
+                except ConnectionError:
+                    pass  # the parent has ended, and this process is about to
+            self._got = fds[0] if fds else None  # without one, this process starts its own
+            self._close()
+        return self._got
+
+    @_fd.setter
+    def _fd(self, fd: int | None) -> None:
+        self._got = fd
+        self._close()
+
+    def _close(self) -> None:
+        if self._parent >= 0:
+            os.close(self._parent)
+            self._parent = -1
+
+    def before_fork(self) -> None:
+        """A child gets the tracker, and not the socket: its end is that of this process."""
+        self._fd  # noqa: B018 - asking is what it is for
+
+
+def borrow(parent: int) -> None:
+    """Have the tracker asked for on this socket when it is needed; before the first is used."""
+    tracker = resource_tracker._resource_tracker
+    tracker.__class__ = _Borrowed
+    assert isinstance(tracker, _Borrowed)
+    tracker._parent = parent
+    os.register_at_fork(before=tracker.before_fork)
