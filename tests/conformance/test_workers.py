@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import multiprocessing
 import os
+import threading
 
 import pytest
 from support import scripts, work
 from support.kinds import PROCESS_KINDS, STDLIB
+from support.waiting import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -309,6 +311,29 @@ def test_p2p_takes_the_least_loaded(make_pool, mailbox, gate):
     assert indices == [1] * 4
     gate.open()
     assert busy[0].get() is None
+
+
+@pytest.mark.xpool_only
+def test_short_tasks_one_after_the_other_use_all_workers(process_kind, make_pool):
+    """A stream of tasks goes to idle workers before any gets a second one, however short."""
+    pool = make_pool(process_kind, 3)
+    eventually(lambda: pool.statistics()["ready"] == 3, "all workers ready")
+    first = [pool.apply_async(work.who).get()[0] for _ in range(3)]
+    assert sorted(first) == [0, 1, 2]
+    assert [pool.apply_async(work.who).get()[0] for _ in range(6)] == 2 * first
+
+    def one_by_one():
+        for _ in range(6):
+            seen.clear()
+            yield 0
+            seen.wait()
+
+    seen = threading.Event()
+    streamed = []
+    for index, *_ in pool.imap(work.who, one_by_one()):
+        streamed.append(index)
+        seen.set()
+    assert streamed == 2 * first
 
 
 @pytest.mark.xpool_only

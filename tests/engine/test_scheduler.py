@@ -115,6 +115,32 @@ def test_least_loaded_counts_what_waits():
     assert sorted(counts) == [2, 2, 3]
 
 
+def test_a_stream_of_single_tasks_goes_round():
+    """Tasks that come one by one, each done before the next, go to the longest idle worker."""
+    for bind in (False, True):
+        sched = ready(3)
+        takers = []
+        for _ in range(7):
+            sched.put(task_range(bound=sched.least_loaded() if bind else None))
+            ((w, _),) = sched.next_batches()
+            sched.answered(w, 1, seconds=1e-6)
+            takers.append(w)
+        assert takers == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_caller_that_waits_has_the_same_worker_again():
+    """Tasks of a caller that waits for each go to the worker that was the last to be busy."""
+    for bind in (False, True):
+        sched = ready(3)
+        takers = []
+        for _ in range(4):
+            sched.put(task_range(bound=sched.least_loaded(newest=True) if bind else None))
+            ((w, _),) = sched.next_batches(newest=True)
+            sched.answered(w, 1, seconds=1e-6)
+            takers.append(w)
+        assert takers == [2, 2, 2, 2]
+
+
 def test_a_lifetime_is_not_exceeded():
     """A worker that may run three tasks is given three."""
     sched = ready(1, lifetime=3)

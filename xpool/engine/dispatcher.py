@@ -389,7 +389,7 @@ class Dispatcher:
 
     def _give_idle(self, direct_job: int = 0) -> None:
         """Send what waits to the idle; who gets the job ``driven`` will be driven."""
-        for w, batch in self.sched.next_batches():
+        for w, batch in self.sched.next_batches(newest=direct_job != 0):
             slot = self.slots[w]
             if batch.job == direct_job:
                 self._mute(slot, True)

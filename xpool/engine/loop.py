@@ -115,7 +115,7 @@ class Engine(Replacement):
         self._leave_signal_handler()
         if not self._ending:
             if task_range.bound is not None and task_range.bound < 0:
-                task_range.bound = self.sched.least_loaded()
+                task_range.bound = self.sched.least_loaded(newest=direct_job)
             self.sched.put(task_range)
             self._give_idle(task_range.job if direct_job else 0)
 

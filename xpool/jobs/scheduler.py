@@ -207,8 +207,14 @@ class Scheduler:
         self._bound[task_range.bound] += len(task_range.items)
         return self.own[task_range.bound]
 
-    def least_loaded(self) -> int:
-        """Return the worker with the fewest items in flight and bound to it."""
+    def least_loaded(self, newest: bool = False) -> int:
+        """Return the worker with the fewest items in flight and bound to it.
+
+        Of several idle ones that is the longest idle one, or the ``newest``: see `next_batches`.
+        """
+        for w in reversed(self.idle) if newest else self.idle:
+            if not self._bound[w]:
+                return w
 
         def load(w: int) -> tuple[int, bool]:
             return self.in_flight[w].size + self._bound[w], not self.in_flight[w].accepting
@@ -222,11 +228,19 @@ class Scheduler:
 
     # -- work goes out ---------------------------------------------------------------------
 
-    def next_batches(self) -> list[tuple[int, Batch]]:
-        """Give what waits to the idle workers, one batch each; the caller sends them."""
+    def next_batches(self, newest: bool = False) -> list[tuple[int, Batch]]:
+        """Give what waits to the idle workers, one batch each; the caller sends them.
+
+        The longest idle worker comes first, so that tasks which come one by one, and are short, are
+        spread over all workers: each has a device, or a model, that would lie idle.  For a caller
+        that waits for its task, ``newest``: the last worker to become idle comes first, which looks
+        for the next task still, and has what it needs in its processor's caches.
+        """
         batches = []
-        # The last to become idle first: what it needs is still in the processor's caches.
-        for w in reversed(list(self.idle)):
+        order = list(self.idle)
+        if newest:
+            order.reverse()
+        for w in order:
             if not self._queued:
                 break
             batch = self._cut(w)
