@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from xpool.devices import cuda, tpu
+import xpool.devices.cuda as cuda
+import xpool.devices.tpu as tpu
 from xpool.devices.context import PROCESS, DeviceContext
 from xpool.devices.frameworks import check_torch_xla, pick_tpu_framework, refuse_xrt
 from xpool.devices.host import Host

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from xpool.distributed import agent, current, rendezvous
+import xpool.distributed.agent as agent
+import xpool.distributed.current as current
+import xpool.distributed.rendezvous as rendezvous
 from xpool.distributed.collective import CollectiveGroup, explain
 from xpool.distributed.errors import GroupError, NotAMember, PeerLost
 from xpool.distributed.group import Register, RpcGroup
