@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from xpool.pool.base import BasePool as BasePool
     from xpool.pool.context import CtxPool as CtxPool
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
+    from xpool.pool.executor import Executor as Executor
     from xpool.pool.p2p import P2PPool as P2PPool
     from xpool.pool.process import Pool as Pool
     from xpool.pool.spawn import ProcessContext as ProcessContext
@@ -97,6 +98,7 @@ _homes = {
     "xpool.pickle.handles": "TensorHandle",
     "xpool.pool.base": "BasePool",
     "xpool.pool.context": "CtxPool CtxThreadPool",
+    "xpool.pool.executor": "Executor",
     "xpool.pool.p2p": "P2PPool",
     "xpool.pool.process": "Pool",
     "xpool.pool.spawn": "ProcessContext spawn start_processes",

@@ -21,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool.errors import (
     InternalError,
@@ -51,6 +51,9 @@ from xpool.results import (
     exception_in,
     tasks_in,
 )
+
+if TYPE_CHECKING:
+    from xpool.pool.futures import PoolExecutor
 
 __all__ = ["BasePool"]
 
@@ -191,6 +194,12 @@ class BasePool(Verbs):
             f"<{type(self).__name__} {self.name} {s['state']}, {s['workers']} workers, "
             f"{s['jobs']} jobs unanswered, {s['succeeded']} tasks succeeded, {s['failed']} failed>"
         )
+
+    def executor(self) -> PoolExecutor:
+        """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
+        from xpool.pool.futures import PoolExecutor  # here: few programs need it
+
+        return PoolExecutor(self)
 
     # -- jobs --------------------------------------------------------------------------------------
 

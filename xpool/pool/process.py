@@ -302,6 +302,9 @@ class Pool(AllWorkers):
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(job.number)
 
+    def _runs(self, job: Job) -> bool:
+        return self._engine.runs(job.number)
+
     def _forget(self, job: Job) -> None:
         if job.func:
             self._engine.forget(job.func)

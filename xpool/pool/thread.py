@@ -103,5 +103,8 @@ class ThreadPool(BasePool):
     def _withdraw(self, job: Job) -> None:
         self._threads.withdraw(job.number)
 
+    def _runs(self, job: Job) -> bool:
+        return self._threads.runs(job.number)
+
     def _release_workers(self) -> None:
         self._threads.release()

@@ -332,6 +332,10 @@ class Verbs(Hooks):
     def _withdraw(self, job: Job) -> None:
         """Take back what was submitted of a job, where that can be done."""
 
+    def _runs(self, job: Job) -> bool:
+        """Whether a worker is in a task of this job now; False where that cannot be known."""
+        return False
+
     def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None:
         if not callable(func):
             check_callable("func", func)

@@ -298,6 +298,11 @@ class ThreadWorkers:
             self._leave(members)
             self.start_missing()
 
+    def runs(self, job: int) -> bool:
+        """Whether a thread is in a task of this job now."""
+        with self._lock:
+            return any(member.job == job for member in self._threads.values())
+
     def wake(self) -> None:
         """Make `wait` return."""
         self._signal.release()

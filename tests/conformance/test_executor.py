@@ -1,0 +1,155 @@
+"""`xpool.Executor` and `pool.executor()`: what `concurrent.futures` documents."""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from support import work
+
+from xpool import Executor, Pool, ThreadPool, WorkerDied
+
+
+@pytest.fixture(params=["own", "over processes", "over threads"])
+def executor(request):
+    """An executor with a pool of its own, and over a pool of each sort."""
+    if request.param == "own":
+        with Executor(2) as made:
+            yield made
+        return
+    with (Pool if "processes" in request.param else ThreadPool)(2) as pool:
+        with pool.executor() as made:
+            yield made
+        assert pool.apply(work.square, (3,)) == 9  # still open
+        pool.close()
+        pool.join()
+
+
+def test_submit(executor):
+    """A call's value, or its exception, is its future's."""
+    assert executor.submit(pow, 2, exp=5).result(60) == 32
+    failed = executor.submit(divmod, 1, 0)
+    assert isinstance(failed.exception(60), ZeroDivisionError)
+    assert failed.done() and not failed.running() and not failed.cancelled()
+
+
+def test_as_completed_and_wait(executor):
+    """The module's functions take these futures, since they are its own."""
+    made = {executor.submit(work.square, n): n for n in range(20)}
+    assert all(isinstance(future, futures.Future) for future in made)
+    for future in futures.as_completed(made, timeout=60):
+        assert future.result() == made[future] ** 2
+    done, pending = futures.wait(made, timeout=60)
+    assert done == set(made) and not pending
+
+
+def test_callbacks(executor):
+    """A callback added to a future is called with it, also when it is done already."""
+    future, seen = executor.submit(work.square, 3), threading.Event()
+    future.add_done_callback(lambda done: done is future and seen.set())
+    assert seen.wait(60)
+    late = []
+    future.add_done_callback(late.append)
+    assert late == [future]
+
+
+@pytest.mark.parametrize("chunksize", [1, 3])
+@pytest.mark.parametrize("buffersize", [None, 2])
+def test_map(executor, chunksize, buffersize):
+    """`map` takes several iterables, ends with the shortest, and keeps the order."""
+    got = executor.map(pow, range(10), [2] * 20, chunksize=chunksize, buffersize=buffersize)
+    assert list(got) == [n**2 for n in range(10)]
+
+
+def test_map_raises_at_its_place(executor):
+    """What the function raises comes after the results before it, and ends the iteration."""
+    got = executor.map(divmod, [4, 5, 6], [2, 0, 3])
+    assert next(got) == (2, 0)
+    with pytest.raises(ZeroDivisionError):
+        next(got)
+    with pytest.raises(StopIteration):
+        next(got)
+
+
+def test_map_is_eager(executor):
+    """Without a buffersize the iterables are drawn at the call; with one, no further ahead."""
+    drawn = []
+    executor.map(work.square, (drawn.append(n) or n for n in range(5)))
+    assert drawn == [0, 1, 2, 3, 4]
+    ahead = []
+    got = executor.map(work.square, (ahead.append(n) or n for n in range(100)), buffersize=2)
+    assert [next(got) for _ in range(3)] == [0, 1, 4] and len(ahead) <= 5
+
+
+def test_arguments_are_checked(executor):
+    """Sizes below one are refused by name."""
+    with pytest.raises(ValueError, match="chunksize"):
+        executor.map(work.square, [1], chunksize=0)
+    with pytest.raises(ValueError, match="buffersize"):
+        executor.map(work.square, [1], buffersize=0)
+
+
+def test_shutdown(executor):
+    """After `shutdown` nothing is taken any more; what was submitted has finished."""
+    made = [executor.submit(work.square, n) for n in range(8)]
+    executor.shutdown()
+    assert [future.result(0) for future in made] == [n**2 for n in range(8)]
+    for again in (lambda: executor.submit(work.square, 1), lambda: executor.map(abs, [1])):
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            again()
+    executor.shutdown()
+
+
+def test_cancel():
+    """What waits can be cancelled, what runs cannot, and what is cancelled never runs."""
+    with ThreadPool(1) as pool:
+        executor, gate, began = pool.executor(), threading.Event(), threading.Event()
+        running = executor.submit(lambda: (began.set(), gate.wait(60)))
+        waiting = [executor.submit(work.square, n) for n in range(3)]
+        assert began.wait(60)
+        assert running.running() and not running.cancel()
+        assert waiting[0].cancel() and waiting[0].cancelled() and waiting[0].cancel()
+        with pytest.raises(futures.CancelledError):
+            waiting[0].result(60)
+        executor.shutdown(wait=False, cancel_futures=True)
+        assert not futures.wait(waiting, 60).not_done and all(f.cancelled() for f in waiting)
+        gate.set()
+        assert running.result(60)
+        pool.close()
+        pool.join()
+
+
+def test_a_worker_dies():
+    """A death costs one future, which says why; the executor goes on."""
+    with Executor(1) as executor:
+        lost, kept = executor.submit(os._exit, 3), executor.submit(work.square, 4)
+        assert isinstance(lost.exception(60), WorkerDied)
+        assert kept.result(60) == 16
+
+
+def test_a_pool_that_was_closed():
+    """Over a pool that takes no more work, `submit` says so as the module's users expect."""
+    with ThreadPool(1) as pool:
+        executor = pool.executor()
+        pool.close()
+        for call in (lambda: executor.submit(abs, 1), lambda: executor.map(abs, [1])):
+            with pytest.raises(futures.BrokenExecutor, match="Pool not running"):
+                call()
+        pool.join()
+
+
+def test_the_program_ends():
+    """At the program's end what was submitted is finished, as with the standard executors."""
+    code = (
+        "import xpool\n"
+        "e = xpool.Executor(1)\n"
+        "e.submit(pow, 2, 3).add_done_callback(lambda f: print(f.result(), flush=True))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
