@@ -23,7 +23,7 @@ ROWS = [
     {"workers", "server"},
     {"engine"},
     {"pool"},
-    {"adapters", "assigner", "xla"},
+    {"adapters", "assigner", "joblib", "xla"},
     {"testing"},
 ]
 RANK = {room: rank for rank, row in enumerate(ROWS) for room in row}

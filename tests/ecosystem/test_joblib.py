@@ -1,0 +1,131 @@
+"""The backend ``"xpool"`` of joblib."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+from support import work
+from support.waiting import Gate, wait_gone
+
+from xpool import WorkerDied
+
+joblib = pytest.importorskip("joblib", reason="joblib is not installed")
+backend_module = pytest.importorskip("xpool.joblib")
+
+delayed = joblib.delayed
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    """Calls of the test go to two workers, which end with it."""
+    with joblib.parallel_config("xpool", n_jobs=2):
+        yield
+    backend_module.shutdown()
+
+
+def test_results_in_order():
+    """A call returns what the functions returned, lambdas among them, in order."""
+    squares = joblib.Parallel()(delayed(work.square)(n) for n in range(100))
+    assert squares == [n * n for n in range(100)]
+    assert joblib.Parallel()(delayed(lambda n: n + 1)(n) for n in range(5)) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("how", ["generator", "generator_unordered"])
+def test_generators(how):
+    """Results can be had while others are computed."""
+    got = joblib.Parallel(return_as=how)(delayed(work.square)(n) for n in range(50))
+    assert sorted(got) == [n * n for n in range(50)]
+
+
+def test_an_error_stops_the_call_and_leaves_the_workers():
+    """A function's exception is raised as it is; the next call has the same workers."""
+    before = set(joblib.Parallel()(delayed(os.getpid)() for _ in range(20)))
+    with pytest.raises(ZeroDivisionError):
+        joblib.Parallel()(delayed(divmod)(1, n % 2) for n in range(100))
+    after = set(joblib.Parallel()(delayed(os.getpid)() for _ in range(20)))
+    assert before & after and os.getpid() not in before
+
+
+def test_timeout(tmp_path):
+    """A call that takes too long raises joblib's error, and what ran is stopped."""
+    gate = Gate(tmp_path / "gate")
+    with pytest.raises((TimeoutError, joblib.parallel.TimeoutError)):
+        joblib.Parallel(timeout=0.2)(delayed(work.pass_gate)(gate.path) for _ in range(2))
+    gate.close()
+    assert joblib.Parallel()(delayed(work.square)(n) for n in range(4)) == [0, 1, 4, 9]
+
+
+def test_a_worker_dies_once(tmp_path):
+    """The batch of a worker that died is run again."""
+
+    def die_once(n):
+        try:
+            os.close(os.open(tmp_path / "died", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return n
+        os._exit(1)
+
+    assert joblib.Parallel()(delayed(die_once)(n) for n in range(6)) == list(range(6))
+
+
+def test_a_worker_dies_again_and_again():
+    """What kills each worker that runs it fails with the reason."""
+    with pytest.raises(WorkerDied, match="exit"):
+        joblib.Parallel()(delayed(os._exit)(3) for _ in range(1))
+
+
+def test_nested_calls():
+    """A call inside a task runs in threads of its worker, as with joblib's own backends."""
+
+    def inner(n):
+        pids = joblib.Parallel(n_jobs=2)(delayed(os.getpid)() for _ in range(3))
+        return set(pids) == {os.getpid()}
+
+    assert all(joblib.Parallel()(delayed(inner)(n) for n in range(4)))
+
+
+def test_threads_of_libraries():
+    """`inner_max_num_threads` is what numerical libraries in the workers find."""
+    with joblib.parallel_config("xpool", n_jobs=2, inner_max_num_threads=3):
+        look = delayed(lambda: os.environ["OMP_NUM_THREADS"])
+        found = joblib.Parallel()(look() for _ in range(4))
+    assert found == ["3"] * 4
+
+
+def test_two_calls_at_once():
+    """Calls of two threads with other numbers of workers do not end each other's pools."""
+    out = {}
+
+    def call(n_jobs):
+        with joblib.parallel_config("xpool", n_jobs=n_jobs):
+            out[n_jobs] = joblib.Parallel()(delayed(work.square)(n) for n in range(200))
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert out[2] == out[3] == [n * n for n in range(200)]
+
+
+def test_shutdown():
+    """`shutdown` ends the workers that wait for the next call."""
+    (pid,) = joblib.Parallel()(delayed(os.getpid)() for _ in range(1))
+    backend_module.shutdown()
+    assert wait_gone([pid]) == []
+    assert joblib.Parallel()(delayed(abs)(-n) for n in range(3)) == [0, 1, 2]
+
+
+def test_a_grid_search():
+    """scikit-learn's searches and cross-validation run in the workers."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    from sklearn.datasets import load_iris
+    from sklearn.model_selection import GridSearchCV, cross_val_score
+    from sklearn.neighbors import KNeighborsClassifier
+
+    x, y = load_iris(return_X_y=True)
+    search = GridSearchCV(KNeighborsClassifier(), {"n_neighbors": [1, 5]}, cv=3, n_jobs=-1)
+    assert search.fit(x, y).best_score_ > 0.9
+    assert cross_val_score(KNeighborsClassifier(), x, y, cv=3, n_jobs=2).min() > 0.9

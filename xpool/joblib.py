@@ -1,0 +1,238 @@
+"""The backend ``"xpool"`` of joblib: importing this module registers it.
+
+    >>> import joblib, xpool.joblib
+    >>> with joblib.parallel_config("xpool", n_jobs=2):
+    ...     joblib.Parallel()(joblib.delayed(abs)(-n) for n in range(3))
+    [0, 1, 2]
+
+Workers stay for the next call with the same number of them, as loky's do; `shutdown` ends them.  A
+worker that dies costs the batch that it ran, which is run again, up to `RETRIES` times.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import joblib
+from joblib._parallel_backends import (
+    AutoBatchingMixin,
+    FallbackToBackend,
+    ParallelBackendBase,
+    SequentialBackend,
+)
+
+from xpool.pool.process import Pool
+from xpool.results import AsyncResult
+from xpool.worker.context import current_worker
+
+__all__ = ["RETRIES", "Backend", "shutdown"]
+
+RETRIES = 2
+"""How often a batch is run again whose worker died: once for bad luck, once more for a bad day."""
+
+
+# What joblib passes to every backend of processes, for arrays that it keeps in files.
+_OF_FILES = frozenset({"max_nbytes", "mmap_mode", "temp_folder", "verbose"})
+
+
+class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
+    """Runs the batches of one `joblib.Parallel` in the workers of a `Pool`.
+
+    Keyword arguments of ``parallel_config`` and ``Parallel`` that joblib does not know go to
+    `Pool`, for example ``task_timeout=60`` or ``maxtasksperchild=100``.
+    """
+
+    supports_retrieve_callback = True
+    supports_inner_max_num_threads = True
+
+    _pool: _Kept | None = None
+
+    def effective_n_jobs(self, n_jobs: int | None) -> int:
+        """Return how many workers there will be; one, in this process, inside of a worker."""
+        if n_jobs == 0:
+            raise ValueError("n_jobs == 0 in Parallel has no meaning")
+        if n_jobs is None or _in_worker():
+            return 1
+        return n_jobs if n_jobs > 0 else max(joblib.cpu_count() + 1 + n_jobs, 1)
+
+    def configure(
+        self,
+        n_jobs: int = 1,
+        parallel: Any = None,
+        prefer: str | None = None,
+        require: str | None = None,
+        **options: Any,
+    ) -> int:
+        """Take the workers for the calls to come; return their number.
+
+        Options for files that arrays are kept in have no effect: arrays travel in shared memory.
+        """
+        options = {name: value for name, value in options.items() if name not in _OF_FILES}
+        n_jobs = self.effective_n_jobs(n_jobs)
+        if n_jobs == 1:
+            raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
+        self.parallel = parallel
+        # Guards nothing but itself: one operation on it is atomic.
+        self._jobs: set[AsyncResult] = set()
+        threads = self._prepare_worker_env(n_jobs)
+        self._pool = _take(n_jobs, threads, {**self.backend_kwargs, **options})
+        return n_jobs
+
+    def submit(
+        self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
+    ) -> AsyncResult:
+        """Have a batch run; ``callback`` is called with its outcome, in a thread of the pool."""
+        kept = self._pool
+        if kept is None:
+            raise RuntimeError(
+                "this backend is not configured; a generator of an earlier call to Parallel may "
+                "have been dropped: exhaust it first"
+            )
+        done = _Done(self._jobs, callback)
+        job = kept.pool.apply_async(
+            _run, (func,), callback=done.value, error_callback=done.error, retries=RETRIES
+        )
+        done.started(job)
+        return job
+
+    def retrieve_result_callback(self, out: _Outcome) -> Any:
+        """Return what the batch returned, or raise what it raised."""
+        if out.error is not None:
+            raise out.error
+        return out.value
+
+    def abort_everything(self, ensure_ready: bool = True) -> None:
+        """Stop what runs and drop what waits; workers that do not stop are replaced."""
+        for job in list(self._jobs):
+            job.cancel()
+        if not ensure_ready:
+            self.terminate()
+
+    def terminate(self) -> None:
+        """Give the workers back; they stay for the next call."""
+        kept, self._pool = self._pool, None
+        if kept is not None:
+            kept.give_back()
+        self.reset_batch_stats()
+
+
+class _Outcome:
+    """How a batch ended."""
+
+    __slots__ = ("error", "value")
+
+    def __init__(self, value: Any, error: BaseException | None) -> None:
+        self.value, self.error = value, error
+
+
+class _Done:
+    """The two callbacks of a batch, and its place among the unfinished ones."""
+
+    def __init__(
+        self, jobs: set[AsyncResult], callback: Callable[[_Outcome], object] | None
+    ) -> None:
+        self._jobs, self._callback = jobs, callback
+        self._job: AsyncResult | None = None
+        self._over = False
+
+    def started(self, job: AsyncResult) -> None:
+        # It may have finished by now: who comes second takes it off.
+        self._job = job
+        self._jobs.add(job)
+        if self._over:
+            self._jobs.discard(job)
+
+    def value(self, value: Any) -> None:
+        self._finish(_Outcome(value, None))
+
+    def error(self, error: BaseException) -> None:
+        self._finish(_Outcome(None, error))
+
+    def _finish(self, outcome: _Outcome) -> None:
+        self._over = True
+        if self._job is not None:
+            self._jobs.discard(self._job)
+        if self._callback is not None:
+            self._callback(outcome)
+
+
+def _in_worker() -> bool:
+    try:
+        current_worker()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run(batch: Callable[[], Any]) -> Any:
+    return batch()
+
+
+def _limit_threads(variables: Mapping[str, str]) -> None:
+    """Have numerical libraries use so many threads: those to come by variables, the others now."""
+    os.environ.update(variables)
+    try:
+        import threadpoolctl
+    except ImportError:
+        return  # nobody here can tell loaded libraries; scikit-learn brings it along
+    threadpoolctl.threadpool_limits(int(variables["OMP_NUM_THREADS"]))
+
+
+# -- workers that stay between calls ---------------------------------------------------------------
+
+
+class _Kept:
+    """A pool, and how many backends use it now."""
+
+    def __init__(self, key: object, pool: Pool) -> None:
+        self.key, self.pool, self.users = key, pool, 0
+
+    def give_back(self) -> None:
+        with _lock:
+            self.users -= 1
+            unwanted = self.users == 0 and _kept is not self
+        if unwanted:
+            self.end()
+
+    def end(self) -> None:
+        self.pool.terminate()
+        self.pool.join()
+
+
+# Guards `_kept` and the counts of users.  The pool that the next call gets if it asks for the same.
+_lock = threading.Lock()
+_kept: _Kept | None = None
+
+
+def _take(n_jobs: int, threads: Mapping[str, str], options: Mapping[str, Any]) -> _Kept:
+    global _kept
+    # A forked child has no workers of its own yet.
+    key = os.getpid(), n_jobs, sorted(threads.items()), sorted(options.items(), key=lambda o: o[0])
+    old = None
+    with _lock:
+        kept = _kept
+        if kept is None or kept.key != key or kept.pool.state != "RUN":
+            if kept is not None and kept.users == 0 and kept.key[0] == os.getpid():  # type: ignore[index]
+                old = kept
+            pool = Pool(n_jobs, _limit_threads, (dict(threads),), name="joblib", **options)
+            kept = _kept = _Kept(key, pool)
+        kept.users += 1
+    if old is not None:
+        old.end()
+    return kept
+
+
+def shutdown() -> None:
+    """End the workers that are kept for the next call; one that runs goes on with its own."""
+    global _kept
+    with _lock:
+        kept, _kept = _kept, None
+        idle = kept is not None and kept.users == 0
+    if idle and kept is not None:
+        kept.end()
+
+
+joblib.register_parallel_backend("xpool", Backend)
