@@ -112,19 +112,26 @@ class ResultNotPicklable(XPoolError, MaybeEncodingError):  # type: ignore[misc]
 
 
 class TaskTimeout(XPoolError, TimeoutError):
-    """The task ran longer than its ``timeout=`` and was stopped.
+    """The task ran longer than its ``timeout=`` and was stopped, or its thread was left to itself.
 
     Fields: ``seconds`` (the limit), ``worker`` (index of the slot), ``pid`` (of the worker; None:
     not known), ``task`` (what ran, as text), ``stack`` (where it was then, as text: the call that
-    was made last comes first; empty when the worker could not tell).
+    was made last comes first; empty when the worker could not tell), ``stopped`` (False: it ran in
+    a thread of this process, which cannot be stopped, and runs on).
     """
 
     def __init__(
-        self, seconds: float, worker: int, pid: int | None, task: str, stack: str = ""
+        self,
+        seconds: float,
+        worker: int,
+        pid: int | None,
+        task: str,
+        stack: str = "",
+        stopped: bool = True,
     ) -> None:
-        super().__init__(seconds, worker, pid, task, stack)
+        super().__init__(seconds, worker, pid, task, stack, stopped)
         self.seconds, self.worker, self.pid, self.task = seconds, worker, pid, task
-        self.stack = stack
+        self.stack, self.stopped = stack, stopped
 
     def __str__(self) -> str:
         where = (
@@ -132,10 +139,14 @@ class TaskTimeout(XPoolError, TimeoutError):
             if self.stack
             else ("Where it was is not known: the worker did not answer a signal.")
         )
+        end = (
+            f"(pid {self.pid}) and was stopped"
+            if self.stopped
+            else "and runs on: a thread cannot be stopped, another has taken its place"
+        )
         return (
             f"{self.task} ran longer than its limit of {self.seconds:g} s in worker {self.worker} "
-            f"(pid {self.pid}) and was stopped; give it a longer timeout= or look why it takes so "
-            f"long. {where}"
+            f"{end}; give it a longer timeout= or look why it takes so long. {where}"
         )
 
 

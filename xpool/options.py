@@ -19,6 +19,7 @@ __all__ = [
     "check_exceptions",
     "check_iterable",
     "check_seconds",
+    "check_seed",
     "check_share_method",
     "default_chunksize",
     "default_processes",
@@ -141,6 +142,12 @@ def check_share_method(method: Any) -> None:
             f"share_method must be 'cpu', 'cuda', 'xla' or None, not {method!r}; "
             "None shares each tensor by its own kind"
         )
+
+
+def check_seed(seed: Any) -> None:
+    """Raise `TypeError` unless ``seed`` is an int or None."""
+    if seed is not None and not isinstance(seed, int):
+        raise TypeError(f"seed must be an int or None, not {seed!r}")
 
 
 def label(func: Callable[..., Any]) -> str:

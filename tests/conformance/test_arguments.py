@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from fractions import Fraction
 
 import pytest
@@ -221,3 +222,49 @@ def test_a_failed_constructor_leaves_nothing(warm):
     for kind in KINDS:
         with pytest.raises(ValueError, match="maxtasksperchild"):
             kind(2, maxtasksperchild=0)
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize(
+    ("threads", "processes"), [("ThreadPool", "Pool"), ("CtxThreadPool", "CtxPool")]
+)
+def test_pools_of_threads_take_the_arguments_of_pools_of_processes(make_pool, threads, processes):
+    """One can stand in for the other: the same arguments, in the same order, by the same names."""
+    given, wanted = (inspect.signature(_class(name)).parameters for name in (threads, processes))
+    assert [str(one) for one in given.values()] == [str(one) for one in wanted.values()]
+    options = {
+        "is_recursive": True, "is_daemon": False, "is_copy_tensor": False, "share_method": "cpu",
+        "memory_limit": 0, "seed": 1, "task_timeout": 60, "initializer_timeout": 60,
+        "restart_budget": 3, "name": "some",
+    }  # fmt: skip
+    pool = make_pool(_class(threads), 2, None, (), None, "spawn", **options)
+    call = (lambda _, x: x + 1) if threads == "CtxThreadPool" else (lambda x: x + 1)
+    assert pool.map(call, range(3)) == [1, 2, 3] and pool.name == "some"
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"share_method": "gpu"},
+        {"memory_limit": -1},
+        {"seed": "1"},
+        {"restart_budget": 0},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_arguments_without_effect_are_checked_too(wrong):
+    """What `Pool` refuses, `ThreadPool` refuses, also where it would have no effect."""
+    for name in ("Pool", "ThreadPool"):
+        with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+            _class(name)(1, **wrong)
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("name", ["CtxPool", "CtxThreadPool"])
+def test_contexts_may_be_left_out(make_pool, name):
+    """Without `worker_contexts`, each worker's context is None."""
+    pool = make_pool(_class(name), 2)
+    assert pool.size() == 2
+    assert pool.map(lambda ctx, x: (ctx, x), range(3)) == [(None, 0), (None, 1), (None, 2)]
+    assert pool.apply(work.who)[1] is None

@@ -273,6 +273,7 @@ def test_a_thread_is_left_to_itself(thread_kind, make_pool, mailbox, gate):
     assert "backend.py" not in error.stack and "hooks.py" not in error.stack
     assert error.worker == 0 and error.pid == os.getpid()
     assert pool.apply(work.square, (3,), timeout=30) == 9
+    assert not error.stopped and "runs on" in str(error) and "was stopped" not in str(error)
     old = [t for t in threading.enumerate() if t.name.endswith("-worker-0")]
     assert len(old) == 2
     gate.open(1)

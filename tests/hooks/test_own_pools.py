@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
+import queue
 import threading
 
 import pytest
 from support import work
 from support.kinds import STDLIB, VERBS
 from support.waiting import eventually
+
+import xpool
 
 from .own_pools import QueueThreadPool
 
@@ -325,3 +329,53 @@ def test_a_worker_started_during_terminate_ends_too(make_pool):
     pool.terminate()
     pool.join()
     assert not any(thread.is_alive() for thread in pool.workers)
+
+
+def test_context_is_kept(make_pool):
+    """`BasePool` takes `context=`, as the fifth argument too, and keeps it for its hooks."""
+    context = multiprocessing.get_context("spawn")
+
+    class Looks(QueueThreadPool):
+        def setup_queues(self):
+            self.seen = self.context
+            super().setup_queues()
+
+    assert make_pool(Looks, 1, context=context).seen is context
+    assert make_pool(Looks, 1, None, (), None, context).seen is context
+    assert make_pool(Looks, 1).seen is None
+
+
+def test_timeout_error_says_that_there_is_no_result(make_pool):
+    """`pool_outqueue_get` may raise Python's own TimeoutError where it has no result."""
+
+    class Patient(QueueThreadPool):
+        def pool_outqueue_get(self, timeout=None):
+            try:
+                return super().pool_outqueue_get(timeout)
+            except queue.Empty:
+                raise TimeoutError from None
+
+    pool = make_pool(Patient, 2)
+    assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
+    pool.close()
+    pool.join()
+
+
+@pytest.mark.parametrize("name", ["BasePool", "Pool", "ThreadPool"])
+def test_the_hook_that_takes_a_task_calls_it_obj(name):
+    """A subclass can pass it on by the name that machin's documentation has."""
+    assert list(inspect.signature(getattr(xpool, name).pool_inqueue_put).parameters)[1:] == ["obj"]
+
+
+def test_worker_can_be_called_with_any_arguments(make_pool):
+    """A subclass may wrap `worker` as ``worker(*args, **kwargs)``."""
+
+    class Wraps(QueueThreadPool):
+        @staticmethod
+        def worker(*args, **kwargs):
+            seen.append(len(args))
+            xpool.Pool.worker(*args, **kwargs)
+
+    seen = []
+    assert make_pool(Wraps, 1).map(work.square, range(3)) == [0, 1, 4]
+    assert seen == [5]

@@ -23,6 +23,15 @@ from xpool.errors import OptionError
 from xpool.queue import SimpleQueue
 
 
+def test_names_of_put_and_get(make_queue: Any):
+    """`quick_put` and `quick_get` are `put` and `get`: there is no lock to leave out."""
+    one = make_queue()
+    one.quick_put({"a": 1})
+    assert one.quick_get(timeout=LIMIT) == {"a": 1}
+    with pytest.raises(queue.Empty):
+        one.quick_get(0)
+
+
 def test_order(make_queue: Any, start: Any, method: str):
     """What one process puts comes in that order, whatever the start method."""
     there, back = make_queue(), make_queue()

@@ -12,6 +12,7 @@ A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)`
 from __future__ import annotations
 
 import atexit
+import builtins
 import itertools
 import os
 import queue
@@ -20,6 +21,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -105,6 +107,7 @@ class BasePool(Verbs):
         processes: number of workers; None: as many as this process may use cores.
         initializer: called in each worker before its first task, with ``initargs``.
         maxtasksperchild: tasks (a chunk counts as one) after which a worker is replaced.
+        context: how workers start, for hooks that start processes: kept as ``self.context``.
 
     Raises:
         TypeError, OptionError (a `ValueError`): an argument makes no sense.
@@ -122,10 +125,12 @@ class BasePool(Verbs):
         initializer: Callable[..., object] | None = None,
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
+        context: BaseContext | str | None = None,
         *,
         name: str | None = None,
     ) -> None:
         install()
+        self.context = context
         self._size = resolve_processes(processes)
         if initializer is not None:
             check_callable("initializer", initializer)
@@ -238,7 +243,7 @@ class BasePool(Verbs):
                 number, index, (ok, value) = self.pool_outqueue_get(timeout)
                 self._deliver(number, index, ok, value)
                 timeout = 0.0
-        except queue.Empty:
+        except (queue.Empty, builtins.TimeoutError):
             return
 
     @uninterrupted

@@ -23,9 +23,10 @@ class CtxPool(Pool):
 
     Args:
         worker_contexts: one for each worker; their number is the number of workers, and
-            ``processes`` may be left out.  Worker ``i`` gets the i-th, and so does every process
-            that replaces it.  A context with an ``env`` (a mapping) has these variables set in
-            its worker before anything else is imported, as those of `xpool.devices` do.  Contexts
+            ``processes`` may be left out.  None: each worker's context is None.  Worker ``i`` gets
+            the i-th, and so does every process that replaces it.  A context with an ``env`` (a
+            mapping) has these variables set in its worker before anything else is imported, as
+            those of `xpool.devices` do.  Contexts
             with a ``group`` other than 0 form one replica group: when one of its workers dies, the
             pool stops with `DeviceError`, since the others cannot go on with a new one.  A
             `xpool.assigner.ModelAssigner` gives one for each of its devices, which holds the models
@@ -45,10 +46,10 @@ class CtxPool(Pool):
         maxtasksperchild: int | None = None,
         context: Any = None,
         *,
-        worker_contexts: Iterable[Any],
+        worker_contexts: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        self._contexts = list(check_iterable("worker_contexts", worker_contexts))
+        self._contexts = _contexts(worker_contexts, processes)
         n = resolve_processes(processes, self._contexts)
         if self._is_group() and maxtasksperchild is not None:
             raise OptionError(
@@ -72,6 +73,12 @@ class CtxPool(Pool):
 
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts
+
+
+def _contexts(contexts: Iterable[Any] | None, processes: int | None) -> list[Any]:
+    if contexts is None:
+        return [None] * resolve_processes(processes)
+    return list(check_iterable("worker_contexts", contexts))
 
 
 def processes(contexts: Sequence[Any]) -> list[list[int]]:
@@ -125,13 +132,14 @@ class CtxThreadPool(ThreadPool):
         initializer: Callable[..., object] | None = None,
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
+        context: Any = None,
         *,
-        worker_contexts: Iterable[Any],
+        worker_contexts: Iterable[Any] | None = None,
         **options: Any,
     ) -> None:
-        self._contexts = list(check_iterable("worker_contexts", worker_contexts))
+        self._contexts = _contexts(worker_contexts, processes)
         n = resolve_processes(processes, self._contexts)
-        super().__init__(n, initializer, initargs, maxtasksperchild, **options)
+        super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
 
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts

@@ -63,7 +63,7 @@ class Hooks:
         """
         raise NotImplementedError(f"{type(self).__name__} must override setup_queues()")
 
-    def pool_inqueue_put(self, task: Task | None) -> None:
+    def pool_inqueue_put(self, obj: Task | None) -> None:
         """Send a task on its way; None asks one worker to end.
 
         Called by the thread that submits, by the thread that draws the input of an `imap`, and
@@ -76,8 +76,9 @@ class Hooks:
         """Return the next result, waiting at most ``timeout`` seconds for it.
 
         Called by the engine's thread, which has nothing else to do, so it may block as long as
-        that, not longer.  Raises `queue.Empty` when there is none.  Anything else that it raises
-        ends the pool: all that is unanswered fails with `InternalError`.
+        that, not longer.  Raises `queue.Empty` or Python's own `TimeoutError` when there is none.
+        Anything else that it raises ends the pool: all that is unanswered fails with
+        `InternalError`.
         """
         raise NotImplementedError(f"{type(self).__name__} must override pool_outqueue_get()")
 

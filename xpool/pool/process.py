@@ -20,6 +20,7 @@ from xpool.options import (
     Terms,
     check_count,
     check_seconds,
+    check_seed,
     check_share_method,
     default_processes,
 )
@@ -98,14 +99,12 @@ class Pool(AllWorkers):
         occupy_streams()
         self._token = os.urandom(8).hex()
         arena, limit, layout = find_arena(is_copy_tensor, share_method, memory_limit, self._token)
-        if seed is not None and not isinstance(seed, int):
-            raise TypeError(f"seed must be an int or None, not {seed!r}")
+        check_seed(seed)
         if is_daemon and multiprocessing.current_process().daemon:
             raise OptionError(
                 "a pool in a worker of a pool: daemonic processes are not allowed to have "
                 "children; give is_daemon=False to the outer pool"
             )
-        self._context = context
         self._recurse = is_recursive
         self._daemon = is_daemon
         self._arena = arena
@@ -125,7 +124,7 @@ class Pool(AllWorkers):
         cls = type(self)
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = cls.pool_inqueue_put is Pool.pool_inqueue_put
-        super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
+        super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
 
     _keeps_terms = True
     _has_peers = False  # its workers can send messages to each other
@@ -134,7 +133,7 @@ class Pool(AllWorkers):
 
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
-        launcher = _launcher(self._context)
+        launcher = _launcher(self.context)
         blob, inherited = None, None
         try:
             blob = self._packer.pack_option(
@@ -145,7 +144,7 @@ class Pool(AllWorkers):
                 if not _only_by_inheritance(exc):
                     raise
                 # Locks and queues of multiprocessing: its own contexts can pass them on.
-                method = self._context if isinstance(self._context, str) else None
+                method = self.context if isinstance(self.context, str) else None
                 launcher = _launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
         orders = _Orders(self, launcher, blob)
@@ -168,12 +167,12 @@ class Pool(AllWorkers):
         if self._has_peers:
             self._engine.connect_peers()
 
-    def pool_inqueue_put(self, task: Task | None) -> None:
+    def pool_inqueue_put(self, obj: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
-        if task is None:
+        if obj is None:
             self._engine.retire_all()
             return
-        number, chunk, func, args, kwds = task
+        number, chunk, func, args, kwds = obj
         job = self._jobs.get(number)
         if job is not None:
             self._engine.submit(self._call_span(job, chunk, (func, args, kwds), job.terms))

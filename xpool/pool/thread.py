@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
 from typing import Any
 
-from xpool.options import check_seconds
+from xpool.options import check_count, check_seconds, check_seed, check_share_method
 from xpool.pool.base import BasePool
 from xpool.pool.hooks import Result, Task, each, star_each
 from xpool.results import Job
@@ -21,8 +22,12 @@ class ThreadPool(BasePool):
     A task that is over its ``timeout=``, or is cancelled while it runs, is answered at once, and
     its thread is left to itself: it runs on until the task ends, while another has its place.
 
-    Takes the arguments of `Pool`, so that one can stand in for the other; those that are about
-    processes and pickling have no effect here.
+    Takes all arguments of `Pool`, so that one can stand in for the other.  Those about processes
+    and pickling have no effect here: ``context``, ``is_recursive``, ``is_daemon``,
+    ``is_copy_tensor``, ``share_method``, ``memory_limit``, ``seed`` and ``restart_budget``.
+
+    Raises:
+        TypeError, OptionError (a `ValueError`): an argument makes no sense, one without effect too.
     """
 
     _terminate_waits = False
@@ -34,14 +39,28 @@ class ThreadPool(BasePool):
         initializer: Callable[..., object] | None = None,
         initargs: Iterable[Any] = (),
         maxtasksperchild: int | None = None,
+        context: BaseContext | str | None = None,
         *,
+        is_recursive: bool = False,
+        is_daemon: bool = True,
+        is_copy_tensor: bool = True,
+        share_method: str | None = None,
+        memory_limit: int | None = None,
+        seed: int | None = None,
         task_timeout: float | None = None,
         initializer_timeout: float | None = None,
+        restart_budget: int | None = None,
         name: str | None = None,
     ) -> None:
+        check_share_method(share_method)
+        check_seed(seed)
+        if memory_limit is not None:
+            check_count("memory_limit", memory_limit, least=0)
+        if restart_budget is not None:
+            check_count("restart_budget", restart_budget)
         self._task_timeout = check_seconds("task_timeout", task_timeout)
         self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
-        super().__init__(processes, initializer, initargs, maxtasksperchild, name=name)
+        super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
 
     def setup_queues(self) -> None:
         """Make the queue that the threads take from."""
@@ -64,15 +83,15 @@ class ThreadPool(BasePool):
     def _worker_contexts(self) -> list[Any] | None:
         return None
 
-    def pool_inqueue_put(self, task: Task | None) -> None:
+    def pool_inqueue_put(self, obj: Task | None) -> None:
         """Queue a task."""
-        if task is not None:
-            job = self._jobs.get(task[0])
+        if obj is not None:
+            job = self._jobs.get(obj[0])
             if job is not None and (job.terms.timeout is not None or job.terms.retries):
-                chunked = task[2] in (each, star_each)
-                self._threads.tasks.put(Entry(task, job.terms, chunked))
+                chunked = obj[2] in (each, star_each)
+                self._threads.tasks.put(Entry(obj, job.terms, chunked))
                 return
-        self._threads.tasks.put(task)
+        self._threads.tasks.put(obj)
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result."""

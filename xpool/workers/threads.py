@@ -272,7 +272,7 @@ class ThreadWorkers:
             job, index = entry.task[:2]
             known = self._jobs.get(job)
             task = f"task {index}" if known is None else known.describe(index)
-        error = TaskTimeout(seconds, member.index, os.getpid(), task, stack)
+        error = TaskTimeout(seconds, member.index, os.getpid(), task, stack, stopped=False)
         if entry.task is None:
             self._failed(member.index, error)
             self.wake()
