@@ -1,0 +1,71 @@
+"""``python -m xpool``: what people paste into an issue."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import xpool
+from xpool import __main__ as program
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "xpool", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+
+
+def test_the_whole_program():
+    """It tells versions, limits and devices, and that the self-test went well."""
+    done = run()
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert f"xpool                   {xpool.__version__}" in done.stdout
+    titles = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert titles == [
+        "versions:", "workers:", "processors:", "memory:", "limits:", "devices:", "to do:",
+        "self-test:",
+    ]  # fmt: skip
+
+
+def test_json():
+    """``--json`` prints one object for programs; ``--no-test`` starts no workers."""
+    done = run("--json", "--no-test")
+    found = json.loads(done.stdout)
+    assert found["versions"]["xpool"] == xpool.__version__
+    assert found["processors"]["usable"] >= 1 and "self-test" not in found
+
+
+def test_a_self_test_that_fails(monkeypatch, capsys):
+    """What fails is named, and the exit status says it too."""
+
+    def broken(*args, **kwargs):
+        raise OSError("no processes here")
+
+    monkeypatch.setattr(program, "Pool", broken)
+    assert program.main([]) == 1
+    assert "OSError: no processes here" in capsys.readouterr().out
+
+
+def test_a_machine_in_a_container(tmp_path):
+    """Limits of the cgroup are found, and what follows from them is said."""
+    files = {
+        "sys/fs/cgroup/cpu.max": "150000 100000",
+        "sys/fs/cgroup/memory.max": str(1 << 30),
+        "sys/fs/cgroup/memory.current": "4096",
+        "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4096 kB\n",
+        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = program.look(tmp_path)
+    assert found["processors"]["cgroup allows"] == 1.5
+    assert found["memory"] == {
+        "total": 8 << 30, "available": 4 << 20, "cgroup allows": 1 << 30, "cgroup has": 4096,
+        "huge pages": "madvise",
+    }  # fmt: skip
+    found["processors"]["usable"] = 8
+    found["limits"] |= {"addresses": 1 << 30, "open files": 64, "file size": 1}
+    said = " ".join(program.advice(found))
+    for word in ("1.5 processors", "memory_limit=", "ulimit -v", "ulimit -n", "ulimit -f"):
+        assert word in said

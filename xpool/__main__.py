@@ -1,0 +1,257 @@
+"""``python -m xpool``: what this machine gives to pools, and a self-test of two seconds.
+
+``--json`` prints the same as one JSON object.  The exit status is 1 when the self-test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from xpool.errors import WorkerDied
+from xpool.pool.process import Pool
+
+__all__ = ["main"]
+
+_PACKAGES = ("torch", "dill", "numpy", "torch_xla", "torch_tpu", "joblib", "hypothesis")
+
+_LIMITS = {
+    "open files": "RLIMIT_NOFILE",
+    "processes": "RLIMIT_NPROC",
+    "addresses": "RLIMIT_AS",
+    "file size": "RLIMIT_FSIZE",
+    "core size": "RLIMIT_CORE",
+}
+
+LEAST_FILES = 1024
+"""Open files below which a program with many workers is told: a worker takes about six."""
+
+SELF_TEST_LIMIT = 30.0
+"""Seconds that each task of the self-test may take on a machine that is very busy."""
+
+
+def look(root: Path = Path("/")) -> dict[str, Any]:
+    """Return what is to be known of this machine; ``root`` stands for ``/``."""
+    return {
+        "versions": _versions(),
+        "workers": _workers(),
+        "processors": _processors(root),
+        "memory": _memory(root),
+        "limits": _limits(),
+        "devices": _devices(root),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "xpool": sys.modules["xpool"].__version__,
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _workers() -> dict[str, Any]:
+    linux = sys.platform == "linux"
+    return {
+        "start method": "xpool's fork server" if linux else "spawn",
+        "large values": "shared memory" if linux else "copies through pipes",
+    }
+
+
+def _processors(root: Path) -> dict[str, Any]:
+    from xpool.devices.host import usable_cpus
+
+    found: dict[str, Any] = {"usable": len(usable_cpus()), "of": os.cpu_count()}
+    quota = _read(root / "sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0] != "max":
+        found["cgroup allows"] = round(int(quota[0]) / int(quota[1]), 2)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+def _memory(root: Path) -> dict[str, Any]:
+    """Bytes, and how the kernel gives pages."""
+    found: dict[str, Any] = {}
+    names = {"MemTotal": "total", "MemAvailable": "available", "SwapTotal": "swap"}
+    for line in _read(root / "proc/meminfo").splitlines():
+        name, _, value = line.partition(":")
+        if name in names:
+            found[names[name]] = int(value.split()[0]) * 1024
+    limit = _read(root / "sys/fs/cgroup/memory.max")
+    if limit.isdigit():
+        found["cgroup allows"] = int(limit)
+        found["cgroup has"] = int(_read(root / "sys/fs/cgroup/memory.current") or 0)
+    for name, file in (("huge pages", "enabled"), ("huge pages, shared", "shmem_enabled")):
+        choices = _read(root / "sys/kernel/mm/transparent_hugepage" / file)
+        if "[" in choices:
+            found[name] = choices.partition("[")[2].partition("]")[0]
+    mappings = _read(root / "proc/sys/vm/max_map_count")
+    if mappings.isdigit():
+        found["mappings of a process"] = int(mappings)
+    return found
+
+
+def _limits() -> dict[str, int | None]:
+    """The soft limits of this process; None: unlimited."""
+    try:
+        import resource
+    except ImportError:
+        return {}  # not a Unix: there are none
+    soft = {name: resource.getrlimit(getattr(resource, key))[0] for name, key in _LIMITS.items()}
+    return {name: None if n == resource.RLIM_INFINITY else n for name, n in soft.items()}
+
+
+def _devices(root: Path) -> dict[str, Any]:
+    from xpool.devices.host import Host
+
+    host = Host.here(root)
+    gpus = "no NVML to ask" if host.gpus is None else [str(gpu) for gpu in host.gpus]
+    return {"gpus": gpus, "tpu chips": [chip.generation for chip in host.chips]}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""  # another kernel, or a container that hides it
+
+
+def advice(found: dict[str, Any]) -> list[str]:
+    """Return what to change, a sentence each."""
+    said = []
+    limits, memory, processors = found["limits"], found["memory"], found["processors"]
+    if found["workers"]["start method"] == "spawn":
+        said.append("Not Linux: workers start slowly and values are copied through pipes.")
+    if limits.get("addresses") is not None:
+        said.append("Addresses are limited (ulimit -v), so large values travel through pipes.")
+    files = limits.get("open files")
+    if files is not None and files < LEAST_FILES:
+        said.append(f"{files} open files are few: ulimit -n 4096.")
+    if limits.get("file size") is not None:
+        said.append("The size of files is limited (ulimit -f), and so is shared memory.")
+    allowed = processors.get("cgroup allows")
+    if allowed is not None and allowed < processors["usable"]:
+        said.append(
+            f"The cgroup allows {allowed} processors: give pools that many workers, since by "
+            f"default they take {processors['usable']}."
+        )
+    room = memory.get("cgroup allows")
+    if room is not None and room < memory.get("total", room):
+        said.append("The cgroup limits memory: give memory_limit= to pools that move large values.")
+    wants = "torch" in found["versions"] and not os.environ.get("THP_MEM_ALLOC_ENABLE")
+    if wants and memory.get("huge pages") in ("madvise", "always"):
+        said.append(
+            "THP_MEM_ALLOC_ENABLE=1 lets torch allocate large tensors in huge pages: workers "
+            "return tensors of 64 MiB up to twice as fast."
+        )
+    return said
+
+
+# -- the self-test ---------------------------------------------------------------------------------
+
+
+def self_test() -> dict[str, Any]:
+    """Have two workers do a little of everything; return seconds, rates, and what failed."""
+    found: dict[str, Any] = {}
+    begin = time.perf_counter()
+    try:
+        with Pool(2, task_timeout=SELF_TEST_LIMIT) as pool:
+            _expect(pool.apply(pow, (2, 5)), 32, "apply")
+            found["first result, ms"] = _milliseconds(begin)
+            calls = [_timed(lambda: pool.apply(abs, (-1,))) for _ in range(50)]
+            found["apply, us"] = round(statistics.median(calls) * 1e6)
+            begin = time.perf_counter()
+            _expect(sum(pool.imap(abs, range(5000))), sum(range(5000)), "imap")
+            found["imap, tasks/s"] = round(5000 / (time.perf_counter() - begin))
+            block = bytearray(os.urandom(1 << 20)) * 16
+            _expect(pool.apply(lambda data: data, (block,)), block, "16 MiB there and back")
+            begin = time.perf_counter()
+            pool.apply(len, (block,))
+            found["16 MiB to a worker, ms"] = _milliseconds(begin)
+            try:
+                pool.apply(os._exit, (3,))
+            except WorkerDied as died:
+                _expect(died.exitcode, 3, "the exit code of a worker that ends")
+            else:
+                raise AssertionError("a worker that ends is not reported")
+            _expect(pool.map(abs, range(-9, 0)), list(range(9, 0, -1)), "map after a death")
+    except Exception as error:
+        found["failed"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _expect(got: Any, wanted: Any, what: str) -> None:
+    if got != wanted:
+        raise AssertionError(f"{what}: wrong result")
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _milliseconds(begin: float) -> float:
+    return round((time.perf_counter() - begin) * 1e3, 1)
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def _text(found: dict[str, Any]) -> str:
+    lines = []
+    for title, facts in found.items():
+        lines.append(f"{title}:")
+        if isinstance(facts, list):
+            lines += [f"  {sentence}" for sentence in facts] or ["  nothing"]
+        else:
+            lines += [f"  {name:<24}{_value(value)}" for name, value in facts.items()]
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "unlimited"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, int) and value >= 1 << 30:
+        return f"{value / (1 << 30):.1f} GiB"
+    return str(value)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what was found; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m xpool",
+        description="What this machine gives to pools, and a self-test. Paste it into an issue.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--no-test", action="store_true", help="start no workers")
+    asked = parser.parse_args(arguments)
+    found = look()
+    found["to do"] = advice(found)
+    if not asked.no_test:
+        found["self-test"] = self_test()
+    print(json.dumps(found, indent=2) if asked.json else _text(found))
+    return 1 if "failed" in found.get("self-test", ()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
