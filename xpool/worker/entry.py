@@ -70,16 +70,21 @@ def main(
     signal.signal(signal.SIGINT, _ignore)
     orders = [_read_orders(channel[0]) for channel in channels]
     _bind(orders[0])
+    from xpool.worker import exits
+
+    exits.begin()
     if late is not None:
         late()
     if kind == SEVERAL:
         from xpool.worker import several
 
-        return several.run(orders, channels, inherited)
+        code = several.run(orders, channels, inherited)
+    else:
+        from xpool.worker import loop
 
-    from xpool.worker.loop import run
-
-    return run(orders[0], channels[0], inherited)
+        code = loop.run(orders[0], channels[0], inherited)
+    exits.run()
+    return code
 
 
 def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:

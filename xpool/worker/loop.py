@@ -54,6 +54,7 @@ from xpool.queue.spin import Spin
 from xpool.worker import callables, main_module
 from xpool.worker.callables import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
+from xpool.worker.exits import flush
 from xpool.worker.peers import Peers
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
@@ -134,7 +135,6 @@ def run(
     except SystemExit as exc:
         out.ring()
         code = _exit_code(exc)
-    _flush()
     return code
 
 
@@ -145,14 +145,6 @@ def _exit_code(exc: SystemExit) -> int:
         return exc.code & 0xFF
     print(exc.code, file=sys.stderr)
     return 1
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (AttributeError, OSError, ValueError):
-            continue  # closed or replaced by the task: there is nothing to save
 
 
 class _Answers:
@@ -314,10 +306,10 @@ class _Worker:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
                 self._tasks(count, read(size), run)
-                _flush()  # what tasks print is seen then, also when the pool is terminated
+                flush()  # what tasks print is seen then, also when the pool is terminated
             elif kind == TIMED:
                 self._tasks(count, read(size), timed)
-                _flush()
+                flush()
             elif kind == FUNC:
                 self._learn(read(size))
             elif kind == FORGET:

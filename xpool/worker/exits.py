@@ -1,0 +1,84 @@
+"""The orderly end of a worker: what its tasks registered for the end of the process is run.
+
+The standard library's pools run `multiprocessing.util.Finalize` and wait for threads in every
+worker, and run `atexit` callbacks in those that were spawned.  Here all three happen, in the order
+of a spawned process, however the worker was started, whenever it ends by itself: after `close`, by
+`maxtasksperchild`, by `sys.exit` in a task.  A worker that is terminated or killed runs nothing.
+
+Only what was registered in this process is run: the one that it was forked from may have callbacks
+that remove its temporary folders.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing
+import signal
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from multiprocessing import util
+from typing import Any
+
+__all__ = ["EXIT_LIMIT", "begin", "flush", "run"]
+
+EXIT_LIMIT = 30.0
+"""Seconds that finalizers, threads and callbacks may take together.  Then the process writes the
+stacks of all its threads to stderr and ends, so that `join` does not wait for ever."""
+
+_STDERR = 2
+
+
+def begin() -> None:
+    """Forget the callbacks of the process that this one was forked from."""
+    if multiprocessing.get_start_method(allow_none=True) == "spawn":
+        return  # they are its own: it has imported the program
+    atexit._clear()
+    finalize: Any = weakref.finalize
+    for inherited in list(finalize._registry):
+        inherited.atexit = False
+    finalize._registered_with_atexit = False  # the next one registers anew
+    if "logging" in sys.modules:
+        atexit.register(sys.modules["logging"].shutdown)
+
+
+def run() -> None:
+    """Run what was registered, and wait for threads; at most for `EXIT_LIMIT` seconds."""
+    _limit()
+    last: list[Callable[[], object]] = [
+        util._exit_function,  # type: ignore[attr-defined]
+        threading._shutdown,  # type: ignore[attr-defined]
+        atexit._run_exitfuncs,
+    ]
+    for function in last:
+        try:
+            function()
+        except BaseException:
+            traceback.print_exc()
+    flush()
+
+
+def _limit() -> None:
+    """Have SIGALRM end the process when the time is over, after faulthandler has written stacks.
+
+    Neither needs the interpreter, which what hangs may hold.  Not `dump_traceback_later`: it waits
+    for its former thread, and in a fork of a program that has used it there is none.
+    """
+    if not hasattr(signal, "setitimer"):
+        return  # not this system's
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGALRM, file=_STDERR, all_threads=True, chain=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.setitimer(signal.ITIMER_REAL, EXIT_LIMIT)
+
+
+def flush() -> None:
+    """Write what was printed."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            continue  # closed or replaced by the task: there is nothing to save
