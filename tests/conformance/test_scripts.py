@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import py_compile
 
 import pytest
 from support import scripts
@@ -78,6 +79,20 @@ def test_script_without_the_guard(tmp_path, method):
     else:
         errors = [line for line in done.stderr.splitlines() if "Error" in line or "xpool." in line]
         assert 'if __name__ == "__main__"' in errors[-1].replace("'", '"'), done.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("how", ["folder", "compiled"])
+def test_what_multiprocessing_does_not_run_again(tmp_path, how, method):
+    """A folder's ``__main__.py`` without the guard, and a compiled script with it, work."""
+    text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
+    if how == "folder":
+        path = tmp_path
+        scripts.write(tmp_path / "__main__.py", text + "\nmain()\n")
+    else:
+        source = scripts.write(tmp_path / "guarded.py", text + GUARD)
+        path = py_compile.compile(source, cfile=str(tmp_path / "guarded.pyc"), doraise=True)
+    assert scripts.run_ok([str(path)], limit=60).splitlines() == EXPECTED
 
 
 def test_script_run_as_a_module(tmp_path):
@@ -163,6 +178,7 @@ def test_torch_in_a_script(tmp_path):
 # client keeps sockets and an event loop for as long as its process lives.
 NOTEBOOK = """
 import json
+import py_compile
 import sys
 from jupyter_client.manager import start_new_kernel
 

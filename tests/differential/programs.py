@@ -72,7 +72,7 @@ def _iterable(draw: Draw, items: list[int]) -> str:
             f"OnlyGetitem({items})", f"Counted({items})", f"Sized({items})",
             f"collections.deque({items})", f"array.array('l', {items})", f"bytes({small})",
             f"bytearray({small})", f"dict.fromkeys({items})", f"dict.fromkeys({items}).keys()",
-            f"set({sorted(set(small))})", f"{str(items)!r}", f"map(abs, {items})",
+            f"set({sorted(set(small))})", f"{'7' * len(items)!r}", f"map(abs, {items})",
             f"reversed({items})", f"enumerate({items})", f"zip({items}, {items})",
             f"Pair({items[:1]}, {items[1:]})", f"memoryview(bytes({small}))",
             f"[[x] for x in {items}]", f"[None for x in {items}]", f"[Boxed(x) for x in {items}]",
@@ -466,7 +466,11 @@ def _threads(draw: Draw, i: int, processes: bool) -> Block:
 
 
 def _life(draw: Draw, i: int, processes: bool) -> Block:
-    """A pool of its own: how it begins, what is left in it, how it ends."""
+    """A pool of its own: how it begins, what is left in it, how it ends.
+
+    Chunks are given: the standard library divides by the number of workers that just live, and with
+    maxtasksperchild that may be none (ZeroDivisionError).
+    """
     size = draw.randint(1, 2)
     options = draw.choice(
         ("", ", remember, (1, 'two')", ", initializer=remember, initargs=[3]", ", None, ()")
@@ -477,9 +481,9 @@ def _life(draw: Draw, i: int, processes: bool) -> Block:
     begun = [f"{p} = t.start(lambda: t.Pool({size}{options}))"]
     work = draw.sample(
         [
-            f"t.call(lambda: {p}.map(square, range(6)))",
+            f"t.call(lambda: {p}.map(square, range(6), 2))",
             f"t.call(lambda: {p}.apply(initialised))",
-            f"r{i} = {p}.map_async(square, range(40))",
+            f"r{i} = {p}.map_async(square, range(40), 7)",
             f"it{i} = {p}.imap(square, iter(range(9)))",
             f"t.refused({p}.join)",
         ],

@@ -154,17 +154,17 @@ def is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-_kept: list[Any] = []
+_kept = threading.local()
 
 
 def remember(*args: Any) -> None:
     """Keep what the initializer was given."""
-    _kept.append(args)
+    _kept.args = args
 
 
 def initialised(_: Any = None) -> Any:
     """Return what the initializer of this worker was given."""
-    return _kept[-1:]
+    return getattr(_kept, "args", None)
 
 
 class CallMe:

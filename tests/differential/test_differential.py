@@ -22,7 +22,7 @@ from differential.sides import OurSide, StandardSide
 
 PROGRAMS = int(os.environ.get("XPOOL_TEST_PROGRAMS", "300"))
 FIRST = int(os.environ.get("XPOOL_TEST_SEED", "0"))
-BATCH = 100  # programs of one test, which share their pools
+BATCH = 50  # programs of one test, which share their pools
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
 

@@ -529,9 +529,17 @@ def _launcher(context: BaseContext | str | None) -> Launcher:
 
 
 def unguarded_script() -> str | None:
-    """Return the path of the program's script if running it again would run all of it."""
-    path = getattr(sys.modules["__main__"], "__file__", None)
-    return path if path and os.path.exists(path) and not main_is_importable() else None
+    """Return the path of the program's script if `multiprocessing` would run all of it again."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if not path or not os.path.exists(path) or main_is_importable():
+        return None
+    spec = getattr(main, "__spec__", None)
+    name = os.path.splitext(os.path.basename(path))[0] if spec is None else spec.name
+    # multiprocessing.spawn runs neither the `__main__.py` of a folder or a zip file nor IPython's
+    # launcher again.  Whether a compiled script has a guard, its text cannot say.
+    skipped = name == "ipython" if spec is None else name.rpartition(".")[2] == "__main__"
+    return None if skipped or path.endswith(".pyc") else path
 
 
 def _refuse_fork_of_runtime() -> None:

@@ -1,0 +1,1 @@
+"""CPython's own tests of its pools, from the interpreter at hand, run over xpool's."""

@@ -1,0 +1,157 @@
+"""Runs CPython's own tests of its pools with xpool's in their place.
+
+    python suite.py METHOD CLASS[.TEST] ...
+
+METHOD is a start method; a line of JSON on stdout tells the outcome of each test: its name, "ok",
+"skipped" or "failed", and the reason.  Run as a script, in the interpreter whose `test` package it
+takes; nothing of that is part of this project.
+
+What is replaced: `Pool` of `multiprocessing`, of its contexts and of `multiprocessing.pool`,
+`ThreadPool`, both in the text of the scripts that these tests run, and `RemoteTraceback`, of which
+xpool's is a subclass.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import multiprocessing
+import multiprocessing.dummy
+import multiprocessing.managers
+import multiprocessing.pool
+import os
+import re
+import sys
+import types
+import unittest
+from typing import Any
+
+import xpool
+
+HAS_TESTS = importlib.util.find_spec("test._test_multiprocessing") is not None
+MAIN = "test.test_multiprocessing_main_handling"
+METHOD = sys.argv[1] if len(sys.argv) > 1 else "fork"
+
+REPLACED = (
+    # In scripts, the line is what a user changes.
+    (r"from multiprocessing import Pool, ", "from xpool import Pool; from multiprocessing import "),
+    (r"from multiprocessing import Pool$", "from xpool import Pool"),
+    (r"^(\s*)import multiprocessing$", r"\1import multiprocessing, xpool"),
+    (r"multiprocessing\.Pool\(", "xpool.Pool("),
+)
+
+
+def replaced(text: str) -> str:
+    """Return a script with xpool's pools instead of the standard library's."""
+    for pattern, by in REPLACED:
+        text = re.sub(pattern, by, text, flags=re.MULTILINE)
+    return text
+
+
+def install() -> None:
+    """Put xpool's pools where these tests look for the standard library's."""
+    # xpool's own fork server is what it calls "forkserver".
+    pool = functools.partial(xpool.Pool, context=METHOD)
+    threads = xpool.ThreadPool
+    multiprocessing.Pool = pool  # type: ignore[assignment]
+    multiprocessing.pool.Pool = pool  # type: ignore[misc, assignment]
+    multiprocessing.pool.ThreadPool = threads  # type: ignore[misc, assignment]
+    multiprocessing.dummy.Pool = threads  # type: ignore[assignment]
+    multiprocessing.pool.RemoteTraceback = xpool.RemoteTraceback  # type: ignore[attr-defined]
+    registry = multiprocessing.managers.SyncManager._registry  # type: ignore[attr-defined]
+    registry["Pool"] = (pool, *registry["Pool"][1:])
+
+
+def install_in_scripts() -> None:
+    """Have scripts run with the line changed, and with xpool to be found."""
+    from test import support
+    from test.support import script_helper
+
+    # What a thread sleeps that nobody can stop; before Python 3.12 five minutes, where the standard
+    # library most often takes the task back before a thread begins it.
+    support.LONG_TIMEOUT = 1.0
+
+    original = script_helper.assert_python_ok
+    paths = os.pathsep.join(p for p in sys.path if p)
+
+    def assert_python_ok(*args: str, **options: Any) -> Any:
+        if args[-1].endswith(".py") or args[0] == support.os_helper.TESTFN:
+            with open(args[-1], encoding="utf-8") as file:
+                text = file.read()
+            with open(args[-1], "w", encoding="utf-8") as file:
+                file.write(replaced(text))
+        return original(
+            *map(replaced, args), **{"PYTHONPATH": paths, **options, "__isolated": False}
+        )
+
+    script_helper.assert_python_ok = assert_python_ok
+
+
+def load_main_handling() -> types.ModuleType:
+    """Import the tests of scripts of many kinds, with the line changed in these."""
+    spec = importlib.util.find_spec(MAIN)
+    assert spec is not None and spec.origin is not None
+    with open(spec.origin, encoding="utf-8") as file:
+        text = replaced(file.read()).replace("Pool(5)", "Pool(5, context=start_method)")
+    module = types.ModuleType(MAIN)
+    module.__file__ = spec.origin
+    sys.modules[MAIN] = module
+    exec(compile(text, spec.origin, "exec"), module.__dict__)
+    return module
+
+
+class Told(unittest.TestResult):
+    """Tells the outcome of each test in a line."""
+
+    def _tell(self, test: unittest.TestCase, outcome: str, reason: str = "") -> None:
+        text = json.dumps([type(test).__name__, test.id().rpartition(".")[2], outcome, reason])
+        os.write(_answers, text.encode() + b"\n")
+
+    def addSuccess(self, test: Any) -> None:
+        """Tell that it passed."""
+        self._tell(test, "ok")
+
+    def addSkip(self, test: Any, reason: str) -> None:
+        """Tell that it was skipped, and why."""
+        self._tell(test, "skipped", reason)
+
+    def addFailure(self, test: Any, err: Any) -> None:
+        """Tell that it failed."""
+        self._tell(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
+
+    addError = addFailure
+
+
+def main(names: list[str]) -> None:
+    """Run these tests."""
+    if not HAS_TESTS:
+        os.write(_answers, json.dumps(["", "", "skipped", "no tests here"]).encode() + b"\n")
+        return
+    install_in_scripts()
+    main_handling = load_main_handling()
+    suite = unittest.TestSuite()
+    for name in names:
+        name, _, test = name.partition(".")
+        cls = globals().get(name) or getattr(main_handling, name, None)
+        # Not every version has all of them.
+        if cls is not None and not test:
+            suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(cls))
+        elif hasattr(cls, test):
+            suite.addTest(cls(test))
+    globals()["setUpModule"]()
+    suite.run(Told())
+    globals()["tearDownModule"]()
+
+
+# Also where this is run again for its names, in workers and managers.
+install()
+if HAS_TESTS:
+    from test._test_multiprocessing import install_tests_in_module_dict
+
+    install_tests_in_module_dict(globals(), METHOD)
+
+if __name__ == "__main__":
+    _answers = os.dup(1)
+    os.dup2(2, 1)
+    main(sys.argv[2:])
