@@ -11,6 +11,9 @@ from typing import Any
 __all__ = ["Watch"]
 
 
+LONGEST = 86400.0
+"""Seconds of one wait: epoll counts milliseconds in 31 bits, and an alarm may be further away."""
+
 _IN, _OUT = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 _epoll: Any = getattr(select, "epoll", None)
 
@@ -111,7 +114,7 @@ class Watch:
         """Wait; return the descriptors that are ready.  Called by one thread."""
         if self._alarm is not None:
             left = max(0.0, self._alarm - self.now())
-            timeout = left if timeout is None else min(left, timeout)
+            timeout = min(left, LONGEST) if timeout is None else min(left, timeout, LONGEST)
         return [fd for fd, _ in self._epoll.poll(timeout)]
 
     def handle(self, fd: int) -> None:
