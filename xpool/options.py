@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from xpool.errors import OptionError
 
 __all__ = [
-    "START_ATTEMPTS",
     "Exceptions",
     "Terms",
     "check_args",
@@ -29,9 +28,6 @@ __all__ = [
     "label",
     "resolve_processes",
 ]
-
-START_ATTEMPTS = 3
-"""Workers that may fail to start in one place, one after the other, before the pool gives up."""
 
 Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 """One class of exceptions, or several, as in an ``except`` clause."""

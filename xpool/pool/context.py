@@ -63,11 +63,6 @@ class CtxPool(Pool):
     def _processes(self) -> list[list[int]]:
         return processes(self._contexts)
 
-    def setup_queues(self) -> None:
-        """As `Pool`'s; the workers of a replica group end together."""
-        super().setup_queues()
-        self._engine.together = self._is_group()
-
     def _is_group(self) -> bool:
         return any(getattr(context, "group", 0) for context in self._contexts)
 

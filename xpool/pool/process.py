@@ -15,6 +15,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
+from xpool.engine.replacement import Recipe
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import TaskRange
 from xpool.options import (
@@ -163,21 +164,17 @@ class Pool(AllWorkers):
         self._packer.see(Sight(orders.binds))
         self._engine = Engine(
             self._size,
-            launcher,
-            orders,
+            Recipe(launcher, orders, self.name, self._daemon, inherited),
             arena=self._arena,
-            name=self.name,
-            daemon=self._daemon,
-            inherited=inherited,
             lifetime=self.maxtasksperchild,
             describe=functools.partial(_describe, self._jobs),
             restart_budget=self._restart_budget or max(100, 4 * self._size),
             initializer_timeout=self._initializer_timeout,
             processes=self._processes(),
+            together=self._is_group(),
+            peers=self._has_peers,
         )
         self._backend = self._engine
-        if self._has_peers:
-            self._engine.connect_peers()
 
     def pool_inqueue_put(self, obj: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""

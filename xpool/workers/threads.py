@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
-from xpool.jobs.budget import back_off
-from xpool.options import START_ATTEMPTS, Terms
+from xpool.jobs.budget import START_ATTEMPTS, back_off
+from xpool.options import Terms
 from xpool.results import Job
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
