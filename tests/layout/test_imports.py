@@ -23,7 +23,7 @@ ROWS = [
     {"workers", "server"},
     {"engine"},
     {"pool"},
-    {"adapters", "assigner", "joblib", "xla"},
+    {"adapters", "assigner", "data", "joblib", "xla"},
     {"testing", "__main__"},
 ]
 RANK = {room: rank for rank, row in enumerate(ROWS) for room in row}

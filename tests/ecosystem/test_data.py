@@ -1,0 +1,268 @@
+"""`xpool.data.DataLoader` beside torch's."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from support.waiting import Gate, wait_gone
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.torch
+
+import torch.utils.data as theirs  # noqa: E402
+
+from xpool import CtxPool, P2PPool, Pool, ThreadPool, WorkerDied  # noqa: E402
+from xpool.data import DataLoader  # noqa: E402
+
+
+class Rows(theirs.Dataset):
+    """Rows of four numbers, and their places."""
+
+    def __init__(self, n=60):
+        self.x = torch.arange(n * 4.0).reshape(n, 4)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i], i
+
+
+class Stream(theirs.IterableDataset):
+    """The numbers below 23, shared out among the workers."""
+
+    def __iter__(self):
+        info = theirs.get_worker_info()
+        return iter(range(info.id, 23, info.num_workers))
+
+
+class Each(theirs.Dataset):
+    """Forty items, each made by a function of its place."""
+
+    def __init__(self, func, n=40):
+        self.func, self.n = func, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return self.func(i)
+
+
+def assert_same(got, wanted):
+    """Batches are equal, one by one."""
+    got, wanted = list(got), list(wanted)
+    assert len(got) == len(wanted)
+    for mine, his in zip(got, wanted):
+        torch.testing.assert_close(mine, his, rtol=0, atol=0)
+
+
+def seeded(loader_class, dataset, **options):
+    """Make a loader of two workers right after the generators were seeded."""
+    if "generator" in options:
+        options["generator"] = torch.Generator().manual_seed(options["generator"])
+    torch.manual_seed(3)
+    return loader_class(dataset, num_workers=2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 7},
+        {"batch_size": 7, "shuffle": True},
+        {"batch_size": 7, "shuffle": True, "drop_last": True, "generator": 5},
+        {"batch_size": None, "prefetch_factor": 4},
+        {"sampler": [5, 3, 1], "batch_size": 2, "persistent_workers": True},
+        {"batch_sampler": [[0, 1], [9]], "collate_fn": len},
+    ],
+    ids=str,
+)
+def test_the_batches_of_torch(options):
+    """Two epochs have the batches of torch's loader, and draw as much from the generator."""
+    wanted = seeded(theirs.DataLoader, Rows(), **options)
+    expected = [batch for _ in range(2) for batch in wanted]
+    drawn = torch.rand(1)
+    loader = seeded(DataLoader, Rows(), **options)
+    got = [batch for _ in range(2) for batch in loader]
+    assert_same(got, expected)
+    assert torch.equal(torch.rand(1), drawn)
+    assert len(loader) == len(wanted) and isinstance(loader, theirs.DataLoader)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_an_iterable_dataset(batch_size, drop_last):
+    """Each worker iterates over its part, and the batches come in torch's order."""
+    options = {"batch_size": batch_size, "drop_last": drop_last and batch_size is not None}
+    wanted = theirs.DataLoader(Stream(), num_workers=2, **options)
+    assert_same(DataLoader(Stream(), num_workers=2, **options), wanted)
+
+
+def test_without_workers():
+    """With no workers it is torch's own loader."""
+    assert_same(DataLoader(Rows(), 8), theirs.DataLoader(Rows(), 8))
+
+
+@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["indices", "iterable"])
+def test_going_on_in_an_epoch(dataset):
+    """A state, loaded into a new loader, gives the batches that were left then."""
+    options = {} if isinstance(dataset, Stream) else {"shuffle": True}
+    loader = DataLoader(dataset, 5, num_workers=2, **options)
+    batches = iter(loader)
+    for _ in range(2):
+        next(batches)
+    state = loader.state_dict()
+    rest = list(batches)
+    again = DataLoader(dataset, 5, num_workers=2, **options)
+    again.load_state_dict(state)
+    torch.manual_seed(99)
+    drawn = torch.rand(1)
+    torch.manual_seed(99)
+    assert_same(again, rest)
+    assert torch.equal(torch.rand(1), drawn), "the program's random numbers are left alone"
+
+
+@pytest.mark.parametrize("iterable", [False, True], ids=["indices", "iterable"])
+def test_a_worker_dies(tmp_path, iterable):
+    """The batch of a worker that died is done again, and no other."""
+
+    def die_once(i):
+        if i == 13:
+            try:
+                os.close(os.open(tmp_path / "died", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return i
+            os._exit(1)
+        return i
+
+    if iterable:
+
+        class Dying(Stream):
+            def __iter__(self):
+                return map(die_once, super().__iter__())
+
+        wanted = theirs.DataLoader(Stream(), 4, num_workers=2)
+        assert_same(DataLoader(Dying(), 4, num_workers=2), wanted)
+    else:
+        got = torch.cat(list(DataLoader(Each(die_once), 4, num_workers=2)))
+        assert got.tolist() == list(range(40))
+    assert (tmp_path / "died").exists()
+
+
+def test_a_batch_that_kills():
+    """A batch that kills each worker is an error at its place, after the batches before it."""
+    batches = iter(DataLoader(Each(lambda i: os._exit(1) if i == 4 else i, 6), 2, num_workers=1))
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(WorkerDied):
+        next(batches)
+
+
+def test_an_error_of_the_dataset():
+    """It is raised as it is, at its place, and the epoch goes on after it, as torch's does."""
+    batches = iter(DataLoader(Each(lambda i: 1 // (i - 2), 6), 2, num_workers=2))
+    next(batches)
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+    assert next(batches).tolist() == [0, 0]
+
+
+def test_worker_info_and_init():
+    """Code of a dataset finds the worker that it is in, whose init function was called once."""
+    calls = []
+
+    def initialize(worker):
+        calls.append(worker)
+
+    def look(i):
+        info = theirs.get_worker_info()
+        return info.id, info.num_workers, len(calls) == 1 and calls == [info.id]
+
+    loader = DataLoader(
+        Each(look), None, num_workers=2, worker_init_fn=initialize, collate_fn=tuple
+    )
+    found = set(loader)
+    assert found <= {(0, 2, True), (1, 2, True)} and found
+    assert calls == [] and theirs.get_worker_info() is None
+
+
+def test_random_numbers_of_a_dataset():
+    """They depend on the seed alone: not on how many workers there are."""
+
+    def draw(i):
+        return torch.rand(1).item(), random.random()
+
+    def epoch(workers):
+        torch.manual_seed(8)
+        return list(DataLoader(Each(draw, 12), 4, num_workers=workers, collate_fn=tuple))
+
+    assert epoch(1) == epoch(2)
+
+
+def test_a_pool_that_is_there():
+    """A pool that is given stays; contexts of its workers are not in the way."""
+    for pool_class, options in (
+        (Pool, {"processes": 2}),
+        (P2PPool, {"processes": 2}),
+        (CtxPool, {"worker_contexts": ["a", "b"]}),
+    ):
+        with pool_class(**options) as pool:
+            for _ in range(2):
+                assert_same(DataLoader(Rows(), 16, pool=pool), theirs.DataLoader(Rows(), 16))
+            assert pool.apply(lambda *args: 7) == 7
+            pool.close()
+            pool.join()
+
+
+def test_leaving_in_the_middle(tmp_path):
+    """A loop that is left ends the workers that were its own, and cancels what they do."""
+    gate = Gate(tmp_path / "gate")
+    pids = []
+
+    def work(i):
+        if i >= 2:
+            from support import work
+
+            work.pass_gate(gate.path)
+        return os.getpid()
+
+    for batch in DataLoader(Each(work), 1, num_workers=2):
+        pids += batch.tolist()
+        break
+    assert wait_gone(pids) == []
+    gate.close()
+
+
+def test_a_batch_that_takes_too_long(tmp_path):
+    """`timeout` seconds without the next batch are an error, as with torch."""
+    gate = Gate(tmp_path / "gate")
+
+    def wait(i):
+        from support import work
+
+        work.pass_gate(gate.path)
+        return i
+
+    loader = DataLoader(Each(wait, 2), 1, num_workers=1, timeout=0.1)
+    batches = iter(loader)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.1 seconds"):
+        next(batches)
+    loader.timeout = 60
+    gate.open(2)
+    assert next(batches).tolist() == [0], "it stays the next one"
+    gate.close()
+
+
+def test_arguments():
+    """What makes no sense is refused, and says what to do."""
+    with ThreadPool(1) as threads, pytest.raises(ValueError, match="processes"):
+        DataLoader(Rows(), pool=threads)
+    with Pool(1) as pool, pytest.raises(ValueError, match="P2PPool"):
+        DataLoader(Stream(), pool=pool)
+    with pytest.raises(ValueError, match="begin one"):
+        DataLoader(Rows(), num_workers=1).state_dict()
+    loader = DataLoader(Rows())
+    loader.load_state_dict({"random": torch.get_rng_state(), "taken": 1})
+    with pytest.raises(ValueError, match="takes workers"):
+        iter(loader)
