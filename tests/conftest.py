@@ -1,4 +1,7 @@
-"""What every test gets: a time limit with all stacks dumped, a leak check, and pools."""
+"""What every test gets: a tier, a time limit with all stacks dumped, a leak check, and pools.
+
+`tests/README.md` says how a test says its tier.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ from support.waiting import Gate, Mailbox
 
 TEST_LIMIT = float(os.environ.get("XPOOL_TEST_TIMEOUT", "60"))
 LEAK_LIMIT = float(os.environ.get("XPOOL_TEST_LEAK_LIMIT", "5"))
+ALL_LEAKS = bool(os.environ.get("XPOOL_TEST_LEAKS"))
+"""Look for processes and shared memory after each test, to find the one that leaves them."""
 
 _stderr = sys.__stderr__.fileno() if sys.__stderr__ else 2
 
@@ -56,13 +61,12 @@ MARKERS: dict[str, tuple[str, Callable[[], str | None]]] = {
     "xla": ("needs torch_xla", lambda: _no_module("torch_xla")),
     "torch_tpu": ("needs torch_tpu", lambda: _no_module("torch_tpu")),
     "peer": ("compares with other pool libraries", _no_peer),
+    "pure": ("starts no process, which is held: run by make check", lambda: None),
+    "starts": ("starts processes, though the pool is one of threads", lambda: None),
+    "exhaustive": ("run by make test-all, or by its name; not by make test", lambda: None),
     "slow": (
-        "takes long; run with XPOOL_TEST_SLOW=1",
+        "takes long: run by make nightly, or with XPOOL_TEST_SLOW=1",
         lambda: None if os.environ.get("XPOOL_TEST_SLOW") else "slow; set XPOOL_TEST_SLOW=1",
-    ),
-    "matrix": (
-        "of the whole fault matrix: minutes; make faults, or XPOOL_TEST_MATRIX=1",
-        lambda: None if os.environ.get("XPOOL_TEST_MATRIX") else "run by make faults",
     ),
     "xpool_only": (
         "what the standard library's pools do not have",
@@ -85,10 +89,29 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, action)
     mark_this_run()
+    sys.addaudithook(_audit)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Say which tests are meant."""
+    parser.addoption("--all", action="store_true", help="exhaustive tests too (make test-all)")
+
+
+def _is_pure(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("pure")) and not item.get_closest_marker("starts")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave exhaustive tests to make test-all; skip, with the reason, what cannot run here."""
+    for item in items:
+        if not _is_pure(item):
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "pure"]
+    named = any("::" in str(argument) for argument in config.args)
+    if not (config.getoption("--all") or named):
+        left = [item for item in items if item.get_closest_marker("exhaustive")]
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left)
     reasons: dict[str, str | None] = {}
     for item in items:
         for mark in item.iter_markers():
@@ -98,6 +121,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     reasons[mark.name] = MARKERS[mark.name][1]()
                 if reason := reasons[mark.name]:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# Processes ---------------------------------------------------------------------------------------
+
+_pure_test = ""  # the test that runs, where it is to start no process
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if _pure_test and event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system"):
+        raise AssertionError(
+            f"{_pure_test} starts a process ({event}), and is marked as pure: mark it as starts"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Hold a pure test to it."""
+    global _pure_test
+    _pure_test = item.nodeid if _is_pure(item) else ""
+    try:
+        return (yield)
+    finally:
+        _pure_test = ""
 
 
 # Time --------------------------------------------------------------------------------------------
@@ -152,14 +198,29 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 # Leaks -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True, scope="module")
+def module_leaves_nothing() -> Iterator[None]:
+    """Fail the last test of a module after which processes or names in /dev/shm are left."""
+    before = Snapshot.take()
+    yield
+    left = [] if STDLIB else before.leaks(LEAK_LIMIT)
+    left = [what for what in left if what.startswith(("process", "/dev/shm"))]
+    if left:
+        pytest.fail(
+            "left over by the tests of this module (XPOOL_TEST_LEAKS=1 says by which):\n  "
+            + "\n  ".join(left),
+            pytrace=False,
+        )
+
+
 @pytest.fixture(autouse=True)
-def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test after which processes, threads, descriptors or shared memory are left."""
+def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -> Iterator[None]:
+    """Fail the test after which threads or descriptors are left."""
     if "pool" in request.fixturenames:
         request.getfixturevalue("pool")
     elif "make_pool" in request.fixturenames:
         request.getfixturevalue("warm")
-    before = Snapshot.take()
+    before = Snapshot.take(inside=not ALL_LEAKS)
     yield
     # Threads for callbacks come when they are needed and go with the pool, which stays.
     may_stay = r"xpool-\d+-callbacks.*" if "pool" in request.fixturenames else "(?!)"
@@ -175,38 +236,53 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warm() -> None:
+def warm(request: pytest.FixtureRequest) -> None:
     """Start what lives as long as this process, so that no test is charged with it."""
     from multiprocessing import Value, forkserver, resource_tracker
 
-    Value("i")  # multiprocessing keeps the memory that it takes from here on
-    resource_tracker.ensure_running()
-    forkserver.ensure_running()
-    for kind in KINDS:
+    pure = all(_is_pure(item) for item in request.session.items)
+    if not pure:
+        Value("i")  # multiprocessing keeps the memory that it takes from here on
+        resource_tracker.ensure_running()
+        forkserver.ensure_running()
+    for kind in THREAD_KINDS if pure else KINDS:
         with kind(1) as pool:
             assert pool.apply(work.square, (2,)) == 4
         pool.join()
 
 
-@pytest.fixture(params=KINDS, ids=repr, scope="module")
+def tiers(kinds: list[Kind]) -> list[Any]:
+    """Make kinds the parameters of a fixture: the first of processes and of threads are tried by
+    make test, the others, which stand on the same engine, by make test-all."""
+    params = []
+    for kind in kinds:
+        first = kind in (*PROCESS_KINDS[:1], *THREAD_KINDS[:1])
+        marks = [] if kind.processes else [pytest.mark.pure]
+        params.append(
+            pytest.param(kind, marks=marks if first else [*marks, pytest.mark.exhaustive])
+        )
+    return params
+
+
+@pytest.fixture(params=tiers(KINDS), ids=repr, scope="module")
 def kind(request: pytest.FixtureRequest) -> Kind:
     """Every kind of pool in turn."""
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=PROCESS_KINDS, ids=repr, scope="module")
+@pytest.fixture(params=tiers(PROCESS_KINDS), ids=repr, scope="module")
 def process_kind(request: pytest.FixtureRequest) -> Kind:
     """Every kind of pool whose workers are processes."""
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=THREAD_KINDS, ids=repr, scope="module")
+@pytest.fixture(params=tiers(THREAD_KINDS), ids=repr, scope="module")
 def thread_kind(request: pytest.FixtureRequest) -> Kind:
     """Every kind of pool whose workers are threads."""
     return request.param  # type: ignore[no-any-return]
 
 
-@pytest.fixture(params=START_METHODS, ids=repr, scope="module")
+@pytest.fixture(params=tiers(START_METHODS), ids=repr, scope="module")
 def method_kind(request: pytest.FixtureRequest) -> Kind:
     """`Pool` with every start method."""
     return request.param  # type: ignore[no-any-return]

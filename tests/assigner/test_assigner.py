@@ -21,7 +21,7 @@ from xpool.assigner import ModelAssigner, PlacementError, machine
 from xpool.devices import Host
 from xpool.devices.nvml import Spare
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.pure, pytest.mark.torch]
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1024**3

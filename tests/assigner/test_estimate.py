@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from xpool.assigner import ModelComplexityEstimator, ModelSizeEstimator
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.pure, pytest.mark.torch]
 
 MIB = 1024**2
 

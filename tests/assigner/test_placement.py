@@ -27,7 +27,7 @@ from xpool.assigner.placement import (
     step,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.pure, pytest.mark.torch]
 
 
 def problem(

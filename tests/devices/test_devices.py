@@ -17,6 +17,8 @@ from xpool.errors import DeviceError, OptionError
 
 from .hosts import XLA, gpu_host, tpu_host
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(autouse=True)
 def no_threads_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from xpool.devices.nvml import Spare, find_gpus, find_spare
 
 from .hosts import DEVICE_IDS, XLA, add_node, add_pci, add_vfio
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("generation", DEVICE_IDS)
 def test_every_generation_is_known(tmp_path: Path, generation: str):

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="xpool.distributed stands on torch.distribut
 import torch
 from support.ranks import Ranks
 from support.scripts import popen, write
+from support.tiers import also
 
 from xpool.distributed import (
     GroupError,
@@ -85,7 +86,7 @@ def one_kind(rank: int, address: str, kind: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("kind", "option"), [("dist", "init_rpc"), ("rpc", "init_dist")])
+@pytest.mark.parametrize(("kind", "option"), [("dist", "init_rpc"), *also(("rpc", "init_dist"))])
 def test_one_kind_only(ranks: Ranks, kind: str, option: str):
     """A world may have one kind of group only, and says so of the other."""
     for text in ranks.run(2, one_kind, ranks.address(), kind):
@@ -109,7 +110,7 @@ def twice(rank: int, addresses: list[str]) -> list[float]:
     return sums
 
 
-@pytest.mark.parametrize("place", ["two files", "one port"])
+@pytest.mark.parametrize("place", ["one port", *also("two files")])
 def test_one_world_after_another(ranks: Ranks, place: str):
     """A process is in one world at a time, and may join another when it has left."""
     addresses = [f"tcp://127.0.0.1:{free_port()}"] * 2

@@ -13,6 +13,8 @@ from xpool.queue.channel import BlockingFrameReader, FrameReader, FrameWriter
 from xpool.queue.messages import TO_PARENT
 from xpool.queue.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 def pipe():

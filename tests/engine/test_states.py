@@ -10,6 +10,8 @@ from xpool import InternalError
 from xpool.jobs import states
 from xpool.jobs.states import POOL, WORKER, PoolEvent, PoolStates, WorkerEvent, WorkerStates, step
 
+pytestmark = pytest.mark.pure
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
 
 

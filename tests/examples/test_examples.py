@@ -20,6 +20,8 @@ from PIL import Image
 
 pytestmark = pytest.mark.torch
 
+ONE = pytest.param(1, marks=pytest.mark.exhaustive)
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -51,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pictures")
 
 
-@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("workers", [ONE, 8])
 def test_evaluate(workers: int):
     """Every image is evaluated once in each pass, well, and each worker has a line of its own."""
     out = evaluated(workers)
@@ -66,6 +68,7 @@ def test_evaluate(workers: int):
     assert sum(int(items) for _, items in counts) == 898
 
 
+@pytest.mark.exhaustive
 def test_evaluate_is_the_same_with_8_workers():
     """The number of workers changes the speed and nothing else."""
     ends = [evaluated(workers).splitlines()[-2:] for workers in (1, 8)]
@@ -73,7 +76,7 @@ def test_evaluate_is_the_same_with_8_workers():
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("workers", [ONE, 8])
 def test_preprocess(folder: Path, workers: int):
     """All tiles come back in order, and the picture has input and both outputs."""
     out, picture = preprocessed(workers, folder)
@@ -84,6 +87,7 @@ def test_preprocess(folder: Path, workers: int):
         assert len(image.getcolors(maxcolors=2**24) or []) > 1000
 
 
+@pytest.mark.exhaustive
 def test_preprocess_is_the_same_with_8_workers(folder: Path):
     """The number of workers changes neither the tensors nor the picture."""
     (out1, picture1), (out8, picture8) = (preprocessed(n, folder) for n in (1, 8))
@@ -91,7 +95,7 @@ def test_preprocess_is_the_same_with_8_workers(folder: Path):
     assert picture1.read_bytes() == picture8.read_bytes()
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [ONE, 4])
 def test_versions(folder: Path, workers: int):
     """Versions are evaluated while the model is being trained, and the last; all are plotted."""
     plot = folder / "plots" / f"{workers}.svg"
@@ -109,7 +113,13 @@ def test_versions(folder: Path, workers: int):
     assert [dot[0].text.split(":")[0] for dot in dots] == [f"version {n}" for n in numbers]
 
 
-@pytest.mark.parametrize(("workers", "method"), [(2, "exact"), (8, "gradient")])
+@pytest.mark.parametrize(
+    ("workers", "method"),
+    [
+        (2, "exact"),
+        pytest.param(8, "gradient", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_placement(workers: int, method: str):
     """Every model runs on the worker that the assigner gave it, and the ensemble is good."""
     out = run_example("placement.py", f"--workers={workers}")
@@ -127,7 +137,7 @@ def test_placement(workers: int, method: str):
     assert "checked: one process finds the same for all 898 images\n" in out
 
 
-@pytest.mark.parametrize("workers", [3, 6])
+@pytest.mark.parametrize("workers", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_pipeline(workers: int):
     """Every batch passes all stages of one pipeline, and what comes out is right."""
     out = run_example("pipeline.py", f"--workers={workers}")
@@ -141,7 +151,7 @@ def test_pipeline(workers: int):
     assert re.search(r"^checked: one process finds the same \d+ of 898$", out, re.M)
 
 
-@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("workers", [ONE, 8])
 def test_share_handle(workers: int):
     """Each batch's activations are used by ten tasks, which together find what one process does."""
     out = run_example("share_handle.py", f"--workers={workers}")
@@ -165,7 +175,7 @@ def swept(workers: int) -> str:
     return run_example("tpu_sweep.py", f"--workers={workers}")
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [ONE, 4])
 def test_tpu_sweep(workers: int):
     """Every trial is run once; the best setting is good, and one process finds the same."""
     out = swept(workers)
@@ -181,6 +191,7 @@ def test_tpu_sweep(workers: int):
     assert "checked: one process finds the same in each of the 3 folds\n" in out
 
 
+@pytest.mark.exhaustive
 def test_tpu_sweep_is_the_same_with_4_workers():
     """Which worker runs a trial makes no difference to what it finds."""
     ends = [[line for line in swept(n).splitlines() if "accuracy" in line] for n in (1, 4)]

@@ -1,7 +1,7 @@
 """The fault matrix: every way, at every stage, in every kind of pool, with every start method.
 
 What is expected stands in `matrix`; here it is held.  A part runs by default, all of it with
-``make faults`` (``XPOOL_TEST_MATRIX=1``).
+``make test-all``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def grid(rows, stages, kinds, quick):
             for stage in stages:
                 for how in matrix.WAYS:
                     plain = kind.name in ("pool", "thread") and method == "None"
-                    marks = () if plain and quick(stage, how) else pytest.mark.matrix
+                    marks = () if plain and quick(stage, how) else pytest.mark.exhaustive
                     name = f"{kind}-{method}-{stage.replace(' ', '_')}-{how}"
                     cell = (kind, method, stage, how, rows[stage][how])
                     found.append(pytest.param(*cell, id=name, marks=marks))

@@ -39,7 +39,7 @@ def kill_another(x):
 
 
 @pytest.mark.parametrize(
-    "workers", [1, 2, *(pytest.param(n, marks=pytest.mark.matrix) for n in (5, 13))]
+    "workers", [1, 2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (5, 13))]
 )
 def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
     """Whatever kills whom: each task is answered, by its result or WorkerDied, and all goes on."""
@@ -82,7 +82,10 @@ STATES = """
 
 @pytest.mark.parametrize(
     "method",
-    ["forkserver", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("spawn", "fork"))],
+    [
+        "forkserver",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("spawn", "fork")),
+    ],
 )
 @pytest.mark.parametrize("what", ["idle", "running", "starting", "writing", "stopped"])
 def test_parent_killed_with_workers_in_each_state(tmp_path, mailbox, method, what):
@@ -123,7 +126,7 @@ DURING = """
 """
 
 
-@pytest.mark.matrix
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("verb", CALLS)
 def test_a_signal_to_the_group(tmp_path, mailbox, verb, number):

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.pure
+
 PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 
 # Lower first; a room may import from lower rows and, where no circle arises, from its own.
@@ -130,12 +132,14 @@ def test_jobs_are_pure():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+@pytest.mark.starts
 def test_import_xpool_is_light():
     """``import xpool`` loads neither torch nor dill nor numpy nor the standard pools."""
     loaded = run_python("import xpool")
     assert not loaded & {"torch", "dill", "numpy", "multiprocessing.pool"}
 
 
+@pytest.mark.starts
 @pytest.mark.parametrize("name", ["Pool", "CtxPool", "P2PPool", "ThreadPool", "BasePool"])
 def test_pools_load_without_heavy_packages(name: str):
     """A program that uses no tensors never pays for torch, and imports dill when it needs it."""
@@ -143,6 +147,7 @@ def test_pools_load_without_heavy_packages(name: str):
     assert not loaded & {"torch", "dill", "numpy"}
 
 
+@pytest.mark.starts
 def test_worker_entry_is_light():
     """A worker binds its device before anything heavy or of the parent's side is imported."""
     loaded = run_python("import xpool.worker.entry")
@@ -150,6 +155,7 @@ def test_worker_entry_is_light():
     assert not loaded & heavy
 
 
+@pytest.mark.starts
 def test_devices_import_no_framework():
     """`xpool.devices` describes devices; opening one is the worker's."""
     assert "torch" not in run_python("import xpool.devices; xpool.devices.devices(n=2)")

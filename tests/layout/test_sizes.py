@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.pure
+
 PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 FILE_LINES = 600
 FUNCTION_LINES = 75

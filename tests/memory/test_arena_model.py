@@ -21,6 +21,8 @@ from xpool.memory.arena import MISSING, Arena, Block
 from xpool.memory.layout import HOLDS, LARGE, PAGE
 from xpool.memory.region import _capacity
 
+pytestmark = pytest.mark.pure
+
 LIMIT = 1 << 30
 
 

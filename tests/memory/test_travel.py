@@ -14,6 +14,7 @@ from support.kinds import START_METHODS
 from support.leaks import descriptors
 from support.memory import block_bytes
 from support.scripts import run_ok
+from support.tiers import also
 from support.waiting import Gate, Mailbox, eventually
 
 import xpool
@@ -511,7 +512,7 @@ def _private_and_shared(pids: list[int]) -> int:
 
 @pytest.mark.parametrize("buffersize", [None, 16], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
-@pytest.mark.parametrize("way", ["there", "back", "both"])
+@pytest.mark.parametrize("way", ["both", *also("there", "back")])
 def test_stream(
     make_pool: Callable[..., Any], calm: None, share: bool, way: str, buffersize: int | None
 ) -> None:

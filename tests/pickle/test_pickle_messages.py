@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, frame, loads
 from xpool.pickle.policy import INLINE_BELOW, Placement, placement
 
+pytestmark = pytest.mark.pure
+
 ATOMS = st.one_of(
     st.none(),
     st.booleans(),

@@ -13,6 +13,8 @@ from xpool.memory.arena import Arena
 from xpool.pickle.pickler import _FastPickler
 from xpool.pickle.policy import Layout
 
+pytestmark = pytest.mark.pure
+
 SIZE = 100_000
 
 

@@ -13,17 +13,20 @@ from xpool.testing import PoolStateMachine
 EXAMPLES = 12 * int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 
 
-def case(pool, **options):
-    return PoolStateMachine.for_pool(pool, examples=EXAMPLES, **options).TestCase
+def case(pool, tier="test", **options):
+    made = PoolStateMachine.for_pool(pool, examples=EXAMPLES, **options).TestCase
+    if tier == "test-all":
+        made = pytest.mark.exhaustive(made)
+    return made
 
 
 TestPool = case(Pool)
-TestForkedPool = case(Pool, context="fork")
-TestPoolOfShortLives = case(Pool, maxtasksperchild=2)
-TestP2PPool = case(P2PPool)
-TestCtxPool = case(CtxPool)
+TestForkedPool = case(Pool, "test-all", context="fork")
+TestPoolOfShortLives = case(Pool, "test-all", maxtasksperchild=2)
+TestP2PPool = case(P2PPool, "test-all")
+TestCtxPool = case(CtxPool, "test-all")
 TestThreadPool = case(ThreadPool)
-TestCtxThreadPool = case(CtxThreadPool)
+TestCtxThreadPool = case(CtxThreadPool, "test-all")
 TestQueueThreadPool = case(QueueThreadPool)
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]

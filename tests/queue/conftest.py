@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiers import also
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,8 +18,6 @@ import parts
 
 from xpool.memory.arena import Arena
 from xpool.queue import SimpleQueue
-
-METHODS = ["fork", "spawn", "forkserver"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,7 +73,7 @@ def start(make_queue: Callable[..., SimpleQueue]) -> Iterator[Callable[..., Any]
         process.close()
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=["spawn", *also("fork", "forkserver")])
 def method(request: pytest.FixtureRequest) -> str:
     """Every start method."""
     return request.param  # type: ignore[no-any-return]

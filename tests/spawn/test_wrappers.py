@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import work
+from support.tiers import also
 from support.waiting import Gate, Mailbox
 
 import xpool
@@ -40,7 +41,7 @@ def hold(executor: MpSerialExecutor, box: str, gate: str) -> None:
     executor.run(run)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_one_at_a_time(make_pool: Callable[..., Any], log: Path, method: str | None):
     """What workers run through the executor does not overlap; each gets its own result."""
     executor = MpSerialExecutor()
@@ -232,7 +233,7 @@ def output_on_each(index: int, wrapper: MpModelWrapper, x: Any) -> Any:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_with_spawn(warm: None, model: Any, method: str | None):
     """As torch_xla's examples use it: an argument of `spawn`, with any start method."""
     import torch

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="groups are torch's")
 import torch
 import torch.distributed as dist
 from support import work
+from support.tiers import also
 
 from xpool import CtxPool, OptionError, P2PPool, PeerLost, Pool, WorkerDied, current_worker
 from xpool.distributed import get_world
@@ -48,7 +49,7 @@ def fails(how: str, by_torch: bool) -> Any:
     return total_by_torch() if by_torch else total()
 
 
-@pytest.mark.parametrize("kind", [Pool, P2PPool])
+@pytest.mark.parametrize("kind", [Pool, *also(P2PPool)])
 def test_all_reduce(make_pool, kind):
     """Worker i is rank i; torch's own functions use the same group."""
     pool = make_pool(kind, 3)

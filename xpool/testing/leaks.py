@@ -36,6 +36,9 @@ ARENA = "/memfd:xpool-arena"
 _SELF = str(os.getpid())
 
 
+_servers: set[int] = set()
+"""Kept servers that were seen at any time."""
+
 _strangers: set[str] = set()
 """Processes that are none of ours, so that looking again costs little."""
 
@@ -100,7 +103,9 @@ def descendants() -> set[int]:
 
 def servers() -> list[int]:
     """Return the kept server processes of this process."""
-    return [int(pid) for pid, parent in _ours().items() if _kept(pid, parent)]
+    found = [int(pid) for pid, parent in _ours().items() if _kept(pid, parent)]
+    _servers.update(found)
+    return found
 
 
 def _shm_inodes(pid: str) -> set[int]:
@@ -140,16 +145,16 @@ class Snapshot:
     fds: dict[int, str]
     shm: set[str]
 
+    inside: bool = False
+    """Whether this is about threads and descriptors of this process only."""
+
     @classmethod
-    def take(cls) -> Snapshot:
-        """Look now."""
-        return cls(
-            descendants(),
-            servers(),
-            set(threading.enumerate()),
-            descriptors(),
-            set(os.listdir("/dev/shm")),
-        )
+    def take(cls, inside: bool = False) -> Snapshot:
+        """Look now; only at this process itself, which takes a tenth of the time, if ``inside``."""
+        threads, fds = set(threading.enumerate()), descriptors()
+        if inside:
+            return cls(set(), list(_servers), threads, fds, set(), inside)
+        return cls(descendants(), servers(), threads, fds, set(os.listdir("/dev/shm")))
 
     def more_fds(self) -> dict[int, str]:
         """Return descriptors opened since, if there are more than there were."""
@@ -173,7 +178,7 @@ class Snapshot:
             for thread in threading.enumerate()
             if thread not in self.threads and not re.fullmatch(ignore, thread.name)
         ]
-        processes = descendants() - self.processes
+        processes = set() if self.inside else descendants() - self.processes
         if new or processes or self.more_fds() or self._more_shm():
             gc.collect()
 
@@ -207,6 +212,8 @@ class Snapshot:
 
     def _more_shm(self) -> set[str]:
         """Return names in /dev/shm that are new and that no stranger has open or mapped."""
+        if self.inside:
+            return set()
         new: dict[int, str] = {}  # by inode: a semaphore is mapped under another name
         for name in set(os.listdir("/dev/shm")) - self.shm:
             path = f"/dev/shm/{name}"
