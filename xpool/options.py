@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xpool.errors import OptionError
 
 __all__ = [
-    "START_ATTEMPTS",
     "Exceptions",
     "Terms",
+    "check_args",
     "check_callable",
     "check_chunksize",
     "check_count",
@@ -26,9 +28,6 @@ __all__ = [
     "label",
     "resolve_processes",
 ]
-
-START_ATTEMPTS = 3
-"""Workers that may fail to start in one place, one after the other, before the pool gives up."""
 
 Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 """One class of exceptions, or several, as in an ``except`` clause."""
@@ -58,13 +57,12 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     """Return ``value`` as an int of at least ``least``.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: it is no whole number; True and False are none here.
         OptionError: it is too small (a `ValueError`).
     """
-    try:
-        number = value.__index__()
-    except AttributeError:
-        raise TypeError(f"{name} must be a whole number, not {value!r}") from None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, not {reprlib.repr(value)}")
+    number = value.__index__()
     if number < least:
         raise OptionError(f"{name} must be at least {least}, not {number}")
     return int(number)
@@ -75,13 +73,16 @@ def check_seconds(name: str, value: Any) -> float | None:
 
     Raises:
         TypeError: it is no number.
-        OptionError: it is zero, negative or not a number (a `ValueError`).
+        OptionError: it is zero, negative, not a number or too large for one (a `ValueError`).
     """
     if value is None:
         return None
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number of seconds or None, not {value!r}")
-    seconds = float(value)
+    try:
+        seconds = float(value)
+    except OverflowError:
+        raise OptionError(f"{name} is too large a number of seconds; None: no limit") from None
     if not seconds > 0:
         raise OptionError(f"{name} must be more than 0 seconds, not {value!r}; None: no limit")
     return None if seconds == math.inf else seconds
@@ -100,6 +101,32 @@ def check_callable(name: str, value: Any) -> None:
     """Raise `TypeError` unless ``value`` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a callable, not {value!r}")
+
+
+def check_args(
+    func: Callable[..., Any], args: Any, kwds: Mapping[str, Any], before: int
+) -> tuple[Any, ...]:
+    """Return the ``args`` of a call as a tuple; ``before``: arguments that come in front of them.
+
+    Raises:
+        TypeError: it is not iterable; or it is a string, and ``func`` cannot be called with its
+            characters.
+    """
+    hint = f"for one argument write args=({reprlib.repr(args)},)"
+    if not hasattr(args, "__iter__"):
+        raise TypeError(f"args must be iterable, not {reprlib.repr(args)}; {hint}")
+    values = tuple(args)
+    if isinstance(args, (str, bytes)):
+        try:
+            inspect.signature(func).bind(*([None] * before), *values, **kwds)
+        except TypeError as exc:
+            raise TypeError(
+                f"args is a string, so each of its {len(values)} characters would be an argument "
+                f"of {label(func)} ({exc}); {hint}"
+            ) from None
+        except ValueError:
+            return values  # a function that does not say what it takes
+    return values
 
 
 def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
@@ -127,6 +154,11 @@ def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> 
 
 def check_chunksize(chunksize: Any) -> int:
     """Return a chunk size of at least 1."""
+    if isinstance(chunksize, Iterable):
+        raise TypeError(
+            f"chunksize must be a whole number, not {reprlib.repr(chunksize)}. The verbs take one "
+            "iterable: for func(x, y) with x of one and y of another, starmap(func, zip(xs, ys))"
+        )
     return check_count("chunksize", chunksize)
 
 

@@ -47,6 +47,12 @@ signals, but does not wait yet, does not end the wait: without this, Ctrl-C coul
 local = threading.local()
 
 
+_NOT_SENT = (
+    "results of a pool cannot be passed between processes or pickled, as pools cannot be sent to "
+    "workers; send what get() returns"
+)
+
+
 class Parcel:
     """Answers of one or more consecutive tasks, still pickled."""
 
@@ -152,6 +158,9 @@ class Job:
         self._pool = pool
         self.settled = False
         self._waiters = Waiters()
+
+    def __reduce__(self) -> Any:
+        raise NotImplementedError(_NOT_SENT)
 
     def describe(self, index: int) -> str:
         """Say which task ``index`` is, for people."""
@@ -406,6 +415,8 @@ class IMapIterator(Iterator[Any]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
+
+    __reduce__ = Job.__reduce__
 
     def __iter__(self) -> IMapIterator:
         return self

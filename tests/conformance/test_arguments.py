@@ -156,7 +156,7 @@ def test_bad_timeout(pool, verb, timeout):
         getattr(pool, verb)(work.square, (1,), timeout=timeout)
 
 
-@pytest.mark.parametrize("timeout", [5, 5.5, True, float("inf"), None, Fraction(5)])
+@pytest.mark.parametrize("timeout", [5, 5.5, float("inf"), None, Fraction(5)])
 def test_good_timeout(pool, timeout):
     """Any kind of number does; None and infinity are no limit."""
     assert pool.apply(work.square, (3,), timeout=timeout) == 9

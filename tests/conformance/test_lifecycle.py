@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.pool
 import os
 import pickle
+import signal
 import threading
 import warnings
 
@@ -408,9 +409,10 @@ def test_context_argument(make_pool, as_object, by_position):
 
 
 @pytest.mark.xpool_only
-def test_pool_in_a_worker_task(process_kind, make_pool):
-    """With ``is_daemon=False`` a task may build a pool of its own, of processes or threads."""
-    pool = make_pool(process_kind, 1, is_daemon=False)
+@pytest.mark.parametrize("daemon", [True, False])
+def test_pool_in_a_worker_task(process_kind, make_pool, daemon):
+    """A task may build a pool of its own, of processes or threads, in workers of any kind."""
+    pool = make_pool(process_kind, 1, is_daemon=daemon)
     assert pool.apply(work.nested, ("Pool", 5)) == [i * i for i in range(5)]
     assert pool.apply(work.nested, ("ThreadPool", 5)) == [i * i for i in range(5)]
     assert pool.apply(work.nested, ("Pool", 3)) == [i * i for i in range(3)]
@@ -423,16 +425,49 @@ def test_thread_pool_in_a_worker_task(kind, make_pool):
 
 
 @pytest.mark.xpool_only
-def test_nested_pool_dies_with_its_worker(make_pool, mailbox):
-    """The workers of a pool in a task end when the worker that owns them is terminated."""
-    from xpool import Pool
+@pytest.mark.parametrize("daemon", [True, False])
+@pytest.mark.parametrize("end", ["terminate", "kill -9"])
+def test_nested_pool_dies_with_its_worker(make_pool, mailbox, end, daemon):
+    """The workers of a pool in a task, and their server, end with the worker that owns them."""
+    from xpool import Pool, WorkerDied
 
-    pool = make_pool(Pool, 1, is_daemon=False)
-    pool.apply_async(work.nested_spinners, (mailbox.path,))
+    pool = make_pool(Pool, 1, is_daemon=daemon)
+    result = pool.apply_async(work.nested_spinners, (mailbox.path,))
     inner = {int(line) for line in mailbox.lines(2)}
+    (outer,) = pool.statistics()["pids"]
+    servers = {parent_of(pid) for pid in inner} - {None}
+    if end == "kill -9":
+        os.kill(outer, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            result.get()
     pool.terminate()
     pool.join()
-    assert wait_gone(inner, 10) == []
+    assert wait_gone(inner | servers, 10) == []
+
+
+def parent_of(pid):
+    """Return the parent of a process that runs."""
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("context", ["spawn", "fork"])
+def test_pool_of_multiprocessing_s_own_processes_in_a_task(make_pool, context):
+    """What multiprocessing would have to start, in a daemonic worker, says what to do."""
+    from xpool import OptionError, Pool
+
+    with pytest.raises(OptionError, match="is_daemon=False"):
+        make_pool(Pool, 1).apply(nested_by, (context,))
+    assert make_pool(Pool, 1, is_daemon=False).apply(nested_by, (context,)) == 9
+
+
+def nested_by(context):
+    """Use a pool with this start method in a task."""
+    from xpool import Pool
+
+    with Pool(1, context=context) as pool:
+        return pool.apply(work.square, (3,))
 
 
 @pytest.mark.xpool_only

@@ -33,7 +33,7 @@ from xpool import (
     WorkerDied,
 )
 from xpool.devices import devices
-from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.answers import Answers
 from xpool.memory.arena import Arena
 from xpool.pool.packing import Packer
 from xpool.queue import SimpleQueue
@@ -322,19 +322,19 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[int] = []
         self.received: list[int] = []
-        pack_task, encoded = Packer.pack_task, Dispatcher._encoded
+        pack_task, answer = Packer.pack_task, Answers._answer
 
         def packed(packer: Any, *args: Any) -> Any:
             payload, worker = pack_task(packer, *args)
             self.sent.append(len(payload))
             return payload, worker
 
-        def received(exchange: Any, slot: Any, payload: Any) -> Any:
+        def received(answers: Any, slot: Any, error: bool, payload: Any, *args: Any) -> None:
             self.received.append(len(payload))
-            return encoded(exchange, slot, payload)
+            answer(answers, slot, error, payload, *args)
 
         monkeypatch.setattr(Packer, "pack_task", packed)
-        monkeypatch.setattr(Dispatcher, "_encoded", received)
+        monkeypatch.setattr(Answers, "_answer", received)
 
 
 def used() -> int:

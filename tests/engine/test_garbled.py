@@ -15,7 +15,7 @@ from support.waiting import eventually
 
 import xpool
 from xpool import InternalError, Pool
-from xpool.engine.dispatcher import Encoded
+from xpool.engine.parcels import Encoded
 from xpool.pickle import decode, encode, frame
 from xpool.queue.channel import MOST, FrameReader
 from xpool.queue.messages import ANSWER, ENTRY, TO_PARENT

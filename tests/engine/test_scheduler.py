@@ -291,7 +291,7 @@ def test_the_restart_budget():
     assert [budget.death(t) for t in (0.0, 1.0, 2.0)] == [False] * 3
     budget.finished = True
     assert [budget.death(t) for t in (3.0, 4.0, 5.0)] == [False] * 3
-    assert budget.death(6.5) and budget.deaths == 4 and budget.task_range() == 3.5
+    assert budget.death(6.5) and budget.deaths == 4 and budget.seconds() == 3.5
     budget = RestartBudget(1)
     assert not budget.death(0.0)
     assert not budget.death(WINDOW + 1) and budget.deaths == 1

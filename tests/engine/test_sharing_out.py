@@ -85,8 +85,9 @@ def test_answers_behind_a_silence_are_found(tmp_path):
         tasks = [(0, fifos[0]), (1, None), (2, None), (3, fifos[1])]
         result = pool.map_async(wait_at, tasks, chunksize=1)
         with open(fifos[0], "wb"):
-            slot = pool._engine.slots[0]
-            eventually(lambda: slot.look_at is None, "the engine looks at it no more")
+            engine = pool._engine
+            slot, looks = engine.slots[0], engine._service._looks
+            eventually(lambda: not looks.pending(slot), "the engine looks at it no more")
         eventually(lambda: pool.statistics()["succeeded"] == 4_003, "three answers")
         open(fifos[1], "wb").close()
         assert result.get() == [0, 1, 2, 3]

@@ -9,7 +9,7 @@ import pytest
 from support import scripts, work
 from support.waiting import eventually
 
-from xpool.engine.watch import Watch
+from xpool.engine.reactor import Reactor
 
 pytestmark = pytest.mark.xpool_only
 
@@ -110,7 +110,7 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
     """When the system refuses to watch a new worker, that one is put away and another started."""
     pool = make_pool(process_kind, 1)
     (before,) = pool.map(work.pid, range(1))
-    add, calls = Watch.add, []
+    add, calls = Reactor.add, []
 
     def refuse(self, *args, **kwds):
         calls.append(args)
@@ -118,7 +118,7 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
             raise OSError(28, "No space left on device")
         add(self, *args, **kwds)
 
-    monkeypatch.setattr(Watch, "add", refuse)
+    monkeypatch.setattr(Reactor, "add", refuse)
     os.kill(before, signal.SIGKILL)
     eventually(lambda: len(calls) > nth, "another start")
     assert pool.map(work.square, range(4)) == [0, 1, 4, 9]

@@ -1,423 +1,368 @@
 """Seeded bugs: what the simulated worlds must find.
 
-A mutant is a module of xpool, a piece of its text that occurs exactly once, and what stands there
-instead.  When a change of the module makes the piece disappear, write the bug anew; the test says
-which.  `load` imports a whole copy of xpool in which that one module has the bug.
+A mutant is a rule that is broken: a method of the true code, replaced for the time of a test by one
+that behaves otherwise.  Each stands for one rule; the text of the code may change as it likes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import importlib.abc
-import importlib.util
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import xpool
+import pytest
 
-PACKAGE = Path(xpool.__file__).parent
+from xpool.engine.answers import Answers
+from xpool.engine.direct import DirectReceive
+from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.replacement import Replacement
+from xpool.engine.service import Service
+from xpool.jobs.scheduler import PREFETCH_SECONDS, Scheduler, _piece
+from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
+from xpool.queue.channel import FrameReader
+from xpool.queue.outbox import Outbox
+from xpool.workers.slot import Slot
+
+Patch = pytest.MonkeyPatch
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug, and the world that has to find it."""
+    """One rule, how it is broken, and the world that has to find it."""
 
     name: str
-    module: str
-    old: str
-    new: str
-    world: str = "scheduler"
+    world: str
+    seed: Callable[[Patch], None]
 
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def path(self) -> Path:
-        """The file that is patched."""
-        return PACKAGE.parent / (self.module.replace(".", "/") + ".py")
 
-    def source(self) -> str:
-        """Return the module's text with the bug; raise `LookupError` when it does not fit."""
-        text = self.path.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise LookupError(
-                f"the text of mutant {self.name!r} occurs {text.count(self.old)} times in "
-                f"{self.module}; write it anew for what stands there now:\n{self.old}"
-            )
-        return text.replace(self.old, self.new)
+MUTANTS: list[Mutant] = []
 
 
-class _Loader(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
-    """Finds the one module, with the bug in it."""
+def mutant(name: str, world: str = "engine") -> Callable[[Callable[[Patch], None]], None]:
+    def add(seed: Callable[[Patch], None]) -> None:
+        MUTANTS.append(Mutant(name, world, seed))
 
-    def __init__(self, mutant: Mutant) -> None:
-        self.mutant = mutant
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != self.mutant.module:
-            return None
-        return importlib.util.spec_from_file_location(name, self.mutant.path, loader=self)
-
-    def get_filename(self, fullname: str) -> str:
-        return str(self.mutant.path)
-
-    def get_data(self, path: str) -> bytes:
-        return self.mutant.source().encode()
+    return add
 
 
-@contextlib.contextmanager
-def load(mutant: Mutant) -> Iterator[Any]:
-    """Give the simulation of a copy of xpool with the bug; `sys.modules` is as before, after."""
-    mine = {n: m for n, m in sys.modules.items() if n == "xpool" or n.startswith("xpool.")}
-    for name in mine:
-        del sys.modules[name]
-    loader = _Loader(mutant)
-    sys.meta_path.insert(0, loader)
-    try:
-        yield importlib.import_module(f"xpool.testing.simulation.{mutant.world}")
-    finally:
-        sys.meta_path.remove(loader)
-        for name in [n for n in sys.modules if n == "xpool" or n.startswith("xpool.")]:
-            del sys.modules[name]
-        sys.modules.update(mine)
+def wrap(patch: Patch, cls: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have ``wrapper(original, *args)`` called instead of a method."""
+    original = getattr(cls, name)
+    patch.setattr(cls, name, lambda *args, **kwds: wrapper(original, *args, **kwds))
 
 
-SCHEDULER = "xpool.jobs.scheduler"
-EXCHANGE = "xpool.engine.dispatcher"
-LOOP = "xpool.engine.loop"
-DEATHS = "xpool.engine.replacement"
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
 
-MUTANTS = [
-    # -- the scheduler, found by its own world ---------------------------------------------------
-    Mutant(
-        "a batch numbers its first item wrongly",
-        SCHEDULER,
-        "batch = Batch(task_range, items, in_flight.sent)",
-        "batch = Batch(task_range, items, in_flight.answered)",
-    ),
-    Mutant(
-        "what a dead worker held is put back in the wrong order",
-        SCHEDULER,
-        "        for task_range in reversed(back):\n            self.put_back(task_range)\n"
-        "        in_flight.reset(None)",
-        "        for task_range in back:\n            self.put_back(task_range)\n"
-        "        in_flight.reset(None)",
-    ),
-    Mutant(
-        "a dead worker's task counts as not begun",
-        SCHEDULER,
-        "batch.seq + start < began",
-        "batch.seq + start < began - 1",
-    ),
-    Mutant(
-        "the task that a worker died in is put back as well",
-        SCHEDULER,
-        "                lost = batch, start\n                start += 1",
-        "                lost = batch, start",
-    ),
-    Mutant(
-        "a dead worker's second batch is forgotten",
-        SCHEDULER,
-        "        for batch in in_flight.held:\n            start = batch.done\n"
-        "            if start < batch.taken and batch.seq",
-        "        for batch in list(in_flight.held)[:1]:\n            start = batch.done\n"
-        "            if start < batch.taken and batch.seq",
-    ),
-    Mutant(
-        "a retry costs no retry",
-        SCHEDULER,
-        "        task_range.retries -= 1\n",
-        "",
-        "engine",
-    ),
-    Mutant(
-        "a retry stands at the end of the queue",
-        SCHEDULER,
-        "        if when is None:\n            self.put_back(task_range)",
-        "        if when is None:\n            self.put(task_range)",
-    ),
-    Mutant(
-        "a worker with an empty in_flight is not listed as idle",
-        SCHEDULER,
-        "if not in_flight.held and in_flight.accepting:",
-        "if not in_flight.held and in_flight.accepting and not self._queued:",
-    ),
-    Mutant(
-        "a worker is given one task more than its lifetime",
-        SCHEDULER,
-        "in_flight.accepting = in_flight.left > 0",
-        "in_flight.accepting = in_flight.left >= 0",
-    ),
-    Mutant(
-        "a long task gets others behind it",
-        SCHEDULER,
-        "return 2 * self.cost <= PREFETCH_SECONDS",
-        "return self.cost <= PREFETCH_SECONDS",
-    ),
-    Mutant(
-        "an open task_range that ran dry stays marked as queued",
-        SCHEDULER,
-        "        queue.popleft()\n        task_range.queued = False\n",
-        "        queue.popleft()\n",
-    ),
-    Mutant(
-        "items that were taken back are taken for held",
-        SCHEDULER,
-        "                batch.taken = start\n",
-        "",
-    ),
-    Mutant(
-        "a skipped item at the door is lost",
-        SCHEDULER,
-        "if position < batch.taken and not batch.withdrawn:",
-        "if position > batch.taken and not batch.withdrawn:",
-    ),
-    Mutant(
-        "withdrawing forgets what is bound",
-        SCHEDULER,
-        "        for queue in (self.shared, *self.own):\n            for task_range in [",
-        "        for queue in (self.shared,):\n            for task_range in [",
-    ),
-    Mutant(
-        "the least loaded is judged by what it holds alone",
-        SCHEDULER,
-        "self.in_flight[w].size + self._bound[w], not",
-        "self.in_flight[w].size, not",
-    ),
-    Mutant(
-        "the input reader's look comes before the mark",
-        SCHEDULER,
-        "        if task_range.items:\n            task_range.queued = True\n"
-        "            self._queued += 1\n"
-        "            queue.appendleft(task_range)\n            return True",
-        "        if task_range.items:\n            return True",
-    ),
-    Mutant(
-        "what a dead worker held of a job that has ended is queued again",
-        SCHEDULER,
-        "            if start < batch.taken and not batch.withdrawn:\n                back.append("
-        "_piece(batch, start, batch.taken))\n        for",
-        "            if start < batch.taken:\n                back.append("
-        "_piece(batch, start, batch.taken))\n        for",
-    ),
-    Mutant(
-        "what waits for its time survives the end of its job",
-        SCHEDULER,
-        "if entry[2].job != job]",
-        "if True]",
-    ),
-    Mutant(
-        "the second try comes before its time",
-        SCHEDULER,
-        "while self._later and self._later[0][0] <= now:",
-        "while self._later and self._later[0][0] <= now + 1:",
-    ),
-    # -- states and engine -----------------------------------------------------------------------
-    Mutant(
-        "a worker that is ready counts as starting",
-        "xpool.jobs.states",
-        "WorkerEvent.HELLO: WorkerStates.READY,",
-        "WorkerEvent.HELLO: WorkerStates.STARTING,",
-        "engine",
-    ),
-    Mutant(
-        "a slot whose worker has gone stays as it was",
-        "xpool.jobs.states",
-        "    WorkerStates.READY: {\n        WorkerEvent.RETIRE: WorkerStates.RETIRING,\n"
-        "        WorkerEvent.GONE: WorkerStates.ABSENT,",
-        "    WorkerStates.READY: {\n        WorkerEvent.RETIRE: WorkerStates.RETIRING,\n"
-        "        WorkerEvent.GONE: WorkerStates.READY,",
-        "engine",
-    ),
-    Mutant(
-        "answers found in the outbox are counted again when they are announced",
-        EXCHANGE,
-        "        boxed = count - slot.answers_taken_early\n",
-        "        boxed = count\n",
-        "engine",
-    ),
-    Mutant(
-        "what a worker may last_progress begin is given to others at once",
-        EXCHANGE,
-        "            self.sched.pause(w)\n            return now + GRACE",
-        "            self.sched.pause(w)\n            self.sched.take_back(w, began)\n"
-        "            self._give_idle()\n            return now + GRACE",
-        "engine",
-    ),
-    Mutant(
-        "a silent worker is looked at no more",
-        EXCHANGE,
-        "            self._expect_silence(slot)  # it may",
-        "            pass  # it may",
-        "engine",
-    ),
-    Mutant(
-        "nobody looks for a worker that sits on tasks",
-        EXCHANGE,
-        "            self._look_at_all(self._deep, ",
-        "            self._look_at_all({}, ",
-        "engine",
-    ),
-    Mutant(
-        "a new worker is taken to know the functions of the one before",
-        "xpool.workers.slot",
-        "        self.known: set[int] = set()",
-        "        self.known: set[int] = getattr(self, 'known', set())",
-        "engine",
-    ),
-    Mutant(
-        "the limit stays after the worker has emptied its in_flight",
-        EXCHANGE,
-        "            slot.box.limit = NO_LIMIT\n",
-        "",
-        "engine",
-    ),
-    Mutant(
-        "the rest of a message that did not fit is not sent",
-        EXCHANGE,
-        "        if writer.backlog and writer.fd not in self._watch:",
-        "        if writer.backlog and writer.fd in self._watch:",
-        "engine",
-    ),
-    Mutant(
-        "after a death nobody is given what waits",
-        DEATHS,
-        "            self._start_again(slot)\n        self._give_idle()\n",
-        "            self._start_again(slot)\n",
-        "engine",
-    ),
-    Mutant(
-        "the answers of a dead worker are not looked for in its outbox",
-        DEATHS,
-        "                self._take_late(one, one.box.tail)\n",
-        "                pass\n",
-        "engine",
-    ),
-    Mutant(
-        "the pipe of a dead worker is not emptied",
-        DEATHS,
-        "            self._drain(one)\n",
-        "",
-        "engine",
-    ),
-    Mutant(
-        "of the threads of a dead process, only one's pipe is emptied",
-        DEATHS,
-        "            self._drain(one)\n",
-        "            self._drain(slot)\n",
-        "engine",
-    ),
-    Mutant(
-        "of the threads of a dead process, only one's outbox is looked into",
-        DEATHS,
-        "                self._take_late(one, one.box.tail)\n",
-        "                self._take_late(slot, slot.box.tail)\n",
-        "engine",
-    ),
-    Mutant(
-        "what the other threads of a dead process held is lost",
-        DEATHS,
-        "        for one in ended:\n            found = self.sched.gone",
-        "        for one in ended[:1]:\n            found = self.sched.gone",
-        "engine",
-    ),
-    Mutant(
-        "a process is put away while a caller drives one of its threads",
-        DEATHS,
-        "            if one.direct_job:",
-        "            if one is slot and one.direct_job:",
-        "engine",
-    ),
-    Mutant(
-        "a process is started once for each of its threads",
-        LOOP,
-        "                if slot.state is WorkerStates.ABSENT:  # else it came with a sibling\n"
-        "                    self._start(slot)",
-        "                self._start(slot)",
-        "engine",
-    ),
-    Mutant(
-        "a worker that does not listen is not killed",
-        LOOP,
-        "                    slot.kill()\n                else:",
-        "                    pass\n                else:",
-        "engine",
-    ),
-    Mutant(
-        "a caller that lets go leaves its worker muted",
-        LOOP,
-        "            # What else it holds is for the engine's thread again.\n"
-        "            self._mute(slot, False)",
-        "            pass",
-        "engine",
-    ),
-    Mutant(
-        "a death during a caller's turn is forgotten",
-        LOOP,
-        "        if slot.exit_pending:\n            slot.exit_pending = False\n"
-        "            self._watch_end(slot)",
-        "        if slot.exit_pending:\n            slot.exit_pending = False",
-        "engine",
-    ),
-    Mutant(
-        "a start that the system refused is not tried again",
-        DEATHS,
-        "        slot.start_at = when\n        self._watch.alarm(when)",
-        "        slot.start_at = when",
-        "engine",
-    ),
-    Mutant(
-        "a task that does not listen is not killed when its time is over",
-        "xpool.engine.deadlines",
-        "            elif box.began == stop.seq + 1:\n                slot.kill()",
-        "            elif box.began == stop.seq + 1:\n                pass",
-        "engine",
-    ),
-    Mutant(
-        "limits are looked at once, not again",
-        "xpool.engine.deadlines",
-        "            if due is not None:\n                self._check_by(slot, due)",
-        "            pass",
-        "engine",
-    ),
-    Mutant(
-        "a task that was stopped is answered by what it said, too",
-        EXCHANGE,
-        "            self._broken_off(slot, batch, position)\n        elif again",
-        "            self._broken_off(slot, batch, position)\n"
-        "            self.results.append((batch.job, index, (False, answer)))\n        elif again",
-        "engine",
-    ),
-    Mutant(
-        "the alarm for a second try is not set",
-        EXCHANGE,
-        "killed=killed, when=when)\n        self._watch.alarm(when)",
-        "killed=killed, when=when)",
-        "engine",
-    ),
-    Mutant(
-        "a frame that came in part loses its beginning",
-        "xpool.queue.channel",
-        "        self._buffer = data[at:]",
-        "        self._buffer = b''",
-        "engine",
-    ),
-    Mutant(
-        "an alarm that is already set is set again later",
-        "xpool.engine.watch",
-        "if self._alarm is not None and self._alarm <= when:",
-        "if self._alarm is not None and self._alarm > when:",
-        "engine",
-    ),
-    Mutant(
-        "an answer that wraps around the outbox is cut",
-        "xpool.queue.outbox",
-        "            self._data[: stop - self.capacity] = entry[cut:]",
-        "            pass",
-        "engine",
-    ),
-]
+
+# -- the scheduler -------------------------------------------------------------------------------
+
+
+@mutant("a batch numbers its first item wrongly", "scheduler")
+def _(patch: Patch) -> None:
+    def cut(original: Any, sched: Scheduler, w: int) -> Any:
+        batch = original(sched, w)
+        if batch is not None:
+            batch.seq = sched.in_flight[w].answered
+        return batch
+
+    wrap(patch, Scheduler, "_cut", cut)
+
+
+@mutant("what a dead worker held is put back in the wrong order", "scheduler")
+def _(patch: Patch) -> None:
+    def gone(original: Any, sched: Scheduler, w: int, began: int) -> Any:
+        pieces: list[Any] = []
+        put_back, sched.put_back = sched.put_back, pieces.append  # type: ignore[method-assign]
+        found = original(sched, w, began)
+        del sched.put_back
+        for piece in reversed(pieces):
+            put_back(piece)
+        return found
+
+    wrap(patch, Scheduler, "gone", gone)
+
+
+@mutant("a dead worker's task counts as not begun", "scheduler")
+def _(patch: Patch) -> None:
+    wrap(patch, Scheduler, "gone", lambda original, sched, w, began: original(sched, w, began - 1))
+
+
+@mutant("the task that a worker died in is put back as well", "scheduler")
+def _(patch: Patch) -> None:
+    def gone(original: Any, sched: Scheduler, w: int, began: int) -> Any:
+        lost = original(sched, w, began)
+        if lost is not None:
+            sched.put_back(_piece(lost[0], lost[1], lost[1] + 1))
+        return lost
+
+    wrap(patch, Scheduler, "gone", gone)
+
+
+@mutant("a retry costs no retry")
+def _(patch: Patch) -> None:
+    def again(original: Any, sched: Scheduler, batch: Any, position: int, **how: Any) -> None:
+        batch.retries += 1
+        original(sched, batch, position, **how)
+
+    wrap(patch, Scheduler, "again", again)
+
+
+@mutant("a worker is given one task more than its lifetime", "scheduler")
+def _(patch: Patch) -> None:
+    def ready(original: Any, sched: Scheduler, w: int, left: int | None) -> None:
+        original(sched, w, None if left is None else left + 1)
+
+    wrap(patch, Scheduler, "ready", ready)
+
+
+@mutant("a long task gets others behind it", "scheduler")
+def _(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_worth_holding", lambda sched: sched.cost <= PREFETCH_SECONDS)
+
+
+@mutant("items that were taken back are taken for held", "scheduler")
+def _(patch: Patch) -> None:
+    def take_back(original: Any, sched: Scheduler, w: int, limit: int) -> Any:
+        count = original(sched, w, limit)
+        for batch in sched.in_flight[w].held:
+            batch.taken = len(batch.items)
+        return count
+
+    wrap(patch, Scheduler, "take_back", take_back)
+
+
+@mutant("the second try comes before its time", "scheduler")
+def _(patch: Patch) -> None:
+    wrap(patch, Scheduler, "due", lambda original, sched, now: original(sched, now + 1))
+
+
+@mutant("an input reader that looks as its range runs dry is not seen", "scheduler")
+def _(patch: Patch) -> None:
+    def dry(original: Any, sched: Scheduler, queue: Any, task_range: Any) -> bool:
+        queue.popleft()
+        task_range.queued = False
+        sched._queued -= 1
+        return bool(task_range.items)
+
+    wrap(patch, Scheduler, "_dry", dry)
+
+
+# -- states --------------------------------------------------------------------------------------
+
+
+@mutant("a worker that is ready counts as starting")
+def _(patch: Patch) -> None:
+    patch.setitem(WORKER[WorkerStates.STARTING], WorkerEvent.HELLO, WorkerStates.STARTING)
+
+
+@mutant("a slot whose worker has gone stays as it was")
+def _(patch: Patch) -> None:
+    patch.setitem(WORKER[WorkerStates.READY], WorkerEvent.GONE, WorkerStates.READY)
+
+
+@mutant("a worker that was recalled is never given anything again")
+def _(patch: Patch) -> None:
+    patch.setitem(WORKER[WorkerStates.RECALLING], WorkerEvent.EMPTIED, WorkerStates.RECALLING)
+
+
+# -- answers -------------------------------------------------------------------------------------
+
+
+@mutant("answers found in the outbox are counted again when they are announced")
+def _(patch: Patch) -> None:
+    def announced(original: Any, answers: Answers, slot: Slot, *message: Any) -> None:
+        slot.answers_taken_early = 0
+        original(answers, slot, *message)
+
+    wrap(patch, Answers, "announced", announced)
+
+
+@mutant("a task that was stopped is answered by what it said, too")
+def _(patch: Patch) -> None:
+    def broken_off(original: Any, answers: Answers, slot: Slot, batch: Any, k: int) -> None:
+        original(answers, slot, batch, k)
+        answers.results.append((batch.job, batch.first + k, (False, OSError())))
+
+    wrap(patch, Answers, "_broken_off", broken_off)
+
+
+@mutant("the timer for a second try is not set")
+def _(patch: Patch) -> None:
+    def again(original: Any, answers: Answers, *args: Any, **how: Any) -> None:
+        reactor = answers._reactor
+        reactor.call_at = nothing  # type: ignore[method-assign, assignment]
+        original(answers, *args, **how)
+        del reactor.call_at
+
+    wrap(patch, Answers, "_again", again)
+
+
+@mutant("a frame that came in part loses its beginning")
+def _(patch: Patch) -> None:
+    def frames(original: Any, reader: FrameReader) -> Any:
+        yield from original(reader)
+        reader._buffer = b""
+
+    wrap(patch, FrameReader, "frames", frames)
+
+
+@mutant("an answer that wraps around the outbox is cut")
+def _(patch: Patch) -> None:
+    def append(original: Any, box: Outbox, payload: Any, error: int) -> bool:
+        start = box._written % box.capacity
+        added: bool = original(box, payload, error)
+        if added and start + 4 + len(payload) > box.capacity:
+            box._data[0:1] = b"?"
+        return added
+
+    wrap(patch, Outbox, "append", append)
+
+
+# -- workers that live ---------------------------------------------------------------------------
+
+
+@mutant("what a worker may still begin is given to others at once")
+def _(patch: Patch) -> None:
+    def recall(original: Any, service: Service, slot: Slot, began: int) -> None:
+        original(service, slot, began)
+        service._sched.take_back(slot.index, began)
+        service.give_idle()
+
+    wrap(patch, Service, "_recall", recall)
+
+
+@mutant("a silent worker is not looked at")
+def _(patch: Patch) -> None:
+    patch.setattr(Service, "_look", nothing)
+
+
+@mutant("the limit stays after the worker has emptied its hand")
+def _(patch: Patch) -> None:
+    def emptied(original: Any, service: Service, slot: Slot) -> None:
+        limit = slot.box.limit
+        original(service, slot)
+        slot.box.limit = limit
+
+    wrap(patch, Service, "_emptied", emptied)
+
+
+@mutant("the rest of a message that did not fit is not sent")
+def _(patch: Patch) -> None:
+    patch.setattr(Dispatcher, "send", lambda _, slot, parts: slot.writer.send(parts))
+
+
+@mutant("a new worker is taken to know the functions of the one before")
+def _(patch: Patch) -> None:
+    def fresh(original: Any, slot: Slot) -> None:
+        known = getattr(slot, "known", set())
+        original(slot)
+        slot.known = known
+
+    wrap(patch, Slot, "_fresh", fresh)
+
+
+@mutant("a task that does not listen is not killed when its time is over")
+def _(patch: Patch) -> None:
+    patch.setattr(Service, "_kill_overdue", nothing)
+
+
+@mutant("limits are looked at once, not again")
+def _(patch: Patch) -> None:
+    def check(original: Any, service: Service, slot: Slot) -> None:
+        original(service, slot)
+        service._checks.cancel(slot)
+
+    wrap(patch, Service, "_check", check)
+
+
+# -- callers that receive by themselves ----------------------------------------------------------
+
+
+@mutant("a caller that lets go leaves its worker muted")
+def _(patch: Patch) -> None:
+    def mute(original: Any, direct: DirectReceive, slot: Slot, muted: bool) -> None:
+        if muted:
+            original(direct, slot, muted)
+
+    wrap(patch, DirectReceive, "_mute", mute)
+
+
+@mutant("a death during a caller's turn is forgotten")
+def _(patch: Patch) -> None:
+    def end(original: Any, direct: DirectReceive, job: int) -> None:
+        original(direct, job)
+
+    wrap(patch, DirectReceive, "end", end)
+
+
+@mutant("a process is put away while a caller polls its pipe")
+def _(patch: Patch) -> None:
+    patch.setattr(DirectReceive, "postpone_exit", lambda *_: False)
+
+
+# -- processes that end --------------------------------------------------------------------------
+
+
+def without(patch: Patch, name: str, spare: Callable[[Slot, Slot], bool]) -> None:
+    """When a process has ended, do not call this method of the service for some of its workers."""
+
+    def look(original: Any, replacement: Replacement, slot: Slot) -> None:
+        service = replacement._service
+        method = getattr(service, name)
+        setattr(service, name, lambda one, *a: 0 if spare(slot, one) else method(one, *a))
+        original(replacement, slot)
+        delattr(service, name)
+
+    wrap(patch, Replacement, "_look_at_end", look)
+
+
+@mutant("the answers of a dead worker are not looked for in its outbox")
+def _(patch: Patch) -> None:
+    without(patch, "take_early", lambda slot, one: True)
+
+
+@mutant("of the threads of a dead process, only one's pipe is emptied")
+def _(patch: Patch) -> None:
+    without(patch, "drain", lambda slot, one: one is not slot)
+
+
+@mutant("after a death nobody is given what waits")
+def _(patch: Patch) -> None:
+    def look(original: Any, replacement: Replacement, slot: Slot) -> None:
+        service = replacement._service
+        service.give_idle = nothing  # type: ignore[method-assign]
+        original(replacement, slot)
+        del service.give_idle
+
+    wrap(patch, Replacement, "_look_at_end", look)
+
+
+@mutant("what the other threads of a dead process held is lost")
+def _(patch: Patch) -> None:
+    def accounts(original: Any, replacement: Replacement, ended: list[Slot], code: Any) -> None:
+        original(replacement, ended[:1], code)
+
+    wrap(patch, Replacement, "_make_accounts", accounts)
+
+
+@mutant("a start that the system refused is not tried again")
+def _(patch: Patch) -> None:
+    def later(original: Any, replacement: Replacement, slot: Slot, pause: Any, code: Any) -> None:
+        if not pause:
+            original(replacement, slot, pause, code)
+
+    wrap(patch, Replacement, "_start_later", later)
+
+
+@mutant("a worker that does not listen is not killed at the end")
+def _(patch: Patch) -> None:
+    def terminate(original: Any, replacement: Replacement) -> None:
+        original(replacement)
+        for slot in replacement._slots:
+            replacement._kills.cancel(slot)
+
+    wrap(patch, Replacement, "terminate", terminate)

@@ -48,6 +48,13 @@ def square_all(index: int) -> list[int]:
         return pool.map(work.square, range(3))
 
 
+def have_a_child(index: int) -> int | None:
+    child = multiprocessing.Process(target=work.nothing)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
 @pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_results_by_index(warm: None, method: str | None):
     """Each process gets its index and the arguments, and its result has its index's place."""
@@ -198,14 +205,15 @@ def test_others_may_end_in_the_grace_period(mailbox: Mailbox, gates: list[Gate])
 
 
 @pytest.mark.parametrize("daemon", [False, True])
-def test_daemons_have_no_children(daemon: bool):
-    """Processes may have pools of their own, unless they are daemons."""
+def test_children_of_daemons(daemon: bool):
+    """Processes may have pools of their own, and children of multiprocessing if they are none."""
+    assert xpool.spawn(square_all, nprocs=2, daemon=daemon) == [[0, 1, 4]] * 2
     if not daemon:
-        assert xpool.spawn(square_all, nprocs=2) == [[0, 1, 4]] * 2
+        assert xpool.spawn(have_a_child, nprocs=1) == [0]
         return
     pytest.importorskip("torch")
     with pytest.raises(Exception, match="daemonic processes are not allowed to have children"):
-        xpool.spawn(square_all, daemon=True)
+        xpool.spawn(have_a_child, nprocs=1, daemon=True)
 
 
 def test_a_process_that_cannot_start():

@@ -1,8 +1,8 @@
-"""Workers that have ended: what becomes of their work, and who takes their place.
+"""Processes of workers: how they start and end, what becomes of their work, who takes their place.
 
-A process has one worker, or several as threads (`Slot.siblings`).  These end together, so the
-books of all are made at once: first all that any of them has sent is taken in, since they have one
-seat in the arena; then what each held is lost, tried again or given to others; then the process is
+A process has one worker, or several as threads (`Slot.siblings`).  These end together, so the books
+of all are made at once: first all that any of them has sent is taken in, since they have one seat
+in the arena; then what each held is lost, tried again or given to others; then the process is
 started anew, for all of them.
 
 Called with the engine's lock held.
@@ -11,139 +11,233 @@ Called with the engine's lock held.
 from __future__ import annotations
 
 import signal
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from xpool.engine.deadlines import Deadlines
-from xpool.engine.dispatcher import CULPRIT
+from xpool.engine.answers import Answers
+from xpool.engine.direct import DirectReceive
+from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.parcels import StartFailure
+from xpool.engine.reactor import Alarms, Reactor
+from xpool.engine.service import Service
 from xpool.engine.switchboard import Switchboard
+from xpool.engine.tidying import Tidying
 from xpool.errors import (
     DeviceError,
     InternalError,
     PoolBroken,
-    WorkerDied,
     WorkerStartFailed,
     XPoolError,
     exit_reason,
 )
-from xpool.jobs.scheduler import Batch
-from xpool.jobs.states import WorkerStates
-from xpool.options import START_ATTEMPTS
-from xpool.pickle import decode
-from xpool.queue.messages import Refusal
-from xpool.results import Parcel
-from xpool.workers.launch import Handle
+from xpool.jobs.budget import RestartBudget, Starts
+from xpool.jobs.scheduler import Batch, Scheduler
+from xpool.jobs.states import WorkerEvent, WorkerStates
+from xpool.queue.messages import Refusal, boot_frame
+from xpool.workers.launch import Launcher
 from xpool.workers.slot import Slot
 
-__all__ = ["Replacement"]
+__all__ = ["Recipe", "Replacement"]
 
-SYSTEM_ATTEMPTS = 6
-"""Times that the system may refuse to start a process, at intervals that grow to three seconds."""
-
-KILLED_STARTS = 8
-"""Workers that may be killed in one place while they start, at intervals that grow to a second.
-More than may fail by themselves: a kill says little about the next one."""
+STOP_GRACE = 0.3
+"""Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
 
 
-class StartFailure(Parcel):
-    """`WorkerStartFailed` with what the initializer raised as its cause: that is still pickled.
+class Recipe(NamedTuple):
+    """How processes are started.
 
-    To unpickle it may run any code of the user's, so whoever asks for it does that, each for
-    himself, and never the engine.
+    ``orders(index, generation, seat)`` returns the first message to a worker; ``inherited``: what
+    cannot be sent, for start methods that fork.
     """
 
-    __slots__ = ("_error", "_pickled")
-
-    count = 1
-
-    def __init__(self, error: WorkerStartFailed, pickled: bytes | memoryview) -> None:
-        self._error, self._pickled = error, pickled
-
-    def __str__(self) -> str:
-        return str(self._error)
-
-    def open(self) -> list[Any]:
-        error = type(self._error)(*self._error.args)
-        try:
-            error.__cause__ = decode(self._pickled)
-        except Exception as exc:
-            # It came whole in the worker.  The text of it is in the error, whatever this says.
-            error.__cause__ = exc
-        return [error]
+    launcher: Launcher
+    orders: Callable[[int, int, int | None], bytes]
+    name: str
+    daemon: bool
+    inherited: Any
 
 
-class Replacement(Deadlines):
-    """The part of the engine that sees processes end; `Engine` starts them."""
+class Replacement:
+    """Keeps a process in every slot, until the pool ends or that is hopeless."""
 
-    failure: XPoolError | StartFailure | None = None
-    died = 0
-    together = False  # the workers form one group: the death of one is the end of all
-    switchboard: Switchboard | None = None  # where workers send messages to each other
-    _ending = False  # no process is started any more
-    _dead_seats: list[int]  # to be cleared, by the engine's thread
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        sched: Scheduler,
+        reactor: Reactor,
+        dispatcher: Dispatcher,
+        answers: Answers,
+        direct: DirectReceive,
+        service: Service,
+        tidying: Tidying,
+        budget: RestartBudget,
+        recipe: Recipe,
+        together: bool,
+        switchboard: Switchboard | None,
+    ) -> None:
+        self.failure: XPoolError | StartFailure | None = None  # why the pool can go on no more
+        self.ending = False  # no process is started any more
+        self.died = 0  # workers, after they were ready
+        self._together = together  # the workers form one group: the death of one is the end of all
+        self._switchboard = switchboard  # where workers get channels to each other
+        self._slots, self._sched, self._reactor = slots, sched, reactor
+        self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
+        self._service, self._tidying, self._budget = service, tidying, budget
+        self._recipe = recipe
+        self._starts = [Starts() for _ in slots]
+        self._kills = Alarms(reactor, lambda slot: slot.kill())
+        self._restarts = Alarms(reactor, self._start_again)
+
+    # -- starting ----------------------------------------------------------------------------------
+
+    def start_missing(self) -> bool:
+        """Start a process in every empty slot; return whether there was one."""
+        missing = [slot for slot in self._slots if slot.state is WorkerStates.ABSENT]
+        for slot in missing:
+            if slot.state is WorkerStates.ABSENT:  # else it came with a sibling
+                self._start(slot)
+        return bool(missing)
 
     def _start(self, slot: Slot) -> None:
-        """Start the process of a worker, and of its siblings."""
-        raise NotImplementedError
-
-    def _watch_end(self, slot: Slot) -> None:
+        """Start the process of a worker and its siblings."""
+        if self.ending:
+            return
+        recipe, slots = self._recipe, (slot, *slot.siblings)
+        arena, seat = self._tidying.take_seat()
+        try:
+            # Before there is a process: when this fails, the slot is as it was.
+            orders = [recipe.orders(one.index, one.generation + 1, seat) for one in slots]
+            name = f"{recipe.name}-worker-{slot.index}"
+            slot.start(recipe.launcher, name, recipe.daemon, recipe.inherited, arena)
+        except BaseException:
+            self._tidying.free_seat(seat)
+            raise
+        slot.seat = seat
         assert slot.handle is not None
-        self._watch.add(slot.handle.sentinel, lambda fd: self._check(slot))
+        sentinel = slot.handle.sentinel
+        try:
+            self._await_end(slot)
+            for one, order in zip(slots, orders, strict=True):
+                self._service.started(one)
+                if self._switchboard is not None:
+                    self._switchboard.started(one)
+                self._dispatcher.send(one, boot_frame(order))
+        except BaseException:
+            # A process whose end nobody would see: it is none of ours.
+            self._reactor.remove(sentinel)
+            for one in slots:
+                one.kill()
+                self._put_away(one)
+            raise
 
-    def _check(self, slot: Slot) -> None:
+    def _await_end(self, slot: Slot) -> None:
+        assert slot.handle is not None
+        self._reactor.add(slot.handle.sentinel, lambda fd: self._look_at_end(slot))
+
+    def _start_again(self, slot: Slot) -> None:
+        try:
+            self._start(slot)
+        except InternalError:
+            raise
+        except Exception as exc:
+            slot.reason = exc
+            self._start_later(slot, self._starts[slot.index].refused(), None)
+
+    def _start_later(self, slot: Slot, pause: float | None, exitcode: int | None) -> None:
+        """Start a worker anew after so many seconds; None: give up on it, and so on the pool."""
+        if pause is None:
+            self.ending = True
+            self.failure = _start_failure(slot, self._starts[slot.index].attempts, exitcode)
+        elif pause:
+            self._restarts.by(slot, self._reactor.now() + pause)
+        else:
+            self._start_again(slot)
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def retire_all(self) -> None:
+        """Let workers end when they have answered what they hold: nothing more will come."""
+        self.ending = True
+        for slot in self._slots:
+            if slot.state is WorkerStates.STARTING or slot.state.serves:
+                self._service.retire(slot)
+
+    def terminate(self) -> None:
+        """Stop all workers now: asked first, and killed a moment later if they do not."""
+        self.ending = True
+        self._service.clear()
+        for slot in self._slots:
+            if slot.handle is not None and not self._kills.pending(slot):
+                if slot.state is WorkerStates.STARTING or slot.state.serves:
+                    slot.happens(WorkerEvent.RETIRE)
+                slot.handle.signal(signal.SIGTERM)
+                self._kills.by(slot, self._reactor.now() + STOP_GRACE)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no process is left and none will come."""
+        return self.ending and all(slot.handle is None for slot in self._slots)
+
+    def let_go(self, job: int) -> None:
+        """The caller who received the answer of this job does so no more."""
+        slot = self._direct.end(job)
+        if slot is not None:
+            self._await_end(slot)
+
+    def _look_at_end(self, slot: Slot) -> None:
         """The sentinel has news: a pid, or the end."""
         handle = slot.handle
         if handle is None:
             return
         ended = [slot, *slot.siblings]
-        for one in ended:
-            if one.direct_job:
-                # Its caller polls these descriptors: they may be closed when he has let go, which
-                # is at once, since he sees this too.
-                one.exit_pending = True
-                self._watch.remove(handle.sentinel)
-                return
+        if any(self._direct.postpone_exit(one) for one in ended):
+            self._reactor.remove(handle.sentinel)
+            return
         if not handle.ended():
             return
+        exitcode = handle.exitcode
         for one in ended:
-            if handle.exitcode is None:
+            if exitcode is None:
                 self._finish_off(one)
-            self._drain(one)
-            if not self._stopped:
-                self._take_late(one, one.box.tail)
-        workers = " and ".join(f"worker {one.index}" for one in ended)
-        died = f"{workers} (pid {handle.pid}), {exit_reason(handle.exitcode)}"
-        for one in ended:
-            if one.protocol_error is not None:
-                died += f", for it wrote nonsense ({one.protocol_error})"
+            self._service.drain(one)
+            if not self._service.stopped:
+                self._service.take_early(one, one.box.tail)
+        died = _story(ended, exitcode)
+        served = [one for one in ended if _served(one)]
         # To break off what it ran: then we have killed it.
-        asked = any(one.stop is not None for one in ended)
-        ready = [one for one in ended if one.state is WorkerStates.READY]
-        starting = slot.state is WorkerStates.STARTING and not ready
-        self._make_accounts(ended, handle)
-        self._watch.remove(handle.sentinel)
+        asked = any(_told_to_end(one) and one.protocol_error is None for one in ended)
+        failed = next((one for one in ended if one.reason is not None), slot)
+        started = bool(served) or slot.state is WorkerStates.RETIRING
+        self._make_accounts(ended, exitcode)
+        self._reactor.remove(handle.sentinel)
         for one in ended:
             self._put_away(one)
-        if self._ending:
+        if self.ending:
             return
-        if starting:
-            failed = next((one for one in ended if one.reason is not None), slot)
-            self._not_started(failed, handle.exitcode)
+        if not started:
+            killed = failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+            self._start_later(failed, self._starts[failed.index].failed(killed), exitcode)
         else:
-            self.died += len(ready)
-            if self.together and ready:
-                self.failure = DeviceError(
-                    f"{died}, was a member of a replica group, whose members start and end "
-                    "together: the pool has stopped; make a new one"
-                )
-                self._ending = True
-                return
-            if ready and not asked and self._budget.death(self._watch.now()):
-                budget = self._budget
-                self.failure = PoolBroken(budget.deaths, budget.task_range(), died)
-                self._ending = True
-                return
+            self._replace(slot, served, asked, died)
+        self._service.give_idle()
+
+    def _replace(self, slot: Slot, served: list[Slot], asked: bool, died: str) -> None:
+        """Start a process in the place of one that has ended after it was ready."""
+        self.died += len(served)
+        for one in (slot, *slot.siblings):
+            self._starts[one.index].succeeded()
+        budget = self._budget
+        if self._together and served:
+            self.failure = DeviceError(
+                f"{died}, was a member of a replica group, whose members start and end "
+                "together: the pool has stopped; make a new one"
+            )
+        elif served and not asked and budget.death(self._reactor.now()):
+            self.failure = PoolBroken(budget.deaths, budget.seconds(), died)
+        if self.failure is not None:
+            self.ending = True
+        else:
             self._start_again(slot)
-        self._give_idle()
 
     def _finish_off(self, slot: Slot) -> None:
         """Nobody can tell whether the worker has ended (its server was killed): see to it.
@@ -152,118 +246,76 @@ class Replacement(Deadlines):
         """
         slot.kill()
         while not slot.reader.ended and slot.hears(1.0):
-            self._receive(slot)
+            self._service.receive(slot)
 
     def _put_away(self, slot: Slot) -> None:
         """Let go of a worker whose accounts are made."""
-        self._deep.pop(slot.index, None)
-        for fd in (slot.reader.fd, slot.writer.fd):
-            self._watch.remove(fd)
-        if self.switchboard is not None:
-            self.switchboard.ended(slot)
+        self._service.gone(slot)
+        self._direct.gone(slot)
+        self._kills.cancel(slot)
+        if self._switchboard is not None:
+            self._switchboard.ended(slot)
         slot.gone()
-        if slot.seat is not None:
-            self._dead_seats.append(slot.seat)  # all that it has sent is held here by now
-            slot.seat = None
+        # All that it has sent is held here by now.
+        self._tidying.free_seat(slot.seat)
+        slot.seat = None
 
-    # -- what they ran -------------------------------------------------------------------------
-
-    def _make_accounts(self, ended: list[Slot], handle: Handle) -> None:
+    def _make_accounts(self, ended: list[Slot], exitcode: int | None) -> None:
         """Answer what the workers of a process ran, or have it tried again; others get the rest."""
         lost: dict[Slot, tuple[Batch, int]] = {}
         for one in ended:
-            found = self.sched.gone(one.index, one.box.began)
+            found = self._sched.gone(one.index, one.box.began)
             if found is not None:
                 lost[one] = found
-        ran = {one: self._describe(batch.job, batch.first + k) for one, (batch, k) in lost.items()}
-        guilty = next(
-            (one for one in ended if one.stop is not None or one.protocol_error is not None), None
-        )
+        describe = self._answers.describe
+        ran = {one: describe(batch.job, batch.first + k) for one, (batch, k) in lost.items()}
+        guilty = next((one for one in ended if _told_to_end(one)), None)
         for one, (batch, position) in lost.items():
             innocent = guilty is not None and guilty is not one
             beside = _beside(one, guilty, ran) if one.siblings else ""
-            self._lose(one, batch, position, handle, innocent, beside)
+            self._answers.lost(one, batch, position, exitcode, innocent, beside, self.ending)
 
-    def _lose(
-        self, slot: Slot, batch: Batch, position: int, handle: Handle, innocent: bool, beside: str
-    ) -> None:
-        """Answer a task whose worker ended; ``innocent``: for something that another one ran."""
-        if slot.stop is not None and batch.seq + position == slot.stop.seq:
-            self._broken_off(slot, batch, position)
-            return
-        killed = batch.past.killed + (not innocent)
-        if batch.retries > 0 and killed < CULPRIT and not self._ending:
-            self._again(batch, position, killed=not innocent)
-            return
-        index = batch.first + position
-        task = self._describe(batch.job, index)
-        error = WorkerDied(handle.pid, handle.exitcode, slot.index, task, killed, beside)
-        self.results.append((batch.job, index, (False, error)))
 
-    # -- those who come after ------------------------------------------------------------------
+def _served(slot: Slot) -> bool:
+    """Whether a worker that has ended was ready for tasks before."""
+    if slot.state is WorkerStates.CONDEMNED:
+        return slot.reason is None  # else it was killed because it did not start
+    return slot.state.serves
 
-    def _not_started(self, slot: Slot, exitcode: int | None) -> None:
-        """Start a worker anew that ended before it was ready, unless that is hopeless."""
-        if slot.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM):
-            # By an operator, the kernel short of memory, a test: the next may live.
-            slot.killed += 1
-        else:
-            slot.failures += 1
-        if slot.failures >= START_ATTEMPTS or slot.killed >= KILLED_STARTS:
-            self._fail(slot, exitcode)
-        elif slot.killed > 1:
-            self._start_at(slot, self._watch.now() + min(1.0, 0.05 * 2**slot.killed))
-        else:
-            self._start_again(slot)
 
-    def _start_again(self, slot: Slot) -> None:
-        try:
-            self._start(slot)
-        except InternalError:
-            raise
-        except Exception as exc:
-            # No descriptors, no memory: that may pass, so a few times, at growing intervals.
-            slot.failures += 1
-            slot.reason = exc
-            if slot.failures > SYSTEM_ATTEMPTS:
-                self._fail(slot, None)
-            else:
-                self._start_at(slot, self._watch.now() + 0.05 * 2**slot.failures)
+def _told_to_end(slot: Slot) -> bool:
+    """Whether we have ended it, for what it did or did not do."""
+    return slot.state is WorkerStates.CONDEMNED or slot.interrupted is not None
 
-    def _start_at(self, slot: Slot, when: float) -> None:
-        slot.start_at = when
-        self._watch.alarm(when)
 
-    def _start_overdue(self, now: float) -> None:
-        for slot in self.slots:
-            if slot.start_at is not None and not self._ending:
-                if now >= slot.start_at:
-                    slot.start_at = None
-                    self._start_again(slot)
-                else:
-                    self._watch.alarm(slot.start_at)
+def _story(ended: list[Slot], exitcode: int | None) -> str:
+    workers = " and ".join(f"worker {one.index}" for one in ended)
+    died = f"{workers} (pid {ended[0].pid}), {exit_reason(exitcode)}"
+    for one in ended:
+        if one.protocol_error is not None:
+            died += f", for it wrote nonsense ({one.protocol_error})"
+    return died
 
-    def _fail(self, slot: Slot, exitcode: int | None) -> None:
-        """Give up on a worker that cannot be started, and with it on the pool."""
-        cause = slot.reason
-        if isinstance(cause, Refusal):
-            reason = cause.line
-        elif cause is not None:
-            reason = f"{type(cause).__name__}: {cause}"
-        else:
-            reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
-            if exitcode is None or exitcode >= 0:
-                reason += (
-                    "; look at its output on stderr. A script must keep its own work behind "
-                    'if __name__ == "__main__":'
-                )
-        error = WorkerStartFailed(slot.index, slot.failures + slot.killed, reason)
-        if isinstance(cause, Refusal):
-            self.failure = StartFailure(error, cause.pickled)
-        else:
-            error.__cause__ = cause
-            self.failure = error
-        self._ending = True
+
+def _start_failure(
+    slot: Slot, attempts: int, exitcode: int | None
+) -> WorkerStartFailed | StartFailure:
+    """Say why a worker cannot be started."""
+    cause = slot.reason
+    if isinstance(cause, Refusal):
+        return StartFailure(WorkerStartFailed(slot.index, attempts, cause.line), cause.pickled)
+    if cause is not None:
+        reason = f"{type(cause).__name__}: {cause}"
+    else:
+        reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
+        if exitcode is None or exitcode >= 0:
+            reason += (
+                "; look at its output on stderr. A script must keep its own work behind "
+                'if __name__ == "__main__":'
+            )
+    error = WorkerStartFailed(slot.index, attempts, reason)
+    error.__cause__ = cause
+    return error
 
 
 def _beside(slot: Slot, guilty: Slot | None, ran: dict[Slot, str]) -> str:

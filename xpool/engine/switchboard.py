@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from xpool.engine.watch import Watch
+from xpool.engine.reactor import Reactor, Timer
 from xpool.queue.messages import LINK, WANTED
 from xpool.workers.slot import Slot
 
@@ -32,36 +32,38 @@ class _Link:
 class Switchboard:
     """Who of the workers of an engine has a channel to whom."""
 
-    def __init__(self, slots: Sequence[Slot], watch: Watch) -> None:
-        self._slots, self._watch = slots, watch
+    def __init__(self, slots: Sequence[Slot], reactor: Reactor) -> None:
+        self._slots, self._reactor = slots, reactor
         self._links: dict[tuple[int, int], _Link] = {}  # the last of each pair, lower index first
         self._serials = 0
         # Who asked for a channel to whom, and gets it with the peer's replacement, or then.
-        self._waiting: dict[tuple[int, int], float] = {}
+        self._waiting: dict[tuple[int, int], Timer] = {}
         for slot in slots:
             slot.has_control = True
 
     def started(self, slot: Slot) -> None:
         """A process was started: it may ask, and who waits for it gets a channel."""
         assert slot.control is not None
-        self._watch.add(slot.control, lambda fd: self._read(slot, fd))
+        self._reactor.add(slot.control, lambda fd: self._read(slot, fd))
         for asker, peer in [pair for pair in self._waiting if pair[1] == slot.index]:
             self._connect(asker, peer)
 
     def ended(self, slot: Slot) -> None:
         """A process has ended: it waits for nobody."""
         assert slot.control is not None
-        self._watch.remove(slot.control)
+        self._reactor.remove(slot.control)
         for pair in [pair for pair in self._waiting if pair[0] == slot.index]:
-            del self._waiting[pair]
+            self._forget(*pair)
 
-    def mind(self, now: float) -> None:
-        """Look at those who have waited long enough."""
-        for pair, when in list(self._waiting.items()):
-            if now < when:
-                self._watch.alarm(when)
-            elif self._slots[pair[1]].handle is not None:
-                self._connect(*pair)
+    def _enough(self, asker: int, peer: int) -> None:
+        """A worker has waited long enough; where the peer has no process, it gets one with that."""
+        if self._slots[peer].handle is not None:
+            self._connect(asker, peer)
+
+    def _forget(self, asker: int, peer: int) -> None:
+        timer = self._waiting.pop((asker, peer), None)
+        if timer is not None:
+            timer.cancel()
 
     def _read(self, slot: Slot, fd: int) -> None:
         while True:
@@ -72,7 +74,7 @@ class Switchboard:
             except ConnectionResetError:
                 data = b""
             if not data:
-                self._watch.remove(fd)
+                self._reactor.remove(fd)
                 return
             self._wanted(slot, *WANTED.unpack(data))
 
@@ -85,9 +87,10 @@ class Switchboard:
         if link is not None and current and link.serial > known:
             return  # it is on its way
         if other.handle is None or (current and ended):
-            when = self._watch.now() + PATIENCE
-            self._waiting[slot.index, peer] = when
-            self._watch.alarm(when)
+            asker = slot.index
+            self._forget(asker, peer)
+            when = self._reactor.now() + PATIENCE
+            self._waiting[asker, peer] = self._reactor.call_at(when, self._enough, asker, peer)
         else:
             self._connect(slot.index, peer)
 
@@ -96,8 +99,8 @@ class Switchboard:
 
     def _connect(self, asker: int, peer: int) -> None:
         """Make a channel and hand its ends to both."""
-        self._waiting.pop((asker, peer), None)
-        self._waiting.pop((peer, asker), None)
+        self._forget(asker, peer)
+        self._forget(peer, asker)
         self._serials += 1
         try:
             ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,12 +1,16 @@
 """The states of a pool and of a worker, as tables: the tables are the program.
 
-Two rules that one could wrongly assume to be otherwise:
+Rules that one could wrongly assume to be otherwise:
 
 * A pool never goes back.  `close` after `terminate` changes nothing, and a pool that has
   failed (a worker could not be started) is in TERMINATE, with the reason kept beside it.
 * A worker is a *slot*, not a process.  Its process may die and be replaced any number of
   times; the slot keeps its index, its context and its device.  ABSENT is therefore both the
   first state and the one between two processes.
+* A worker that is recalled or interrupted gets nothing more until its hand is empty: from the
+  moment of asking it begins nothing new, so nothing but what was named can be hit.
+* CONDEMNED and RETIRING take every word that may still come: a process that ends may have sent it
+  before.  What they are told changes nothing more for them.
 
 An event that a state does not list is a bug: `step` raises and nothing has changed.
 ``python -m xpool.jobs.states`` prints the tables as markdown; ``docs/states.md`` is that text.
@@ -45,7 +49,15 @@ class WorkerStates(enum.Enum):
     ABSENT = "ABSENT"
     STARTING = "STARTING"
     READY = "READY"
+    RECALLING = "RECALLING"
+    INTERRUPTING = "INTERRUPTING"
+    CONDEMNED = "CONDEMNED"
     RETIRING = "RETIRING"
+
+    @property
+    def serves(self) -> bool:
+        """Whether a worker in it was ready for tasks, and was not told to end."""
+        return self in _SERVES
 
 
 class WorkerEvent(enum.Enum):
@@ -53,7 +65,12 @@ class WorkerEvent(enum.Enum):
 
     LAUNCH = "a process is started"
     HELLO = "it has bound its device and run the initializer"
+    RECALL = "others are to get what it has not begun"
+    INTERRUPT = "it is asked to break off what it runs"
+    BROKEN_OFF = "what it was asked to break off is over"
+    EMPTIED = "it holds nothing any more"
     RETIRE = "it is told to end after what it holds"
+    CONDEMN = "it is killed"
     GONE = "its process has ended"
 
 
@@ -83,18 +100,46 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
     WorkerStates.STARTING: {
         WorkerEvent.HELLO: WorkerStates.READY,
         WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
     WorkerStates.READY: {
+        WorkerEvent.RECALL: WorkerStates.RECALLING,
         WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
+        WorkerEvent.GONE: WorkerStates.ABSENT,
+    },
+    WorkerStates.RECALLING: {
+        WorkerEvent.INTERRUPT: WorkerStates.INTERRUPTING,
+        WorkerEvent.EMPTIED: WorkerStates.READY,
+        WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
+        WorkerEvent.GONE: WorkerStates.ABSENT,
+    },
+    WorkerStates.INTERRUPTING: {
+        WorkerEvent.BROKEN_OFF: WorkerStates.RECALLING,
+        WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
+        WorkerEvent.GONE: WorkerStates.ABSENT,
+    },
+    WorkerStates.CONDEMNED: {
+        WorkerEvent.BROKEN_OFF: WorkerStates.CONDEMNED,
+        WorkerEvent.EMPTIED: WorkerStates.CONDEMNED,
+        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
     WorkerStates.RETIRING: {
         WorkerEvent.HELLO: WorkerStates.RETIRING,
-        WorkerEvent.RETIRE: WorkerStates.RETIRING,
+        WorkerEvent.RECALL: WorkerStates.RETIRING,
+        WorkerEvent.INTERRUPT: WorkerStates.RETIRING,
+        WorkerEvent.BROKEN_OFF: WorkerStates.RETIRING,
+        WorkerEvent.EMPTIED: WorkerStates.RETIRING,
+        WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
 }
+
+_SERVES = frozenset({WorkerStates.READY, WorkerStates.RECALLING, WorkerStates.INTERRUPTING})
 
 S = TypeVar("S", bound=enum.Enum)
 E = TypeVar("E", bound=enum.Enum)

@@ -30,7 +30,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     cause = exc.__cause__
     if isinstance(cause, RemoteTraceback) and cause.text not in traceback_text:
         traceback_text = f"{cause.text}\n{traceback_text}"
-    missing = missing_global(exc)
+    missing = missing_global(exc) or _no_children(exc)
     if missing:
         _add_note(exc, missing)
         traceback_text = f"{traceback_text.rstrip()}\n{missing}\n"
@@ -46,6 +46,16 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
         failure = TypeError(f"{type(exc).__qualname__} does not come back as itself")
     stand_in = ResultNotPicklable(_text(failure), _text(exc))
     return encode(_Raised(stand_in, traceback_text), main_globals=False)
+
+
+def _no_children(exc: BaseException) -> str:
+    """What to do when `multiprocessing` refuses to start a process in a worker; or nothing."""
+    if not isinstance(exc, AssertionError) or "daemonic processes are not allowed" not in str(exc):
+        return ""
+    return (
+        "A task that starts processes of multiprocessing, as a DataLoader with num_workers does, "
+        "needs is_daemon=False of the pool that runs it; a pool of xpool's it may make in any case."
+    )
 
 
 def _text(obj: Any) -> Any:

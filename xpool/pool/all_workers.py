@@ -93,7 +93,7 @@ class AllWorkers(BasePool):
             job.terms = terms
             self._enter(job, self._size)
             try:
-                self._engine.submit_together(self._spans_for_all(job, (func, args, {}), terms))
+                self._engine.submit(*self._spans_for_all(job, (func, args, {}), terms))
             except BaseException:
                 self._cancel(job)
                 raise
@@ -143,6 +143,10 @@ class AllWorkers(BasePool):
     def _processes(self) -> list[list[int]]:
         """The processes that have several workers, as threads: which, by index."""
         return []
+
+    def _is_group(self) -> bool:
+        """Whether the workers start and end together."""
+        return False
 
     def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[TaskRange]:
         payload, owner = self._packer.pack_task(call, True, None)

@@ -215,8 +215,8 @@ class BasePool(Verbs):
             cause = exception_in(self._failure)
             raise PoolClosed(f"The pool has failed: {self._failure}") from cause
         raise PoolClosed(
-            f"Pool not running: {self.name} was {self._state.name.lower()}d and takes no more "
-            "work; make a new pool"
+            f"Pool not running: {self.name} was {self._how_ended or self._state.name.lower() + 'd'}"
+            " and takes no more work; make a new pool"
         )
 
     def _enter(self, job: Job, tasks: int) -> None:
@@ -335,7 +335,8 @@ class BasePool(Verbs):
         running = not self._finished.is_set()
         if running:
             self.terminate_workers()
-        error = PoolClosed(f"{self.name} was terminated before this was answered")
+        how = self._how_ended or "terminated"
+        error = PoolClosed(f"{self.name} was {how} before this was answered{self._instead}")
         self._fail_jobs(jobs, error, call_back=False)
         _stop_feeders(self._feeders)
         if running:
@@ -365,13 +366,15 @@ class BasePool(Verbs):
 
     def __reduce__(self) -> Any:
         raise NotImplementedError(
-            "pool objects cannot be passed between processes or pickled; "
-            "a task that needs workers makes a pool of its own (is_daemon=False)"
+            "pool objects cannot be passed between processes or pickled: pools cannot be sent to "
+            "workers. A task that needs workers makes a pool of its own"
         )
 
     def __enter__(self) -> Any:
         self._check_running()
         return self
+
+    _how_ended = _instead = ""
 
     def __exit__(
         self,
@@ -379,6 +382,9 @@ class BasePool(Verbs):
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._state is PoolStates.RUN:
+            self._how_ended = "terminated by the end of its with block"
+            self._instead = "; get() results inside the block, or close() and join() the pool there"
         self.terminate()
 
     def __del__(

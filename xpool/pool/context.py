@@ -63,13 +63,10 @@ class CtxPool(Pool):
     def _processes(self) -> list[list[int]]:
         return processes(self._contexts)
 
-    def setup_queues(self) -> None:
-        """As `Pool`'s; the workers of a replica group end together."""
-        super().setup_queues()
-        self._engine.together = self._is_group()
-
     def _is_group(self) -> bool:
         return any(getattr(context, "group", 0) for context in self._contexts)
+
+    _gives_context = True
 
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts
@@ -140,6 +137,8 @@ class CtxThreadPool(ThreadPool):
         self._contexts = _contexts(worker_contexts, processes)
         n = resolve_processes(processes, self._contexts)
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
+
+    _gives_context = True
 
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -14,6 +15,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.engine.loop import Engine
+from xpool.engine.replacement import Recipe
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import TaskRange
 from xpool.options import (
@@ -23,6 +25,7 @@ from xpool.options import (
     check_seed,
     check_share_method,
     default_processes,
+    label,
 )
 from xpool.pickle.frame import inline
 from xpool.pickle.handles import pools
@@ -37,6 +40,7 @@ from xpool.pool.sight import Sight
 from xpool.queue.messages import Mode
 from xpool.results import Job
 from xpool.worker.callables import Retried
+from xpool.worker.main_module import imported_by_worker
 from xpool.workers.launch import ForkServer, Launcher, ProcessLauncher, occupy_streams, search_path
 
 __all__ = ["Pool", "limit_of"]
@@ -53,7 +57,8 @@ class Pool(AllWorkers):
         context: how workers start.  None: on Linux, xpool's own fork server, elsewhere "spawn".
             "forkserver" (the same server), "spawn", "fork", or a context of `multiprocessing`.
         is_recursive: pickle the globals of functions that must go by value as dill's ``recurse``.
-        is_daemon: False lets workers have children, pools of their own among them.
+        is_daemon: False lets workers have children of `multiprocessing`, such as those of a
+            DataLoader; tasks may make pools of xpool's in any case.
         is_copy_tensor: True: what arrives is the receiver's own.  False: the storages of tensors
             move to shared memory, and both sides see each other's writes.
         share_method: when ``is_copy_tensor`` is False, the kind of device ("cpu", "cuda" or "xla")
@@ -100,10 +105,12 @@ class Pool(AllWorkers):
         self._token = os.urandom(8).hex()
         arena, limit, layout = find_arena(is_copy_tensor, share_method, memory_limit, self._token)
         check_seed(seed)
-        if is_daemon and multiprocessing.current_process().daemon:
+        module = imported_by_worker()
+        if module is not None:
             raise OptionError(
-                "a pool in a worker of a pool: daemonic processes are not allowed to have "
-                "children; give is_daemon=False to the outer pool"
+                f"this pool is made while a worker imports {module}, which it needs for a task, so "
+                "each worker would make one; make it in a function, or behind "
+                'if __name__ == "__main__":'
             )
         self._recurse = is_recursive
         self._daemon = is_daemon
@@ -147,25 +154,27 @@ class Pool(AllWorkers):
                 method = self.context if isinstance(self.context, str) else None
                 launcher = _launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
+        if not launcher.bare and multiprocessing.current_process().daemon:
+            raise OptionError(
+                "a pool in a worker of a pool, whose workers multiprocessing would start: daemonic "
+                "processes are not allowed to have children; give is_daemon=False to the outer "
+                "pool, or to this one neither a context nor what only a context can pass on"
+            )
         orders = _Orders(self, launcher, blob)
         self._packer.see(Sight(orders.binds))
         self._engine = Engine(
             self._size,
-            launcher,
-            orders,
+            Recipe(launcher, orders, self.name, self._daemon, inherited),
             arena=self._arena,
-            name=self.name,
-            daemon=self._daemon,
-            inherited=inherited,
             lifetime=self.maxtasksperchild,
             describe=functools.partial(_describe, self._jobs),
             restart_budget=self._restart_budget or max(100, 4 * self._size),
             initializer_timeout=self._initializer_timeout,
             processes=self._processes(),
+            together=self._is_group(),
+            peers=self._has_peers,
         )
         self._backend = self._engine
-        if self._has_peers:
-            self._engine.connect_peers()
 
     def pool_inqueue_put(self, obj: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
@@ -208,6 +217,15 @@ class Pool(AllWorkers):
             self._engine.wait()
 
     # -- shortcuts ---------------------------------------------------------------------------------
+
+    def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None:
+        super()._check_call(func, callback, error_callback)
+        inner = func.func if isinstance(func, functools.partial) else func
+        if getattr(getattr(inner, "__code__", None), "co_flags", 0) & _IS_ASYNC:
+            raise TypeError(
+                f"{label(inner)} is a coroutine function, and a coroutine cannot leave the worker; "
+                f"send a function that runs it, with asyncio.run({label(inner)[:-1]}...))"
+            )
 
     def _submit_call(
         self,
@@ -318,11 +336,18 @@ class Pool(AllWorkers):
         """Return counts; ``waiting`` and ``running`` in tasks, ``deaths`` of workers, ``pids``."""
         engine = self._engine
         with engine.lock:
+            # A worker has tasks in hand that it has not begun, and one that it runs.
+            running = sum(
+                engine.sched.running(slot.index, slot.box.began) is not None
+                for slot in engine.slots
+                if slot.handle is not None
+            )
+            sent = sum(in_flight.size for in_flight in engine.sched.in_flight)
             return {
                 **super().statistics(),
                 "ready": sum(in_flight.accepting for in_flight in engine.sched.in_flight),
-                "waiting": engine.sched.waiting(),
-                "running": sum(in_flight.size for in_flight in engine.sched.in_flight),
+                "waiting": engine.sched.waiting() + sent - running,
+                "running": running,
                 "deaths": engine.died,
                 "pids": [slot.pid for slot in engine.slots],
             }
@@ -335,6 +360,8 @@ class Pool(AllWorkers):
             f"{s['succeeded']} succeeded, {s['failed']} failed>"
         )
 
+
+_IS_ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _MODES = {
     (False, False): Mode.EACH,

@@ -12,11 +12,11 @@ from xpool.jobs.states import PoolStates
 from xpool.options import (
     Exceptions,
     Terms,
+    check_args,
     check_callable,
     check_chunksize,
     check_count,
     check_exceptions,
-    check_iterable,
     check_seconds,
     default_chunksize,
     label,
@@ -41,6 +41,8 @@ class Verbs(Hooks):
     _task_timeout: float | None = None
     # Whether this pool knows when its workers begin a task, and can stop them.
     _keeps_terms = False
+    # Whether functions get their worker's context in front of their arguments.
+    _gives_context = False
 
     # -- the verbs ---------------------------------------------------------------------------------
 
@@ -220,9 +222,9 @@ class Verbs(Hooks):
     ) -> AsyncResult:
         self._check_running()
         self._check_call(func, callback, error_callback)
-        if type(args) is not tuple:
-            args = check_iterable("args", args)
         kwds = dict(kwds) if kwds else {}
+        if type(args) is not tuple:
+            args = check_args(func, args, kwds, self._gives_context)
         job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
         job.terms = terms
         self._enter(job, 1)

@@ -11,14 +11,17 @@ from __future__ import annotations
 import builtins
 import importlib.util
 import io
+import multiprocessing
 import sys
 import threading
 import types
+from types import FrameType
 from typing import Any
 
+from xpool.pickle.main import is_replica
 from xpool.worker_local import process_is_shared
 
-__all__ = ["install", "is_running"]
+__all__ = ["imported_by_worker", "install"]
 
 _turn = threading.RLock()
 """Held while the script is run in a process of several workers: the others wait for its names."""
@@ -80,6 +83,22 @@ def install(where: tuple[str, str] | None) -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 
-def is_running() -> bool:
-    """Say whether this worker is just now running the caller's script for its names."""
-    return bool(sys.modules["__main__"].__dict__.get("_xpool_running", False))
+def imported_by_worker() -> str | None:
+    """Say what this thread is importing if this process is a worker; None: it imports nothing.
+
+    That is the caller's script, run for its names, or any other module that a task needs.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return "the program's main module"  # in a child of multiprocessing that just begins
+    if not is_replica():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            facts = frame.f_globals
+            if facts.get("_xpool_running"):
+                return "the program's main module"
+            if getattr(facts.get("__spec__"), "_initializing", False):
+                return f"module {facts.get('__name__')}"
+        frame = frame.f_back
+    return None

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
 from xpool.memory.arena import Arena
@@ -25,7 +25,7 @@ from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
 from xpool.worker.entry import ONE, SEVERAL
 from xpool.workers.launch import Handle, Launcher
 
-__all__ = ["Slot", "Stop"]
+__all__ = ["Slot"]
 
 _parents_only: set[int] = set()
 
@@ -58,57 +58,44 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class Stop(NamedTuple):
-    """What a worker was asked to break off: its item ``seq``, and until when it has time to."""
-
-    seq: int
-    until: float
-
-
 class Slot:
     """One worker as the parent sees it.  Guarded by the engine's lock."""
 
+    # Of the process, from its start to its end:
+    handle: Handle | None  # the process itself; None: there is none
+    writer: FrameWriter  # the pipes to it and from it, and the page that both see
+    reader: FrameReader
+    box: Outbox
+    poller: Any  # of `reader` and `handle`, for a caller that receives its answer himself
+    control: int | None  # a socket, where it can ask for channels to other workers
+    lifeline: int | None  # a pipe: the kernel kills the process when this end is closed
+
     def __init__(self, index: int) -> None:
         self.index = index
-        self.state = WorkerStates.ABSENT
+        self.state = WorkerStates.ABSENT  # changed by `happens` alone
         self.generation = 0  # processes started here so far
-        self.failures = 0  # of them, since the last that became ready, how many did not
-        self.killed = 0  # or were killed, by nobody knows whom, before they could
-        self.stopping_since: float | None = None
-        self.start_at: float | None = None  # when to try again, where the system refused
-        self.seat: int | None = None  # its place in the arena
-        self.has_control = False  # its processes can ask for channels to their peers
         self.siblings: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
-        self.lifeline: int | None = None
+        self.has_control = False
+        self.seat: int | None = None  # its place in the arena
+        self.lifeline = None
         self._fresh()
 
     def _fresh(self) -> None:
-        self.handle: Handle | None = None
-        # What kept it from starting, as it said itself or as it was seen from here.
+        self.handle = self.control = None
+        # Why it could not start, by its own word or as seen from here; what nonsense it wrote,
+        # after which nothing more is believed.  For the replacement.
         self.reason: Refusal | Exception | None = None
-        self.known: set[int] = set()  # functions that this process has
-        self.forget: list[int] = []  # and may drop, said with the next message
-        # While a worker is silent: when to look at its outbox, what the last look saw there,
-        # and how many answers were taken out ahead of the message that will announce them.
-        self.look_at: float | None = None
+        self.protocol_error: Exception | None = None
+        # For the dispatcher: functions that this process has, those of them that it may drop, said
+        # with the next message, and whether it can use blocks of the arena.
+        self.known: set[int] = set()
+        self.forget: list[int] = []
+        self.mapped = True
+        # For those who take answers: what the last look saw in its outbox, how many were taken out
+        # ahead of the message that will announce them, and the item that it is to break off.
         self.seen = (0, 0)
         self.answers_taken_early = 0
-        self.recalling = False
-        # When to look whether what it runs is over its time, and what it was asked to break off.
-        self.check_at: float | None = None
-        self.stop: Stop | None = None
-        # What it had come to when it was last seen to do something without a clock, and when.
-        self.last_progress: tuple[Any, float] | None = None
-        self.protocol_error: Exception | None = (
-            None  # it wrote nonsense, and is listened to no more
-        )
-        self.ready = False  # it has said that it is ready
-        self.direct_job = 0  # the job whose caller receives from it himself; 0: none
-        self.direct_thread = 0  # and the thread of that caller
-        self.exit_pending = False  # its sentinel has news that wait for the end of that
-        self.muted = False  # its pipe does not wake the engine's thread
-        self.control: int | None = None
-        self.mapped = True  # it can use blocks of the arena
+        self.interrupted: int | None = None
 
     def happens(self, event: WorkerEvent) -> None:
         """Go to the state that follows."""
@@ -239,7 +226,6 @@ class Slot:
         if all(mate.handle is None for mate in self.siblings):
             _parents_only.discard(handle.sentinel)
             handle.close()
-        self.stopping_since = None
 
 
 def _packed(kind: bytes, fds: Sequence[int]) -> socket.socket:

@@ -21,13 +21,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
-from xpool.jobs.budget import back_off
-from xpool.options import START_ATTEMPTS, Terms
+from xpool.jobs.budget import START_ATTEMPTS, back_off
+from xpool.options import Terms
 from xpool.results import Job
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
 
 __all__ = ["Entry", "ThreadWorkers"]
+
+LONGEST = 86400.0
+"""Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
 
 _OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "pool", "hooks.py"))
 
@@ -242,7 +245,7 @@ class ThreadWorkers:
         """Wait until there is a result, or something else to look at."""
         alarm = self._alarm
         if alarm is not None:
-            left = max(0.0, alarm - time.monotonic())
+            left = min(max(0.0, alarm - time.monotonic()), LONGEST)
             timeout = left if timeout is None else min(left, timeout)
         self._signal.acquire(timeout=timeout)
         if alarm is not None and time.monotonic() >= alarm:

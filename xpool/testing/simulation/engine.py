@@ -12,14 +12,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from xpool.engine.deadlines import TASK_GRACE
 from xpool.engine.loop import Engine
+from xpool.engine.replacement import Recipe
+from xpool.engine.service import TASK_GRACE
 from xpool.errors import TaskTimeout, WorkerDied
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.jobs.states import WorkerStates
 from xpool.queue.outbox import entries
 from xpool.testing.simulation.seeds import World
-from xpool.testing.simulation.virtual import Kernel, Page, Pipe, SimSlot, SimWatch
+from xpool.testing.simulation.virtual import Kernel, Page, Pipe, SimReactor, SimSlot
 from xpool.testing.simulation.worker import Handle, Worker
 
 __all__ = ["EngineWorld"]
@@ -81,7 +82,7 @@ class _Call:
         return (
             not self.begun
             or bool(self.slot.poller.poll(0))
-            or self.slot.direct_job != self.task_range.job
+            or self.world.engine._direct.slot_of(self.task_range.job) is None
         )
 
     def go_on(self) -> None:
@@ -89,12 +90,12 @@ class _Call:
         engine, job = self.world.engine, self.task_range.job
         if not self.begun:
             self.begun = True
-            self.slot = engine._put_driven(self.task_range)
+            self.slot = engine._put_direct(self.task_range)
             if self.slot is not None:
-                self.slot.direct_thread = -job  # each caller is a thread of its own
+                engine._direct._turns[job].thread = -job  # each caller is a thread of its own
         elif self.slot is not None:
             events = self.slot.poller.poll(0)
-            if not engine._receive_driven(self.slot, job, events):
+            if not engine._receive_direct(self.slot, job, events):
                 self.slot = None
         if self.slot is None or (self.impatient and self.world.chance(0.5)):
             engine._let_go(job)
@@ -125,21 +126,18 @@ class EngineWorld(World):
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
         self.failed_starts = [0] * n
+        launcher: Any = None
         self.engine = Engine(
             n,
-            None,  # type: ignore[arg-type]
-            lambda index, generation, seat: b"orders",
+            Recipe(launcher, lambda index, generation, seat: b"orders", "world", True, None),
             arena=None,
-            name="world",
-            daemon=True,
-            inherited=None,
             lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
             describe=lambda job, index: f"task {index} of job {job}",
-            watch=SimWatch(self),
+            reactor=SimReactor(self),
             slot=lambda i: SimSlot(self, i),
             processes=siblings,
         )
-        self.engine._random.seed(seed)
+        self.engine._answers._random.seed(seed)
         self.limits: dict[int, Limit] = {}  # of jobs that have one
         self.known: dict[Task, _Known] = {}
         self.unanswered: dict[Task, None] = {}
@@ -425,7 +423,7 @@ class EngineWorld(World):
         if not has_function and self.unanswered.keys() & {(job, index)}:
             self.wrong(f"worker {worker.index} does not have the function of job {job}")
         task.begun += 1
-        lifetime = self.engine._lifetime
+        lifetime = self.engine._service.lifetime
         worker.started.append((job, index))
         if lifetime is not None and len(worker.started) > lifetime:
             self.wrong(f"worker {worker.index} runs more than {lifetime} tasks in its life")

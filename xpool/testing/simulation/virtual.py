@@ -8,11 +8,12 @@ it likes, within a millisecond, in any order, unless a message through a pipe co
 
 from __future__ import annotations
 
+import itertools
 import select
 from collections.abc import Callable
 from typing import Any
 
-from xpool.engine.watch import Watch
+from xpool.engine.reactor import Reactor
 from xpool.jobs.states import WorkerEvent
 from xpool.queue.channel import FrameReader, FrameWriter
 from xpool.queue.messages import TO_PARENT
@@ -20,7 +21,7 @@ from xpool.queue.outbox import HEADER, NO_LIMIT, Outbox
 from xpool.testing.simulation.seeds import World
 from xpool.workers.slot import Slot
 
-__all__ = ["Descriptors", "Kernel", "Page", "Pipe", "SimSlot", "SimWatch"]
+__all__ = ["Descriptors", "Kernel", "Page", "Pipe", "SimSlot", "SimReactor"]
 
 SEEN_WITHIN = 0.001
 """Seconds after which a store to a shared page is seen by the other side, at the latest."""
@@ -216,7 +217,7 @@ class Page:
 
 
 class _Epoll:
-    """What `Watch` uses of epoll; where it would block, the rest of the world goes on."""
+    """What `Reactor` uses of epoll; where it would block, the rest of the world goes on."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
@@ -250,8 +251,8 @@ class _Epoll:
         self.masks.clear()
 
 
-class SimWatch(Watch):
-    """The real `Watch`, on virtual descriptors and a virtual clock."""
+class SimReactor(Reactor):
+    """The real `Reactor`, on virtual descriptors and a virtual clock."""
 
     def __init__(self, world: Any) -> None:
         self._world = world
@@ -261,7 +262,9 @@ class SimWatch(Watch):
         self._epoll: Any = _Epoll(world)
         self._epoll.register(self._wake_r, select.POLLIN)
         self._handlers: dict[int, Callable[[int], None]] = {}
-        self._alarm: float | None = None
+        self._timers: list[Any] = []
+        self._numbers = itertools.count()
+        self._next: float | None = None
         self._closed = False
 
     def now(self) -> float:
@@ -346,7 +349,7 @@ class SimSlot(Slot):
 
     def gone(self) -> None:
         assert self.handle is not None
-        if self.direct_job:
+        if self in self._world.engine._direct:
             self._world.wrong(f"worker {self.index} is put away, and a caller polls its pipe")
         handle, self.handle = self.handle, None
         self.happens(WorkerEvent.GONE)
@@ -356,7 +359,6 @@ class SimSlot(Slot):
         self.lifeline = None
         if all(mate.handle is None for mate in self.siblings):
             handle.close()
-        self.stopping_since = None
 
 
 class _SimOutlet(FrameWriter):

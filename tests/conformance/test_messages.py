@@ -1,0 +1,224 @@
+"""What is said to those who make one of the usual mistakes, and that it is said at once."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+import threading
+
+import pytest
+from support import scripts, work
+from support.waiting import eventually
+
+from xpool import CtxPool, OptionError, P2PPool, PoolClosed, ThreadPool
+
+pytestmark = pytest.mark.xpool_only
+
+
+class Holder:
+    """Has something as an attribute."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+async def coroutine(x):
+    """Return the argument, later."""
+    return x
+
+
+# What cannot be sent ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, Holder, lambda x: [{"a": Holder(x)}]], ids=["itself", "attribute", "deep"]
+)
+@pytest.mark.parametrize("ready", [False, True])
+def test_pools_and_results_are_not_sent(process_kind, make_pool, gate, wrap, ready):
+    """A pool or a result in an argument: the message says that pools cannot be sent."""
+    pool = make_pool(process_kind, 1)
+    results = [pool.apply_async(work.gated, (gate.path,)), pool.imap(work.gated, [gate.path])]
+    if ready:
+        gate.open(2)
+        results[0].wait()
+        eventually(results[1]._movable, "the iterator has its value")
+    for held in (pool, *results, ThreadPool(1)):
+        with pytest.raises(NotImplementedError, match="pools cannot be sent to workers"):
+            pool.apply_async(work.same, (wrap(held),)).get()
+    held.terminate()
+    held.join()
+    gate.open(2)
+
+
+def test_a_lock_that_a_function_captured(process_kind, make_pool):
+    """The message names the variable, and says that a lock cannot be shared."""
+    pool = make_pool(process_kind, 1)
+    held = threading.Lock()
+
+    def locked(x):
+        with held:
+            return x
+
+    with pytest.raises(Exception, match="locked's variable 'held'.*share a thread's lock"):
+        pool.map(locked, range(3))
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
+def test_two_iterables_hint_at_starmap(pool, verb):
+    """`map(f, xs, ys)` is not what the built-in one is: the message says what to write."""
+    with pytest.raises(TypeError, match=r"chunksize.*starmap\(func, zip\(xs, ys\)\)"):
+        getattr(pool, verb)(work.add, [1, 2], [3, 4])
+
+
+def test_a_string_as_args(kind, make_pool):
+    """A string whose characters cannot be the arguments is refused; one that can is taken."""
+    pool = make_pool(kind, 1)
+    plain = getattr(pool, "_pool", pool)
+    with pytest.raises(TypeError, match=r"args=\('data.csv',\)"):
+        plain.apply(work.square, "data.csv")
+    with pytest.raises(TypeError, match=r"args=\(3,\)"):
+        plain.apply(work.square, 3)
+    assert pool.apply(work.add, "ab") == "ab"
+    assert pool.apply(work.echo, "abc") == (("a", "b", "c"), {})
+
+
+def test_a_string_as_args_of_a_function_with_a_context(make_pool):
+    """The context is counted: each character is one more argument."""
+    pool = make_pool(CtxPool, 1)
+    with pytest.raises(TypeError, match="args is a string"):
+        pool.apply(work.add, "ab")
+    assert pool.apply(work.echo, "a") == ((None, "a"), {})
+
+
+@pytest.mark.parametrize(
+    "func", [coroutine, functools.partial(coroutine)], ids=["plain", "partial"]
+)
+def test_a_coroutine_function(process_kind, make_pool, func):
+    """Its coroutine could not come back; refused before it is made, with what to write."""
+    pool = make_pool(process_kind, 1)
+    for verb in ("map", "imap", "starmap"):
+        with pytest.raises(TypeError, match=r"asyncio.run\(coroutine\(...\)\)"):
+            getattr(pool._pool if hasattr(pool, "_pool") else pool, verb)(func, [(1,)])
+
+
+def test_coroutines_of_threads(make_pool):
+    """Threads may return coroutines: they are objects of this process."""
+    (one,) = make_pool(ThreadPool, 1).map(coroutine, [3])
+    assert asyncio.run(one) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"worker": True}, TypeError),
+        ({"timeout": True}, TypeError),
+        ({"retries": True}, TypeError),
+        ({"timeout": 10**400}, OptionError),
+    ],
+    ids=str,
+)
+def test_options_that_are_no_numbers(make_pool, options, error):
+    """True is no worker and no time; what no float can hold is no time either."""
+    with pytest.raises(error, match=next(iter(options))):
+        make_pool(P2PPool, 2).apply(work.square, (2,), **options)
+
+
+@pytest.mark.parametrize("seconds", [3e6, 1e18, 1e300, sys.float_info.max])
+def test_limits_that_are_ages_away(kind, make_pool, seconds):
+    """A limit that never comes is no harm: not for the call, nor for the pool."""
+    pool = make_pool(kind, 1, task_timeout=seconds, initializer_timeout=seconds)
+    assert pool.apply(work.square, (2,)) == 4
+    assert pool.apply_async(work.square, (3,), timeout=seconds).get(seconds) == 9
+    assert list(pool.imap(work.square, [4], timeout=seconds)) == [16]
+    pool.close()
+    pool.join(seconds)
+
+
+# Ends and states ----------------------------------------------------------------------------------
+
+
+def test_results_that_outlive_the_with_block(kind, gate):
+    """A pending result says that leaving the block ended it; so does the pool."""
+    with kind(1) as pool:
+        result, stream = pool.apply_async(work.gated, (gate.path,)), pool.imap(work.same, [1] * 9)
+        gate_of_two = pool.map_async(work.same, range(9))
+    gate.open()
+    for wait in (result.get, gate_of_two.get, lambda: list(stream)):
+        with pytest.raises(PoolClosed, match=r"end of its with block.*get\(\) results inside"):
+            wait()
+    with pytest.raises(PoolClosed, match="Pool not running.*end of its with block"):
+        pool.apply(work.square, (1,))
+    pool.join()
+
+
+def test_only_what_runs_is_counted_as_running(process_kind, make_pool, mailbox, gate):
+    """What a worker has in hand and has not begun counts as waiting, not as running."""
+    pool = make_pool(process_kind, 1)
+    pool.map(work.same, range(1000), 1)  # they are known to be short: it gets a handful
+    results = pool.map_async(work.gated, [gate.path] * 20, 1)
+    last = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path))
+    eventually(lambda: pool.statistics()["running"] == 1, "one task runs")
+    assert pool.statistics()["waiting"] == 20
+    assert "20 tasks waiting, 1 running" in repr(pool)
+    gate.open(21)
+    results.get()
+    last.get()
+    eventually(lambda: "0 tasks waiting, 0 running" in repr(pool), "nothing runs")
+
+
+# Pools in workers ---------------------------------------------------------------------------------
+
+
+def start_process(_):
+    """Start a process of multiprocessing in a worker."""
+    import multiprocessing
+
+    child = multiprocessing.Process(target=work.nothing)
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def test_a_process_in_a_daemonic_worker(process_kind, make_pool):
+    """What multiprocessing refuses there says how to have it."""
+    with pytest.raises(AssertionError, match="daemonic processes") as caught:
+        make_pool(process_kind, 1).map(start_process, [0])
+    said = [*getattr(caught.value, "__notes__", ()), str(caught.value.__cause__)]
+    assert any("is_daemon=False" in text for text in said)
+    assert make_pool(process_kind, 1, is_daemon=False).map(start_process, [0]) == [0]
+
+
+GUARDED = """
+    import sys, xpool
+
+    {at_import}
+
+    def task(x):
+        return x + 1
+
+    if __name__ == "__main__":
+        with xpool.Pool(1, context=eval(sys.argv[1])) as pool:
+            try:
+                print(pool.map(task, range(3)))
+            except Exception as exc:
+                print(type(exc).__name__, exc)
+"""
+
+
+def test_a_pool_that_the_program_makes_as_it_is_imported(tmp_path):
+    """A worker that runs the program for its names does not make its pools: it says why not."""
+    text = GUARDED.format(at_import="outer = xpool.Pool(1)") + "        outer.terminate()"
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
+    assert "OptionError" in out and "while a worker imports the program's main module" in out
+
+
+def test_a_pool_that_a_module_makes_as_it_is_imported(tmp_path):
+    """The same in a module that a task needs, which the message names."""
+    scripts.write(tmp_path / "helpers.py", "import xpool\npool = xpool.Pool(1)\ndef f(x): return x")
+    text = GUARDED.format(at_import="").replace("return x + 1", "import helpers; helpers.f(x)")
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
+    assert "OptionError" in out and "while a worker imports module helpers" in out

@@ -1,0 +1,211 @@
+"""What comes of tasks: a result, an error of their own, one of xpool's, or another try.
+
+Called with the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from xpool.engine.parcels import Encoded
+from xpool.engine.reactor import Reactor
+from xpool.errors import InternalError, TaskTimeout, WorkerDied
+from xpool.jobs.budget import RestartBudget, back_off
+from xpool.jobs.scheduler import Batch, Scheduler
+from xpool.jobs.states import WorkerEvent
+from xpool.pickle.frame import FRAMED, Leased, adopt
+from xpool.queue.messages import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
+from xpool.queue.outbox import entries
+from xpool.workers.slot import Slot
+
+__all__ = ["Answers", "own_part"]
+
+CULPRIT = 5
+"""Workers that one task may kill, whatever its ``retries``."""
+
+_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")
+_OURS = tuple(f'"{_WORKER}{name}.py"' for name in ("loop", "callables"))
+
+
+def own_part(stack: str) -> str:
+    """Return the task's own part of what faulthandler wrote: without its title, and our frames."""
+    lines = [line for line in stack.splitlines() if line.startswith("  ")]
+    ours = [i for i, line in enumerate(lines) if any(o in line for o in _OURS)]
+    # The last of ours stays where it called a function in C, which has no frame.
+    return "\n".join(lines[: max(1, ours[0])] if ours else lines)
+
+
+class Answers:
+    """Moves answers from workers to the results, and books them with the scheduler.
+
+    ``requeue()`` is called when the pause of a task that is to be run once more is over,
+    ``leased()`` when an answer lies in the arena.
+    """
+
+    def __init__(
+        self,
+        sched: Scheduler,
+        reactor: Reactor,
+        budget: RestartBudget,
+        describe: Callable[[int, int], str],
+        requeue: Callable[[], None],
+        leased: Callable[[], None],
+    ) -> None:
+        # What happened, for the pool to deliver: appended under the lock, popped without.
+        self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
+        self.describe = describe
+        self._sched = sched
+        self._reactor = reactor
+        self._budget = budget
+        self._requeue, self._leased = requeue, leased
+        self._random = random.Random()  # not the program's: it may have been seeded
+
+    def announced(
+        self, slot: Slot, errors: int, count: int, body: bytes | memoryview, mark: int, nanos: int
+    ) -> None:
+        """Take the answers that a message tells of.
+
+        Raises:
+            Exception, of any kind: the worker has written nonsense.
+        """
+        boxed = count - slot.answers_taken_early
+        slot.answers_taken_early = 0
+        self._budget.finished = True
+        seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
+        if boxed:
+            data = slot.box.take(mark)
+            if not errors & OUTBOX_MIXED and slot.interrupted is None:
+                # Plain ones travel on in one piece.
+                batch, first = self._sched.answered(slot.index, boxed, seconds * boxed)
+                self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
+            else:
+                for error, payload in entries(data):
+                    self._answer(slot, error, payload, seconds)
+        if body:
+            self._answer(slot, bool(errors & BODY_ERROR), body, seconds, bool(errors & BODY_AGAIN))
+
+    def unannounced(self, slot: Slot, mark: int) -> int:
+        """Take answers out of an outbox that no message has told of; return how many.
+
+        Raises:
+            Exception, of any kind: there is nonsense in it.
+        """
+        found = entries(slot.box.take(mark))
+        for error, payload in found:
+            self._answer(slot, error, payload)
+        self._budget.finished |= bool(found)
+        return len(found)
+
+    def skipped(self, slot: Slot, count: int) -> None:
+        """Note that a worker has not begun some items, as told."""
+        self._sched.skipped(slot.index, count)
+        item = slot.interrupted
+        if item is not None and self._sched.in_flight[slot.index].answered > item:
+            # It was at the door of what it was to break off, and turned back.
+            self._over(slot)
+
+    def _answer(
+        self,
+        slot: Slot,
+        error: bool,
+        payload: bytes | memoryview,
+        seconds: float = 0.0,
+        again: bool = False,
+    ) -> None:
+        """Take one answer; ``again``: it is an error that the task is to be tried again after."""
+        # Of the blocks that it names hold is taken now, before the worker may drop them: also of an
+        # answer that nobody will open.  First of all, since it may be nonsense.
+        if payload[0] == FRAMED:
+            payload = adopt(payload)
+            if type(payload) is Leased:
+                slot.box.adopt()
+                self._leased()
+        batch, index = self._sched.answered(slot.index, 1, seconds)
+        position = index - batch.first
+        if batch.seq + position == slot.interrupted:
+            self._broken_off(slot, batch, position)
+        elif again and batch.retries > 0:
+            self._again(batch, position, killed=False)
+        else:
+            self.results.append((batch.job, index, (not error, Encoded(payload, 1, False))))
+
+    def _over(self, slot: Slot) -> str:
+        """What it was asked to break off is over; return where it was then."""
+        stack = slot.box.stack()
+        slot.box.ask(0)
+        slot.interrupted = None
+        slot.happens(WorkerEvent.BROKEN_OFF)
+        return stack
+
+    def _broken_off(self, slot: Slot, batch: Batch, position: int) -> None:
+        """Answer a task that was asked to stop and has, or died of it.
+
+        What the worker says of it no longer matters: its time was over before it said that.
+        """
+        stack = self._over(slot)
+        limit = batch.limit
+        if batch.withdrawn or limit is None:
+            return  # cancelled: its job is answered
+        if limit.again and batch.retries > 0:
+            self._again(batch, position, killed=False)
+            return
+        index = batch.first + position
+        task = self.describe(batch.job, index)
+        error = TaskTimeout(limit.seconds, slot.index, slot.pid, task, own_part(stack))
+        self.results.append((batch.job, index, (False, error)))
+
+    def _again(self, batch: Batch, position: int, killed: bool) -> None:
+        """Have a task run once more, after a pause."""
+        when = self._reactor.now() + back_off(batch.past.tries + 1, self._random.random())
+        self._sched.again(batch, position, killed=killed, when=when)
+        self._reactor.call_at(when, self._requeue)
+
+    # -- workers that have no word any more ------------------------------------------------------
+
+    def disown(self, slot: Slot, exc: Exception) -> None:
+        """Fail what a worker has begun and not answered that has written nonsense.
+
+        Whether that was done cannot be known.
+        """
+        hand = self._sched.in_flight[slot.index]
+        while hand.held and hand.answered < slot.box.began:
+            batch = hand.held[0]
+            wanted = batch.done < batch.taken and not batch.withdrawn
+            index = self._sched.answered(slot.index, 1)[1]
+            if wanted and batch.retries > 0 and batch.past.killed + 1 < CULPRIT:
+                self._again(batch, index - batch.first, killed=True)
+            elif wanted:
+                error = InternalError(
+                    f"worker {slot.index} (pid {slot.pid}) was killed since it wrote nonsense to "
+                    f"its parent ({type(exc).__name__}: {exc}), while it ran "
+                    f"{self.describe(batch.job, index)} or after. If no code of that task, or of "
+                    "a library that it uses, writes to memory or descriptors that are not its "
+                    "own, this is a bug in xpool"
+                )
+                error.__cause__ = exc
+                self.results.append((batch.job, index, (False, error)))
+
+    def lost(
+        self, slot: Slot, batch: Batch, position: int, exitcode: int | None, innocent: bool,
+        beside: str, last: bool,
+    ) -> None:  # fmt: skip
+        """Answer a task whose worker ended, or have it run again.
+
+        ``innocent``: it ended for something that another thread of its process ran.  ``beside``:
+        what others have to do with it.  ``last``: no worker will come.
+        """
+        if batch.seq + position == slot.interrupted:
+            self._broken_off(slot, batch, position)
+            return
+        killed = batch.past.killed + (not innocent)
+        if batch.retries > 0 and killed < CULPRIT and not last:
+            self._again(batch, position, killed=not innocent)
+            return
+        index = batch.first + position
+        task = self.describe(batch.job, index)
+        error = WorkerDied(slot.pid, exitcode, slot.index, task, killed, beside)
+        self.results.append((batch.job, index, (False, error)))

@@ -1,0 +1,73 @@
+"""Values as workers have sent them, still pickled: opened by whoever asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xpool.errors import WorkerStartFailed
+from xpool.pickle import decode
+from xpool.queue.messages import ENTRY
+from xpool.results import Parcel, Unopened
+
+__all__ = ["Encoded", "StartFailure"]
+
+
+class Encoded(Parcel):
+    """Answers as they came: one payload, or ``count`` entries of an outbox."""
+
+    __slots__ = ("_data", "_run", "count")
+
+    def __init__(self, data: bytes | memoryview, count: int, run: bool) -> None:
+        self._data = data
+        self._run = run
+        self.count = count
+
+    def open(self) -> list[Any]:
+        data = self._data
+        if not self._run:
+            return [_decode(data)]
+        # As `entries`, in one pass: every result of a stream of short tasks comes through here.
+        values: list[Any] = []
+        at, end, size = 0, len(data), ENTRY.unpack_from
+        while at + 4 <= end:
+            stop = at + 4 + size(data, at)[0]
+            values.append(_decode(data[at + 4 : stop]))
+            at = stop
+        if len(values) != self.count or at != end:
+            garbled = ValueError(f"{self.count} answers of a worker came garbled, as {len(values)}")
+            return [Unopened(garbled)] * self.count
+        return values
+
+
+def _decode(payload: bytes | memoryview) -> Any:
+    try:
+        return decode(payload)
+    except Exception as exc:
+        return Unopened(exc)
+
+
+class StartFailure(Parcel):
+    """`WorkerStartFailed` with what the initializer raised as its cause: that is still pickled.
+
+    To unpickle it may run any code of the user's, so whoever asks for it does that, each for
+    himself, and never the engine.
+    """
+
+    __slots__ = ("_error", "_pickled")
+
+    count = 1
+
+    def __init__(self, error: WorkerStartFailed, pickled: bytes | memoryview) -> None:
+        self._error, self._pickled = error, pickled
+
+    def __str__(self) -> str:
+        return str(self._error)
+
+    def open(self) -> list[Any]:
+        error = type(self._error)(*self._error.args)
+        try:
+            error.__cause__ = decode(self._pickled)
+        except Exception as exc:
+            # It came whole in the worker.  The text of it is in the error, whatever this says.
+            error.__cause__ = exc
+        return [error]

@@ -1,0 +1,425 @@
+"""What is done with workers that live: their messages are taken, they get tasks, and are looked at.
+
+A worker that must break something off is asked first: the parent names the item in the shared page
+and sends a signal.  Its handler writes where the worker is, and raises `TaskStopped` there, if the
+worker is in that very item.  If it has not said a word when the grace is over, it is killed.  From
+the moment of asking, the worker begins nothing new, so nothing else can be hit; what else it held
+goes to others two milliseconds later, as with every recall.
+
+Called with the engine's lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from xpool.engine.answers import Answers, own_part
+from xpool.engine.direct import DirectReceive
+from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.reactor import Alarms, Reactor
+from xpool.errors import TaskTimeout
+from xpool.jobs.deadlines import Act, Deadlines, Seen
+from xpool.jobs.scheduler import Batch, Scheduler
+from xpool.jobs.states import WorkerEvent, WorkerStates
+from xpool.queue.messages import (
+    ANSWER,
+    FAILED,
+    GREETING,
+    READY,
+    SKIPPED,
+    TO_PARENT,
+    WIRE,
+    Refusal,
+    stop_frame,
+)
+from xpool.queue.outbox import NO_LIMIT, STOP_SIGNAL
+from xpool.workers.slot import Slot
+
+__all__ = ["GRACE", "TASK_GRACE", "Service"]
+
+ENDED = -1
+"""In the place of the kind of a message: there is none."""
+
+LOOK = 0.010
+"""Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
+
+GRACE = 0.002
+"""Seconds until a word written to a shared page is certainly seen: microseconds, in truth."""
+
+TASK_GRACE = 0.1
+"""Seconds between asking a worker to break a task off and killing it."""
+
+
+class Service:
+    """Carries out what the scheduler, the deadlines and the workers' own words ask for."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        sched: Scheduler,
+        reactor: Reactor,
+        dispatcher: Dispatcher,
+        answers: Answers,
+        direct: DirectReceive,
+        lifetime: int | None,
+        start_limit: float | None,
+    ) -> None:
+        self.stopped = False  # terminated: nothing is sent or taken any more
+        self.lifetime = lifetime  # tasks that a process may run
+        self._slots, self._sched, self._reactor = slots, sched, reactor
+        self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
+        self._start_limit = start_limit  # seconds from a worker's first line until it is ready
+        self._deadlines = [Deadlines() for _ in slots]
+        # Workers with two or more items in hand: the ones to look at when they are silent.
+        self._deep: dict[int, None] = {}
+        self._alarms: list[Alarms] = []
+        self._looks = self._alarm(self._look)
+        self._recalls = self._alarm(self._take_back)
+        self._checks = self._alarm(self._check)
+        self._overdue = self._alarm(self._kill_overdue)
+        self._start_checks = self._alarm(self._check_start)
+        self._start_overdue = self._alarm(self._kill_starting)
+
+    def _alarm(self, call: Callable[[Slot], None]) -> Alarms:
+        self._alarms.append(Alarms(self._reactor, call))
+        return self._alarms[-1]
+
+    # -- a process comes and goes ------------------------------------------------------------------
+
+    def started(self, slot: Slot) -> None:
+        """Listen to a new process."""
+
+        def handler(fd: int) -> None:
+            # The event may be from before a caller took over: the answer is his to take.
+            if slot not in self._direct:
+                self.receive(slot)
+
+        self._reactor.add(slot.reader.fd, handler)
+        self._deadlines[slot.index] = Deadlines()
+        if self._start_limit is not None:
+            self._start_checks.by(slot, self._reactor.now() + self._start_limit)
+
+    def _greeted(self, slot: Slot) -> None:
+        """Take a worker into service that says that it is ready."""
+        self._start_checks.cancel(slot)
+        self._start_overdue.cancel(slot)
+        if slot.state is WorkerStates.READY:
+            self._sched.ready(slot.index, self.lifetime)
+            self.give_idle()
+            self._look_for_surplus(slot)
+
+    def retire(self, slot: Slot) -> None:
+        """Let a worker end when it has answered what it holds."""
+        slot.happens(WorkerEvent.RETIRE)
+        self._sched.retire(slot.index)
+        self._dispatcher.send(slot, stop_frame())
+
+    def condemn(self, slot: Slot) -> None:
+        """Kill a worker; it gets nothing more, and is looked at no more."""
+        slot.happens(WorkerEvent.CONDEMN)
+        self._sched.retire(slot.index)
+        for alarms in self._alarms:
+            alarms.cancel(slot)
+        slot.kill()
+
+    def gone(self, slot: Slot) -> None:
+        """Its process has ended, and all that it sent is taken."""
+        self._deep.pop(slot.index, None)
+        for alarms in self._alarms:
+            alarms.cancel(slot)
+        for fd in (slot.reader.fd, slot.writer.fd):
+            self._reactor.remove(fd)
+
+    def clear(self) -> None:
+        """The pool is terminated: all is answered, nothing more is taken or given."""
+        self.stopped = True
+        self._sched.clear()
+        self._deep.clear()
+
+    # -- messages in -------------------------------------------------------------------------------
+
+    def receive(self, slot: Slot) -> None:
+        """Take what has come from a worker, and give it its next tasks in the same step."""
+        frames = slot.reader.frames()
+        while slot.protocol_error is None:
+            kind = ENDED
+            try:
+                for head, body in frames:
+                    kind, errors, count, _, mark, nanos = TO_PARENT.unpack(head)
+                    if not self.stopped:  # else all was answered when the pool was terminated
+                        self._understand(slot, kind, errors, count, body, mark, nanos)
+                        break
+                    kind = ENDED
+            except Exception as exc:
+                self._give_up(slot, exc)
+                return
+            if kind == ENDED:
+                break
+            if kind == READY and slot.reason is None:
+                self._greeted(slot)
+            elif kind in (ANSWER, SKIPPED):
+                self._after_answers(slot)
+                if kind == SKIPPED:
+                    self.give_idle()
+        if slot.reader.ended:
+            self._reactor.remove(slot.reader.fd)
+
+    def _understand(
+        self,
+        slot: Slot,
+        kind: int,
+        errors: int,
+        count: int,
+        body: bytes | memoryview,
+        mark: int,
+        nanos: int,
+    ) -> None:
+        """Take what one message says into the books of this worker, and do nothing else yet.
+
+        Raises:
+            Exception, of any kind: the worker has written nonsense.
+        """
+        if kind == ANSWER:
+            self._answers.announced(slot, errors, count, body, mark, nanos)
+        elif kind == READY:
+            wire, slot.mapped = GREETING.unpack(body) if len(body) == GREETING.size else (0, True)
+            if wire != WIRE:
+                slot.reason = RuntimeError(
+                    "the worker imports another version of xpool; look at PYTHONPATH"
+                )
+                self.condemn(slot)
+            elif slot.reason is None:
+                slot.happens(WorkerEvent.HELLO)  # raises where it has greeted before
+        elif kind == SKIPPED:
+            self._answers.skipped(slot, count)
+        elif kind == FAILED:
+            slot.reason = Refusal.unpacked(body)
+        else:
+            raise ValueError(f"a message of unknown kind {kind}")
+
+    def _give_up(self, slot: Slot, exc: Exception) -> None:
+        """Kill a worker that has written nonsense, and believe nothing more that comes from it."""
+        slot.protocol_error = exc
+        if slot.state is WorkerStates.STARTING:
+            slot.reason = exc
+        self.condemn(slot)
+        slot.reader.ended = True
+        self._reactor.remove(slot.reader.fd)
+        self._answers.disown(slot, exc)
+
+    def _after_answers(self, slot: Slot) -> None:
+        if slot.protocol_error is not None:
+            return  # it gets nothing more
+        w = slot.index
+        hand = self._sched.in_flight[w]
+        if hand.size < 2:
+            self._deep.pop(w, None)
+        if slot.interrupted is None and self._overdue.cancel(slot):
+            # It has broken off what it was to.  What it runs now may have to end, too.
+            self._checks.by(slot, self._reactor.now())
+        if hand.size == 0 and hand.paused:
+            self._emptied(slot)
+        if slot.state is not WorkerStates.READY:
+            return
+        for batch in self._sched.refill(w):
+            self._give(slot, batch)
+        if hand.size == 0 and hand.left == 0:
+            self.retire(slot)
+        elif w in self._deep:
+            if not self._looks.pending(slot):  # it may have been given up looking at
+                self._looks.by(slot, self._reactor.now() + LOOK)
+        else:
+            self._look_for_surplus(slot)
+
+    def _emptied(self, slot: Slot) -> None:
+        """A worker that was told to begin nothing more has answered all that it held."""
+        slot.box.limit = NO_LIMIT
+        self._recalls.cancel(slot)
+        slot.happens(WorkerEvent.EMPTIED)
+        if slot.state is WorkerStates.READY:
+            self._sched.resume(slot.index)
+
+    def drain(self, slot: Slot) -> None:
+        """Receive all that is in a worker's pipe."""
+        self.receive(slot)
+        while not (slot.reader.ended or slot.reader.dry):
+            self.receive(slot)
+
+    def take_early(self, slot: Slot, mark: int) -> int:
+        """Take answers out of an outbox that no message has told of; return how many."""
+        if slot.protocol_error is not None:
+            return 0
+        try:
+            return self._answers.unannounced(slot, mark)
+        except Exception as exc:
+            self._give_up(slot, exc)
+            return 0
+
+    # -- tasks out ---------------------------------------------------------------------------------
+
+    def give_idle(self, direct_job: int = 0) -> None:
+        """Send what waits to the idle; the caller of ``direct_job`` will receive its answer."""
+        for w, batch in self._sched.next_batches(newest=direct_job != 0):
+            slot = self._slots[w]
+            if batch.job == direct_job:
+                self._direct.begin(slot, direct_job)
+            self._give(slot, batch)
+
+    def requeue(self) -> None:
+        """The pause of a task is over: queue it."""
+        self._sched.due(self._reactor.now())
+        self.give_idle()
+
+    def _give(self, slot: Slot, batch: Batch) -> None:
+        self._direct.given(slot)
+        self._dispatcher.send_batch(slot, batch)
+        if batch.limit is not None:
+            self._checks.by(slot, self._reactor.now() + batch.limit.seconds)
+        if self._sched.in_flight[slot.index].size > 1:
+            self._deep[slot.index] = None
+            if not self._looks.pending(slot):
+                self._looks.by(slot, self._reactor.now() + LOOK)
+
+    # -- silent workers ----------------------------------------------------------------------------
+
+    def _look_for_surplus(self, slot: Slot) -> None:
+        """When a worker has nothing and others have tasks in hand: are they sitting on them?"""
+        if self._deep and not self._sched.in_flight[slot.index].size:
+            when = self._reactor.now() + GRACE
+            for w in self._deep:
+                self._looks.by(self._slots[w], when)
+
+    def _look(self, slot: Slot) -> None:
+        """Look at a worker with tasks in hand that was silent for a while.
+
+        What the last look saw in the outbox is certainly all there by now: it is taken.  A worker
+        that sits on tasks while another has none is told to begin no more of them.
+        """
+        w, now = slot.index, self._reactor.now()
+        if w not in self._deep:
+            return
+        if slot in self._direct:  # its caller receives all there is
+            self._looks.by(slot, now + LOOK)
+            return
+        box = slot.box
+        began, tail = box.began, box.tail
+        seen, slot.seen = slot.seen, (began, tail)
+        # Messages first: an answer in the pipe may come before those in the outbox.
+        self.drain(slot)
+        if seen[1] > box.head and not slot.reader.partial:
+            slot.answers_taken_early += self.take_early(slot, seen[1])
+            self._after_answers(slot)
+        if self._sched.idle and slot.state is WorkerStates.READY and self._sched.surplus(w, began):
+            self._recall(slot, began)
+            self._looks.by(slot, now + GRACE)
+        elif w in self._deep and (tail > box.head or seen != (began, tail)):
+            self._looks.by(slot, now + LOOK)
+
+    def _recall(self, slot: Slot, began: int) -> None:
+        """Let a worker begin nothing from item ``began`` on; others get it.
+
+        What it is told it has certainly seen a moment later; then the rest is taken back.
+        """
+        if self._sched.in_flight[slot.index].paused:
+            return  # it is told already
+        slot.box.limit = began
+        self._sched.pause(slot.index)
+        slot.happens(WorkerEvent.RECALL)
+        self._recalls.by(slot, self._reactor.now() + GRACE)
+
+    def _take_back(self, slot: Slot) -> None:
+        box = slot.box
+        self._sched.take_back(slot.index, max(box.limit, box.began))
+        self.give_idle()
+
+    # -- deadlines ---------------------------------------------------------------------------------
+
+    def withdraw(self, job: int) -> None:
+        """Give nobody what still waits of a job that has ended, and stop what runs of it."""
+        for w in self._sched.withdraw(job):
+            slot = self._slots[w]
+            if not self.stopped and slot.state is not WorkerStates.CONDEMNED:
+                self._recall(slot, slot.box.began)
+                self._check(slot)
+                # It may have been about to begin another of them.
+                self._checks.by(slot, self._reactor.now() + GRACE)
+
+    def runs(self, job: int) -> bool:
+        """Whether a worker is in a task of this job now."""
+        for slot in self._slots:
+            if slot.handle is not None and not self.stopped:
+                running = self._sched.running(slot.index, slot.box.began)
+                if running is not None and running[0].job == job:
+                    return True
+        return False
+
+    def _check(self, slot: Slot) -> None:
+        """End what a worker runs, if it must; have it looked at again when it may have to."""
+        if self.stopped:
+            return
+        if slot not in self._direct:
+            self.drain(slot)  # what is answered is in time
+        if slot.interrupted is not None or slot.state is WorkerStates.CONDEMNED:
+            return
+        box, now = slot.box, self._reactor.now()
+        seen = Seen(box.began, box.since, (slot.reader.got, slot.writer.rest))
+        running = self._sched.running(slot.index, seen.began)
+        held = self._sched.in_flight[slot.index]
+        act, item, when = self._deadlines[slot.index].judge(held, running, seen, now)
+        if act is Act.INTERRUPT:
+            self._interrupt(slot, item)
+        elif act is Act.CONDEMN:
+            self.condemn(slot)
+        else:
+            if act is Act.RECALL:
+                self._recall(slot, seen.began)
+                when = now + GRACE
+            if when is not None:
+                self._checks.by(slot, when)
+
+    def _interrupt(self, slot: Slot, item: int) -> None:
+        """Ask a worker to break off what it runs, and to begin nothing more."""
+        assert slot.handle is not None
+        slot.interrupted = item
+        slot.box.ask(item + 1)
+        self._recall(slot, item + 1)
+        slot.happens(WorkerEvent.INTERRUPT)
+        slot.handle.signal(STOP_SIGNAL)
+        self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
+
+    def _kill_overdue(self, slot: Slot) -> None:
+        """It was asked a while ago."""
+        if slot not in self._direct:
+            self.drain(slot)
+        if slot.interrupted is None or self.stopped:
+            return
+        if slot.box.began == slot.interrupted + 1:
+            self.condemn(slot)
+        else:  # it has left it: the answer is on its way
+            self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
+
+    def _check_start(self, slot: Slot) -> None:
+        """When a worker's initializer takes too long, ask the worker where it is, and kill it."""
+        limit = self._start_limit
+        assert limit is not None and slot.handle is not None
+        since, now = slot.box.since, self._reactor.now()
+        if self.stopped:
+            return
+        if since is None:
+            self._start_checks.by(slot, now + limit)
+        elif now < since + limit:
+            self._start_checks.by(slot, since + limit)
+        else:
+            slot.box.ask(NO_LIMIT)  # no item: it is asked for its stack only
+            slot.handle.signal(STOP_SIGNAL)
+            self._start_overdue.by(slot, now + TASK_GRACE)
+
+    def _kill_starting(self, slot: Slot) -> None:
+        limit = self._start_limit
+        assert limit is not None
+        if self.stopped:
+            return
+        stack = own_part(slot.box.stack())
+        task = "The start of the worker, with its initializer,"
+        slot.reason = TaskTimeout(limit, slot.index, slot.pid, task, stack)
+        self.condemn(slot)
