@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,6 @@ __all__ = [
 MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 
 
-@dataclass
 class _State:
     # All fields are set by whoever comes first; a race computes the same value twice.
     module: ModuleType | None = None  # the __main__, and its __file__, of the next two
@@ -51,7 +49,7 @@ class _State:
     guarded: frozenset[str] = frozenset()
     replica: bool = False
     told: bool | None = None  # what mark_replica was told
-    born_with: frozenset[str] = field(default_factory=frozenset)
+    born_with: frozenset[str] = frozenset()
 
 
 _state = _State()

@@ -23,7 +23,6 @@ import os
 import pickle
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -43,8 +42,7 @@ class Entry(NamedTuple):
     data: bytes  # the pickle, or the reason in UTF-8
 
 
-@dataclass
-class _Sent:
+class _Sent(NamedTuple):
     value: Any  # held, so that its identity stays its own; None when it is large
     identity: int
     serial: int
@@ -53,21 +51,21 @@ class _Sent:
     names: frozenset[str]
 
 
-@dataclass
 class _Outgoing:
     """Guarded by `_lock`."""
 
-    sender: str = field(default_factory=lambda: os.urandom(16).hex())
-    sent: dict[str, _Sent] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.sender = os.urandom(16).hex()
+        self.sent: dict[str, _Sent] = {}
 
 
-@dataclass
 class _Incoming:
     """Guarded by `_lock`."""
 
-    parent: str | None = None
-    serials: dict[str, int] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.parent: str | None = None
+        self.serials: dict[str, int] = {}
+        self.missing: dict[str, str] = {}
 
 
 _lock = threading.RLock()

@@ -11,24 +11,24 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 __all__ = ["ClassEntry", "adopt", "known", "lock", "lookup", "token_of"]
 
 
-@dataclass
 class ClassEntry:
     """What this process knows about one by-value class (or type variable)."""
 
-    token: str
-    ref: Callable[[], Any]  # weak
-    own: bool  # defined here: definitions that arrive never change it
-    version: int = 0  # of the definition; the owner counts it up when the class changes
+    version = 0  # of the definition; the owner counts it up when the class changes
     mark: Any = None  # the owner's cheap test for "the class has changed since"
-    blobs: dict[bool, bytes] = field(default_factory=dict)  # definition, by `recurse`
     names: frozenset[str] = frozenset()  # globals of __main__ that its methods use
+
+    def __init__(self, token: str, ref: Callable[[], Any], own: bool) -> None:
+        self.token = token
+        self.ref = ref  # weak
+        self.own = own  # defined here: definitions that arrive never change it
+        self.blobs: dict[bool, bytes] = {}  # definition, by `recurse`
 
 
 # Guards the three below, and is held while a definition is written or loaded, so that no

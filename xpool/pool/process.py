@@ -532,7 +532,7 @@ def _launcher(context: BaseContext | str | None) -> Launcher:
     if context is None or context == "forkserver":
         if linux:
             preload = [name for name in PRELOAD if name in sys.modules]
-            return ForkServer.get(("xpool.worker.loop", "dill", *preload))
+            return ForkServer.get(tuple(preload))
         return ProcessLauncher(multiprocessing.get_context("spawn"))
     if isinstance(context, str):
         methods = multiprocessing.get_all_start_methods()

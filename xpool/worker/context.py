@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from xpool.errors import OptionError
@@ -11,7 +10,6 @@ from xpool.worker_local import WorkerLocal
 __all__ = ["WorkerInfo", "current_worker", "enter", "leave"]
 
 
-@dataclass(frozen=True)
 class WorkerInfo:
     """The worker that runs the current task.
 
@@ -21,8 +19,18 @@ class WorkerInfo:
 
     index: int
     pool: str
-    context: Any = None
-    peers: Any = field(default=None, repr=False, compare=False)
+    context: Any
+    peers: Any
+
+    # By hand: `dataclasses` imports what takes as long as a third of this package.
+    def __init__(self, index: int, pool: str, context: Any = None, peers: Any = None) -> None:
+        self.__dict__.update(index=index, pool=pool, context=context, peers=peers)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name} cannot be set: a worker is what its pool has made it")
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(index={self.index!r}, pool={self.pool!r}, context={self.context!r})"
 
     def send(self, peer: int, obj: Any, timeout: float | None = None) -> None:
         """Send an object to the worker with index ``peer``, for its `recv`.  In a `P2PPool`.

@@ -6,12 +6,10 @@ all is derived from it, also in a module that a task imports only later.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.machinery
 import random
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -32,7 +30,8 @@ class Seeds:
         sys.meta_path.insert(0, self)
 
     def _number(self, name: str) -> int:
-        return int.from_bytes(hashlib.sha256(self._seed + name.encode()).digest()[:8], "big")
+        # By way of SHA-512; `hashlib` would have a server load OpenSSL for it.
+        return random.Random(self._seed + name.encode()).getrandbits(64)
 
     def sow(self, module: Any) -> None:
         """Seed the generator of a module that has just come."""
@@ -56,11 +55,12 @@ class Seeds:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec, self)
+            loader: Any = _Loader(spec, self)  # no `Loader`: importlib.abc imports much
+            spec.loader = loader
         return spec
 
 
-class _Loader(Loader):
+class _Loader:
     """Does what the module's own loader does, and sows; then leaves no trace of itself."""
 
     def __init__(self, spec: ModuleSpec, seeds: Seeds) -> None:

@@ -5,12 +5,11 @@ itself, with its threads and devices, is never forked.  `multiprocessing` has su
 this one has no socket with a name (only its parent can ask), may be had once for each set of
 preloaded modules, and tells of a death at once, with its exit status.
 
-Run as ``python -m xpool.worker.server FD MODULE...``; FD is one end of a SOCK_SEQPACKET pair.  A
-request is two bytes with two to four descriptors: the worker's boot socket; a SOCK_SEQPACKET, on
-which the server writes the worker's pid and later its wait status, each as 8 bytes, and the worker
-asks for the program's resource tracker; and what are stdout and stderr now, as bits 0 and 1 of the
-second byte say.  When the parent closes its end the server ends; its workers have lifelines of
-their own.
+Its parent asks over a SOCK_SEQPACKET pair.  A request is two bytes with two to four descriptors:
+the worker's boot socket; a SOCK_SEQPACKET, on which the server writes the worker's pid and later
+its wait status, each as 8 bytes, and the worker asks for the program's resource tracker; and what
+are stdout and stderr now, as bits 0 and 1 of the second byte say.  When the parent closes its end
+the server ends; its workers have lifelines of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import importlib.metadata
 import io
 import os
 import selectors
@@ -26,6 +24,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from xpool.worker import entry, tracker
 
@@ -36,22 +35,21 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 register.  Not here: they read their variables then, and the worker's are not known yet."""
 
 
-def main(fd: int, preload: list[str]) -> int:
-    """Serve until the parent closes its end; a child that is forked returns its own exit code."""
+LATER = 0.2
+"""Seconds without a request, after the first, until the server imports what can wait."""
+
+
+def main(fd: int, preload: list[str], later: list[str]) -> int:
+    """Serve until the parent closes its end; a child that is forked returns its own exit code.
+
+    ``preload`` is imported at once; ``later`` when the first workers have been forked and nothing
+    is asked for, so that a program does not wait for what its first tasks do not need.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked SIGCHLD
     os.environ[AUTOLOAD] = "0"  # of this process; a worker's variables are its parent's
-    for name in preload:
-        try:
-            importlib.import_module(name)
-        except Exception as exc:
-            # The worker that needs it will raise the same, where it can be attributed.
-            print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
-    backends = importlib.metadata.entry_points(group="torch.backends") if "torch" in preload else ()
-    late = functools.partial(_load, backends) if backends else None
-    sys.stdout.flush()  # or each worker would write what a module has printed
-    gc.collect()
-    gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
+    _preload(preload)
+    late = _find_backends() if "torch" in preload else None
     wake_r, wake_w = os.pipe()
     os.set_blocking(wake_r, False)
     os.set_blocking(wake_w, False)
@@ -62,7 +60,11 @@ def main(fd: int, preload: list[str]) -> int:
         selector.register(sock, selectors.EVENT_READ)
         selector.register(wake_r, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            events = selector.select(LATER if later and statuses else None)
+            if not events:
+                _preload(later)
+                later = []
+            for key, _ in events:
                 if key.fileobj is not sock:
                     _drain(wake_r)
                     _reap(statuses)
@@ -85,11 +87,31 @@ def main(fd: int, preload: list[str]) -> int:
                 _tell(status, pid)
 
 
+def _preload(names: list[str]) -> None:
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as exc:
+            # The worker that needs it will raise the same, where it can be attributed.
+            print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
+    sys.stdout.flush()  # or each worker would write what a module has printed
+    gc.collect()
+    gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
+
+
 def _note(signum: int, frame: object) -> None:
     """Let the wake-up descriptor do its work; the default would not write to it."""
 
 
-def _load(backends: Iterable[importlib.metadata.EntryPoint]) -> None:
+def _find_backends() -> Callable[[], None] | None:
+    """Return what loads the backends of torch that are installed; None: there are none."""
+    from importlib import metadata
+
+    backends = metadata.entry_points(group="torch.backends")
+    return functools.partial(_load, backends) if backends else None
+
+
+def _load(backends: Iterable[Any]) -> None:
     """Load what torch would have loaded while it was imported, were it not for `AUTOLOAD`."""
     if os.environ.get(AUTOLOAD, "1") == "1":
         for backend in backends:
@@ -157,7 +179,3 @@ def _tell(fd: int, number: int) -> None:
         os.write(fd, number.to_bytes(8, "little", signed=True))
     except ConnectionError:
         return  # the parent has lost interest in this worker
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -7,7 +7,6 @@ code, the descriptor to wait on) and takes one order (a signal).
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -72,9 +71,15 @@ def search_path() -> list[str]:
 
 # -- the fork server -------------------------------------------------------------------------
 
+PRELOAD = ("xpool.worker.loop", "xpool.pool.process")
+"""What every server imports: a worker's own code, and what a script imports that makes a pool."""
+
+LATER = ("dill",)
+"""What it imports when the first workers run: few need it."""
+
 _START = (
-    "import json, sys; path, fd, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
-    "from xpool.worker.server import main; import os; os._exit(main(fd, preload))"
+    "import os, sys; sys.path[:] = {path!r}; "
+    "from xpool.worker.server import main; os._exit(main({fd}, {preload!r}, {later!r}))"
 )
 
 
@@ -123,9 +128,14 @@ class ForkServer:
         with theirs:
             flags = [f"-X{k}" if v is True else f"-X{k}={v}" for k, v in sys._xoptions.items()]
             flags += [f"-W{w}" for w in sys.warnoptions]
-            order = json.dumps([search_path(), theirs.fileno(), list(self.preload)])
+            order = _START.format(
+                path=search_path(),
+                fd=theirs.fileno(),
+                preload=[*PRELOAD, *self.preload],
+                later=list(LATER),
+            )
             self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", _START, order],
+                [sys.executable, *flags, "-c", order],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 # By number: also where they were opened to be closed on exec.
