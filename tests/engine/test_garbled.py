@@ -238,10 +238,10 @@ def write_to_the_parent(garbage: bytes) -> None:
     """Find the pipe of the answers, as a task that is bent on mischief could, and write to it."""
     import gc
 
-    from xpool.worker.loop import _Answers
+    from xpool.worker.protocol import Replies
 
-    (answers,) = (obj for obj in gc.get_objects() if isinstance(obj, _Answers))
-    os.write(answers._fd, garbage)
+    (replies,) = (obj for obj in gc.get_objects() if isinstance(obj, Replies))
+    os.write(replies._write.args[0], garbage)
     import threading
 
     threading.Event().wait(20)

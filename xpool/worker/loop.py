@@ -6,13 +6,12 @@ a worker that is killed between any two instructions leaves nothing locked.
 
 from __future__ import annotations
 
+import functools
 import os
 import select
-import struct
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,31 +20,18 @@ from xpool.memory.arena import IDLE, Arena, Block
 from xpool.pickle import decode, encode
 from xpool.pickle.broadcast import Objects
 from xpool.pickle.exceptions import encode_exception
-from xpool.pickle.frame import Leased
 from xpool.pickle.handles import Keeper
 from xpool.pickle.loans import settle, sweep
 from xpool.pickle.main import mark_worker
 from xpool.pickle.policy import BY_PIPE, Layout, share
 from xpool.queue.channel import BlockingFrameReader, write_all
 from xpool.queue.messages import (
-    ANSWER,
     BODY_AGAIN,
     BODY_ERROR,
-    FAILED,
-    FORGET,
-    FUNC,
-    FUNC_HEAD,
-    GREETING,
-    OUTBOX_MIXED,
-    READY,
-    SKIPPED,
     STOP,
     TASKS,
     TIMED,
-    TO_PARENT,
     TO_WORKER,
-    U64,
-    WIRE,
     Mode,
     Refusal,
 )
@@ -56,22 +42,17 @@ from xpool.worker.callables import Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.exits import flush
 from xpool.worker.peers import Peers
+from xpool.worker.protocol import Inbox, Replies
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
 
 __all__ = ["Member", "become", "run"]
-
-SILENCE = 0.001
-"""Seconds that a finished answer may lie in the outbox while the worker goes on."""
 
 _Answer = tuple["bytes | memoryview", int, Any]
 """What is sent of a task's value, `BODY_ERROR` or 0, and the value itself."""
 
 _NONE = encode(None)  # what most functions return that are called for their effect
 _STOPPED = _NONE  # nobody opens it: the parent has an answer of its own
-
-SMALL = 16 * 1024
-"""Bytes; a larger answer goes through the pipe at once."""
 
 
 class Member(Protocol):
@@ -103,7 +84,7 @@ def run(
     """
     tasks, answers, _, outbox, *others = channel
     box = Outbox(outbox)
-    out = _Answers(answers, box)
+    replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
     if member is None:
         listen(box, outbox, _Worker._run.__code__)
     else:
@@ -114,17 +95,17 @@ def run(
             become(orders)
         control = others.pop(0) if orders["peers"] else -1
         shared = _join(others, orders)
-        worker = _Worker(orders, BlockingFrameReader(tasks), out, shared, control, inherited)
+        worker = _Worker(orders, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:
-        out.refuse(RuntimeError(f"the initializer called sys.exit({exc.code!r})"))
+        replies.refuse(_refusal(RuntimeError(f"the initializer called sys.exit({exc.code!r})")))
         return 1
     except BaseException as exc:
-        out.refuse(exc)
+        replies.refuse(_refusal(exc))
         return 1
     box.rest()
     if member is not None:
         member.wait_for_all()
-    out.frame(READY, GREETING.pack(WIRE, shared is not None))
+    replies.ready(shared is not None)
     code = 0
     try:
         worker.serve(member)
@@ -133,7 +114,7 @@ def run(
     except (EOFError, BrokenPipeError):
         pass  # the parent is gone: nobody is left to tell
     except SystemExit as exc:
-        out.ring()
+        replies.ring()
         code = _exit_code(exc)
     return code
 
@@ -147,89 +128,17 @@ def _exit_code(exc: SystemExit) -> int:
     return 1
 
 
-class _Answers:
-    """The way back: into the outbox while more work is in hand, through the pipe at the end."""
+def _refusal(reason: BaseException) -> Refusal:
+    """Say what kept this worker from starting.  Called where that is being handled.
 
-    def __init__(self, fd: int, box: Outbox) -> None:
-        self.box = box
-        self._fd = fd
-        self._count = 0  # answers in the outbox that the parent was not told of
-        self._errors = 0
-        # Answers with blocks, kept until the parent has taken hold of these, and their numbers.
-        self.kept: deque[tuple[int, Leased]] = deque()
-        self._leased = 0
-        self._since = time.perf_counter()  # when the first of these was begun
-        self._rung = self._since
-
-    def frame(self, kind: int, body: bytes | memoryview, count: int = 0) -> None:
-        head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
-        write_all(self._fd, [head, body])
-
-    def refuse(self, reason: BaseException) -> None:
-        """Say what kept this worker from starting.  Called where that is being handled.
-
-        The text is made here, by the code of the exception's class: its parent runs none of it.
-        """
-        pickled = encode_exception(reason, traceback.format_exc())
-        try:
-            line = f"{type(reason).__name__}: {reason}"
-        except Exception as exc:
-            line = f"{type(reason).__name__}, whose text cannot be had ({type(exc).__name__})"
-        self.frame(FAILED, Refusal(line, pickled).packed())
-
-    def begin(self) -> None:
-        """Note the time before the first of some tasks: the worker has waited for it."""
-        if not self._count:
-            self._since = time.perf_counter()
-
-    def answer(self, payload: bytes | memoryview, error: int, last: bool) -> None:
-        """Answer the task in hand; ``last``: the next one has not come yet.
-
-        ``error``: 0, or `BODY_ERROR`, with `BODY_AGAIN` if the task may be tried again.
-        """
-        leased = type(payload) is Leased
-        if leased:
-            self._leased += 1
-            self.kept.append((self._leased, payload))  # type: ignore[arg-type]
-        if self.kept:
-            self.forget_adopted()
-        if (
-            not last
-            and len(payload) <= SMALL
-            and error < BODY_AGAIN
-            and self.box.append(payload, error)
-        ):
-            self._count += 1
-            if error or leased:
-                self._errors = OUTBOX_MIXED
-            if time.perf_counter() - self._rung > SILENCE:
-                self.ring()
-        else:
-            self.ring(payload, error)
-
-    def forget_adopted(self) -> None:
-        """Let go of the answers whose blocks the parent holds."""
-        adopted, kept = self.box.adopted, self.kept
-        while kept and kept[0][0] <= adopted:
-            kept.popleft()
-
-    def ring(self, payload: bytes | memoryview = b"", error: int = 0) -> None:
-        """Tell the parent of all answers in the outbox, and of one more."""
-        if not self._count and not payload:
-            return
-        now = time.perf_counter()
-        nanos = int((now - self._since) * 1e9)
-        errors = self._errors | error
-        head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
-        self._count = self._errors = 0
-        self._since = self._rung = now
-        write_all(
-            self._fd, [b"".join((head, payload))] if len(payload) < SMALL else [head, payload]
-        )
-
-    def skip(self, n: int) -> None:
-        self.ring()
-        self.frame(SKIPPED, b"", n)
+    The text is made here, by the code of the exception's class: its parent runs none of it.
+    """
+    pickled = encode_exception(reason, traceback.format_exc())
+    try:
+        line = f"{type(reason).__name__}: {reason}"
+    except Exception as exc:
+        line = f"{type(reason).__name__}, whose text cannot be had ({type(exc).__name__})"
+    return Refusal(line, pickled)
 
 
 class _Worker:
@@ -237,13 +146,13 @@ class _Worker:
         self,
         orders: dict[str, Any],
         source: BlockingFrameReader,
-        out: _Answers,
+        replies: Replies,
         arena: Arena | None,
         control: int,
         inherited: tuple[Any, tuple[Any, ...]] | None,
     ) -> None:
         self._arena = arena
-        self._out = out
+        self._replies = replies
         self._keeper: Keeper | None = None
         self._layout = self._make_layout(orders)
         self._objects = Objects(arena, orders["token"])
@@ -258,8 +167,7 @@ class _Worker:
         self._poller.register(source.fd, select.POLLIN)
         self._spin: Spin | None = None
         self._likely = False  # that the next task comes at once
-        self._seq = 0
-        self._funcs: dict[int, tuple[Any, int]] = {}
+        self._inbox = Inbox(replies, _Closed.entry, _WITHDRAWN)
         self._recurse: bool = orders["recurse"]
         self._prefix: tuple[Any, ...] = ()
         context = None
@@ -279,12 +187,12 @@ class _Worker:
             initializer(*initargs)
 
     def _make_layout(self, orders: dict[str, Any]) -> Layout:
-        arena, out = self._arena, self._out
+        arena, replies = self._arena, self._replies
         if arena is None:
             return BY_PIPE
 
         def lease(nbytes: int) -> Block | None:
-            out.forget_adopted()  # the block of the last answer may be free for this one
+            replies.forget_adopted()  # the block of the last answer may be free for this one
             return arena.lease(nbytes)
 
         if orders["copy_tensor"]:
@@ -310,18 +218,10 @@ class _Worker:
             elif kind == TIMED:
                 self._tasks(count, read(size), timed)
                 flush()
-            elif kind == FUNC:
-                self._learn(read(size))
-            elif kind == FORGET:
-                for (number,) in U64.iter_unpack(read(size)):
-                    self._funcs.pop(number, None)
             elif kind == STOP:
                 return
-
-    def _learn(self, body: bytes | memoryview) -> None:
-        """Keep a function for the tasks that will name it, as it came."""
-        number, mode = FUNC_HEAD.unpack_from(body)
-        self._funcs[number] = _Closed(number, mode, bytes(body[FUNC_HEAD.size :])), mode
+            else:
+                self._inbox.take(kind, read(size))
 
     def _open(self, closed: _Closed) -> Any:
         """Unpickle a function, in its first task; one that cannot be had fails its tasks."""
@@ -334,12 +234,12 @@ class _Worker:
                 func = Retried(Prefixed(func.func, self._prefix), func.on)
             else:
                 func = Prefixed(func, self._prefix)
-        self._funcs[closed.number] = func, closed.mode
+        self._inbox.functions[closed.number] = func, closed.mode
         return func
 
     def _before_waiting(self) -> None:
         """Let go of what the parent holds, and of memory unused for long, until something comes."""
-        arena, out, poll = self._arena, self._out, self._poller.poll
+        arena, poll = self._arena, self._poller.poll
         if arena is not None and arena.busy and (now := time.monotonic()) >= self._tidy_at:
             self._tidy_at = now + IDLE  # also where there is always something to do
             self._release()
@@ -351,14 +251,14 @@ class _Worker:
         seconds = 0.1
         while not poll(seconds * 1000):
             kept = self._release(everything=True)
-            if not (arena.trim() or out.kept or self._waits_for_others or kept):
+            if not (arena.trim() or self._replies.kept or self._waits_for_others or kept):
                 return
             # The memory of a device is scarce: whether a handle has gone is looked at more often.
             seconds = min(2 * seconds, IDLE if kept else 60.0)
 
     def _release(self, everything: bool = False) -> bool:
         """Let go of what nobody needs any more; return whether tensors are kept for handles."""
-        self._out.forget_adopted()
+        self._replies.forget_adopted()
         self._waits_for_others = self._objects.sweep()
         if self._peers is not None:
             self._waits_for_others |= self._peers.settle()
@@ -369,38 +269,30 @@ class _Worker:
         return sweep(everything) or kept
 
     def _tasks(self, count: int, body: bytes | memoryview, run: Callable[..., Any]) -> None:
-        sizes = struct.unpack_from(f"<{count + 1}Q", body)
-        at = 8 * (count + 1)
-        func, mode = self._funcs.get(sizes[0], _WITHDRAWN) if sizes[0] else (None, Mode.CALL)
-        # Who makes one call may make another.  In a stream, the parent needs the processor more.
-        self._likely = count == 1 and not sizes[0]
-        out, enter_item = self._out, self._out.box.enter
+        replies = self._replies
         if self._keeper is not None:
             self._release()  # before the task, which may need that memory
-        out.begin()
-        for k in range(1, count + 1):
-            seq = self._seq
-            if not enter_item(seq):
-                self._seq += count + 1 - k
-                out.skip(count + 1 - k)
-                return
-            self._seq = seq + 1
-            if type(func) is _Closed:
-                func, mode = self._funcs[func.number]
-            stop = at + sizes[k]
+        self._likely = False
+        for entry, task, last in self._inbox.items(count, body):
+            if entry is not None:
+                func, mode = entry
+            else:
+                func, mode = None, Mode.CALL
+                # Who makes one call may make another.  In a stream, the parent needs the processor
+                # more.
+                self._likely = count == 1
             value = None
             try:
-                payload, error, value = run(func, mode, body[at:stop] if count > 1 else body[at:])
+                payload, error, value = run(func, mode, task)
             except TaskStopped:  # it came when the task was over, and was being answered
                 payload, error = _STOPPED, BODY_ERROR
-                out.box.rest()
-            at = stop
-            out.answer(payload, error, k == count)
+                replies.box.rest()
+            replies.answer(payload, error, last)
             del value  # not before: to free a large tensor takes as long as to send it
 
     def _timed(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
         """As `_run`, and let the parent see since when: of each item, in a chunk."""
-        box = self._out.box
+        box = self._replies.box
         box.tick()
         try:
             if type(func) is _Closed:
@@ -489,6 +381,11 @@ class _Closed:
 
     def __init__(self, number: int, mode: int, payload: bytes) -> None:
         self.number, self.mode, self.payload = number, mode, payload
+
+    @classmethod
+    def entry(cls, number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
+        """Return what the inbox keeps of a function."""
+        return cls(number, mode, payload), mode
 
 
 class _Unavailable:

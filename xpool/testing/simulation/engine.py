@@ -37,10 +37,11 @@ MOST_TURNS = 20_000
 class _Plan:
     """What becomes of a task when it is run this time."""
 
-    __slots__ = ("answer", "code", "error", "rings", "takes", "task")
+    __slots__ = ("again", "answer", "code", "error", "rings", "takes", "task")
 
     def __init__(self, task: Task, takes: float, answer: bytes, error: bool) -> None:
         self.task, self.takes, self.answer, self.error = task, takes, answer, error
+        self.again = False  # it is an error that the task is to be tried again after
         self.code: int | None = None
         self.rings = False
 
@@ -49,7 +50,8 @@ class _Known:
     """What the world knows of a task."""
 
     __slots__ = ("answers", "begun", "bound", "deadly", "died", "died_at_door", "error",
-                 "finished", "large", "longest", "over", "retries", "takes")  # fmt: skip
+                 "failed", "fails", "finished", "large", "longest", "over", "retries",
+                 "takes")  # fmt: skip
 
     def __init__(self) -> None:
         self.begun = 0
@@ -57,6 +59,8 @@ class _Known:
         self.over = 0  # times that it ended after its limit
         self.died_at_door = 0  # or was just about to begin it
         self.answers = 0
+        self.fails = 0  # times that it ends in an error that it is tried again after
+        self.failed = 0  # times that it has
         self.finished: float | None = None  # when it was last finished and not yet answered
         self.deadly = 0  # times that it ends its worker
         self.retries = 0
@@ -292,6 +296,8 @@ class EngineWorld(World):
         if self.deaths and self.chance(0.06):
             task.deadly = 1 + self.below(3)
         task.error = self.chance(0.1)
+        if self.chance(0.1):
+            task.fails = 1 + self.below(3)
         task.large = self.one_of([0, 0, 0, 0, 0, 60, 300])
         huge = self.pipe_size >= 4096 and self.chance(0.003)
         padding = 70_000 if huge else self.one_of([0, 0, 0, 40, 400])
@@ -351,8 +357,11 @@ class EngineWorld(World):
             for i, (error, payload) in enumerate(found, index):
                 if payload.split(b".")[:2] != [b"%d" % job, b"%d" % i]:
                     self.wrong(f"task {i} of job {job} is answered with {payload[:40]!r}")
-                if error != self.known[job, i].error:
+                task = self.known[job, i]
+                if error != (task.error or task.begun <= task.fails):
                     self.wrong(f"task {i} of job {job} is no longer known for an error")
+                if task.begun <= task.fails and task.begun + task.died_at_door <= task.retries:
+                    self.wrong(f"task {i} of job {job} has failed, and has a retry left")
                 self.answered(job, i, "an error" if error else "done")
 
     def answered(self, job: int, index: int, how: str) -> None:
@@ -414,7 +423,7 @@ class EngineWorld(World):
         self.note(f"{self.now:.6f}", "worker", worker.index, "begins task", index, "of job", job)
         if task.answers and not self.ended_violently:
             self.wrong(f"task {index} of job {job} is run again after its answer")
-        if task.begun > task.died + task.over:
+        if task.begun > task.died + task.over + task.failed:
             self.wrong(f"task {index} of job {job} is run by two workers")
         if task.begun > task.retries:
             self.wrong(f"task {index} of job {job} is run {task.begun + 1} times")
@@ -429,16 +438,21 @@ class EngineWorld(World):
             self.wrong(f"worker {worker.index} runs more than {lifetime} tasks in its life")
         answer = b"%d.%d." % (job, index) + bytes(task.large)
         plan = _Plan((job, index), task.takes, answer, task.error)
+        if task.begun <= task.fails:
+            plan.error = plan.again = True
         if task.begun <= task.deadly:
             plan.rings = self.chance(0.3)
             plan.code = 3 if plan.rings else self.one_of([-9, -11, 0])
         return plan
 
-    def finishes(self, task: Task) -> None:
+    def finishes(self, plan: _Plan) -> None:
         """A worker is through with a task; its answer is under way."""
+        task = plan.task
         known, limit = self.known[task], self.limits.get(task[0])
         if limit is not None and known.longest >= limit.seconds:
             known.over += 1  # the parent may have asked it to stop, and then discards this
+        elif plan.again:
+            known.failed += 1
         else:
             known.finished = self.now
 
@@ -497,7 +511,8 @@ class EngineWorld(World):
         died = task.died + task.died_at_door
         if not died:
             self.wrong(f"task {index} of job {job} is lost, and no worker died in it")
-        if died + task.over <= task.retries and not (self.over or self.engine.failure):
+        tries = died + task.over + task.failed
+        if tries <= task.retries and not (self.over or self.engine.failure):
             self.wrong(f"task {index} of job {job} is lost, and has a retry left")
 
     def check_timeout(self, job: int, index: int) -> None:

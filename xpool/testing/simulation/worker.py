@@ -1,4 +1,4 @@
-"""A virtual worker process: `xpool.worker.loop` as a generator that stops at every visible step.
+"""A virtual worker process: it follows `xpool.worker.protocol`, and stops at every visible step.
 
 Or a thread of one, beside its siblings: `xpool.worker.several`.
 
@@ -13,33 +13,24 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.queue.messages import (
-    ANSWER,
+    BODY_AGAIN,
     BODY_ERROR,
     BOOT,
-    FAILED,
-    FORGET,
-    FUNC,
-    FUNC_HEAD,
-    GREETING,
-    OUTBOX_MIXED,
-    READY,
-    SKIPPED,
     STOP,
     TASKS,
     TIMED,
-    TO_PARENT,
     TO_WORKER,
-    U64,
-    WIRE,
+    Parts,
     Refusal,
 )
 from xpool.queue.outbox import _SINCE, STOP_SIGNAL
 from xpool.testing.simulation.virtual import Page, Pipe
+from xpool.worker.protocol import Inbox, Replies
 from xpool.workers.slot import Slot
 
 __all__ = ["Handle", "Worker"]
 
-SILENCE = 0.001
+_WITHDRAWN = object()
 
 
 class Handle:
@@ -119,11 +110,10 @@ class Worker:
         self.unsafe: tuple[int, int] | None = None  # finished, and its answer not yet out
         self.at_door: tuple[int, int] | None = None  # said to be begun, and not begun yet
         self._buffer = bytearray()
-        self._seq = 0
-        self._funcs: set[int] = set()
-        self._count = 0
-        self._errors = 0
-        self._since = self._rung = world.now
+        self._outgoing: list[bytes] = []  # written by the protocol, and not yet by this process
+        self._replies = Replies(self.box, self._send, lambda: world.now)
+        self._replies.small = world.box_size // 4
+        self._inbox = Inbox(self._replies, lambda number, mode, payload: number, _WITHDRAWN)
         self._life = self._live()
         self._when: float | Callable[[], bool] | None = None
 
@@ -180,12 +170,14 @@ class Worker:
         yield from self._read(size)
         yield world.now + world.start_takes()
         if world.fails_to_start():
-            yield from self._frame(FAILED, Refusal("no device", b"").packed())
+            self._replies.refuse(Refusal("no device", b""))
+            yield from self._write()
             return 1
         self.ready = True
         if len(self.siblings) > 1:
             yield lambda: all(one.ready for one in self.siblings)
-        yield from self._frame(READY, GREETING.pack(WIRE, world.chance(0.5)))
+        self._replies.ready(world.chance(0.5))
+        yield from self._write()
         while True:
             try:
                 kind, count, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
@@ -196,14 +188,10 @@ class Worker:
                 code = yield from self._tasks(count, body, kind == TIMED)
                 if code is not None:
                     return code
-            elif kind == FUNC:
-                self._funcs.add(FUNC_HEAD.unpack_from(body)[0])
-            elif kind == FORGET:
-                self._funcs.difference_update(n for (n,) in U64.iter_unpack(body))
             elif kind == STOP:
                 self.through = True
                 return 0
-            else:
+            elif not self._inbox.take(kind, body):
                 world.wrong(f"a worker got a message of kind {kind}")
 
     def _read(self, n: int) -> Any:
@@ -218,40 +206,36 @@ class Worker:
         del buffer[:n]
         return data
 
-    def _write(self, data: bytes) -> Any:
-        self.page.show(by_parent=False)  # a system call
-        while data:
-            yield lambda: self.answers.room > 0
-            n = self.world.kernel.put(self.answers, data)
-            data = data[n:]
+    def _send(self, parts: Parts) -> None:
+        self._outgoing.append(b"".join(parts))
 
-    def _frame(self, kind: int, body: bytes, count: int = 0) -> Any:
-        head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
-        yield from self._write(head + body)
+    def _write(self) -> Any:
+        """Write what the protocol has given out, in as many system calls as it takes."""
+        while self._outgoing:
+            data = self._outgoing.pop(0)
+            self.page.show(by_parent=False)
+            while data:
+                yield lambda: self.answers.room > 0
+                n = self.world.kernel.put(self.answers, data)
+                data = data[n:]
 
     def _tasks(self, count: int, body: bytes, timed: bool) -> Any:
         world, words = self.world, self.box.words
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
-        func = sizes[0]
-        if not self._count:
-            self._since = world.now
-        for k in range(1, count + 1):
-            seq = self._seq
-            payload = body[at : at + sizes[k]]
-            self.at_door, self.came_at = world.task_of(payload), world.now
-            allowed = self.box.enter(seq)
+        items = self._inbox.items(count, body)
+        for size in sizes[1:]:
+            self.at_door, self.came_at = world.task_of(body[at : at + size]), world.now
+            at += size
+            item = next(items, None)
             yield None
-            if not allowed:
-                self._seq += count + 1 - k
-                yield from self._ring(b"", False)
-                yield from self._frame(SKIPPED, b"", count + 1 - k)
+            if item is None:
+                yield from self._write()
                 self.at_door = None
                 return None
             self.at_door = None
-            self._seq = seq + 1
-            at += sizes[k]
-            plan = world.begins(self, payload, func in self._funcs if func else True)
+            func, payload, last = item
+            plan = world.begins(self, payload, func is not _WITHDRAWN)
             self.at_work = plan.task
             self.began_at = world.now
             if timed:
@@ -267,34 +251,19 @@ class Worker:
                 words[_SINCE] = 0
             if plan.code is not None and not stopped:
                 if plan.rings:  # sys.exit: what is finished is told
-                    yield from self._ring(b"", False)
+                    self._replies.ring()
+                    yield from self._write()
                 return plan.code
             self.at_work, self.unsafe = None, plan.task
-            world.finishes(plan.task)
-            error = plan.error or stopped
-            yield from self._answer(plan.answer, error, k == count)
+            world.finishes(plan)
+            error = BODY_ERROR if plan.error or stopped else 0
+            if plan.again and not stopped:
+                error |= BODY_AGAIN
+            before = self.box.tail
+            self._replies.answer(plan.answer, error, last)
+            if self.box.tail != before:  # it lies in the outbox
+                self.unsafe = None
+                yield None
+            yield from self._write()
+            self.unsafe = None
         return None
-
-    def _answer(self, payload: bytes, error: bool, last: bool) -> Any:
-        small = len(payload) <= self.world.box_size // 4
-        if not last and small and self.box.append(payload, error):
-            self._count += 1
-            if error:
-                self._errors = OUTBOX_MIXED
-            self.unsafe = None
-            yield None
-            if self.world.now - self._rung > SILENCE:
-                yield from self._ring(b"", False)
-        else:
-            yield from self._ring(payload, error)
-            self.unsafe = None
-
-    def _ring(self, payload: bytes, error: bool) -> Any:
-        if not self._count and not payload:
-            return
-        nanos = int((self.world.now - self._since) * 1e9)
-        errors = self._errors | BODY_ERROR if error else self._errors
-        head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
-        self._count = self._errors = 0
-        self._since = self._rung = self.world.now
-        yield from self._write(head + payload)

@@ -1,0 +1,188 @@
+"""What a worker says to its parent, and when: the rules, without a system call.
+
+The true worker (`loop`) and the simulated one follow the same objects of this file; they differ in
+how bytes are read and written, what a task is, and what the time is.  So what the simulated world
+proves is what runs.
+
+Only `Inbox.items` and `Replies.answer` are called for each task.  They are plain calls and a plain
+generator, not steps of a coroutine that yields each read and write to a driver: that is twice the
+cost of a short task's whole bookkeeping.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from xpool.pickle.frame import Leased
+from xpool.queue.messages import (
+    ANSWER,
+    BODY_AGAIN,
+    FAILED,
+    FORGET,
+    FUNC,
+    FUNC_HEAD,
+    GREETING,
+    OUTBOX_MIXED,
+    READY,
+    SKIPPED,
+    TO_PARENT,
+    U64,
+    WIRE,
+    Parts,
+    Refusal,
+)
+from xpool.queue.outbox import Outbox
+
+__all__ = ["Inbox", "Replies"]
+
+SILENCE = 0.001
+"""Seconds that a finished answer may lie in the outbox while the worker goes on."""
+
+SMALL = 16 * 1024
+"""Bytes; a larger answer goes through the pipe at once."""
+
+
+class Replies:
+    """The way back: into the outbox while more work is in hand, through the pipe at the end.
+
+    ``write(parts)`` sends a frame, ``clock()`` is the time in seconds.
+    """
+
+    small = SMALL
+
+    def __init__(
+        self, box: Outbox, write: Callable[[Parts], object], clock: Callable[[], float]
+    ) -> None:
+        self.box = box
+        self._write, self._clock = write, clock
+        self._count = 0  # answers in the outbox that the parent was not told of
+        self._errors = 0
+        # Answers with blocks, kept until the parent has taken hold of these, and their numbers.
+        self.kept: deque[tuple[int, Leased]] = deque()
+        self._leased = 0
+        self._since = clock()  # when the first of these was begun
+        self._rung = self._since
+
+    def _frame(self, kind: int, body: bytes | memoryview, count: int = 0) -> None:
+        head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
+        self._write([head, body])
+
+    def ready(self, mapped: bool) -> None:
+        """Say that tasks may come; ``mapped``: their buffers may lie in the arena."""
+        self._frame(READY, GREETING.pack(WIRE, mapped))
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Say what kept this worker from starting."""
+        self._frame(FAILED, refusal.packed())
+
+    def begin(self) -> None:
+        """Note the time before the first of some tasks: the worker has waited for it."""
+        if not self._count:
+            self._since = self._clock()
+
+    def answer(self, payload: bytes | memoryview, error: int, last: bool) -> None:
+        """Answer the task in hand; ``last``: the next one has not come yet.
+
+        ``error``: 0, or `BODY_ERROR`, with `BODY_AGAIN` if the task may be tried again.
+        """
+        leased = type(payload) is Leased
+        if leased:
+            self._leased += 1
+            self.kept.append((self._leased, payload))  # type: ignore[arg-type]
+        if self.kept:
+            self.forget_adopted()
+        if (
+            not last
+            and len(payload) <= self.small
+            and error < BODY_AGAIN
+            and self.box.append(payload, error)
+        ):
+            self._count += 1
+            if error or leased:
+                self._errors = OUTBOX_MIXED
+            if self._clock() - self._rung > SILENCE:
+                self.ring()
+        else:
+            self.ring(payload, error)
+
+    def forget_adopted(self) -> None:
+        """Let go of the answers whose blocks the parent holds."""
+        adopted, kept = self.box.adopted, self.kept
+        while kept and kept[0][0] <= adopted:
+            kept.popleft()
+
+    def ring(self, payload: bytes | memoryview = b"", error: int = 0) -> None:
+        """Tell the parent of all answers in the outbox, and of one more."""
+        if not self._count and not payload:
+            return
+        now = self._clock()
+        nanos = int((now - self._since) * 1e9)
+        errors = self._errors | error
+        head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
+        self._count = self._errors = 0
+        self._since = self._rung = now
+        self._write([b"".join((head, payload))] if len(payload) < self.small else [head, payload])
+
+    def skip(self, n: int) -> None:
+        """Say that ``n`` items were not begun, as told."""
+        self.ring()
+        self._frame(SKIPPED, b"", n)
+
+
+class Learn(Protocol):
+    """What is kept of a function: the true worker opens it in its first task."""
+
+    def __call__(self, number: int, mode: int, payload: bytes) -> Any:
+        """Return it."""
+
+
+class Inbox:
+    """What the parent has said: functions, and items that may begin."""
+
+    def __init__(self, replies: Replies, learn: Learn, withdrawn: Any) -> None:
+        self.functions: dict[int, Any] = {}
+        self._replies = replies
+        self._learn = learn
+        self._withdrawn = withdrawn  # stands for a function that was forgotten
+        self._seq = 0  # of the next item: all that were ever sent are numbered
+
+    def take(self, kind: int, body: bytes | memoryview) -> bool:
+        """Take a message about functions; return whether it was one."""
+        if kind == FUNC:
+            number, mode = FUNC_HEAD.unpack_from(body)
+            self.functions[number] = self._learn(number, mode, bytes(body[FUNC_HEAD.size :]))
+        elif kind == FORGET:
+            for (number,) in U64.iter_unpack(body):
+                self.functions.pop(number, None)
+        else:
+            return False
+        return True
+
+    def items(
+        self, count: int, body: bytes | memoryview
+    ) -> Iterator[tuple[Any, bytes | memoryview, bool]]:
+        """Begin the items of a TASKS or TIMED frame, one by one, each when the next is asked for.
+
+        Yields what is kept of its function (None: a call, which has its own), its payload, and
+        whether it is the last.  Those that the parent does not want begun are answered as skipped.
+        """
+        sizes = struct.unpack_from(f"<{count + 1}Q", body)
+        at = 8 * (count + 1)
+        number = sizes[0]
+        functions, enter = self.functions, self._replies.box.enter
+        self._replies.begin()
+        for k in range(1, count + 1):
+            seq = self._seq
+            if not enter(seq):
+                self._seq += count + 1 - k
+                self._replies.skip(count + 1 - k)
+                return
+            self._seq = seq + 1
+            stop = at + sizes[k]
+            # Looked up for each: the first of them opens it.
+            func = functions.get(number, self._withdrawn) if number else None
+            yield func, body[at:stop] if count > 1 else body[at:], k == count
+            at = stop
