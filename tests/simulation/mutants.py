@@ -201,6 +201,14 @@ def _(patch: Patch) -> None:
     wrap(patch, Answers, "_again", again)
 
 
+@mutant("a task is not tried again after an error that it should be tried again after")
+def _(patch: Patch) -> None:
+    def answer(original: Any, answers: Answers, slot: Slot, *args: Any) -> None:
+        original(answers, slot, *args[:3])
+
+    wrap(patch, Answers, "_answer", answer)
+
+
 @mutant("a frame that came in part loses its beginning")
 def _(patch: Patch) -> None:
     def frames(original: Any, reader: FrameReader) -> Any:

@@ -42,8 +42,8 @@ def own_part(stack: str) -> str:
 class Answers:
     """Moves answers from workers to the results, and books them with the scheduler.
 
-    ``requeue()`` is called when the pause of a task that is to be run once more is over,
-    ``leased()`` when an answer lies in the arena.
+    ``give_idle()`` is called when a task was queued that is to be run once more, ``leased()`` when
+    an answer lies in the arena.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Answers:
         reactor: Reactor,
         budget: RestartBudget,
         describe: Callable[[int, int], str],
-        requeue: Callable[[], None],
+        give_idle: Callable[[], None],
         leased: Callable[[], None],
     ) -> None:
         # What happened, for the pool to deliver: appended under the lock, popped without.
@@ -61,7 +61,7 @@ class Answers:
         self._sched = sched
         self._reactor = reactor
         self._budget = budget
-        self._requeue, self._leased = requeue, leased
+        self._give_idle, self._leased = give_idle, leased
         self._random = random.Random()  # not the program's: it may have been seeded
 
     def announced(
@@ -162,7 +162,12 @@ class Answers:
         """Have a task run once more, after a pause."""
         when = self._reactor.now() + back_off(batch.past.tries + 1, self._random.random())
         self._sched.again(batch, position, killed=killed, when=when)
-        self._reactor.call_at(when, self._requeue)
+        self._reactor.call_at(when, self._queue)
+
+    def _queue(self) -> None:
+        """The pause of a task is over."""
+        self._sched.due(self._reactor.now())
+        self._give_idle()
 
     # -- workers that have no word any more ------------------------------------------------------
 

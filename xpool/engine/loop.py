@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
@@ -85,6 +86,7 @@ class Engine:
                 siblings = tuple(self.slots[k] for k in workers_of_one if k != i)
                 self.slots[i].siblings = siblings
         self.sched = Scheduler(workers)
+        self.idle = self.sched.idle
         self._reactor = reactor = reactor or Reactor()
         self._tidying = Tidying(arena, reactor)
         budget = RestartBudget(restart_budget)
@@ -95,7 +97,7 @@ class Engine:
             reactor,
             budget,
             describe,
-            lambda: self._service.requeue(),
+            lambda: self._service.give_idle(),
             self._tidying.later,
         )
         self.results = self._answers.results
@@ -163,7 +165,12 @@ class Engine:
     def runs(self, job: int) -> bool:
         """Whether a worker is in a task of this job now."""
         with self.lock:
-            return self._service.runs(job)
+            for slot in self.slots:
+                if slot.handle is not None:
+                    running = self.sched.running(slot.index, slot.box.began)
+                    if running is not None and running[0].job == job:
+                        return True
+            return False
 
     def sent(self, payload: bytes | memoryview) -> int:
         """Return how many bytes of memory a message holds; it was made for a worker."""
@@ -231,10 +238,24 @@ class Engine:
         """Why the pool can go on no more."""
         return self._replacement.failure
 
-    @property
-    def died(self) -> int:
-        """How many workers have died after they were ready."""
-        return self._replacement.died
+    def statistics(self) -> dict[str, Any]:
+        """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
+        sched, slots = self.sched, self.slots
+        with self.lock:
+            # A worker has tasks in hand that it has not begun, and one that it runs.
+            running = sum(
+                sched.running(slot.index, slot.box.began) is not None
+                for slot in slots
+                if slot.handle is not None
+            )
+            sent = sum(in_flight.size for in_flight in sched.in_flight)
+            return {
+                "ready": sum(in_flight.accepting for in_flight in sched.in_flight),
+                "waiting": sched.waiting() + sent - running,
+                "running": running,
+                "deaths": self._replacement.died,
+                "pids": [slot.pid for slot in slots],
+            }
 
     @property
     def ended(self) -> bool:

@@ -11,13 +11,13 @@ Called with the engine's lock held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from xpool.engine.answers import Answers, own_part
+from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
 from xpool.engine.reactor import Alarms, Reactor
-from xpool.errors import TaskTimeout
+from xpool.engine.start_limit import TASK_GRACE, StartLimit
 from xpool.jobs.deadlines import Act, Deadlines, Seen
 from xpool.jobs.scheduler import Batch, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
@@ -46,9 +46,6 @@ LOOK = 0.010
 GRACE = 0.002
 """Seconds until a word written to a shared page is certainly seen: microseconds, in truth."""
 
-TASK_GRACE = 0.1
-"""Seconds between asking a worker to break a task off and killing it."""
-
 
 class Service:
     """Carries out what the scheduler, the deadlines and the workers' own words ask for."""
@@ -68,21 +65,15 @@ class Service:
         self.lifetime = lifetime  # tasks that a process may run
         self._slots, self._sched, self._reactor = slots, sched, reactor
         self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
-        self._start_limit = start_limit  # seconds from a worker's first line until it is ready
         self._deadlines = [Deadlines() for _ in slots]
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
-        self._alarms: list[Alarms] = []
-        self._looks = self._alarm(self._look)
-        self._recalls = self._alarm(self._take_back)
-        self._checks = self._alarm(self._check)
-        self._overdue = self._alarm(self._kill_overdue)
-        self._start_checks = self._alarm(self._check_start)
-        self._start_overdue = self._alarm(self._kill_starting)
-
-    def _alarm(self, call: Callable[[Slot], None]) -> Alarms:
-        self._alarms.append(Alarms(self._reactor, call))
-        return self._alarms[-1]
+        self._looks = Alarms(reactor, self._look)
+        self._recalls = Alarms(reactor, self._take_back)
+        self._checks = Alarms(reactor, self._check)
+        self._overdue = Alarms(reactor, self._kill_overdue)
+        self._alarms = (self._looks, self._recalls, self._checks, self._overdue)
+        self._start_limit = StartLimit(reactor, start_limit, self.condemn)
 
     # -- a process comes and goes ------------------------------------------------------------------
 
@@ -96,13 +87,11 @@ class Service:
 
         self._reactor.add(slot.reader.fd, handler)
         self._deadlines[slot.index] = Deadlines()
-        if self._start_limit is not None:
-            self._start_checks.by(slot, self._reactor.now() + self._start_limit)
+        self._start_limit.started(slot)
 
     def _greeted(self, slot: Slot) -> None:
         """Take a worker into service that says that it is ready."""
-        self._start_checks.cancel(slot)
-        self._start_overdue.cancel(slot)
+        self._start_limit.over(slot)
         if slot.state is WorkerStates.READY:
             self._sched.ready(slot.index, self.lifetime)
             self.give_idle()
@@ -118,15 +107,18 @@ class Service:
         """Kill a worker; it gets nothing more, and is looked at no more."""
         slot.happens(WorkerEvent.CONDEMN)
         self._sched.retire(slot.index)
+        self._unset(slot)
+        slot.kill()
+
+    def _unset(self, slot: Slot) -> None:
+        self._start_limit.over(slot)
         for alarms in self._alarms:
             alarms.cancel(slot)
-        slot.kill()
 
     def gone(self, slot: Slot) -> None:
         """Its process has ended, and all that it sent is taken."""
         self._deep.pop(slot.index, None)
-        for alarms in self._alarms:
-            alarms.cancel(slot)
+        self._unset(slot)
         for fd in (slot.reader.fd, slot.writer.fd):
             self._reactor.remove(fd)
 
@@ -135,6 +127,8 @@ class Service:
         self.stopped = True
         self._sched.clear()
         self._deep.clear()
+        for slot in self._slots:
+            self._unset(slot)
 
     # -- messages in -------------------------------------------------------------------------------
 
@@ -214,7 +208,8 @@ class Service:
         hand = self._sched.in_flight[w]
         if hand.size < 2:
             self._deep.pop(w, None)
-        if slot.interrupted is None and self._overdue.cancel(slot):
+        waits = slot.state is not WorkerStates.READY
+        if waits and slot.interrupted is None and self._overdue.cancel(slot):
             # It has broken off what it was to.  What it runs now may have to end, too.
             self._checks.by(slot, self._reactor.now())
         if hand.size == 0 and hand.paused:
@@ -264,11 +259,6 @@ class Service:
             if batch.job == direct_job:
                 self._direct.begin(slot, direct_job)
             self._give(slot, batch)
-
-    def requeue(self) -> None:
-        """The pause of a task is over: queue it."""
-        self._sched.due(self._reactor.now())
-        self.give_idle()
 
     def _give(self, slot: Slot, batch: Batch) -> None:
         self._direct.given(slot)
@@ -338,25 +328,14 @@ class Service:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
         for w in self._sched.withdraw(job):
             slot = self._slots[w]
-            if not self.stopped and slot.state is not WorkerStates.CONDEMNED:
+            if slot.state is not WorkerStates.CONDEMNED:
                 self._recall(slot, slot.box.began)
                 self._check(slot)
                 # It may have been about to begin another of them.
                 self._checks.by(slot, self._reactor.now() + GRACE)
 
-    def runs(self, job: int) -> bool:
-        """Whether a worker is in a task of this job now."""
-        for slot in self._slots:
-            if slot.handle is not None and not self.stopped:
-                running = self._sched.running(slot.index, slot.box.began)
-                if running is not None and running[0].job == job:
-                    return True
-        return False
-
     def _check(self, slot: Slot) -> None:
         """End what a worker runs, if it must; have it looked at again when it may have to."""
-        if self.stopped:
-            return
         if slot not in self._direct:
             self.drain(slot)  # what is answered is in time
         if slot.interrupted is not None or slot.state is WorkerStates.CONDEMNED:
@@ -391,35 +370,9 @@ class Service:
         """It was asked a while ago."""
         if slot not in self._direct:
             self.drain(slot)
-        if slot.interrupted is None or self.stopped:
+        if slot.interrupted is None:
             return
         if slot.box.began == slot.interrupted + 1:
             self.condemn(slot)
         else:  # it has left it: the answer is on its way
             self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
-
-    def _check_start(self, slot: Slot) -> None:
-        """When a worker's initializer takes too long, ask the worker where it is, and kill it."""
-        limit = self._start_limit
-        assert limit is not None and slot.handle is not None
-        since, now = slot.box.since, self._reactor.now()
-        if self.stopped:
-            return
-        if since is None:
-            self._start_checks.by(slot, now + limit)
-        elif now < since + limit:
-            self._start_checks.by(slot, since + limit)
-        else:
-            slot.box.ask(NO_LIMIT)  # no item: it is asked for its stack only
-            slot.handle.signal(STOP_SIGNAL)
-            self._start_overdue.by(slot, now + TASK_GRACE)
-
-    def _kill_starting(self, slot: Slot) -> None:
-        limit = self._start_limit
-        assert limit is not None
-        if self.stopped:
-            return
-        stack = own_part(slot.box.stack())
-        task = "The start of the worker, with its initializer,"
-        slot.reason = TaskTimeout(limit, slot.index, slot.pid, task, stack)
-        self.condemn(slot)

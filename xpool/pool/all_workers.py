@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xpool.engine.loop import Engine
+from xpool.engine.face import EngineFace
 from xpool.errors import PeerLost, RemoteTraceback, TaskTimeout
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.options import Terms, label
@@ -32,7 +32,7 @@ do not within a tenth of one."""
 class AllWorkers(BasePool):
     """What `Pool` and those made of it have beyond the standard verbs."""
 
-    _engine: Engine
+    _engine: EngineFace
     _packer: Packer
     _token: str
     _memory_limit: int
@@ -133,8 +133,8 @@ class AllWorkers(BasePool):
 
     def _pids(self) -> list[int | None]:
         """The workers' processes; None where one is missing, or has just been started."""
-        with self._engine.lock:
-            return [slot.pid for slot in self._engine.slots]
+        pids: list[int | None] = self._engine.statistics()["pids"]
+        return pids
 
     def _worker_contexts(self) -> list[Any] | None:
         """What each worker owns, by index; None: nothing."""

@@ -23,8 +23,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from xpool.engine.face import WorkerBackend
 from xpool.errors import (
     InternalError,
     OptionError,
@@ -64,40 +65,6 @@ TURN = 0.1
 
 _numbers = itertools.count(1)
 _pools: weakref.WeakSet[BasePool] = weakref.WeakSet()
-
-
-class WorkerBackend(Protocol):
-    """The workers of a pool, without the pool: what its thread may hold while it waits."""
-
-    @property
-    def failure(self) -> BaseException | Parcel | None:
-        """Why they can do nothing more; a parcel is opened by those who raise it."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until something has happened."""
-
-    def wake(self) -> None:
-        """Make `wait` return."""
-
-    dropped: bool
-    """Whether the pool is gone, and the workers must be."""
-
-    def drop(self) -> None:
-        """Set `dropped` and make `wake` return; for the garbage collector: takes no lock."""
-
-    def terminate(self) -> None:
-        """Stop the workers now."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether all workers have ended."""
-
-    @uninterrupted
-    def close(self) -> None:
-        """Let go of everything; all workers have ended."""
-
-    def after_fork_in_child(self) -> None:
-        """Have nothing more to do with workers that are another process's."""
 
 
 class BasePool(Verbs):

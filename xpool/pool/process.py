@@ -334,23 +334,7 @@ class Pool(AllWorkers):
 
     def statistics(self) -> dict[str, Any]:
         """Return counts; ``waiting`` and ``running`` in tasks, ``deaths`` of workers, ``pids``."""
-        engine = self._engine
-        with engine.lock:
-            # A worker has tasks in hand that it has not begun, and one that it runs.
-            running = sum(
-                engine.sched.running(slot.index, slot.box.began) is not None
-                for slot in engine.slots
-                if slot.handle is not None
-            )
-            sent = sum(in_flight.size for in_flight in engine.sched.in_flight)
-            return {
-                **super().statistics(),
-                "ready": sum(in_flight.accepting for in_flight in engine.sched.in_flight),
-                "waiting": engine.sched.waiting() + sent - running,
-                "running": running,
-                "deaths": engine.died,
-                "pids": [slot.pid for slot in engine.slots],
-            }
+        return {**super().statistics(), **self._engine.statistics()}
 
     def __repr__(self) -> str:
         s = self.statistics()
@@ -416,7 +400,7 @@ class _Stream:
         task_range.items.append(payload)
         # The engine looks at the items after it has marked a worker idle or the task range as not
         # queued, and we look at the marks after appending: one of us sees the other.
-        if not task_range.queued or self._engine.sched.idle:
+        if not task_range.queued or self._engine.idle:
             self._engine.feed(task_range)
         return self._engine.sent(payload)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
-from xpool.engine.service import TASK_GRACE
+from xpool.engine.start_limit import TASK_GRACE
 from xpool.errors import TaskTimeout, WorkerDied
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.jobs.states import WorkerStates

@@ -1,0 +1,93 @@
+"""What pools need of the workers behind them: the face that an engine has.
+
+`BasePool` is content with a `WorkerBackend`, which `ThreadWorkers` is too; pools of processes hand
+whole ranges of tasks to an `EngineFace`.  An engine that has its workers elsewhere has this face.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from xpool.jobs.scheduler import TaskRange
+from xpool.results import Parcel
+
+__all__ = ["EngineFace", "WorkerBackend"]
+
+
+class WorkerBackend(Protocol):
+    """The workers of a pool, without the pool: what its thread may hold while it waits."""
+
+    dropped: bool
+    """Whether the pool is gone, and the workers must be."""
+
+    @property
+    def failure(self) -> BaseException | Parcel | None:
+        """Why they can do nothing more; a parcel is opened by those who raise it."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all workers have ended."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until something has happened."""
+
+    def wake(self) -> None:
+        """Make `wait` return."""
+
+    def drop(self) -> None:
+        """Set `dropped` and make `wait` return; for the garbage collector: takes no lock."""
+
+    def terminate(self) -> None:
+        """Stop the workers now."""
+
+    def close(self) -> None:
+        """Let go of everything; all workers have ended."""
+
+    def after_fork_in_child(self) -> None:
+        """Have nothing more to do with workers that are another process's."""
+
+
+class EngineFace(WorkerBackend, Protocol):
+    """Workers that take ranges of tasks.  All methods may be called by any thread."""
+
+    results: deque[tuple[int, int, tuple[bool, Any]]]
+    """Answers to be delivered: job, index, and whether it is a value; popped without a lock."""
+
+    @property
+    def idle(self) -> Collection[int]:
+        """Workers that have nothing; looked at without a lock, after items came to a range."""
+
+    def start_missing(self) -> bool:
+        """Start a process for every worker that has none; return whether there was one."""
+
+    def retire_all(self) -> None:
+        """Let workers end when they have answered what they hold: nothing more will come."""
+
+    def submit(self, *ranges: TaskRange) -> None:
+        """Queue ranges of tasks, at one moment."""
+
+    def call(self, task_range: TaskRange) -> None:
+        """Submit a range of one task for a caller that waits; may receive its answer here."""
+
+    def feed(self, task_range: TaskRange) -> None:
+        """See to it that a range to which items were appended is queued, and the idle get it."""
+
+    def learn(self, mode: int, payload: bytes | memoryview) -> int:
+        """Keep a function for the workers; return the number that tasks call it by."""
+
+    def forget(self, func: int) -> None:
+        """Let workers drop a function: its job is done."""
+
+    def withdraw(self, job: int) -> None:
+        """Give nobody what still waits of a job that has ended, and stop what runs of it."""
+
+    def runs(self, job: int) -> bool:
+        """Whether a worker is in a task of this job now."""
+
+    def sent(self, payload: bytes | memoryview) -> int:
+        """Return how many bytes of memory a message holds; it was made for a worker."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""

@@ -1,0 +1,60 @@
+"""A worker whose start takes too long is asked where it is, and killed.
+
+Called with the engine's lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xpool.engine.answers import own_part
+from xpool.engine.reactor import Alarms, Reactor
+from xpool.errors import TaskTimeout
+from xpool.queue.outbox import NO_LIMIT, STOP_SIGNAL
+from xpool.workers.slot import Slot
+
+__all__ = ["TASK_GRACE", "StartLimit"]
+
+TASK_GRACE = 0.1
+"""Seconds between asking a worker to break off what it does and killing it."""
+
+
+class StartLimit:
+    """Seconds that a worker may take from its first line until it is ready; None: any time.
+
+    ``condemn(slot)`` is called with a worker that has taken longer.
+    """
+
+    def __init__(
+        self, reactor: Reactor, seconds: float | None, condemn: Callable[[Slot], None]
+    ) -> None:
+        self._reactor, self._seconds, self._condemn = reactor, seconds, condemn
+        self._checks = Alarms(reactor, self._check)
+        self._overdue = Alarms(reactor, self._kill)
+
+    def started(self, slot: Slot) -> None:
+        """A process was started."""
+        if self._seconds is not None:
+            self._checks.by(slot, self._reactor.now() + self._seconds)
+
+    def over(self, slot: Slot) -> None:
+        """It is ready, or starts no more."""
+        self._checks.cancel(slot)
+        self._overdue.cancel(slot)
+
+    def _check(self, slot: Slot) -> None:
+        assert self._seconds is not None and slot.handle is not None
+        since, now = slot.box.since, self._reactor.now()
+        if since is None or now < since + self._seconds:
+            self._checks.by(slot, (now if since is None else since) + self._seconds)
+        else:
+            slot.box.ask(NO_LIMIT)  # no item: it is asked for its stack only
+            slot.handle.signal(STOP_SIGNAL)
+            self._overdue.by(slot, now + TASK_GRACE)
+
+    def _kill(self, slot: Slot) -> None:
+        assert self._seconds is not None
+        stack = own_part(slot.box.stack())
+        task = "The start of the worker, with its initializer,"
+        slot.reason = TaskTimeout(self._seconds, slot.index, slot.pid, task, stack)
+        self._condemn(slot)
