@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -308,6 +309,94 @@ def test_dumps(sharing: Any) -> None:
     with pytest.raises(LookupError, match="withdrawn"):
         xpool.pickle.loads(data)
     del blocker
+
+
+METHODS = ["fork", "spawn"]
+
+
+def write_and_answer(pipe: Any, keep: bool) -> None:
+    """Open the pickles that come, write to their tensors, and answer what was in them."""
+    torch.set_num_threads(1)  # a fork does not have OpenMP's threads, and would wait for them
+    opened = []
+    while (data := pipe.recv()) is not None:
+        try:
+            tensors = xpool.pickle.loads(data)
+            pipe.send([int(one.sum()) for one in tensors])
+        except LookupError as exc:
+            pipe.send(str(exc))
+            continue
+        for one in tensors:
+            one.fill_(7)
+        opened.append(tensors if keep else None)
+        del tensors
+        pipe.send("written")
+    for tensors in filter(None, opened):
+        pipe.send([int(one.sum()) for one in tensors])
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_dumps_by_a_pipe(method: str) -> None:
+    """Any process opens it, whatever started it and brought it there, and both see each other."""
+    context = multiprocessing.get_context(method)
+    mine, its = context.Pipe()
+    process = context.Process(target=write_and_answer, args=(its, True))
+    process.start()
+    its.close()
+    tensors = [torch.ones(MIB, dtype=torch.uint8), torch.ones(10)]
+    for total in ([MIB, 10], [7 * MIB, 70]):  # the second time it has the memory
+        data = xpool.pickle.dumps(tensors, copy_tensor=False)
+        mine.send(data)
+        assert mine.recv() == total
+        assert mine.recv() == "written"
+        assert [int(one.sum()) for one in tensors] == [7 * MIB, 70]
+    tensors[0].fill_(1)
+    gone = bytes(bytearray(xpool.pickle.dumps([torch.ones(MIB)], copy_tensor=False)))
+    blocker = [xpool.pickle.dumps(torch.ones(MIB), copy_tensor=False) for _ in range(3)]
+    mine.send(gone)
+    assert "withdrawn" in mine.recv()
+    del data, tensors, blocker  # what it has opened is its own to keep
+    others = [xpool.pickle.dumps(torch.zeros(MIB, dtype=torch.uint8), copy_tensor=False)] * 4
+    mine.send(None)
+    assert [mine.recv() for _ in range(2)] == [[MIB, 70]] * 2
+    process.join()
+    assert process.exitcode == 0
+    del others
+
+
+def test_dumps_whose_sender_has_ended() -> None:
+    """A pickle whose process is gone says that it must live until it is read."""
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=send_one, args=(its,))
+    process.start()
+    data = mine.recv()
+    mine.send(None)
+    process.join()
+    with pytest.raises(LookupError, match=f"process {process.pid}.*must live"):
+        xpool.pickle.loads(data)
+
+
+def send_one(pipe: Any) -> None:
+    """Send a pickle, keep it until somebody says so, and end."""
+    data = xpool.pickle.dumps(torch.ones(MIB), copy_tensor=False)
+    pipe.send(data)
+    pipe.recv()
+
+
+def test_dumps_of_a_worker(sharing: Any) -> None:
+    """A worker's pickle can be opened by a process that the pool knows nothing of."""
+    data = sharing.apply(tasks.kept_pickle, (MIB,), worker=0)
+    context = multiprocessing.get_context("spawn")
+    mine, its = context.Pipe()
+    process = context.Process(target=write_and_answer, args=(its, False))
+    process.start()
+    mine.send(data)
+    assert mine.recv() == [MIB]
+    assert mine.recv() == "written"
+    mine.send(None)
+    process.join()
+    assert int(xpool.pickle.loads(data)[0].sum()) == 7 * MIB
 
 
 def test_bad_method(make_pool: Callable[..., Any]) -> None:

@@ -80,6 +80,16 @@ def keep(name: str, tensor: Any) -> None:
     _kept[name] = tensor
 
 
+def kept_pickle(size: int) -> bytes:
+    """Pickle a tensor of ones as a handle, keep it, and return the bytes."""
+    import torch
+
+    from xpool import pickle
+
+    _kept["pickle"] = data = pickle.dumps([torch.ones(size, dtype=torch.uint8)], copy_tensor=False)
+    return bytes(bytearray(data))
+
+
 def kept(name: str) -> Any:
     """Return what was kept."""
     return _kept[name]

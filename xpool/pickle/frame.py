@@ -13,32 +13,37 @@ at a multiple of `ALIGN` from the start of the message.  A message without buffe
 plain pickle: its first byte is `PLAIN`, the PROTO opcode.
 
 `KEPT` among the flags: the sender keeps what lies in blocks, to send it again; so the receiver
-copies it, instead of using it in place.  ``shared`` is 1 where the block is memory that both sides
-use (share mode), and never copied.
+copies it, instead of using it in place.  `ADDRESSED`: the message ends with where each arena's file
+is open (u64 inode, u64 pid, u32 descriptor), for receivers that do not have it.  ``shared`` is 1
+where the block is memory that both sides use (share mode), and never copied.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
+from typing import Any
 
 from xpool.memory.arena import MISSING, Arena, Block
 from xpool.memory.fresh import LARGE, fresh
 from xpool.pickle.policy import BY_PIPE, Layout, in_block
 
 __all__ = [
-    "ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "inline", "pack", "tokens", "unpack", "weight",
+    "ALIGN", "FRAMED", "PLAIN", "Leased", "addressed", "adopt", "inline", "pack", "tokens",
+    "unpack", "weight",
 ]  # fmt: skip
 
 PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
-KEPT = 1
+KEPT, ADDRESSED = 1, 2
 
 _HEAD = struct.Struct("<BBHIQ")
 _TOKEN = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQII")
+_ADDRESS = struct.Struct("<QQI")
 
 _Entry = tuple[int, int, int, int]
 
@@ -48,6 +53,10 @@ class Leased(bytes):
 
     blocks: dict[tuple[int, int], Block]
     """By ``which`` and name."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In another pickle it is bytes; the memory is held by who keeps this.
+        return bytes, (bytes(self),)
 
     def by_arena(self) -> dict[Arena, list[Block]]:
         """Return the blocks of each arena, in the order of the tokens."""
@@ -70,6 +79,19 @@ class Leased(bytes):
     def gpus(self) -> set[str]:
         """The GPUs of which this process lends memory in it."""
         return {block.gpu for block in self.blocks.values() if hasattr(block, "gpu")}
+
+
+def addressed(message: Leased) -> Leased:
+    """Return the message with the addresses of its arenas, for any process of this user."""
+    arenas = {which: block.arena for (which, _), block in message.blocks.items()}
+    address = b""
+    for which in sorted(arenas):
+        fd = arenas[which].file.fd
+        address += _ADDRESS.pack(os.fstat(fd).st_ino, os.getpid(), fd)
+    flags = bytes([message[1] | ADDRESSED])
+    found = Leased(b"".join((message[:1], flags, message[2:], address)))
+    found.blocks = message.blocks
+    return found
 
 
 def weight(message: bytes | memoryview) -> int:
@@ -198,17 +220,54 @@ def adopt(message: bytes | memoryview) -> bytes | memoryview:
         return message
     leased = Leased(message)
     leased.blocks = {
-        (which, place): _arena(known, which).adopt(place)
+        (which, place): _block(memoryview(message), known, which, place)
         for place, _, which, _ in _table(memoryview(message))[1]
         if place != MISSING
     }
     return leased
 
 
-def _arena(known: list[int], which: int) -> Arena:
+def _block(message: memoryview, known: list[int], which: int, place: int) -> Block:
+    """Take hold of a block, in an arena that this process has or can come to."""
     if which >= len(known):
         raise ValueError("a message of xpool names a block, and no arena")
-    return Arena.find(known[which])
+    token = known[which]
+    if token in Arena._known or not message[1] & ADDRESSED:
+        return Arena.find(token).adopt(place)
+    from xpool.memory import guests  # here: few programs need it
+
+    at = len(message) - _ADDRESS.size * (len(known) - which)
+    inode, pid, number = _ADDRESS.unpack_from(message, at)
+    with guests.passing:  # until something is held there, the guest must not leave
+        block = _come_to(token, inode, pid, number).adopt(place)
+    guests.call()
+    return block
+
+
+def _come_to(token: int, inode: int, pid: int, number: int) -> Arena:
+    """Have the arena whose file a process has open under this number."""
+    if token in Arena._known or any(
+        os.fstat(arena.file.fd).st_ino == inode for arena in list(Arena._known.values())
+    ):
+        return Arena.find(token)
+    from xpool.memory.guests import Guest
+
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as exc:
+        raise LookupError(
+            f"a pickle with shared tensors lies in the memory of process {pid}, which cannot be "
+            f"had: {exc}. That process must live, and keep what dumps() returned, until it is read"
+        ) from exc
+    try:
+        if os.fstat(fd).st_ino != inode:
+            raise LookupError(
+                f"a pickle with shared tensors lies in the memory of process {pid}, which has let "
+                "go of it"
+            )
+        return Guest.enter(fd, token)
+    finally:
+        os.close(fd)
 
 
 def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
@@ -247,7 +306,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        block = held.get((which, place)) or _arena(known, which).adopt(place)
+        block = held.get((which, place)) or _block(view, known, which, place)
         part = block.view(size)
         if len(part) < size:
             raise ValueError(f"a message names {size} bytes of block {place}, which has less")

@@ -224,8 +224,9 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     Args:
         recurse: as in dill: a by-value function takes along copies of the globals it uses.
         copy_tensor: false: storages of tensors move to shared memory, and a handle is written.
-            Such a pickle is for `loads` in this process, in its workers or in their parent, as
-            long as what this function returned is kept.
+            Such a pickle is for `loads` in this process or any other of this user on this machine,
+            however it came there, as long as this process lives and keeps what this function
+            returned.
 
     Raises:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
@@ -240,7 +241,7 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
     layout = _PLAIN if copy_tensor else _PLAIN._replace(arena=_arena())
     message = _message(_pickle(obj, layout, recurse), layout, True)
     assert isinstance(message, bytes)  # nothing large lies beside it
-    return message
+    return frame.addressed(message) if type(message) is frame.Leased else message
 
 
 def _arena() -> Arena:
