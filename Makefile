@@ -81,7 +81,8 @@ rest: $(venv)/.test
 	$(PYTEST) --all -m exhaustive $(ARGS)
 
 # What another version may change: syntax, pickling, multiprocessing.  The oldest runs more.
-SOME = tests/layout tests/pickle tests/conformance/test_apply.py tests/conformance/test_scripts.py
+SOME = tests/layout tests/pickle tests/cpython tests/conformance/test_apply.py \
+	tests/conformance/test_scripts.py
 MORE = tests/conformance tests/hooks tests/engine tests/queue
 PYTHONS ?= $(shell "$(PYTHON)" tests/support/pythons.py)
 
@@ -101,7 +102,8 @@ MINUTES ?= 10
 FLOOR   ?= 95
 
 nightly: $(venv)/.test
-	XPOOL_TEST_DEEP=20 XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=3600 $(PYTEST) --all $(ARGS)
+	XPOOL_TEST_DEEP=20 XPOOL_TEST_PROGRAMS=10000 XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=3600 \
+		$(PYTEST) --all $(ARGS)
 	$(MAKE) soak
 	$(MAKE) bench ARGS=
 

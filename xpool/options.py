@@ -57,10 +57,12 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     """Return ``value`` as an int of at least ``least``.
 
     Raises:
-        TypeError: it is no whole number; True and False are none here.
+        TypeError: it is no whole number; True and False are none, but where they are 1 and 0 in
+            `multiprocessing.pool` too.
         OptionError: it is too small (a `ValueError`).
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    mistaken = isinstance(value, bool) and name not in ("processes", "chunksize")
+    if mistaken or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {reprlib.repr(value)}")
     number = value.__index__()
     if number < least:

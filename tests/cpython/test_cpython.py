@@ -20,7 +20,7 @@ import xpool
 
 pytestmark = [
     pytest.mark.xpool_only,
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(
         importlib.util.find_spec("test") is None
         or importlib.util.find_spec("test._test_multiprocessing") is None,

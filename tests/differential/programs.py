@@ -471,7 +471,7 @@ def _life(draw: Draw, i: int, processes: bool) -> Block:
     Chunks are given: the standard library divides by the number of workers that just live, and with
     maxtasksperchild that may be none (ZeroDivisionError).
     """
-    size = draw.randint(1, 2)
+    size = draw.choice((1, 2, True))
     options = draw.choice(
         ("", ", remember, (1, 'two')", ", initializer=remember, initargs=[3]", ", None, ()")
     )

@@ -72,7 +72,7 @@ def foreign_frame(error: BaseException) -> FrameType | None:
     return None
 
 
-_PICKLERS = frozenset({f"{__package__}.pickler", f"{__package__}.fallback"})
+_PICKLERS = frozenset(f"{__package__}.{name}" for name in ("pickler", "fallback", "forking"))
 _MACHINERY = frozenset({"dill", "pickle", "copyreg"})
 _OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from xpool.memory.arena import Block
 from xpool.memory.window import window
+from xpool.pickle.forking import reducer_for
 from xpool.pickle.main import MAIN_NAMES, guarded_names, main_is_importable
 from xpool.pickle.policy import Layout
 
@@ -124,7 +125,7 @@ def _find(kind: type) -> Reducer | None:
                     load()  # which takes itself out of the table
                     break
             else:
-                return None
+                return reducer_for(kind)
 
 
 def _after_fork() -> None:

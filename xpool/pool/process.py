@@ -450,6 +450,7 @@ class _Orders:
             "bare": self._bare,
             "main": main_location() if main_is_importable() else None,
             "daemon": self._daemon,
+            "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),
             "recurse": self._recurse,
             "seed": self._seed + f"/{index}/{generation}".encode(),

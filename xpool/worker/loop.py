@@ -82,7 +82,7 @@ def run(
     ``channel``: the descriptors, as `entry` lists them, the lifeline among them.  ``member``: the
     process has other workers too, and is none of its own.
     """
-    tasks, answers, _, outbox, *others = channel
+    tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
     if member is None:
@@ -92,7 +92,7 @@ def run(
     box.tick()
     try:
         if member is None:
-            become(orders)
+            become(orders, lifeline)
         control = others.pop(0) if orders["peers"] else -1
         shared = _join(others, orders)
         worker = _Worker(orders, BlockingFrameReader(tasks), replies, shared, control, inherited)
@@ -426,7 +426,7 @@ def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
     return None
 
 
-def become(orders: dict[str, Any]) -> None:
+def become(orders: dict[str, Any], lifeline: int) -> None:
     """Be the process that `multiprocessing` would have made: name, key, ``__main__``; and seeds."""
     if orders["bare"]:
         # Made by the fork server: not yet a process as multiprocessing knows it.
@@ -436,6 +436,11 @@ def become(orders: dict[str, Any]) -> None:
         process.name = orders["name"]
         process.authkey = orders["authkey"]
         process.daemon = orders["daemon"]
+        # No documented way leads there, and programs ask parent_process() whether they are the main
+        # process.  The lifeline becomes readable when the parent has ended.
+        parent = getattr(multiprocessing.process, "_ParentProcess", None)
+        if parent is not None:
+            vars(multiprocessing.process)["_parent_process"] = parent(*orders["parent"], lifeline)
         main_module.install(orders["main"])
     Seeds(orders["seed"])
     mark_worker(orders["main"] is not None)

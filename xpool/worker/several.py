@@ -49,7 +49,7 @@ def run(
 ) -> int:
     """Serve with a thread for each channel until all are told to stop; return the exit code."""
     share_process()
-    become(orders[0])
+    become(orders[0], channels[0][2])
     news: _News = queue.SimpleQueue()
     all_ready = threading.Event()
     members: list[_Member] = []

@@ -1,0 +1,53 @@
+"""What `multiprocessing` pickles in ways of its own: connections, sockets, shared memory of ctypes.
+
+Its pickler has a table of reducers, to which `multiprocessing.reduction.register` adds; its pools
+send tasks and results by it.  Where nothing of ours answers for a type, that table does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["reducer_for"]
+
+_CDATA = ctypes.c_int.__mro__[-2]
+
+#: In their table since Python 2 could not pickle them.
+_AS_USUAL = {types.MethodType, type(list.append), type(int.__add__), functools.partial}
+
+_table: dict[type, Callable[[Any], Any]] | None = None
+
+
+def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
+    """Return the reducer for objects of exactly this type, if `multiprocessing` has one."""
+    global _table
+    if _table is None:
+        if "multiprocessing.reduction" not in sys.modules and kind.__module__ != "socket":
+            return None  # who has registered something has imported it
+        from multiprocessing.reduction import ForkingPickler
+
+        # Not documented, and so in every Python from 3.3 to 3.14: `dispatch_table` of an instance
+        # is a copy, and this is asked for each object of a class that nobody registered.
+        _table = getattr(ForkingPickler, "_extra_reducers", {})
+    reduce = _table.get(kind)
+    if reduce is None or kind in _AS_USUAL or kind.__module__.partition(".")[0] == "torch":
+        return None
+    return functools.partial(_reduce, reduce)
+
+
+def _reduce(reduce: Callable[[Any], Any], pickler: Any, obj: Any) -> Any:
+    if isinstance(obj, _CDATA):
+        # Of such a class, only what lies in shared memory needs them, and is refused here.
+        return reduce(obj) if hasattr(obj, "_wrapper") else NotImplemented
+    if pickler.layout.kept or not pickler.layout.out_of_band:
+        # A descriptor waits here for the one who fetches it: not for nobody, and not for several.
+        raise RuntimeError(
+            f"{type(obj).__name__} objects can be sent once, in a task without retries= or a "
+            "result; in initargs they are passed on through inheritance"
+        )
+    return reduce(obj)
