@@ -21,9 +21,9 @@ from typing import Any
 from xpool.errors import TaskCancelled, TimeoutError
 from xpool.interrupt import uninterrupted
 from xpool.options import Terms
+from xpool.waiters import Waiters
 
 __all__ = [
-    "LOST_SIGNAL",
     "AsyncResult",
     "IMapIterator",
     "IMapUnorderedIterator",
@@ -32,15 +32,10 @@ __all__ = [
     "Parcel",
     "Stream",
     "Unopened",
-    "Waiters",
     "exception_in",
     "local",
     "tasks_in",
 ]
-
-LOST_SIGNAL = 1.0
-"""Seconds after which a wait begins anew.  A signal that comes when the interpreter has looked for
-signals, but does not wait yet, does not end the wait: without this, Ctrl-C could be lost."""
 
 # `local.blocking`, where a thread has it, is called before this thread waits for a result: a
 # thread that runs callbacks uses it to let others go on (see xpool.pool.callbacks).
@@ -78,42 +73,6 @@ class Unopened:
 def tasks_in(value: Any) -> int:
     """Return how many tasks this value answers."""
     return value.count if isinstance(value, Parcel) else 1
-
-
-class Waiters:
-    """The threads that wait for one thing.  See the module's text for why it is safe."""
-
-    __slots__ = ("_locks",)
-
-    def __init__(self) -> None:
-        self._locks: list[Any] = []
-
-    def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until `there()`, at most ``timeout`` seconds; return whether it is."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not there():
-            left = LOST_SIGNAL
-            if deadline is not None:
-                left = min(deadline - time.monotonic(), LOST_SIGNAL)
-                if left <= 0:
-                    return False
-            lock = threading.Lock()
-            lock.acquire()
-            self._locks.append(lock)
-            try:
-                if not there():
-                    lock.acquire(timeout=left)
-            finally:
-                self._locks.remove(lock)
-        return True
-
-    def wake(self) -> None:
-        """Let all who wait look again."""
-        for lock in list(self._locks):
-            try:
-                lock.release()
-            except RuntimeError:
-                continue  # woken already, and not yet gone from the list
 
 
 def _opened(value: Any) -> Any:

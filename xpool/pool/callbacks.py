@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 
-from xpool.results import LOST_SIGNAL, AsyncResult, local
+from xpool.results import AsyncResult, local
+from xpool.waiters import LOST_SIGNAL
 
 __all__ = ["Callbacks", "join_thread"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from xpool.pickle.frame import weight
-from xpool.results import Waiters
+from xpool.waiters import Waiters
 
 __all__ = ["InputReader", "FlowControl"]
 

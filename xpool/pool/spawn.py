@@ -15,7 +15,8 @@ from typing import Any
 from xpool.errors import RemoteTraceback, WorkerDied, XPoolError, exit_reason
 from xpool.options import check_callable, check_count
 from xpool.pool.p2p import P2PPool
-from xpool.results import LOST_SIGNAL, AsyncResult
+from xpool.results import AsyncResult
+from xpool.waiters import LOST_SIGNAL
 from xpool.worker import replica
 
 __all__ = ["ProcessContext", "Replicas", "spawn", "start_processes"]

@@ -1,0 +1,50 @@
+"""Waiting for another thread, whole at any moment: a signal handler may raise in it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["LOST_SIGNAL", "Waiters"]
+
+LOST_SIGNAL = 1.0
+"""Seconds after which a wait begins anew.  A signal that comes when the interpreter has looked for
+signals, but does not wait yet, does not end the wait: without this, Ctrl-C could be lost."""
+
+
+class Waiters:
+    """The threads that wait for one thing.  See the module's text for why it is safe."""
+
+    __slots__ = ("_locks",)
+
+    def __init__(self) -> None:
+        self._locks: list[Any] = []
+
+    def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until `there()`, at most ``timeout`` seconds; return whether it is."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not there():
+            left = LOST_SIGNAL
+            if deadline is not None:
+                left = min(deadline - time.monotonic(), LOST_SIGNAL)
+                if left <= 0:
+                    return False
+            lock = threading.Lock()
+            lock.acquire()
+            self._locks.append(lock)
+            try:
+                if not there():
+                    lock.acquire(timeout=left)
+            finally:
+                self._locks.remove(lock)
+        return True
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        for lock in list(self._locks):
+            try:
+                lock.release()
+            except RuntimeError:
+                continue  # woken already, and not yet gone from the list
