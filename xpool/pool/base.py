@@ -46,7 +46,6 @@ from xpool.pool.hooks import Carried
 from xpool.pool.input_reader import InputReader
 from xpool.pool.verbs import Verbs
 from xpool.results import (
-    LOST_SIGNAL,
     AsyncResult,
     Job,
     Parcel,
@@ -54,6 +53,7 @@ from xpool.results import (
     exception_in,
     tasks_in,
 )
+from xpool.waiters import LOST_SIGNAL
 
 if TYPE_CHECKING:
     from xpool.pool.futures import PoolExecutor
