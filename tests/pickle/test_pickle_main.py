@@ -227,11 +227,14 @@ if __name__ == "__main__":
     class Inner:
         def g(self): return extra
     from xpool.pickle import encode
-    assert len(encode(times)) < 60, "by name"
-    assert len(encode(A())) < 60, "by name"
+    assert len(encode(echo)) < 60, "by name"
+    assert len(encode(times)) > 60, "with the value of FACTOR, which something binds again"
     with Receiver() as other:
-        FACTOR = 1000            # not seen there: the script defines its own
+        FACTOR = 1000
         assert other.call(lambda x: x * extra, 2) == 10
+        assert other.call(times, 2) == 2000, "as in the program, not as the script's top has it"
+        FACTOR = 3
+        assert other.call(times, 2) == 6
     with Receiver() as other:
         assert other.call(lambda x: times(x) + extra, 2) == 11
         assert other.call(times, 2) == 6

@@ -15,6 +15,29 @@ TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 
 
+# Plays the cells of a notebook to a kernel and prints what they print.  A program of its own: the
+# client keeps sockets and an event loop for as long as its process lives.
+NOTEBOOK = """
+import json
+import sys
+from jupyter_client.manager import start_new_kernel
+
+def show(message):
+    if message["msg_type"] == "stream":
+        print(message["content"]["text"], end="")
+    if message["msg_type"] == "error":
+        print("\\n".join(message["content"]["traceback"]))
+
+kernel, client = start_new_kernel(kernel_name="python3")
+try:
+    for cell in json.load(open("cells.json")):
+        client.execute_interactive(cell, timeout=60, output_hook=show)
+finally:
+    client.stop_channels()
+    kernel.shutdown_kernel(now=True)
+"""
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return an environment in which scripts find xpool and the tests' helpers."""
     path = [str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]

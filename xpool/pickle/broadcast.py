@@ -57,6 +57,11 @@ class Broadcast:
         token = None if self._token is None else self._token.name
         return self.pool, token, self._place, self.nbytes
 
+    @property
+    def parts(self) -> tuple[Block | None, tuple[Any, ...]]:
+        """The token, and what `open_broadcast` takes after it."""
+        return self._token, self._about
+
     def __reduce__(self) -> Any:
         return open_broadcast, (None, *self._about)
 
@@ -86,6 +91,20 @@ def broadcast(
     Raises:
         TaskNotPicklable: it cannot be pickled, or there is no memory for it.
     """
+
+    def write(layout: Layout) -> bytes | memoryview:
+        return encode(obj, recurse=recurse, layout=layout)
+
+    return publish(write, pool, lessor, type(obj).__name__)
+
+
+def publish(
+    write: Callable[[Layout], bytes | memoryview],
+    pool: str,
+    lessor: Callable[[int], Block | None],
+    what: str,
+) -> Broadcast:
+    """Return a reference to a message, which ``write`` makes with the layout that it is given."""
     block: Block | None = None
 
     def room(nbytes: int) -> memoryview:
@@ -98,7 +117,7 @@ def broadcast(
             )
         return block.view(nbytes)
 
-    message = encode(obj, recurse=recurse, layout=Layout(room=room, pool=pool, target=_EVERYONE))
+    message = write(Layout(room=room, pool=pool, target=_EVERYONE))
     if block is None:
         room(len(message))[:] = message
     assert block is not None
@@ -106,7 +125,7 @@ def broadcast(
     if token is None:
         raise TaskNotPicklable("No shared memory is left for a broadcast; let go of earlier ones.")
     token.former = block
-    return Broadcast(pool, block.name, len(message), token, type(obj).__name__)
+    return Broadcast(pool, block.name, len(message), token, what)
 
 
 class _Pages(mmap.mmap):

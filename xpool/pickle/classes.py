@@ -25,7 +25,7 @@ from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from xpool.pickle import hooks, registry
-from xpool.pickle.hooks import Context, by_name
+from xpool.pickle.hooks import Context, name_for
 
 __all__ = ["reduce_class"]
 
@@ -35,7 +35,7 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 
 def reduce_class(pickler: Context, cls: type) -> Any:
     """By name where the receiver finds it so, else by value."""
-    name = by_name(cls)
+    name = name_for(pickler, cls)
     if name is not None:
         return name
     flags = cls.__flags__
@@ -253,6 +253,6 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any]]) -> None:
     entry.version = version
 
 
-hooks.FOR_SUBCLASSES[type] = reduce_class
+hooks.FOR_SUBCLASSES[type] = hooks.REDUCERS[type] = reduce_class
 
 from xpool.pickle import special_classes  # noqa: E402  (it needs `shell` from here)

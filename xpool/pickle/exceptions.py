@@ -12,8 +12,8 @@ from typing import Any
 
 from xpool.errors import RemoteTraceback, ResultNotPicklable
 from xpool.pickle import hooks
+from xpool.pickle.globals_received import missing_global
 from xpool.pickle.hooks import Context
-from xpool.pickle.main_globals import missing_global
 
 __all__ = ["encode_exception", "reduce_exception"]
 

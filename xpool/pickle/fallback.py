@@ -44,6 +44,7 @@ def _pickler_class() -> Any:
     class DillPickler(dill.Pickler):  # type: ignore[misc, name-defined]
         recurse = False
         blob = False
+        follow = True
         tensors: Any = None
 
         def __init__(self, file: Any, recurse: bool, callback: Any) -> None:

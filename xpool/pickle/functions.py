@@ -17,7 +17,6 @@ from types import (
     ModuleType,
 )
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from xpool.pickle import main
 from xpool.pickle.hooks import (
@@ -25,33 +24,11 @@ from xpool.pickle.hooks import (
     FOR_SUBCLASSES,
     LAZY,
     Context,
-    by_name,
+    name_for,
     register,
     static_modules,
 )
-
-__all__ = ["global_names"]
-
-_names_of: WeakKeyDictionary[CodeType, frozenset[str]] = WeakKeyDictionary()
-
-_ABOUT_GLOBALS = frozenset(
-    {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
-)
-
-
-def global_names(code: CodeType) -> frozenset[str]:
-    """Names of globals that a function or a function inside it reads or writes."""
-    names = _names_of.get(code)
-    if names is None:
-        import dis
-
-        found = {i.argval for i in dis.get_instructions(code) if i.opname in _ABOUT_GLOBALS}
-        for const in code.co_consts:
-            if isinstance(const, CodeType):
-                found |= global_names(const)
-        names = _names_of[code] = frozenset(found)
-    return names
-
+from xpool.pickle.reads import global_names
 
 # -- functions ----------------------------------------------------------------------------
 
@@ -78,7 +55,7 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
     """By name where the receiver finds it so, else by value."""
     name: Any = BUILDERS.get(function)
     if name is None:
-        name = by_name(function)
+        name = name_for(pickler, function)
     if name is not None:
         return name
     names = global_names(function.__code__)
@@ -242,7 +219,7 @@ def _lru(maxsize: int | None, typed: bool, function: Callable[..., Any]) -> Any:
 @register(functools._lru_cache_wrapper)
 def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
     """The function inside, with a cache of its own in the receiver."""
-    name = by_name(obj)
+    name = name_for(pickler, obj)
     if name is not None:
         return name
     options = obj.cache_parameters()

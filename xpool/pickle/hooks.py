@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from xpool.memory.arena import Block
 from xpool.memory.window import window
 from xpool.pickle.forking import reducer_for
-from xpool.pickle.main import MAIN_NAMES, guarded_names, main_is_importable
+from xpool.pickle.main import MAIN_NAMES, source
 from xpool.pickle.policy import Layout
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "by_name",
     "goes_by_name",
     "in_place",
+    "name_for",
     "reducer_override",
     "register",
     "static_modules",
@@ -46,7 +47,8 @@ class Context(Protocol):
 
     recurse: bool  # functions take along copies of the globals that they use
     blob: bool  # a class definition is being pickled: by-value classes are written out
-    names: set[str]  # globals of __main__ that the by-value functions and classes use
+    names: set[str]  # globals of __main__ that functions and classes are, or use
+    follow: bool  # also those that go by name are noted there
     spaces: dict[int, Any]  # globals that belong to no module, by id
     tensors: Any  # what tensors.py remembers of this run, or None
     layout: Layout
@@ -140,12 +142,10 @@ if hasattr(os, "register_at_fork"):
 def goes_by_name(obj: Any) -> bool:
     """Whether another process finds this function or class under its own name."""
     module_name, path = obj.__module__, _path_of(obj)
-    if (
-        module_name in MAIN_NAMES
-        and module_name not in static_modules
-        and (not main_is_importable() or path.partition(".")[0] in guarded_names())
-    ):
-        return False
+    if module_name in MAIN_NAMES and module_name not in static_modules:
+        text = source()
+        if text is None or path.partition(".")[0] in text.guarded:
+            return False
     return _found(module_name, path) is obj
 
 
@@ -161,6 +161,22 @@ def by_name(obj: Any) -> Any:
         if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
             return _get, (module_name, _path_of(obj))
     return None
+
+
+def name_for(pickler: Context, obj: Any) -> Any:
+    """As `by_name`; and note what is of ``__main__``, for the globals that it uses."""
+    module_name = obj.__module__
+    if module_name not in MAIN_NAMES:
+        return by_name(obj)
+    name = path = _path_of(obj)
+    text = source()
+    # Most are of the top level: this is faster than `by_name`.
+    known = text is not None and path not in text.guarded
+    if not (known and sys.modules[module_name].__dict__.get(path) is obj):
+        name = by_name(obj)
+    if name is not None and pickler.follow:
+        pickler.names.add(path.partition(".")[0])
+    return name
 
 
 def _path_of(obj: Any) -> str:

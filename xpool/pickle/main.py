@@ -7,8 +7,9 @@ Two kinds of program:
   and classes of ``__main__`` go by name.  What the guarded block itself defines exists in
   the caller's process only, and goes by value.
 * **by value**: a notebook, ``python -``, ``python -c``, an interactive session, a script
-  without the guard.  Functions and classes go by value, and the globals that they use go
-  before them (see `main_globals`).
+  without the guard.  Functions and classes go by value.
+
+In both, the values of the globals that they use go before them (see `main_globals`).
 
 A *replica* is a process (a worker) whose ``__main__`` follows that of another.
 """
@@ -17,28 +18,33 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import ast  # imported at run time only when there is a file to look at
+    from xpool.pickle.source import Source  # at run time only when there is a file to look at
 
 __all__ = [
     "MAIN_NAMES",
+    "MISSING",
     "born_with",
     "filled_namespace",
-    "guarded_names",
+    "is_forked",
     "is_replica",
     "main_is_importable",
     "main_location",
     "mark_worker",
     "namespace",
+    "note_born",
+    "source",
 ]
 
 #: `multiprocessing` calls the main module of a child by the second name, and makes each
 #: name an alias of the other in ``sys.modules``.
 MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
+
+#: Stands for a global that is not there.
+MISSING: Any = object()
 
 
 class _State:
@@ -46,13 +52,16 @@ class _State:
     module: ModuleType | None = None  # the __main__, and its __file__, of the next two
     file: Any = None
     importable: bool = False
-    guarded: frozenset[str] = frozenset()
+    source: Source | None = None  # of an importable one, once it was asked for
     replica: bool = False
-    told: bool | None = None  # what mark_replica was told
-    born_with: frozenset[str] = frozenset()
+    forked: bool = False
+    told: bool | None = None  # what mark_worker was told
+    born: dict[str, Any]
+    values: dict[str, Any] | None = None  # where functions look, if that is not the module's
 
 
 _state = _State()
+_state.born = {}
 
 
 def main_is_importable() -> bool:
@@ -66,10 +75,14 @@ def main_is_importable() -> bool:
     return _state.importable
 
 
-def guarded_names() -> frozenset[str]:
-    """Names of an importable ``__main__`` that only its guarded block defines."""
-    main_is_importable()
-    return _state.guarded
+def source() -> Source | None:
+    """What the text of an importable ``__main__`` says about its globals; None: by value."""
+    if not main_is_importable():
+        return None
+    found = _state.source
+    if found is None:  # in a worker, which has its parent's word that it is importable
+        found = _state.source = _read(_state.module)
+    return found
 
 
 def main_location() -> tuple[str, str] | None:
@@ -87,8 +100,9 @@ def main_location() -> tuple[str, str] | None:
 
 
 def namespace() -> dict[str, Any]:
-    """The globals of this process's ``__main__``."""
-    return sys.modules["__main__"].__dict__
+    """The globals of this process's ``__main__``, in which its functions look."""
+    values = _state.values
+    return sys.modules["__main__"].__dict__ if values is None else values
 
 
 def filled_namespace() -> dict[str, Any]:
@@ -98,120 +112,82 @@ def filled_namespace() -> dict[str, Any]:
     """
     module = sys.modules["__main__"]
     getattr(module, "xpool_asks_for_any_name", None)
-    return module.__dict__
+    return namespace()
 
 
-def mark_worker(importable: bool | None = None) -> None:
+def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None:
     """Say that this process is a worker, whose ``__main__`` follows that of its parent.
 
     Args:
         importable: whether ``__main__`` here is the caller's own file, run again.  None:
             found out as in the caller's process.
+        forked: the process is a fork of its parent, and has what cannot be pickled from there.
     """
-    _state.replica = True
+    _state.replica, _state.forked = True, forked
     _state.told = importable
     _state.module = None
-    _state.born_with = frozenset(namespace())
+    _state.values = _run_by_multiprocessing(sys.modules["__main__"])
+    note_born()
+
+
+def _run_by_multiprocessing(module: ModuleType) -> dict[str, Any] | None:
+    """The globals of functions that `multiprocessing` has defined by running the script.
+
+    It puts a copy of these globals into the module: a function does not see what is set there.
+    """
+    if module is not sys.modules.get("__mp_main__"):
+        return None
+    for value in list(vars(module).values()):
+        for one in (value, *(vars(value).values() if isinstance(value, type) else ())):
+            found = one.__globals__ if isinstance(one, FunctionType) else {}
+            if found.get("__name__") == "__mp_main__":
+                return None if found is vars(module) else found
+    return None
+
+
+def note_born() -> None:
+    """Take the globals that this replica has now for those that it was born with.
+
+    Called when it is marked, and when the caller's script has been run here for its names.
+    """
+    _state.born = dict(namespace())
 
 
 def is_replica() -> bool:
-    """Whether `mark_replica` was called in this process."""
+    """Whether `mark_worker` was called in this process."""
     return _state.replica
 
 
-def born_with(name: str) -> bool:
-    """Whether the replica's ``__main__`` had this name when it was marked."""
-    return name in _state.born_with
+def is_forked() -> bool:
+    """Whether this replica is a fork of its parent."""
+    return _state.forked
+
+
+def born_with(name: str, value: Any) -> bool:
+    """Whether the replica's ``__main__`` has had this very global from the start.
+
+    Asked once for each name: what is replaced is not kept alive.
+    """
+    return _state.born.pop(name, MISSING) is value
 
 
 def _examine(module: ModuleType | None) -> None:
-    importable, guarded = False, frozenset[str]()
-    location = main_location()
-    if location is not None:
-        kind, where = location
-        if kind == "name":
-            # A worker that was itself started by `python -m` runs a runner, not a program.
-            runner = where.partition(".")[0] in ("xpool", "multiprocessing")
-            importable = not (runner and _state.replica)
-            source = getattr(module, "__file__", None)
-        else:
-            source = where
-        found = _guard_of(source) if isinstance(source, str) else None
-        if found is not None:
-            guarded = found
-        if kind == "path":
-            importable = found is not None
+    importable, found = False, None
     if _state.replica and _state.told is not None:
         importable = _state.told
-    _state.importable, _state.guarded = importable, guarded if importable else frozenset()
+    elif (location := main_location()) is not None:
+        kind, where = location
+        found = _read(module)
+        # A worker that was itself started by `python -m` runs a runner, not a program.
+        runner = kind == "name" and where.partition(".")[0] in ("xpool", "multiprocessing")
+        importable = found.has_guard if kind == "path" else not (runner and _state.replica)
+    _state.importable, _state.source = importable, found if importable else None
     _state.module = module
     _state.file = None if module is None else vars(module).get("__file__")
 
 
-def _guard_of(path: str) -> frozenset[str] | None:
-    """Names that only the guarded blocks of a file define; None when it has no guard."""
-    import ast
+def _read(module: ModuleType | None) -> Source:
+    from xpool.pickle.source import read
 
-    try:
-        with open(path, "rb") as file:
-            tree = ast.parse(file.read(), path)
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-    guards: list[ast.If] = []
-    inside: set[str] = set()
-    outside: set[str] = set()
-    for node in _top_level(tree.body, guards):
-        outside.update(_bound_by(node))
-    for guard in guards:
-        for node in _top_level(guard.body, []):
-            inside.update(_bound_by(node))
-        for node in _top_level(guard.orelse, []):
-            outside.update(_bound_by(node))
-    return frozenset(inside - outside) if guards else None
-
-
-def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]:
-    """Statements that run when the module runs, guarded blocks apart."""
-    import ast
-
-    for node in body:
-        if isinstance(node, ast.If) and _is_guard(node.test):
-            guards.append(node)
-            continue
-        yield node
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            continue
-        for name in ("body", "orelse", "finalbody"):
-            yield from _top_level(getattr(node, name, []), guards)
-        for handler in getattr(node, "handlers", []):
-            yield from _top_level(handler.body, guards)
-        for case in getattr(node, "cases", []):
-            yield from _top_level(case.body, guards)
-
-
-def _is_guard(test: ast.expr) -> bool:
-    import ast
-
-    for node in ast.walk(test):
-        if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq):
-            continue
-        sides = [node.left, *node.comparators]
-        names = any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides)
-        mains = any(isinstance(side, ast.Constant) and side.value == "__main__" for side in sides)
-        if names and mains:
-            return True
-    return False
-
-
-def _bound_by(node: ast.stmt) -> Iterator[str]:
-    import ast
-
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield node.name
-    elif isinstance(node, (ast.Import, ast.ImportFrom)):
-        for alias in node.names:
-            yield alias.asname or alias.name.partition(".")[0]
-    else:
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-                yield part.id
+    file = getattr(module, "__file__", None)
+    return read(file if isinstance(file, str) else "", getattr(module, "__package__", None))

@@ -1,54 +1,74 @@
-"""The globals of ``__main__`` that by-value functions use, sent before them.
+"""The globals of ``__main__`` that functions use, sent before them.
 
-All functions sent from one ``__main__`` share one dict in the receiver: its own
-``__main__.__dict__``.  So an initializer that says ``global model`` is seen by the tasks
-after it.  To make that hold in both directions, each name carries a serial number that the
-sender counts up when the pickled bytes of its value change, and a replica sets a name only
-when the number is higher than the last one it saw:
+A function of ``__main__`` sees in a worker the values that the program's globals had when its
+call was made, whatever ran in that worker before; except what code in the worker set itself (an
+initializer that says ``global model``): that stays until the program changes its own.
 
-* what the sender changed reaches the workers with the next function;
-* what a worker changed itself stays as it is until then.
+The sender looks, for each message that names something of ``__main__``, at the globals that lead on
+from there: what functions and methods name is followed through other functions and classes.  Three
+kinds need not travel, since the receiver has the same: what is not there, what goes by name and is
+followed, and what the script's text says that running it makes (`source`).  A `_Plan` remembers the
+outcome as long as these globals are the same objects.  All others are pickled again each time, for
+they may have been changed in place.  Each has a serial number, another one whenever its bytes
+changed, and a receiver sets it when the number is not that of the value that it set last.
 
-A process that is no replica never takes anything, so a function that a worker sends back
-does not touch the caller's globals.  A worker listens to the first sender it hears, its
-parent: what comes back from workers of its own is not applied either.
+A large value goes into shared memory, once for each pool (`broadcast`).  It is pickled again when
+the global is another object, or when its `mark` differs (`changes`): its length, its shape, samples
+of its bytes.
 
-A global that cannot be pickled is left out; the receiver keeps the reason, and a
-`NameError` about it says so (`missing_global`).
+What cannot be pickled is left out.  Where the script's top level alone binds it, the receiver keeps
+what its own run of the script made; else the name is unbound there, and a `NameError` about it says
+why.
+
+`globals_received` has the other side.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-import pickle
 import threading
-from collections.abc import Iterable
+import weakref
+from abc import ABCMeta
+from collections.abc import Callable, Iterable
 from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from xpool.memory.arena import Block
 from xpool.pickle import main
+from xpool.pickle.changes import mark as mark_of
+from xpool.pickle.globals_received import KEEP, NONE, PLACE, VALUE, Entry, unwrap
+from xpool.pickle.hooks import goes_by_name, in_place
+from xpool.pickle.main import MAIN_NAMES, MISSING
+from xpool.pickle.policy import Layout, in_block
+from xpool.pickle.reads import reads
 
-__all__ = ["Entry", "Prelude", "collect", "missing_global"]
-
-_KEPT_BELOW = 1 << 16  # bytes; the pickles of larger globals are not kept
-
-
-class Entry(NamedTuple):
-    """One global on its way."""
-
-    name: str
-    serial: int  # 0: it cannot be pickled
-    data: bytes  # the pickle, or the reason in UTF-8
+__all__ = ["Book", "Prelude", "collect", "quiet"]
 
 
 class _Sent(NamedTuple):
-    value: Any  # held, so that its identity stays its own; None when it is large
-    identity: int
+    refer: Callable[[], Any]  # to the value: weak where that can be
     serial: int
-    digest: bytes
-    data: bytes | None  # None: too large to keep
+    first: bool
+    kind: int
+    data: Any
     names: frozenset[str]
+    mark: Any = None  # of a large one
+
+    @property
+    def rest(self) -> tuple[int, bool, int, Any]:
+        """What an `Entry` has after the name."""
+        return self.serial, self.first, self.kind, self.data
+
+
+class Book:
+    """What the workers of one pool were told."""
+
+    def __init__(self) -> None:
+        self.told: frozenset[str] = frozenset()
+        self.large: dict[str, _Sent] = {}
 
 
 class _Outgoing:
@@ -56,142 +76,278 @@ class _Outgoing:
 
     def __init__(self) -> None:
         self.sender = os.urandom(16).hex()
+        self.serials = itertools.count(1)
         self.sent: dict[str, _Sent] = {}
+        self.anyone = Book()  # of messages to whom it may concern
+        self.plans: dict[frozenset[str], _Plan] = {}
 
 
-class _Incoming:
-    """Guarded by `_lock`."""
+# -- which globals have to travel ---------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self.parent: str | None = None
-        self.serials: dict[str, int] = {}
-        self.missing: dict[str, str] = {}
+
+class _Plan(NamedTuple):
+    values: dict[str, Any]  # the globals that it is about
+    same: list[tuple[str, Any]]  # globals that need not travel while they are these objects
+    owners: list[tuple[Any, list[int]]]  # classes and functions, with what their attributes are
+    data: list[tuple[str, Any]]  # paths of globals that do, and of attributes with their owners
+    names: frozenset[str]  # all that lead on from the first
+
+    def holds(self) -> bool:
+        """Whether every global is still what it was."""
+        if main.namespace() is not self.values:
+            return False
+        get = self.values.get
+        for name, value in self.same:
+            if get(name, MISSING) is not value:
+                return False
+        for one, ids in self.owners:
+            attributes = one.__dict__
+            if len(attributes) != len(ids) or (ids and list(map(id, attributes.values())) != ids):
+                return False
+        return True
+
+
+_PLANS = 256
+
+
+def quiet(names: set[str]) -> bool:
+    """Whether it is known already that nothing has to go before a message that names these."""
+    plan = _outgoing.plans.get(frozenset(names))
+    return plan is not None and not plan.data and plan.holds()
+
+
+def _plan(names: frozenset[str]) -> _Plan:
+    plan = _outgoing.plans.get(names)
+    if plan is None or not plan.holds():
+        with _lock:
+            if len(_outgoing.plans) >= _PLANS:
+                _outgoing.plans.clear()
+            plan = _outgoing.plans[names] = _make_plan(names)
+    return plan
+
+
+def _make_plan(names: frozenset[str]) -> _Plan:
+    values, source = main.namespace(), main.source()
+    same: list[tuple[str, Any]] = []
+    owners: list[tuple[Any, list[int]]] = []
+    data: list[tuple[str, Any]] = []
+    seen, todo = set[str](), list(names)
+    while todo:
+        name = todo.pop()
+        if name in seen or (name.startswith("__") and name.endswith("__")):
+            continue
+        seen.add(name)
+        value = values.get(name, MISSING)
+        if value is MISSING:
+            same.append((name, value))
+        elif source is not None and isinstance(value, _NAMED) and _is_named(name, value):
+            same.append((name, value))
+            owners.append((value, list(map(id, vars(value).values()))))
+            todo += reads(value)
+            data += [
+                (f"{name}.{attribute}", value)
+                for attribute, one in _attributes(value)
+                if not source.makes(f"{name}.{attribute}", one)
+            ]
+        elif source is not None and source.makes(name, value):
+            same.append((name, value))
+        else:
+            data.append((name, None))
+    return _Plan(values, same, owners, data, frozenset(seen))
+
+
+_NAMED = (FunctionType, type, functools._lru_cache_wrapper)
+
+
+def _is_named(name: str, value: Any) -> bool:
+    return (
+        value.__module__ in MAIN_NAMES and value.__qualname__ == name and bool(goes_by_name(value))
+    )
+
+
+def _attributes(owner: Any) -> list[tuple[str, Any]]:
+    """The attributes of a class or function that are data, as globals are."""
+    if isinstance(owner, type) and (type(owner) not in (type, ABCMeta) or issubclass(owner, tuple)):
+        return []  # what a metaclass keeps in its classes is its own affair
+    found = []
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, FunctionType):  # a method, unless something has put it there
+            data = not value.__qualname__.startswith(f"{owner.__qualname__}.")
+        else:
+            data = not isinstance(value, type) and not hasattr(type(value), "__get__")
+        if data and not name.startswith(("__", "_abc_")):
+            found.append((name, value))
+    return found
+
+
+# -- sending ------------------------------------------------------------------------------------
+
+
+def collect(names: Iterable[str], layout: Layout) -> list[Entry]:
+    """Return the globals of ``__main__`` that lead on from these and have to travel."""
+    roots = frozenset(names)
+    if not _plan(roots).data:
+        return []
+    values = main.namespace()
+    book = layout.book or _outgoing.anyone
+    found: dict[str, Entry] = {}
+    with _lock:
+        # What a receiver made of earlier ones may use them still: an initializer has put an
+        # object into a global that is None here, and nothing leads on from there.
+        pending = book.told if roots <= book.told else roots | book.told
+        seen = pending
+        while pending:
+            plan = _plan(pending)
+            seen, more = seen | plan.names, set[str]()
+            for path, owner in plan.data:
+                if path not in found:
+                    value = _value(path, owner, values)
+                    if value is not MISSING:
+                        sent = _look(path, value, layout, book)
+                        found[path] = Entry(path, *sent.rest)
+                        more |= sent.names
+            pending = frozenset(more - seen)
+        roots = frozenset(path.partition(".")[0] for path in found)
+        if not roots <= book.told:
+            book.told |= roots
+    if len(found) == 1:
+        return list(found.values())
+    # Definitions first, for unpickling a value may call them; attributes after their owners.
+    kinds = (FunctionType, ModuleType, type)
+    return sorted(
+        found.values(),
+        key=lambda entry: ("." in entry.name, not isinstance(values.get(entry.name), kinds)),
+    )
+
+
+def _value(path: str, owner: Any, values: dict[str, Any]) -> Any:
+    if owner is None:
+        return values.get(path, MISSING)
+    return vars(owner).get(path.partition(".")[2], MISSING)
+
+
+_NEVER_CHANGE = frozenset({int, float, complex, str, bytes, bool, type(None), ModuleType})
+_PLAIN = frozenset({dict, list, tuple, set, frozenset, bytearray}) | _NEVER_CHANGE
+
+
+def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
+    """Return what is to be sent of a global; its serial number is another if it has changed."""
+    large, sent = book.large.get(name), _outgoing.sent.get(name)
+    if large is not None and large.refer() is value and large.mark == mark_of(value):
+        return large
+    if sent is not None and type(value) in _NEVER_CHANGE and sent.refer() is value:
+        return sent
+    refer, kind, data, names, mark = None, VALUE, b"", frozenset[str](), None
+    try:
+        if type(value) not in _PLAIN and _is_of_process(value) and _only_top_level(name):
+            raise TypeError(f"each process has a {type(value).__name__} of its own")
+        place, data, names = _pickled(value, layout)
+    except Exception as error:  # of any object's own __reduce__
+        # A pool says so itself.  A worker has, as a fork would, what was there before it.
+        itself = isinstance(error, NotImplementedError) and main.source() is not None
+        alone = itself or _only_top_level(name)
+        kind = KEEP if alone or "." in name else NONE
+        data = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
+        if sent is not None and sent.kind == kind and sent.refer() is value:
+            return sent
+    else:
+        if place is not None:
+            kind, data, mark = PLACE, place, mark_of(value)
+        elif sent is not None and sent.kind == VALUE and sent.data == data:
+            if type(value) in _NEVER_CHANGE:
+                sent = _outgoing.sent[name] = sent._replace(refer=_reference(value))
+            return sent
+    if kind == VALUE and type(value) not in _NEVER_CHANGE:
+        refer = _nothing
+    else:
+        refer = _reference(value)
+    first = sent is None and large is None
+    now = _Sent(refer, next(_outgoing.serials), first, kind, data, names, mark)
+    if kind == PLACE:
+        book.large[name] = now
+    else:
+        book.large.pop(name, None)
+        _outgoing.sent[name] = now
+    return now
+
+
+def _only_top_level(name: str) -> bool:
+    """Whether the script's top level binds it, which a receiver runs too, and nothing else."""
+    source = main.source()
+    return source is not None and name not in source.rebound
+
+
+def _nothing() -> Any:
+    return MISSING
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # held, so that its identity stays its own
+        return lambda: value
+
+
+def _pickled(value: Any, layout: Layout) -> tuple[Any, bytes, frozenset[str]]:
+    """Pickle a global: where it lies if it is large, else its pickle; and the names it uses."""
+    from xpool.pickle.pickler import write_global
+
+    written = write_global(value, True)
+    if in_block(written.nbytes):
+        if layout.publisher is not None:
+            place = layout.publisher(written.message, type(value).__name__)
+            return place, b"", frozenset(written.names)
+        written = write_global(value, False)
+    return None, b"".join(written.chunks), frozenset(written.names)
+
+
+def _is_of_process(value: Any) -> bool:
+    """Whether an object is one that each process rather has for itself: it says where it is."""
+    return any((base.__module__, base.__name__) in _OF_PROCESS for base in type(value).__mro__)
+
+
+_OF_PROCESS = frozenset(
+    {
+        ("logging", "Logger"),  # its handlers are this process's
+        ("random", "Random"),  # a copy would give all workers the same numbers
+        ("numpy.random._generator", "Generator"),
+        ("numpy.random.mtrand", "RandomState"),
+    }
+)
+
+
+class Prelude:
+    """A pickle together with the globals that have to be set before it is loaded.
+
+    ``exact``: the receiver sets these values, were it later ones that it has; for the messages of a
+    pool, which may overtake each other.
+    """
+
+    def __init__(
+        self,
+        entries: list[Entry],
+        body: bytes,
+        buffers: list[PickleBuffer],
+        shared: dict[int, Block],
+        exact: bool,
+    ) -> None:
+        self.entries, self.body, self.buffers, self.exact = entries, body, buffers, exact
+        self.shared = shared  # as of a pickler: `in_place` adds to it
+
+    def __reduce__(self) -> Any:
+        entries = []
+        for entry in self.entries:
+            if entry.kind == PLACE:
+                token, about = entry.data.parts
+                # Of a pickler it takes only what this has, too.
+                buffer = None if token is None else in_place(self, token)  # type: ignore[arg-type]
+                entry = entry._replace(data=(buffer, *about))
+            entries.append(tuple(entry))
+        return unwrap, (_outgoing.sender, self.exact, entries, self.body, *self.buffers)
 
 
 _lock = threading.RLock()
 _outgoing = _Outgoing()
-_incoming = _Incoming()
-
-
-# -- sending ----------------------------------------------------------------------------------
-
-
-def collect(names: Iterable[str]) -> list[Entry]:
-    """Pickle these globals of ``__main__`` and, in turn, those that they use."""
-    values = main.namespace()
-    only = main.guarded_names() if main.main_is_importable() else None
-    found: dict[str, Entry] = {}
-    todo = sorted(names)
-    with _lock:
-        while todo:
-            name = todo.pop()
-            if name in found or name not in values or name.startswith("__"):
-                continue
-            if only is not None and name not in only:
-                continue
-            found[name], more = _entry(name, values[name])
-            todo.extend(sorted(more))
-        _follow_up(found, values)
-    # Definitions first: unpickling a value may call them.
-    kinds = (FunctionType, ModuleType, type)
-    return sorted(found.values(), key=lambda entry: not isinstance(values.get(entry.name), kinds))
-
-
-def _follow_up(found: dict[str, Entry], values: dict[str, Any]) -> None:
-    """Add what was sent before, for what a receiver made of it may use it still.
-
-    An initializer may have put an object of a class into a global there that is None here:
-    then nothing leads from the function at hand to the globals that the class uses.
-    """
-    for name, sent in list(_outgoing.sent.items()):
-        if name in found or name not in values:
-            continue
-        if id(values[name]) != sent.identity:
-            found[name], _ = _entry(name, values[name])
-        elif sent.data is not None:
-            found[name] = Entry(name, sent.serial, sent.data)
-
-
-def _entry(name: str, value: Any) -> tuple[Entry, Iterable[str]]:
-    import hashlib
-
-    from xpool.pickle.pickler import write_global
-
-    sent = _outgoing.sent.get(name)
-    unchanged = sent is not None and sent.value is value and isinstance(value, _NEVER_CHANGE)
-    if unchanged and sent is not None and sent.data is not None:
-        return Entry(name, sent.serial, sent.data), sent.names
-    try:
-        data, names = write_global(value)
-    except Exception as error:  # of any object's own __reduce__
-        reason = f"{type(error).__name__}: {error}"
-        return Entry(name, 0, reason.encode("utf-8", "replace")), ()
-    digest = hashlib.blake2b(data, digest_size=16).digest()
-    serial = 1 if sent is None else sent.serial + (sent.digest != digest)
-    kept = data if len(data) < _KEPT_BELOW else None
-    # A large value is not held either: the caller may want its memory back.
-    held = value if kept is not None else None
-    _outgoing.sent[name] = _Sent(held, id(value), serial, digest, kept, frozenset(names))
-    return Entry(name, serial, data), names
-
-
-_NEVER_CHANGE = (int, float, complex, str, bytes, type(None), ModuleType)
-
-
-class Prelude:
-    """A pickle together with the globals that have to be set before it is loaded."""
-
-    def __init__(self, entries: list[Entry], body: bytes, buffers: list[PickleBuffer]) -> None:
-        self.entries, self.body, self.buffers = entries, body, buffers
-
-    def __reduce__(self) -> Any:
-        entries = [tuple(entry) for entry in self.entries]
-        return _unwrap, (_outgoing.sender, entries, self.body, *self.buffers)
-
-
-# -- receiving --------------------------------------------------------------------------------
-
-
-def _unwrap(sender: str, entries: list[Any], body: bytes, *buffers: Any) -> Any:
-    if main.is_replica():
-        with _lock:
-            if _incoming.parent is None:
-                _incoming.parent = sender
-            if _incoming.parent == sender:
-                for entry in entries:
-                    _take(Entry(*entry))
-    return pickle.loads(body, buffers=buffers)
-
-
-def _take(entry: Entry) -> None:
-    name = entry.name
-    last = _incoming.serials.get(name)
-    values = main.namespace()
-    if entry.serial == 0:
-        if name not in values:
-            _incoming.missing[name] = entry.data.decode("utf-8", "replace")
-        return
-    if last is not None and entry.serial <= last:
-        return
-    _incoming.serials[name] = entry.serial
-    if last is None and name in values and not main.born_with(name):
-        return  # code that ran here made it before its first value came: that stays
-    try:
-        values[name] = pickle.loads(entry.data)
-        _incoming.missing.pop(name, None)
-    except Exception as error:  # of any object's own __setstate__
-        _incoming.missing[name] = f"{type(error).__name__} while it was loaded: {error}"
-
-
-def missing_global(exc: BaseException) -> str | None:
-    """Explain a NameError about a global that could not be sent here; None for others."""
-    name = getattr(exc, "name", None)
-    if not isinstance(exc, NameError) or name not in _incoming.missing:
-        return None
-    return (
-        f"The global {name!r} of __main__ was not sent to this worker "
-        f"({_incoming.missing[name]}). Make it in the initializer, or pass it as an argument."
-    )
 
 
 def _after_fork() -> None:

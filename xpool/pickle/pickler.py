@@ -30,7 +30,7 @@ from xpool.pickle import (
 )
 from xpool.pickle.fastpath import SHORT
 from xpool.pickle.main import main_is_importable
-from xpool.pickle.main_globals import Prelude
+from xpool.pickle.main_globals import Prelude, quiet
 from xpool.pickle.main_globals import collect as collect_globals
 from xpool.pickle.policy import (
     BY_PIPE,
@@ -73,6 +73,7 @@ class _FastPickler(pickle.Pickler):
 
     recurse = False
     blob = False
+    follow = True
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -169,37 +170,65 @@ def encode(
         except Exception as error:
             result = _pickle(obj, layout, False, error)
         else:
-            data = _at_once(pickler)
+            data = _at_once(pickler, main_globals)
             if data is not None:
                 return data
             result = _finish(pickler, obj, layout, False)
     return _message(result, layout, main_globals)
 
 
-def _at_once(pickler: _FastPickler) -> bytes | memoryview | None:
+def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | None:
     """The message of a pickler that is done, if nothing is left to see to."""
     spans = pickler.tensors
-    if pickler.names or (spans is not None and spans.again):
+    if spans is not None and spans.again:
         return None
-    chunks, buffers = pickler.chunks, pickler.buffers
+    chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if not main_is_importable() and _MAIN in data:
         return None
+    if pickler.names:
+        if main_globals and not quiet(pickler.names):
+            parts = _with_globals(pickler.names, chunks, buffers, pickler.shared, layout)
+            if parts is not None:
+                chunks, buffers = parts
+                data = chunks[0]
+        pickler.names.clear()
     small = len(data) < INLINE_BELOW
-    if buffers or not (small or pickler.layout.lessor is None):
-        data = frame.pack(chunks, buffers, pickler.layout, pickler.shared)
-        buffers.clear()
+    if buffers or not (small or layout.lessor is None):
+        data = frame.pack(chunks, buffers, layout, pickler.shared)
+        pickler.buffers.clear()
         pickler.shared.clear()
     if small:  # a pickler's memory of a larger message is not worth keeping
-        if spans is not None:
-            pickler.tensors = None
-        if pickler.spaces:
-            pickler.spaces.clear()
-        chunks.clear()
-        pickler.clear_memo()
-        _at_rest.append(pickler)
+        _rest(pickler)
     return data
+
+
+def _rest(pickler: _FastPickler) -> None:
+    if pickler.tensors is not None:
+        pickler.tensors = None
+    if pickler.spaces:
+        pickler.spaces.clear()
+    pickler.chunks.clear()
+    pickler.clear_memo()
+    _at_rest.append(pickler)
+
+
+def _with_globals(
+    names: set[str],
+    chunks: list[bytes],
+    buffers: list[PickleBuffer],
+    shared: dict[int, Block],
+    layout: Layout,
+) -> tuple[list[bytes], list[PickleBuffer]] | None:
+    """Put the globals of ``__main__`` before a pickle, if any have to go; None: it is as it was."""
+    entries = collect_globals(names, layout)
+    if not entries:
+        return None
+    body, exact = b"".join(chunks), layout.book is not None
+    outer = list[PickleBuffer]()
+    wrapped = Prelude(entries, body, buffers, shared, exact)
+    return [pickle.dumps(wrapped, 5, buffer_callback=outer.append)], outer
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
@@ -239,7 +268,7 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
         if short is not None:
             return short
     layout = _PLAIN if copy_tensor else _PLAIN._replace(arena=_arena())
-    message = _message(_pickle(obj, layout, recurse), layout, True)
+    message = _message(_pickle(obj, layout, recurse, follow=False), layout, True)
     assert isinstance(message, bytes)  # nothing large lies beside it
     return frame.addressed(message) if type(message) is frame.Leased else message
 
@@ -304,11 +333,12 @@ def _pickle(
     error: Exception | None = None,
     *,
     blob: bool = False,
+    follow: bool = True,
 ) -> _Result:
     """Pickle with the C pickler (unless that gave ``error`` already), else with dill's."""
     if error is None:
         fast = _FastPickler(layout)
-        fast.recurse, fast.blob = recurse, blob
+        fast.recurse, fast.blob, fast.follow = recurse, blob, follow
         try:
             fast.dump(obj)
         except Exception as first:
@@ -320,7 +350,7 @@ def _pickle(
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error)
     try:
-        return _by_dill(obj, layout, recurse, error, blob)
+        return _by_dill(obj, layout, recurse, error, blob, follow)
     finally:
         del error  # it holds this frame, and what was pickled so far
 
@@ -337,15 +367,17 @@ def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result
     if not main_is_importable() and any(_MAIN in chunk for chunk in chunks) and not blob:
         # Something went by its name in __main__, which the receiver does not have.
         error = PicklingError("an object is pickled by its name in __main__")
-        return _by_dill(obj, layout, fast.recurse, error, blob)
+        return _by_dill(obj, layout, fast.recurse, error, blob, fast.follow)
     return _Result(fast.chunks, fast.buffers, fast.names, fast.shared)
 
 
-def _by_dill(obj: Any, layout: Layout, recurse: bool, error: Exception, blob: bool) -> _Result:
+def _by_dill(
+    obj: Any, layout: Layout, recurse: bool, error: Exception, blob: bool, follow: bool = True
+) -> _Result:
     spans = None
     while True:
         try:
-            slow, result = _run_dill(obj, layout, recurse, blob, spans)
+            slow, result = _run_dill(obj, layout, recurse, blob, spans, follow)
         except (XPoolError, MemoryError):
             raise
         except Exception as second:
@@ -362,7 +394,7 @@ def _by_dill(obj: Any, layout: Layout, recurse: bool, error: Exception, blob: bo
 
 
 def _run_dill(
-    obj: Any, layout: Layout, recurse: bool, blob: bool, spans: Any
+    obj: Any, layout: Layout, recurse: bool, blob: bool, spans: Any, follow: bool = True
 ) -> tuple[Any, _Result]:
     from xpool.pickle import fallback
 
@@ -370,6 +402,7 @@ def _run_dill(
     shared = dict[int, Block]()
     slow = fallback.make_pickler(file, recurse, _placer(layout, buffers, shared))
     slow.blob, slow.tensors, slow.layout, slow.shared = blob, spans, layout, shared
+    slow.follow = follow
     slow.dump(obj)
     return slow, _Result([file.getvalue()], buffers, slow.names, shared)
 
@@ -389,14 +422,8 @@ def fails(obj: Any) -> BaseException | None:
 def _message(result: _Result, layout: Layout, main_globals: bool) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     if result.names and main_globals:
-        entries = collect_globals(result.names)
-        if entries:
-            body = b"".join(chunks)
-            outer = list[PickleBuffer]()
-            wrapped = Prelude(entries, body, buffers)
-            callback = outer.append if buffers else None
-            chunks = [pickle.dumps(wrapped, 5, buffer_callback=callback)]
-            buffers = outer
+        parts = _with_globals(result.names, chunks, buffers, result.shared, layout)
+        chunks, buffers = parts or (chunks, buffers)
     if buffers or (layout.lessor is not None and in_block(sum(map(len, chunks)))):
         return frame.pack(chunks, buffers, layout, result.shared)
     return b"".join(chunks)
@@ -408,7 +435,42 @@ def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:
     return b"".join(result.chunks), result.names
 
 
-def write_global(value: Any) -> tuple[bytes, set[str]]:
-    """Pickle a global in one piece; also the names of the globals that it uses."""
-    result = _pickle(value, _PLAIN, False)
-    return b"".join(result.chunks), result.names
+class Written:
+    """A pickled global, and the names of the globals that it uses."""
+
+    __slots__ = ("_buffers", "_shared", "chunks", "names", "nbytes")
+
+    def __init__(self, result: _Result) -> None:
+        self.chunks, self.names = result.chunks, result.names
+        self._buffers, self._shared = result.buffers, result.shared
+        self.nbytes = sum(map(len, self.chunks))
+        self.nbytes += sum(buffer.raw().nbytes for buffer in self._buffers)
+
+    def message(self, layout: Layout) -> bytes | memoryview:
+        """Return it with its large buffers, laid out so; each byte is copied once."""
+        return frame.pack(self.chunks, self._buffers, layout, self._shared)
+
+
+def write_global(value: Any, out_of_band: bool) -> Written:
+    """Pickle a global; ``out_of_band``: large buffers are not copied, but for `Written.message`."""
+    if not out_of_band:
+        return Written(_pickle(value, _PLAIN, False))
+    try:
+        pickler = _at_rest.pop()
+        pickler.layout = _COPY
+    except IndexError:
+        pickler = _FastPickler(_COPY)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        return Written(_pickle(value, _COPY, False, error))
+    written = Written(_finish(pickler, value, _COPY, False))
+    if pickler.tensors is None and written.chunks is pickler.chunks and not pickler.buffers:
+        written.chunks = [b"".join(pickler.chunks)]
+        if pickler.names:
+            pickler.names = set()
+        _rest(pickler)
+    return written
+
+
+_COPY = Layout(target=-1)  # handles to tensors on devices are replaced by copies

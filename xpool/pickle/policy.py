@@ -60,6 +60,12 @@ class Layout(NamedTuple):
     kept: bool = False
     """The sender may send the message again: the receiver copies, what it got is not its own."""
 
+    book: Any = None
+    """What the receivers were told of the globals of ``__main__`` (`main_globals.Book`)."""
+
+    publisher: Callable[[Callable[[Layout], Any], str], Any] | None = None
+    """Takes what writes a message, and what is in it; returns the `Broadcast` for all workers."""
+
     room: Callable[[int], memoryview] | None = None
     """Gives memory for a message with buffers that is to lie in one piece."""
 

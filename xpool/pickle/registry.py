@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["ClassEntry", "adopt", "known", "lock", "lookup", "token_of"]
+__all__ = ["ClassEntry", "adopt", "disown", "known", "lock", "lookup", "token_of"]
 
 
 class ClassEntry:
@@ -77,6 +77,13 @@ def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
     entry = ClassEntry(token, ref, own)
     _by_id[key] = _by_token[token] = entry
     return entry
+
+
+def disown() -> None:
+    """Follow the definitions of the parent: this process is a worker that was forked from it."""
+    with lock:
+        for entry in _by_token.values():
+            entry.own = False
 
 
 def _itself(obj: Any) -> Any:

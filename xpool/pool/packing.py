@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 from xpool.errors import OptionError, TaskNotPicklable
-from xpool.memory.arena import Arena
+from xpool.memory.arena import Arena, Block
 from xpool.options import check_count
 from xpool.pickle import encode
+from xpool.pickle.broadcast import Broadcast, publish
 from xpool.pickle.frame import Leased
+from xpool.pickle.main_globals import Book
 from xpool.pickle.policy import BY_PIPE, Layout, share
 from xpool.pool.sight import Sight
+from xpool.worker.launch_shared import File
 
 __all__ = ["Packer", "find_arena"]
 
@@ -83,6 +87,22 @@ class Packer:
         return payload if isinstance(payload, bytes) else bytes(payload)
 
 
+def _publish(
+    token: str,
+    lessor: Callable[[int], Block | None] | None,
+    write: Callable[[Layout], Payload],
+    what: str,
+) -> Broadcast:
+    """Put a message where each worker finds it: in a block, else in an anonymous file."""
+    if lessor is not None:
+        try:
+            return publish(write, token, lessor, what)
+        except TaskNotPicklable:
+            pass  # no memory is left for it
+    message = write(BY_PIPE)
+    return Broadcast(token, File(message), len(message), None, what)
+
+
 def find_arena(
     copy_tensor: bool, method: str | None, limit: int | None, token: str
 ) -> tuple[Arena | None, int, Layout]:
@@ -100,9 +120,11 @@ def find_arena(
                 "is_copy_tensor=False: this process cannot have memory that it shares with workers "
                 "(it takes Linux, and no limit on addresses, ulimit -v); leave it out"
             )
-        return None, 0, BY_PIPE
+        publisher = functools.partial(_publish, token, None)
+        return None, 0, BY_PIPE._replace(book=Book(), publisher=publisher)
     if limit is None:
         limit = arena.limit
     lessor = functools.partial(arena.lease, limit=limit)
-    layout = Layout(lessor=lessor, pool=token)
+    publisher = functools.partial(_publish, token, lessor if limit else None)
+    layout = Layout(lessor=lessor, pool=token, book=Book(), publisher=publisher)
     return arena, limit, layout if copy_tensor else share(layout, arena, method)

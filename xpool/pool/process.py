@@ -154,6 +154,8 @@ class Pool(AllWorkers):
                 method = self.context if isinstance(self.context, str) else None
                 launcher = _launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
+            if not launcher.forks:  # the globals that it uses go with it
+                blob = self._packer.pack_option("initializer", self.initializer)
         if not launcher.bare and multiprocessing.current_process().daemon:
             raise OptionError(
                 "a pool in a worker of a pool, whose workers multiprocessing would start: daemonic "

@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xpool.pickle.globals_received import Entry, retake
 from xpool.queue.outbox import Outbox
 from xpool.worker.context import current_worker
 
-__all__ = ["InCall", "Prefixed", "Retried", "Ticking"]
+__all__ = ["Exact", "InCall", "Prefixed", "Retried", "Ticking"]
+
+
+class Exact:
+    """A function that has the globals which came with it, whatever other messages have set since.
+
+    A task of it may run late: it was taken back from another worker, or is tried again.
+    """
+
+    __slots__ = ("_entries", "_func")
+
+    def __init__(self, func: Callable[..., Any], entries: list[Entry]) -> None:
+        self._func, self._entries = func, entries
+
+    def __call__(self, *args: Any) -> Any:
+        retake(self._entries)
+        return self._func(*args)
 
 
 class InCall:

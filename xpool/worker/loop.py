@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 from xpool.errors import OptionError, ResultNotPicklable, TaskNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena, Block
-from xpool.pickle import decode, encode
+from xpool.pickle import decode, encode, registry
 from xpool.pickle.broadcast import Objects
 from xpool.pickle.exceptions import encode_exception
+from xpool.pickle.globals_received import listening
 from xpool.pickle.handles import Keeper
 from xpool.pickle.loans import settle, sweep
 from xpool.pickle.main import mark_worker
@@ -38,7 +39,7 @@ from xpool.queue.messages import (
 from xpool.queue.outbox import Outbox
 from xpool.queue.spin import Spin
 from xpool.worker import callables, main_module
-from xpool.worker.callables import Prefixed, Retried, Ticking
+from xpool.worker.callables import Exact, Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.exits import flush
 from xpool.worker.peers import Peers
@@ -180,8 +181,10 @@ class _Worker:
             bound: Any = context
             if hasattr(bound, "enter"):
                 bound.enter()
+        sent = None if orders["initializer"] is None else decode(orders["initializer"])
         if inherited is None:
-            inherited = decode(orders["initializer"])
+            inherited = sent
+        assert inherited is not None
         initializer, initargs = inherited
         if initializer is not None:
             initializer(*initargs)
@@ -225,15 +228,19 @@ class _Worker:
 
     def _open(self, closed: _Closed) -> Any:
         """Unpickle a function, in its first task; one that cannot be had fails its tasks."""
-        try:
-            func = decode(closed.payload)
-        except Exception as exc:
-            func = _Unavailable(exc)
-        if self._prefix:
-            if type(func) is Retried:
-                func = Retried(Prefixed(func.func, self._prefix), func.on)
-            else:
-                func = Prefixed(func, self._prefix)
+        with listening() as heard:
+            try:
+                func = decode(closed.payload)
+            except Exception as exc:
+                func = _Unavailable(exc)
+            entries = heard()
+        if self._prefix or entries:
+            inner = func.func if type(func) is Retried else func
+            if entries:
+                inner = Exact(inner, entries)
+            if self._prefix:
+                inner = Prefixed(inner, self._prefix)
+            func = Retried(inner, func.on) if type(func) is Retried else inner
         self._inbox.functions[closed.number] = func, closed.mode
         return func
 
@@ -443,7 +450,9 @@ def become(orders: dict[str, Any], lifeline: int) -> None:
             vars(multiprocessing.process)["_parent_process"] = parent(*orders["parent"], lifeline)
         main_module.install(orders["main"])
     Seeds(orders["seed"])
-    mark_worker(orders["main"] is not None)
+    mark_worker(orders["main"] is not None, forked=orders["forked"])
+    if orders["forked"]:
+        registry.disown()
 
 
 def _use_threads(n: int, forked: bool) -> None:

@@ -18,7 +18,7 @@ import types
 from types import FrameType
 from typing import Any
 
-from xpool.pickle.main import is_replica
+from xpool.pickle.main import is_replica, note_born
 from xpool.worker_local import process_is_shared
 
 __all__ = ["imported_by_worker", "install"]
@@ -45,6 +45,7 @@ class _Main(types.ModuleType):
         self.__dict__["_xpool_running"] = True
         try:
             _run(where, self.__dict__)
+            note_born()
         except BaseException:
             self.__dict__["_xpool_where"] = where  # the next task gets the same, true reason
             raise
