@@ -160,7 +160,7 @@ def test_callbacks_may_submit(pool):
 
     pool.apply_async(work.square, (2,), callback=more)
     assert submitted.wait(20)
-    assert later[0].get(20) == 16
+    assert later[0].get(20) == 16  # type: ignore[attr-defined]
 
 
 @pytest.mark.xpool_only

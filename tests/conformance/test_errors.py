@@ -25,7 +25,7 @@ def test_the_workers_traceback_is_the_cause(process_kind, make_pool):
     pool = make_pool(process_kind, 1)
     with pytest.raises(KeyError) as caught:
         pool.apply(work.fail, ("key",))
-    assert isinstance(caught.value.__cause__, multiprocessing.pool.RemoteTraceback)
+    assert isinstance(caught.value.__cause__, multiprocessing.pool.RemoteTraceback)  # type: ignore[attr-defined]
     assert "raise KeyError(x)" in str(caught.value.__cause__)
     assert caught.value.__cause__.tb == str(caught.value.__cause__)
     text = "".join(traceback.format_exception(caught.value))
@@ -93,7 +93,7 @@ def test_exceptions_that_do_not_unpickle(process_kind, make_pool):
 def test_exceptions_that_do_not_pickle(process_kind, make_pool):
     """An exception that cannot be sent whole arrives in a form that shows it; the pool goes on."""
     pool = make_pool(process_kind, 1)
-    with pytest.raises((multiprocessing.pool.MaybeEncodingError, work.HasLock)) as caught:
+    with pytest.raises((multiprocessing.pool.MaybeEncodingError, work.HasLock)) as caught:  # type: ignore[attr-defined]
         pool.apply(work.raise_with_lock)
     assert STDLIB or "locked" in str(caught.value)
     assert pool.apply(work.square, (2,)) == 4
@@ -106,9 +106,9 @@ def test_results_that_do_not_pickle(process_kind, make_pool):
     for _ in range(20):
         bad: list[BaseException] = []
         result = pool.apply_async(work.unpicklable, error_callback=bad.append)
-        with pytest.raises(multiprocessing.pool.MaybeEncodingError) as caught:
+        with pytest.raises(multiprocessing.pool.MaybeEncodingError) as caught:  # type: ignore[attr-defined]
             result.get()
-        assert isinstance(bad[0], multiprocessing.pool.MaybeEncodingError)
+        assert isinstance(bad[0], multiprocessing.pool.MaybeEncodingError)  # type: ignore[attr-defined]
         assert "lock" in str(caught.value) and caught.value.exc and caught.value.value
     assert pool.apply(work.pid) == worker
 
@@ -132,7 +132,7 @@ def test_one_bad_result_among_good_ones(process_kind, make_pool):
     ]
     for i, result in enumerate(results):
         if i % 5 == 0:
-            with pytest.raises(multiprocessing.pool.MaybeEncodingError):
+            with pytest.raises(multiprocessing.pool.MaybeEncodingError):  # type: ignore[attr-defined]
                 result.get()
         else:
             assert result.get() == i

@@ -232,7 +232,7 @@ def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch)
     """When descriptors run out at the second of three channels, the first is let go of."""
     from xpool.workers import slot
 
-    made = iter([slot.make_file()])
+    made = iter([slot.make_file()])  # type: ignore[attr-defined]
 
     def no_more() -> int:
         for fd in made:

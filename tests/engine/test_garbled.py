@@ -241,7 +241,7 @@ def write_to_the_parent(garbage: bytes) -> None:
     from xpool.worker.protocol import Replies
 
     (replies,) = (obj for obj in gc.get_objects() if isinstance(obj, Replies))
-    os.write(replies._write.args[0], garbage)
+    os.write(replies._write.args[0], garbage)  # type: ignore[attr-defined]
     import threading
 
     threading.Event().wait(20)

@@ -84,7 +84,7 @@ def test_unpicklable_result(own, make_pool):
     if own.__name__ == "QueueThreadPool":
         pytest.skip("threads send references")
     pool = make_pool(own, 1)
-    with pytest.raises(multiprocessing.pool.MaybeEncodingError):
+    with pytest.raises(multiprocessing.pool.MaybeEncodingError):  # type: ignore[attr-defined]
         pool.apply_async(work.unpicklable).get(20)
     assert pool.apply(work.square, (2,)) == 4
 

@@ -340,7 +340,7 @@ def test_dumps_by_a_pipe(method: str) -> None:
     """Any process opens it, whatever started it and brought it there, and both see each other."""
     context = multiprocessing.get_context(method)
     mine, its = context.Pipe()
-    process = context.Process(target=write_and_answer, args=(its, True))
+    process = context.Process(target=write_and_answer, args=(its, True))  # type: ignore[attr-defined]
     process.start()
     its.close()
     tensors = [torch.ones(MIB, dtype=torch.uint8), torch.ones(10)]

@@ -43,8 +43,8 @@ def forgotten() -> Iterator[Callable[[Any], Any]]:
 
     yield load
     for table, old in zip((registry._by_id, registry._by_token), saved, strict=True):
-        table.clear()
-        table.update(old)
+        table.clear()  # type: ignore[attr-defined]
+        table.update(old)  # type: ignore[attr-defined]
 
 
 def echo(x: Any) -> Any:
@@ -177,7 +177,7 @@ def enum_with_new() -> Any:
         def __new__(cls, value: str, label: str) -> Any:
             member = str.__new__(cls, value)
             member._value_ = value
-            member.label = label
+            member.label = label  # type: ignore[attr-defined]
             return member
 
         A = ("a", "the first")
@@ -272,7 +272,7 @@ def with_metaclass() -> Any:
         __hash__ = type.__hash__
 
         def hello(cls) -> str:
-            return "hello " + cls.tag
+            return "hello " + cls.tag  # type: ignore[attr-defined]
 
     class WithMeta(metaclass=Meta, tag="x"):
         pass
@@ -285,7 +285,7 @@ def with_hook() -> Any:
         subclasses: typing.ClassVar[list[Any]] = []
 
         def __init_subclass__(cls, *, tag: str) -> None:
-            cls.tag = tag
+            cls.tag = tag  # type: ignore[attr-defined]
             Base.subclasses.append(cls)
 
     class Sub(Base, tag="local"):
@@ -409,7 +409,7 @@ CHECKS: dict[Callable[[], Any], Callable[[Any], bool]] = {
     ),
     generic: lambda x: x.get() == 3 and type(x).__orig_bases__[0].__args__ == (int,),
     protocol: lambda x: isinstance(x, x.proto),
-    with_metaclass: lambda x: type(x).hello() == "hello x" and type(type(x)).made == ["WithMeta"],
+    with_metaclass: lambda x: type(x).hello() == "hello x" and type(type(x)).made == ["WithMeta"],  # type: ignore[attr-defined]
     with_hook: lambda x: x.tag == "local" and x.subclasses == [type(x)],
     below_an_importable_hook: lambda x: x.tag == "ours" and isinstance(x, Importable),
     with_descriptors: lambda x: (

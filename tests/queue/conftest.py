@@ -61,7 +61,7 @@ def start(make_queue: Callable[..., SimpleQueue]) -> Iterator[Callable[..., Any]
     started = []
 
     def begin(method: str, function: Callable[..., object], *args: Any) -> Any:
-        process = multiprocessing.get_context(method).Process(target=function, args=args)
+        process = multiprocessing.get_context(method).Process(target=function, args=args)  # type: ignore[attr-defined]
         process.start()
         started.append(process)
         return process

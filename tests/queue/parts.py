@@ -180,7 +180,7 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
 
     from xpool.memory import arena, guests
 
-    arena.IDLE = guests.IDLE = 0.005  # tidy up all the time
+    arena.IDLE = guests.IDLE = 0.005  # type: ignore[attr-defined]  # tidy up all the time
     rng = random.Random(seed)
     kept: list[Any] = []
     while True:

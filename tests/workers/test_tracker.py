@@ -105,5 +105,5 @@ def ask_and_die():
     """Send what asks for the tracker, and end before the answer is taken."""
     import signal
 
-    os.write(resource_tracker._resource_tracker._parent, b"T")
+    os.write(resource_tracker._resource_tracker._parent, b"T")  # type: ignore[attr-defined]
     os.kill(os.getpid(), signal.SIGKILL)
