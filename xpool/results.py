@@ -15,7 +15,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import Any
 
 from xpool.errors import TaskCancelled, TimeoutError
@@ -207,6 +207,12 @@ class AsyncResult(Job):
         if self._success:
             return self._value
         raise self._value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Await the result in a loop of asyncio or trio; who is cancelled has it cancelled."""
+        from xpool.event_loops import awaited  # here: asyncio takes long to import
+
+        return awaited(self).__await__()
 
     def cancel(self) -> bool:
         """End this with `TaskCancelled`; return whether it has ended so, False: it was ready.
@@ -416,6 +422,15 @@ class IMapIterator(Iterator[Any]):
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):
                 raise TimeoutError(f"no next result of {self.label} after {timeout} s")
+
+    def __aiter__(self) -> IMapIterator:
+        """Iterate in a loop of asyncio or trio; who is cancelled has what is left cancelled."""
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:
+        from xpool.event_loops import next_of
+
+        return next_of(self)
 
     def cancel(self) -> bool:
         """Run no more; return whether there was something to cancel.

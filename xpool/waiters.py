@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["LOST_SIGNAL", "Waiters"]
@@ -40,6 +41,15 @@ class Waiters:
             finally:
                 self._locks.remove(lock)
         return True
+
+    @contextlib.contextmanager
+    def listening(self, bell: Any) -> Iterator[None]:
+        """Have `wake` call ``bell.release()``, from whatever thread that is."""
+        self._locks.append(bell)
+        try:
+            yield
+        finally:
+            self._locks.remove(bell)
 
     def wake(self) -> None:
         """Let all who wait look again."""

@@ -354,6 +354,17 @@ class BasePool(Verbs):
             self._instead = "; get() results inside the block, or close() and join() the pool there"
         self.terminate()
 
+    async def __aenter__(self) -> Any:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, exc, trace)
+
     def __del__(
         self, TERMINATE: PoolStates = PoolStates.TERMINATE, warn: Any = warnings.warn
     ) -> None:

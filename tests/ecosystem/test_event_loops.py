@@ -1,0 +1,228 @@
+"""`await result`, `async for` over `imap`, `async with` a pool: in asyncio's loops and trio's."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+
+import pytest
+from support import work
+from support.waiting import Gate, eventually
+
+from xpool import Pool, TaskCancelled, ThreadPool
+
+
+def _asyncio(main, *args):
+    return asyncio.run(main(*args))
+
+
+def _uvloop(main, *args):
+    uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed")
+    loop = uvloop.new_event_loop()
+    try:
+        return loop.run_until_complete(main(*args))
+    finally:
+        loop.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def uvloop_is_warm():
+    """The first loop of uvloop opens a pipe that the program keeps; no test is charged with it."""
+    if importlib.util.find_spec("uvloop"):
+        _uvloop(asyncio.sleep, 0)
+
+
+def _anyio(backend):
+    def run(main, *args):
+        anyio = pytest.importorskip("anyio", reason="anyio is not installed")
+        pytest.importorskip(backend, reason=f"{backend} is not installed")
+        return anyio.run(main, *args, backend=backend)
+
+    return run
+
+
+RUNNERS = {
+    "asyncio": _asyncio,
+    "uvloop": _uvloop,
+    "anyio on asyncio": _anyio("asyncio"),
+    "anyio on trio": _anyio("trio"),
+}
+
+
+@pytest.fixture(params=RUNNERS)
+def run(request):
+    """Runs a coroutine function to its end, in each kind of loop."""
+    return RUNNERS[request.param]
+
+
+@pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
+def pool(request):
+    """A pool of processes, and one of threads."""
+    with request.param(2) as made:
+        yield made
+        made.close()
+        made.join()
+
+
+def test_await(run, pool):
+    """A result can be awaited, more than once, and raises what `get` would raise."""
+
+    async def main():
+        result = pool.apply_async(work.square, (7,))
+        assert await result == 49
+        assert await result == 49
+        assert await pool.map_async(work.square, range(5)) == [0, 1, 4, 9, 16]
+        with pytest.raises(ZeroDivisionError):
+            await pool.apply_async(divmod, (1, 0))
+
+    run(main)
+
+
+def test_many_at_once():
+    """`gather` awaits many results side by side."""
+
+    async def main(pool):
+        return await asyncio.gather(*(pool.apply_async(work.square, (n,)) for n in range(50)))
+
+    with ThreadPool(2) as pool:
+        assert asyncio.run(main(pool)) == [n * n for n in range(50)]
+        pool.close()
+        pool.join()
+
+
+@pytest.mark.parametrize("verb", ["imap", "imap_unordered"])
+def test_async_for(run, pool, verb):
+    """`async for` gives what `for` gives, and an error at its place."""
+
+    async def main():
+        got = [value async for value in getattr(pool, verb)(work.square, range(20))]
+        assert sorted(got) == [n * n for n in range(20)]
+        with pytest.raises(ZeroDivisionError):
+            async for _ in getattr(pool, verb)(lambda n: 1 // n, [0]):
+                raise AssertionError("there is no result")
+
+    run(main)
+
+
+def test_the_loop_goes_on(tmp_path):
+    """While one task waits for a result, others of the loop run."""
+    gate = Gate(tmp_path / "gate")
+
+    async def main(pool):
+        waiting = asyncio.ensure_future(pool.apply_async(work.pass_gate, (gate.path,)))
+        turns = 0
+        while not waiting.done():
+            turns += 1
+            if turns == 3:
+                gate.open()
+            await asyncio.sleep(0)
+        assert turns >= 3
+
+    with Pool(1) as pool:
+        asyncio.run(main(pool))
+        pool.close()
+        pool.join()
+    gate.close()
+
+
+def test_cancelling_the_task_cancels_the_work(tmp_path):
+    """Who awaits a call and is cancelled has it stopped, also when it runs."""
+    gate = Gate(tmp_path / "gate")
+
+    async def main(pool):
+        began = tmp_path / "began"
+        result = pool.apply_async(lambda: (began.write_text(""), work.pass_gate(gate.path)))
+
+        async def wait():
+            await result
+
+        task = asyncio.ensure_future(wait())
+        while not began.exists():
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return result
+
+    with Pool(1) as pool:
+        result = asyncio.run(main(pool))
+        with pytest.raises(TaskCancelled):
+            result.get(30)
+        assert pool.apply(work.square, (2,)) == 4
+        pool.close()
+        pool.join()
+    gate.close()
+
+
+def test_cancelling_in_trio(tmp_path):
+    """The same in trio, by a scope that is cancelled."""
+    trio = pytest.importorskip("trio", reason="trio is not installed")
+    gate = Gate(tmp_path / "gate")
+
+    async def main(pool):
+        result = pool.apply_async(work.pass_gate, (gate.path,))
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await result
+        assert scope.cancelled_caught
+        return result
+
+    with Pool(1) as pool:
+        result = trio.run(main, pool)
+        with pytest.raises(TaskCancelled):
+            result.get(30)
+        pool.close()
+        pool.join()
+    gate.close()
+
+
+def test_cancelling_a_stream(tmp_path):
+    """Who is cancelled in `async for` has the stream stopped: nothing more is drawn."""
+    gate = Gate(tmp_path / "gate")
+
+    async def main(pool):
+        async def wait():
+            async for _ in pool.imap(work.pass_gate, [gate.path] * 100):
+                raise AssertionError("the gate is shut")
+
+        task = asyncio.ensure_future(wait())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with Pool(1) as pool:
+        asyncio.run(main(pool))
+        eventually(lambda: pool.statistics()["jobs"] == 0, "the stream has ended")
+        assert pool.apply(os.getpid) > 0
+        pool.close()
+        pool.join()
+    gate.close()
+
+
+def test_async_with(run):
+    """`async with` a pool ends it as `with` does."""
+
+    async def main():
+        async with Pool(1) as pool:
+            assert await pool.apply_async(abs, (-1,)) == 1
+        with pytest.raises(ValueError, match="not running"):
+            pool.apply_async(abs, (-1,))
+        pool.join()
+
+    run(main)
+
+
+def test_without_a_loop():
+    """A result that is there can be awaited without a loop; one that is not says what it needs."""
+    with ThreadPool(1) as pool:
+        gate_open = pool.apply_async(abs, (-1,))
+        gate_open.wait()
+        waiting = gate_open.__await__()
+        with pytest.raises(StopIteration) as done:
+            next(waiting)  # it is there: no loop is needed
+        assert done.value.value == 1
+        pool.close()
+        pool.join()
