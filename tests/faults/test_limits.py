@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+
 import pytest
-from support import scripts
+from support import scripts, work
 
 pytestmark = pytest.mark.xpool_only
 
@@ -267,3 +270,50 @@ def test_shared_memory_is_left_as_it_was(tmp_path):
     done = scripts.run([scripts.write(tmp_path / "script.py", text)])
     assert done.returncode == -9
     assert set(os.listdir("/dev/shm")) - before == set()
+
+
+# Threads ------------------------------------------------------------------------------------------
+
+
+def refuse_threads(monkeypatch, which):
+    """Have the system refuse to start the worker threads whose numbers, from 1 on, are given."""
+    start, count = threading.Thread.start, itertools.count(1)
+
+    def maybe(self):
+        if "-worker-" in self.name and next(count) in which:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", maybe)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_no_thread_for_a_new_pool(thread_kind, monkeypatch, first):
+    """The constructor raises, and leaves no thread; the next pool is as usual."""
+    refuse_threads(monkeypatch, [first])
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        thread_kind(2)
+    with thread_kind(2) as pool:
+        assert pool.map(work.square, range(4)) == [0, 1, 4, 9]
+    pool.join()
+
+
+def test_no_thread_for_a_replacement(thread_kind, make_pool, monkeypatch):
+    """It is tried again a moment later, and nothing is lost."""
+    refuse_threads(monkeypatch, [3, 4, 5])
+    pool = make_pool(thread_kind, 2, maxtasksperchild=1)
+    assert pool.map(work.square, range(8), 1) == [i * i for i in range(8)]
+    pool.close()
+    pool.join()
+
+
+def test_no_thread_any_more(thread_kind, make_pool, monkeypatch):
+    """When none can be had for long, the pool stops with the reason, and nobody waits for ever."""
+    from xpool import WorkerStartFailed
+    from xpool.workers import threads
+
+    monkeypatch.setattr(threads, "SYSTEM_ATTEMPTS", 2)
+    refuse_threads(monkeypatch, range(3, 1000))
+    pool = make_pool(thread_kind, 2, maxtasksperchild=1)
+    with pytest.raises(WorkerStartFailed, match="can't start new thread"):
+        pool.map(work.square, range(8), 1)

@@ -29,6 +29,9 @@ from xpool.worker.stopping import stack_of
 
 __all__ = ["Entry", "ThreadWorkers"]
 
+SYSTEM_ATTEMPTS = 6
+"""Times that the system may refuse to start a thread, at intervals that grow to three seconds."""
+
 LONGEST = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
 
@@ -102,6 +105,8 @@ class ThreadWorkers:
         self._jobs = jobs
         self._signal = threading.Semaphore(0)
         self._failures = 0
+        self._refused = 0  # starts of a thread by the system, one after the other
+        self._start_at: float | None = None  # when to try again
         self._ending = False
         # What is done now that has a limit of time, and by whom.
         self._held: dict[int, tuple[_Member, Entry]] = {}
@@ -117,7 +122,11 @@ class ThreadWorkers:
         self._later: list[tuple[float, int, Entry]] = []
 
     def start_missing(self) -> None:
-        """Start a thread for every index that has none."""
+        """Start a thread for every index that has none.
+
+        Raises:
+            RuntimeError: the system has no thread for us.
+        """
         with self._lock:
             for index in range(self._size):
                 if index not in self._threads and not self._ending:
@@ -128,7 +137,26 @@ class ThreadWorkers:
                         name=f"{self._name}-worker-{index}",
                         daemon=True,
                     )
-                    member.thread.start()
+                    try:
+                        member.thread.start()
+                    except BaseException:
+                        del self._threads[index]  # nobody else would, and all wait for its end
+                        raise
+
+    def _replace(self) -> None:
+        """As `start_missing`; where the system refuses, try again a few times, a moment later."""
+        try:
+            self.start_missing()
+            self._refused = 0
+        except RuntimeError as exc:
+            self._refused += 1
+            if self._refused > SYSTEM_ATTEMPTS:
+                index = next((i for i in range(self._size) if i not in self._threads), 0)
+                self.failure = WorkerStartFailed(index, self._refused, f"RuntimeError: {exc}")
+                self.failure.__cause__ = exc
+            else:
+                self._start_at = time.monotonic() + 0.05 * 2**self._refused
+                self._wake_by(self._start_at)
 
     # -- in a worker's thread ----------------------------------------------------------------------
 
@@ -147,7 +175,7 @@ class ThreadWorkers:
                 if not me.left:
                     del self._threads[index]
             if not me.left and not self._ending and self.failure is None:
-                self.start_missing()
+                self._replace()
             self.wake()
 
     def _initialize(self, me: _Member) -> bool:
@@ -257,6 +285,12 @@ class ThreadWorkers:
             while self._later and self._later[0][0] <= now:
                 self.tasks.put(heapq.heappop(self._later)[2])
             self._alarm = self._later[0][0] if self._later else None
+        if self._start_at is not None:
+            if now >= self._start_at:
+                self._start_at = None
+                self._replace()
+            else:
+                self._wake_by(self._start_at)
         for key, (member, entry) in self._held.copy().items():
             if entry.terms.timeout is not None:
                 due = entry.since + entry.terms.timeout
@@ -282,7 +316,7 @@ class ThreadWorkers:
         elif not self._retried(entry, (False, error)):
             self.put((job, index, (False, error)))
         if self.failure is None:
-            self.start_missing()
+            self._replace()
 
     def _leave(self, members: list[_Member]) -> None:
         """Leave these threads to themselves."""
@@ -299,7 +333,7 @@ class ThreadWorkers:
             members = [member for member in self._threads.values() if member.job == job]
         if members:
             self._leave(members)
-            self.start_missing()
+            self._replace()
 
     def runs(self, job: int) -> bool:
         """Whether a thread is in a task of this job now."""
