@@ -36,7 +36,7 @@ class DirectReceive:
 
     def __init__(self, reactor: Reactor, sched: Scheduler) -> None:
         self._reactor, self._sched = reactor, sched
-        self._turns: dict[int, _Turn] = {}  # by job
+        self.turns: dict[int, _Turn] = {}  # by job
         self._jobs: dict[int, int] = {}  # by worker
         self._muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
 
@@ -46,13 +46,13 @@ class DirectReceive:
     def begin(self, slot: Slot, job: int) -> None:
         """The answer of this job, which the worker is given now, is for the calling thread."""
         self._mute(slot, True)
-        turn = self._turns[job] = _Turn(slot)
+        turn = self.turns[job] = _Turn(slot)
         turn.thread = threading.get_ident()
         self._jobs[slot.index] = job
 
     def slot_of(self, job: int) -> Slot | None:
         """Return the worker from which a job's caller receives, None: he does not (any more)."""
-        turn = self._turns.get(job)
+        turn = self.turns.get(job)
         return None if turn is None else turn.slot
 
     def given(self, slot: Slot) -> None:
@@ -62,7 +62,7 @@ class DirectReceive:
 
     def end(self, job: int) -> Slot | None:
         """The caller polls no more; return his worker if its end was left for then to look at."""
-        turn = self._turns.pop(job, None)
+        turn = self.turns.pop(job, None)
         if turn is None:
             return None
         slot = turn.slot
@@ -78,10 +78,8 @@ class DirectReceive:
         It does when it is in a signal handler that has come into its wait; what it was waiting for,
         and what the handler will wait for, are then the engine's thread's to receive.
         """
-        if not self._turns:
-            return []
         me = threading.get_ident()
-        return [job for job, turn in self._turns.items() if turn.thread == me]
+        return [job for job, turn in self.turns.items() if turn.thread == me]
 
     def postpone_exit(self, slot: Slot) -> bool:
         """Whether a caller polls this worker's descriptors; its end is looked at when he has let
@@ -89,7 +87,7 @@ class DirectReceive:
         job = self._jobs.get(slot.index)
         if job is None:
             return False
-        self._turns[job].exit_pending = True
+        self.turns[job].exit_pending = True
         return True
 
     def gone(self, slot: Slot) -> None:

@@ -196,7 +196,9 @@ class Engine:
             while self._receive_direct(slot, task_range.job, events):
                 events = poll(1000)
         finally:
-            self._let_go(task_range.job)
+            # Looked at without the lock: a turn that has ended does not begin again.
+            if self._direct.slot_of(task_range.job) is not None:
+                self._let_go(task_range.job)
 
     @uninterrupted
     def _put_direct(self, task_range: TaskRange) -> Slot | None:
@@ -228,8 +230,9 @@ class Engine:
             self._replacement.let_go(job)
 
     def _leave_signal_handler(self) -> None:
-        for job in self._direct.of_this_thread():
-            self._replacement.let_go(job)
+        if self._direct.turns:
+            for job in self._direct.of_this_thread():
+                self._replacement.let_go(job)
 
     # -- starting and stopping -------------------------------------------------------------------
 

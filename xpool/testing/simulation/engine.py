@@ -96,7 +96,7 @@ class _Call:
             self.begun = True
             self.slot = engine._put_direct(self.task_range)
             if self.slot is not None:
-                engine._direct._turns[job].thread = -job  # each caller is a thread of its own
+                engine._direct.turns[job].thread = -job  # each caller is a thread of its own
         elif self.slot is not None:
             events = self.slot.poller.poll(0)
             if not engine._receive_direct(self.slot, job, events):
