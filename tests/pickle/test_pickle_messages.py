@@ -226,6 +226,7 @@ def test_class_in_many_threads_at_once() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+@pytest.mark.starts
 def test_after_fork() -> None:
     """A forked child pickles and loads, and knows the classes of the parent."""
 
