@@ -134,6 +134,7 @@ def test_torch_is_asked_where_nvml_is_not(monkeypatch: pytest.MonkeyPatch):
     assert [(place.memory, place.power) for place in places] == [(GIB, 1), (2 * GIB, 1)]
 
 
+@pytest.mark.starts
 def test_no_runtime_is_started():
     """Importing and placing leaves CUDA alone; ``import xpool`` leaves torch alone."""
     code = (

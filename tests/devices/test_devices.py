@@ -44,6 +44,7 @@ def test_one_worker_for_each_core_by_default(eight_cores: None):
     assert len(devices()) == 8
 
 
+@pytest.mark.starts
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity masks are Linux's")
 def test_usable_cores_are_those_of_the_mask():
     """A process that may run on one core only has one core to share out."""
@@ -166,6 +167,7 @@ def test_contexts_travel(eight_cores: None):
     assert repr(copy) == "DeviceContext(cpu:1, threads=4)"
 
 
+@pytest.mark.starts
 def test_enter_imports_nothing():
     """Binding a worker that does not use torch does not make it import torch."""
     code = (
@@ -176,6 +178,7 @@ def test_enter_imports_nothing():
     assert out.stdout == "False\n"
 
 
+@pytest.mark.starts
 @pytest.mark.torch
 def test_enter_sets_torchs_threads():
     """A worker whose torch is imported already gets the number all the same."""

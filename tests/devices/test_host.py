@@ -64,6 +64,7 @@ def test_chips_of_older_drivers(tmp_path: Path):
     assert [chip.file for chip in find_chips(tmp_path)] == [f"dev/accel{i}" for i in range(4)]
 
 
+@pytest.mark.starts
 def test_chip_held_by_a_process(tmp_path: Path):
     """Who has a chip's device file open is found, and `devices` says who, and what to do."""
     for i in range(2):
@@ -116,6 +117,7 @@ def test_workers_are_bound_near_their_chips(tmp_path: Path):
     assert both.cpus == (), "a worker whose chips are on two nodes is bound to neither"
 
 
+@pytest.mark.starts
 def test_this_machine():
     """Describing this machine imports no framework and names what is installed."""
     code = (
@@ -194,6 +196,7 @@ def build_nvml(folder: Path) -> str:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
+@pytest.mark.starts
 def test_nvml_is_read_as_its_header_says(tmp_path: Path):
     """Through a library with NVML's interface: identities, MIG instances, modes and nodes."""
     library = build_nvml(tmp_path)
@@ -207,6 +210,7 @@ def test_nvml_is_read_as_its_header_says(tmp_path: Path):
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build a library with")
+@pytest.mark.starts
 def test_what_gpus_have_left(tmp_path: Path):
     """Memory and idle time, of numbers and identities; all or none."""
     library = build_nvml(tmp_path)
