@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         MapResult as MapResult,
     )
     from xpool.worker.context import current_worker as current_worker
+    from xpool.workers.launch import preload as preload
 
 _homes = {
     "xpool.errors": (
@@ -103,6 +104,7 @@ _homes = {
     "xpool.pool.process": "Pool",
     "xpool.pool.spawn": "ProcessContext spawn start_processes",
     "xpool.pool.thread": "ThreadPool",
+    "xpool.workers.launch": "preload",
     "xpool.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
     "xpool.worker.context": "current_worker",
 }

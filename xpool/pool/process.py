@@ -41,12 +41,16 @@ from xpool.queue.messages import Mode
 from xpool.results import Job
 from xpool.worker.callables import Retried
 from xpool.worker.main_module import imported_by_worker
-from xpool.workers.launch import ForkServer, Launcher, ProcessLauncher, occupy_streams, search_path
+from xpool.workers.launch import (
+    ForkServer,
+    Launcher,
+    ProcessLauncher,
+    occupy_streams,
+    search_path,
+    wanted_modules,
+)
 
 __all__ = ["Pool", "limit_of"]
-
-PRELOAD = ("numpy", "numpy.random", "torch")
-"""Modules that the fork server imports when the program has: slow to import, safe to fork."""
 
 
 class Pool(AllWorkers):
@@ -518,8 +522,7 @@ def _launcher(context: BaseContext | str | None) -> Launcher:
     linux = sys.platform == "linux"
     if context is None or context == "forkserver":
         if linux:
-            preload = [name for name in PRELOAD if name in sys.modules]
-            return ForkServer.get(tuple(preload))
+            return ForkServer.get(wanted_modules())
         return ProcessLauncher(multiprocessing.get_context("spawn"))
     if isinstance(context, str):
         methods = multiprocessing.get_all_start_methods()

@@ -152,7 +152,9 @@ def _bind(orders: dict[str, Any]) -> None:
     environ = orders["environ"]
     for name in set(os.environ) - set(environ):
         del os.environ[name]
-    os.environ.update(environ)
+    for name, value in environ.items():
+        if os.environ.get(name) != value:  # to set all of them takes longer than a fork
+            os.environ[name] = value
     set_environment(orders["bind"])
     if orders["cpus"]:
         try:

@@ -7,6 +7,8 @@ code, the descriptor to wait on) and takes one order (a signal).
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import os
 import signal
 import socket
@@ -20,7 +22,16 @@ from typing import Any, Protocol
 from xpool.errors import OptionError
 from xpool.worker import entry
 
-__all__ = ["ForkServer", "Handle", "Launcher", "ProcessLauncher", "occupy_streams", "search_path"]
+__all__ = [
+    "ForkServer",
+    "Handle",
+    "Launcher",
+    "ProcessLauncher",
+    "occupy_streams",
+    "preload",
+    "search_path",
+    "wanted_modules",
+]
 
 
 class Handle(Protocol):
@@ -77,10 +88,66 @@ PRELOAD = ("xpool.worker.loop", "xpool.pool.process")
 LATER = ("dill",)
 """What it imports when the first workers run: few need it."""
 
+_NUMPY = ("numpy", "numpy.random")
+
+_preloaded: set[str] = set()  # what `preload` was asked for
+
 _START = (
     "import os, sys; sys.path[:] = {path!r}; "
     "from xpool.worker.server import main; os._exit(main({fd}, {preload!r}, {later!r}))"
 )
+
+
+def preload(*modules: str) -> None:
+    """Start the fork server now, in the background, and have it import these modules.
+
+    Call it first of all in a program that will import what takes long: the server, from which all
+    workers are forked, imports the same at the same time, and the first pool need not wait for it.
+    Without this the server is started with the first pool, and has torch, or numpy, if the program
+    has imported it.  Workers share the memory of what the server has imported.
+
+        import xpool
+
+        if __name__ == "__main__":
+            xpool.preload("torch")
+            import torch
+
+    Args:
+        modules: names, as in an ``import`` statement, of modules that start no threads and open no
+            devices when they are imported; the program need not import them.  What cannot be
+            imported the server says on stderr, and workers raise it where they need it.
+
+    Raises:
+        TypeError: something is not a name.
+        OSError: no process can be started.
+    """
+    for name in modules:
+        if not isinstance(name, str):
+            raise TypeError(f"preload takes names of modules, such as 'torch', not {name!r}")
+    _preloaded.update(modules)
+    if sys.platform == "linux":
+        ForkServer.get(wanted_modules()).start()
+
+
+def wanted_modules() -> tuple[str, ...]:
+    """Return what the server of the program as it is now is to import.
+
+    Of numpy and torch the largest: torch brings numpy, and who has asked for modules got a server
+    before it was known what these would bring to the program.
+    """
+    wanted = set(_preloaded)
+    if "torch" in sys.modules:
+        wanted.add("torch")
+    elif "numpy" in sys.modules and not wanted:
+        wanted.add("numpy")
+    return tuple(sorted(wanted))
+
+
+def _with_numpy(modules: tuple[str, ...]) -> list[str]:
+    """Return the modules, and what torch uses of numpy if that is installed."""
+    if not {"numpy", "torch"} & set(modules) or importlib.util.find_spec("numpy") is None:
+        return list(modules)
+    return [*_NUMPY, *modules]
 
 
 class ForkServer:
@@ -107,12 +174,8 @@ class ForkServer:
         Servers with other modules that have no workers are ended: they were for the program as
         it was before it imported something.
         """
+        cls.stop_idle(preload)
         with cls._lock:
-            for other in [s for s in cls._servers.values() if s.preload != preload]:
-                with other._sending:
-                    if not other._live:
-                        other._stop()
-                        del cls._servers[other.preload]
             return cls._servers.setdefault(preload, cls(preload))
 
     def start(self) -> None:
@@ -131,7 +194,7 @@ class ForkServer:
             order = _START.format(
                 path=search_path(),
                 fd=theirs.fileno(),
-                preload=[*PRELOAD, *self.preload],
+                preload=[*PRELOAD, *_with_numpy(self.preload)],
                 later=list(LATER),
             )
             self._process = subprocess.Popen(
@@ -157,8 +220,8 @@ class ForkServer:
                     self._stop()  # it died since we looked; a second time is no accident
                     self._start()
                     self._ask(boot.fileno(), theirs.fileno())
-            status = ours.detach()
-        self._live.add(status)
+                status = ours.detach()
+                self._live.add(status)  # before another thread may find this server idle
         return _Forked(status, self._live)
 
     def _ask(self, boot: int, status: int) -> None:
@@ -171,8 +234,19 @@ class ForkServer:
             self._sock.close()
             self._sock = None
         if self._process is not None:
+            self._process.kill()  # it may be importing, and has no workers that matter now
             self._process.wait()
             self._process = None
+
+    @classmethod
+    def stop_idle(cls, but: tuple[str, ...] | None = None) -> None:
+        """End the servers that have no workers, but for one."""
+        with cls._lock:
+            for other in [s for s in cls._servers.values() if s.preload != but]:
+                with other._sending:
+                    if not other._live:
+                        other._stop()
+                        del cls._servers[other.preload]
 
     @classmethod
     def stop_all(cls) -> None:
@@ -194,6 +268,7 @@ class ForkServer:
 
 
 os.register_at_fork(after_in_child=ForkServer.forget_all)
+atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those stop all others
 
 
 def occupy_streams() -> None:

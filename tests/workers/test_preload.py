@@ -1,0 +1,118 @@
+"""`xpool.preload`: the fork server starts early, and imports while the program does."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+import xpool
+
+pytestmark = pytest.mark.xpool_only
+
+SLOW = """
+    import os
+    PID = os.getpid()
+"""
+
+EARLY = """
+    import os, sys
+    import xpool
+    from support import leaks
+
+    def importer():
+        import slow
+        return slow.PID, os.getpid()
+
+    if __name__ == "__main__":
+        assert leaks.servers() == []
+        xpool.preload("slow")
+        (server,) = leaks.servers()
+        with xpool.Pool(2) as pool:
+            assert {pool.apply(importer)[0] for _ in range(4)} == {server}
+        pool.join()
+        import numpy
+        with xpool.Pool(1) as pool:
+            assert pool.apply(importer)[0] == server
+        pool.join()
+        assert leaks.servers() == [server] and "slow" not in sys.modules
+"""
+
+
+def test_preloaded_in_the_server(tmp_path):
+    """Workers have what was asked for from the server, once and for all pools; the program not."""
+    scripts.write(tmp_path / "slow.py", SLOW)
+    assert scripts.run_ok([scripts.write(tmp_path / "early.py", EARLY)]) == ""
+
+
+IMPORTED = """
+    import sys
+    import xpool
+    from support import leaks
+
+    def find():
+        return "numpy.random" in sys.modules, "torch" in sys.modules
+
+    if __name__ == "__main__":
+        xpool.preload("torch")
+        (server,) = leaks.servers()
+        import torch
+        with xpool.Pool(1) as pool:
+            assert pool.apply(find) == (True, True)
+        pool.join()
+        assert leaks.servers() == [server]
+"""
+
+
+@pytest.mark.torch
+def test_preloaded_torch_is_the_one(tmp_path):
+    """The server that was started early serves the program that has imported torch meanwhile."""
+    path = scripts.write(tmp_path / "imported.py", IMPORTED)
+    assert scripts.run_ok([path], limit=120) == ""
+
+
+UNKNOWN = """
+    import xpool
+
+    if __name__ == "__main__":
+        xpool.preload("no_such_module")
+        with xpool.Pool(1) as pool:
+            print(pool.apply(abs, (-3,)))
+        pool.join()
+"""
+
+
+def test_a_module_that_is_not_there(tmp_path):
+    """The server says so, and pools work."""
+    done = scripts.run([scripts.write(tmp_path / "unknown.py", UNKNOWN)])
+    assert (done.returncode, done.stdout) == (0, "3\n")
+    assert "cannot preload no_such_module" in done.stderr
+
+
+ENDS = """
+    import sys
+    import xpool
+    from support.waiting import Mailbox
+
+    if __name__ == "__main__":
+        box = Mailbox(sys.path[0] + "/mailbox")
+        xpool.preload("endless")
+        box.line()
+"""
+
+
+def test_the_program_ends_while_the_server_imports(tmp_path):
+    """Nobody waits for an import that goes on, and nothing is left of it."""
+    endless = """
+        import os, threading
+        from support.waiting import post
+        post(os.path.dirname(__file__) + "/mailbox", str(os.getpid()))
+        threading.Event().wait()
+    """
+    scripts.write(tmp_path / "endless.py", endless)
+    assert scripts.run_ok([scripts.write(tmp_path / "ends.py", ENDS)]) == ""
+
+
+def test_names_only():
+    """A module is refused: it would have been imported by the program first."""
+    with pytest.raises(TypeError, match="names of modules"):
+        xpool.preload(pytest)
