@@ -18,6 +18,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool.errors import OptionError
+from xpool.interrupt import shielded
 from xpool.worker import entry
 
 __all__ = ["ForkServer", "Handle", "Launcher", "ProcessLauncher", "occupy_streams", "search_path"]
@@ -196,6 +197,7 @@ class ForkServer:
 os.register_at_fork(after_in_child=ForkServer.forget_all)
 
 
+@shielded
 def occupy_streams() -> None:
     """Have descriptors 0 to 2 lead nowhere where the program has closed them.
 
