@@ -74,18 +74,10 @@ if TYPE_CHECKING:
     from xpool.pool.spawn import spawn as spawn
     from xpool.pool.spawn import start_processes as start_processes
     from xpool.pool.thread import ThreadPool as ThreadPool
-    from xpool.results import (
-        AsyncResult as AsyncResult,
-    )
-    from xpool.results import (
-        IMapIterator as IMapIterator,
-    )
-    from xpool.results import (
-        IMapUnorderedIterator as IMapUnorderedIterator,
-    )
-    from xpool.results import (
-        MapResult as MapResult,
-    )
+    from xpool.results import AsyncResult as AsyncResult
+    from xpool.results import MapResult as MapResult
+    from xpool.streams import IMapIterator as IMapIterator
+    from xpool.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool.worker.context import current_worker as current_worker
     from xpool.workers.launch import preload as preload
 
@@ -105,7 +97,8 @@ _homes = {
     "xpool.pool.spawn": "ProcessContext spawn start_processes",
     "xpool.pool.thread": "ThreadPool",
     "xpool.workers.launch": "preload",
-    "xpool.results": "AsyncResult IMapIterator IMapUnorderedIterator MapResult",
+    "xpool.results": "AsyncResult MapResult",
+    "xpool.streams": "IMapIterator IMapUnorderedIterator",
     "xpool.worker.context": "current_worker",
 }
 _where = {name: module for module, names in _homes.items() for name in names.split()}

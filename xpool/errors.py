@@ -256,10 +256,11 @@ class WorkerStartFailed(XPoolError):
 
 
 class PoolBroken(XPoolError):
-    """Workers died one after the other and no task was finished meanwhile: the pool has stopped.
+    """The pool has stopped: workers died one after the other and no task was finished meanwhile, or
+    an exception cut its own bookkeeping short.
 
     Fields: ``deaths`` (how many), ``seconds`` (in how short a time), ``last`` (the last of them,
-    as text).
+    as text; without deaths, the exception).
     """
 
     def __init__(self, deaths: int, seconds: float, last: str) -> None:
@@ -267,6 +268,11 @@ class PoolBroken(XPoolError):
         self.deaths, self.seconds, self.last = deaths, seconds, last
 
     def __str__(self) -> str:
+        if not self.deaths:
+            return (
+                f"{self.last}: this was raised in the midst of the pool's own bookkeeping. The "
+                "pool has stopped; mend the cause and make a new pool"
+            )
         return (
             f"{self.deaths} workers died within {self.seconds:.1f} s and no task was finished "
             f"between; the last: {self.last}. The pool has stopped; mend the cause and make a new "

@@ -1,4 +1,9 @@
-"""Waiting for another thread, whole at any moment: a signal handler may raise in it."""
+"""Waiting for another thread, whole at any moment: signal handlers may raise in it.
+
+Waiting is done on a lock of the waiter's own: it puts the lock in a list and looks again; whoever
+completes the result sets it ready first and opens the locks then.  So one of the two sees the
+other, and neither needs a lock that such a handler could leave locked.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["LOST_SIGNAL", "Waiters"]
+__all__ = ["LOST_SIGNAL", "Flag", "Waiters"]
 
 LOST_SIGNAL = 1.0
 """Seconds after which a wait begins anew.  A signal that comes when the interpreter has looked for
@@ -58,3 +63,26 @@ class Waiters:
                 lock.release()
             except RuntimeError:
                 continue  # woken already, and not yet gone from the list
+
+
+class Flag:
+    """As `threading.Event`, but whole at any moment: signal handlers may raise in its `wait`."""
+
+    __slots__ = ("_on", "_waiters")
+
+    def __init__(self) -> None:
+        self._on = False
+        self._waiters = Waiters()
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        return self._on
+
+    def set(self) -> None:
+        """Set it, for good."""
+        self._on = True
+        self._waiters.wake()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most ``timeout`` seconds (None: any time); False: it is not."""
+        return self._waiters.wait(self.is_set, timeout)

@@ -25,8 +25,9 @@ from support.scripts import popen, run_ok, write
 from support.waiting import eventually, wait_gone
 
 import xpool
-from xpool.interrupt import postponed
+from xpool.interrupt import keeps_clear, may_raise
 from xpool.memory.arena import Arena
+from xpool.worker.stopping import again
 
 MIB = 1 << 20
 
@@ -344,6 +345,7 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
         if mine is not None:
             mine.view(8)[:] = b"handler!"
 
+    keeps_clear(handler)
     before = signal.signal(signal.SIGUSR1, handler)
     stop = threading.Event()
 
@@ -416,7 +418,7 @@ def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
 
 
 def test_exceptions_that_are_postponed(make_pool: Callable[..., Any]) -> None:
-    """A handler that raises only where `postponed` allows it loses nothing at all."""
+    """A handler that raises only where it `may_raise` loses nothing at all."""
     make_pool(xpool.Pool, 1)  # what is free stays warm
     one = arena()
     armed: list[bool] = []
@@ -425,10 +427,14 @@ def test_exceptions_that_are_postponed(make_pool: Callable[..., Any]) -> None:
         pass
 
     def handler(signum: int, frame: Any) -> None:
-        if armed and not postponed(signum, frame):
+        if not armed:
+            return
+        if may_raise(frame):
             armed.clear()  # until the loop below is ready for the next
             raise Stop
+        _thread.start_new_thread(again, (signum,))
 
+    keeps_clear(handler)
     before = signal.signal(signal.SIGUSR1, handler)
     stop = threading.Event()
     threads = _thread._count()

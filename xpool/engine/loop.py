@@ -40,7 +40,7 @@ from xpool.engine.service import Service
 from xpool.engine.switchboard import Switchboard
 from xpool.engine.tidying import Tidying
 from xpool.errors import XPoolError
-from xpool.interrupt import uninterrupted
+from xpool.interrupt import deliver, interruptible, pending
 from xpool.jobs.budget import RestartBudget
 from xpool.jobs.scheduler import Scheduler, TaskRange
 from xpool.memory.arena import Arena
@@ -114,7 +114,6 @@ class Engine:
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
-    @uninterrupted
     def submit(self, *ranges: TaskRange) -> None:
         """Queue ranges of tasks and give them to whoever is idle.
 
@@ -133,7 +132,6 @@ class Engine:
                 self.sched.put(one)
             self._service.give_idle(direct_job)
 
-    @uninterrupted
     def feed(self, task_range: TaskRange) -> None:
         """See to it that a range to which items were appended is queued, and the idle get it."""
         with self.lock:
@@ -142,26 +140,22 @@ class Engine:
                     self.sched.put(task_range)
                 self._service.give_idle()
 
-    @uninterrupted
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that tasks call it by."""
         with self.lock:
             self._leave_signal_handler()
             return self._dispatcher.learn(mode, payload)
 
-    @uninterrupted
     def forget(self, func: int) -> None:
         """Let workers drop a function: its job is done."""
         with self.lock:
             self._dispatcher.forget(func, self.slots)
 
-    @uninterrupted
     def withdraw(self, job: int) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
         with self.lock:
             self._service.withdraw(job)
 
-    @uninterrupted
     def runs(self, job: int) -> bool:
         """Whether a worker is in a task of this job now."""
         with self.lock:
@@ -190,23 +184,27 @@ class Engine:
             slot = self._put_direct(task_range)
             if slot is None:
                 return
-            poll = slot.poller.poll
-            # Each second, since a call that a signal handler took away gets no answer here.
-            events = self._spin.look(poll) or poll(1000)
+            events = self._await_answer(slot, True)
             while self._receive_direct(slot, task_range.job, events):
-                events = poll(1000)
+                events = self._await_answer(slot, False)
         finally:
             # Looked at without the lock: a turn that has ended does not begin again.
             if self._direct.slot_of(task_range.job) is not None:
                 self._let_go(task_range.job)
 
-    @uninterrupted
+    @interruptible
+    def _await_answer(self, slot: Slot, look: bool) -> list[tuple[int, int]]:
+        if pending:
+            deliver()
+        poll = slot.poller.poll
+        # Each second, since a call that a signal handler took away gets no answer here.
+        return (look and self._spin.look(poll)) or poll(1000)
+
     def _put_direct(self, task_range: TaskRange) -> Slot | None:
         with self.lock:
             self._put((task_range,), task_range.job)
             return self._direct.slot_of(task_range.job)
 
-    @uninterrupted
     def _receive_direct(self, slot: Slot, job: int, events: list[tuple[int, int]]) -> bool:
         """Take what has come; return whether the caller is to go on polling."""
         with self.lock:
@@ -224,7 +222,6 @@ class Engine:
             self._replacement.let_go(job)
             return False
 
-    @uninterrupted
     def _let_go(self, job: int) -> None:
         with self.lock:
             self._replacement.let_go(job)
@@ -265,20 +262,17 @@ class Engine:
         """Whether no process is left and none will come."""
         return self._replacement.ended
 
-    @uninterrupted
     def start_missing(self) -> bool:
         """Start a process in every empty slot; True when there was one."""
         with self.lock:
             return self._replacement.start_missing()
 
-    @uninterrupted
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""
         with self.lock:
             self._replacement.retire_all()
             self._reactor.wake()
 
-    @uninterrupted
     def terminate(self) -> None:
         """Stop all workers now: asked first, and killed a moment later if they do not."""
         with self.lock:
@@ -286,7 +280,6 @@ class Engine:
             self._replacement.terminate()
             self._reactor.wake()
 
-    @uninterrupted
     def close(self) -> None:
         """Let go of the engine's own descriptors; all workers have ended."""
         with self.lock:
@@ -315,7 +308,6 @@ class Engine:
             with self.lock:
                 self._tidying.again()
 
-    @uninterrupted
     def wake(self) -> None:
         """Make the engine's thread look at the clock and the pool's state again."""
         with self.lock:

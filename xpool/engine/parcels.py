@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from xpool.errors import WorkerStartFailed
+from xpool.interrupt import by_handler
 from xpool.pickle import decode
 from xpool.queue.messages import ENTRY
 from xpool.results import Parcel, Unopened
@@ -43,6 +44,8 @@ def _decode(payload: bytes | memoryview) -> Any:
     try:
         return decode(payload)
     except Exception as exc:
+        if by_handler(exc):
+            raise
         return Unopened(exc)
 
 

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
-from xpool.interrupt import uninterrupted
+from xpool.interrupt import shielded
 from xpool.memory import seats
 from xpool.memory.block import Block, block_types, make_block_type
 from xpool.memory.layout import ENTRIES, HOLDS, PAGE, File
@@ -103,10 +103,16 @@ class Arena:
         """
         if sys.platform != "linux" or sys.maxsize < 2**32:
             return None
+        if cls._own is None:
+            cls._make_own()
+        return cls._own
+
+    @classmethod
+    @shielded
+    def _make_own(cls) -> None:
         with cls._making:
             if cls._own is None:
                 cls._own = cls._make(available_memory() // 2)
-            return cls._own
 
     @classmethod
     def _make(cls, limit: int, region: int = 0) -> Arena | None:
@@ -191,14 +197,14 @@ class Arena:
 
     # -- the process that made it ------------------------------------------------------------------
 
-    @uninterrupted
+    @shielded
     def begin(self) -> None:
         """Note that a pool of this process uses the arena."""
         with self._lock:
             self._engines += 1
             self._vacant.discard(self.seat)
 
-    @uninterrupted
+    @shielded
     def end(self) -> None:
         """Note that a pool has ended; after the last all free memory goes back at once."""
         with self._lock:
@@ -210,7 +216,7 @@ class Arena:
             self.trim(float("inf"))
         self._settle()
 
-    @uninterrupted
+    @shielded
     def take_seat(self) -> int | None:
         """Return a seat for a process to come; None when all are taken."""
         with self._lock:
@@ -221,7 +227,7 @@ class Arena:
                     return seat
             return None
 
-    @uninterrupted
+    @shielded
     def bury(self, seat: int) -> None:
         """Clear the holds of a process that has ended, and give its seat away again.
 
@@ -275,7 +281,7 @@ class Arena:
 
     # -- leasing and holding -----------------------------------------------------------------------
 
-    @uninterrupted
+    @shielded
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
         """Return a block of ``nbytes`` bytes that only this process holds.
 
@@ -300,7 +306,7 @@ class Arena:
             self._settle()
         return block
 
-    @uninterrupted
+    @shielded
     def adopt(self, name: int) -> Block:
         """Take hold of a block that another process, or this one, holds now.
 
@@ -325,7 +331,7 @@ class Arena:
         number = self._number_at(address)
         return number is not None and number in self._counts
 
-    @uninterrupted
+    @shielded
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
         number = self._number_at(address)
@@ -350,7 +356,7 @@ class Arena:
             self._settle()
         return block
 
-    @uninterrupted
+    @shielded
     def alone(self, block: Block) -> bool:
         """Whether this hold is the only one on its block, of any process."""
         self._settle()
@@ -375,7 +381,7 @@ class Arena:
         block: Block = made
         return block
 
-    @uninterrupted
+    @shielded
     def drop(self, number: int) -> None:
         """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
         if self._finalizing():
@@ -422,7 +428,7 @@ class Arena:
         """Whether this process holds blocks, or its region has memory: `trim` may find some."""
         return bool(self._counts) or self._region.filled
 
-    @uninterrupted
+    @shielded
     def trim(self, now: float | None = None) -> bool:
         """Give back memory of blocks that have been free for `IDLE` seconds before ``now``.
 
@@ -451,7 +457,7 @@ class Arena:
         """As the one that made the file: let guests that have ended hold nothing."""
         return self.seat == 0 and seats.clear_dead(self.file, self.file.fd, 0)
 
-    @uninterrupted
+    @shielded
     def statistics(self) -> dict[str, int]:
         """Return counts: bytes used by the whole program, blocks that this process made, those of
         them that somebody holds, and those of anybody that this process holds."""

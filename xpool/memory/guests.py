@@ -23,7 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from xpool.interrupt import uninterrupted
+from xpool.interrupt import shielded
 from xpool.memory import seats
 from xpool.memory.arena import IDLE, Arena, Block
 from xpool.memory.layout import ENTRIES, HOLDS, File
@@ -145,7 +145,7 @@ class Guest(Arena):
         """Whether the process that made the file has ended."""
         return not seats.alive(self.file.fd, 0)
 
-    @uninterrupted
+    @shielded
     def tidy(self) -> bool:
         """Leave when nothing is held since the last time; return whether one has stayed.
 
@@ -220,7 +220,7 @@ class Tickets:
         self._current: _Ticket | None = None
         self._out: deque[_Ticket] = deque()
 
-    @uninterrupted
+    @shielded
     def descriptor(self) -> int:
         """Return the ticket for the next message: small ones that follow each other share one.
 
@@ -233,7 +233,7 @@ class Tickets:
             self._next += 1
         return self._current.fd
 
-    @uninterrupted
+    @shielded
     def sent(self, blocks: Iterable[Block]) -> None:
         """Keep the blocks of a message that has gone with `descriptor`."""
         ticket = self._current
@@ -245,7 +245,7 @@ class Tickets:
             self.retire()
         self.sweep(_LOOKS)
 
-    @uninterrupted
+    @shielded
     def retire(self) -> None:
         """Let nothing more go under the ticket at hand, so that it can come back."""
         ticket = self._current
@@ -255,7 +255,7 @@ class Tickets:
             if ticket.blocks:
                 self._out.append(ticket)
 
-    @uninterrupted
+    @shielded
     def sweep(self, most: int | None = None) -> bool:
         """Let go of the blocks whose tickets have come back, of the ``most`` oldest or of all.
 
@@ -291,7 +291,7 @@ def tickets_of(arena: Arena) -> Tickets:
     return found
 
 
-@uninterrupted
+@shielded
 def settle() -> bool:
     """Let go of all that has arrived; return whether something is still on its way."""
     with passing:

@@ -15,6 +15,7 @@ from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 from xpool.errors import TaskNotPicklable
+from xpool.interrupt import by_handler
 
 __all__ = ["refusal"]
 
@@ -130,6 +131,8 @@ def _repr(obj: Any) -> str:
     try:
         return reprlib.repr(obj)
     except Exception as error:  # a __repr__ that raises
+        if by_handler(error):
+            raise
         return f"whose repr raises {type(error).__name__}"
 
 

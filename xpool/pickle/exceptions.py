@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 from xpool.errors import RemoteTraceback, ResultNotPicklable
+from xpool.interrupt import by_handler
 from xpool.pickle import hooks
 from xpool.pickle.globals_received import missing_global
 from xpool.pickle.hooks import Context
@@ -104,7 +105,9 @@ def _travels(obj: Any) -> bool:
 
     try:
         decode(encode(obj, main_globals=False))
-    except Exception:  # whatever the object's own code raises: it does not travel
+    except Exception as exc:  # whatever the object's own code raises: it does not travel
+        if by_handler(exc):
+            raise
         return False
     return True
 

@@ -19,6 +19,7 @@ from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
+from xpool.interrupt import by_handler
 from xpool.memory.arena import Block
 from xpool.memory.window import window
 from xpool.pickle.forking import reducer_for
@@ -198,7 +199,9 @@ def _found(module_name: Any, path: str) -> Any:
     if module is None:
         try:
             module = import_module(module_name)
-        except Exception:  # whatever a module does when it is imported: not found
+        except Exception as exc:  # whatever a module does when it is imported: not found
+            if by_handler(exc):
+                raise
             return None
     obj = module
     for part in path.split("."):

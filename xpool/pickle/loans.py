@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from xpool.errors import DeviceError, TaskNotPicklable
-from xpool.interrupt import uninterrupted
+from xpool.interrupt import shielded, uninterrupted
 from xpool.memory.arena import Arena, Block
 from xpool.memory.layout import ENTRIES
 from xpool.pickle import cuda
@@ -204,7 +204,7 @@ def sweep(everything: bool = False) -> bool:
     return bool(_lent)
 
 
-@uninterrupted
+@shielded
 def _take_back(everything: bool) -> bool:
     found = False
     with _lock:

@@ -36,6 +36,7 @@ from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from xpool.interrupt import by_handler
 from xpool.memory.arena import Block
 from xpool.pickle import main
 from xpool.pickle.changes import mark as mark_of
@@ -243,6 +244,8 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
             raise TypeError(f"each process has a {type(value).__name__} of its own")
         place, data, names = _pickled(value, layout)
     except Exception as error:  # of any object's own __reduce__
+        if by_handler(error):
+            raise
         # A pool says so itself.  A worker has, as a fork would, what was there before it.
         itself = isinstance(error, NotImplementedError) and main.source() is not None
         alone = itself or _only_top_level(name)

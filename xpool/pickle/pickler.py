@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from xpool.errors import OptionError, XPoolError
+from xpool.interrupt import by_handler
 from xpool.memory.arena import Arena, Block
 from xpool.pickle import (
     arrays,
@@ -168,6 +169,8 @@ def encode(
         try:
             pickler.dump(obj)
         except Exception as error:
+            if by_handler(error):
+                raise
             result = _pickle(obj, layout, False, error)
         else:
             data = _at_once(pickler, main_globals)
@@ -342,6 +345,8 @@ def _pickle(
         try:
             fast.dump(obj)
         except Exception as first:
+            if by_handler(first):
+                raise
             error = first
         else:
             return _finish(fast, obj, layout, blob)
@@ -381,6 +386,8 @@ def _by_dill(
         except (XPoolError, MemoryError):
             raise
         except Exception as second:
+            if by_handler(second):
+                raise
             without = isinstance(second, ImportError) and second.name == "dill"
             # The first error is about the culprit unless dill could do what it names.
             if not (without or type(error) is TypeError or diagnose.foreign_frame(error)):
@@ -412,9 +419,13 @@ def fails(obj: Any) -> BaseException | None:
     try:
         _FastPickler(_PLAIN).dump(obj)
     except Exception as error:
+        if by_handler(error):
+            raise
         try:
             _run_dill(obj, _PLAIN, False, False, None)
         except Exception as second:
+            if by_handler(second):
+                raise
             return error if type(error) is TypeError else second
     return None
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xpool.engine.face import EngineFace
-from xpool.errors import PeerLost, RemoteTraceback, TaskTimeout
+from xpool.errors import PeerLost, PoolClosed, RemoteTraceback, TaskTimeout
+from xpool.interrupt import shielded
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.options import Terms, label
 from xpool.pickle.broadcast import Broadcast, broadcast
@@ -88,17 +89,15 @@ class AllWorkers(BasePool):
     ) -> list[Any]:
         """``patience``: seconds in which the others may end by themselves when one has failed."""
         terms = self._terms(timeout, 0, ())
-        with self._order:  # the workers come to the calls by number
-            job = AllWorkersResult(next(self._job_numbers), name or label(func), self, self._size)
-            job.terms = terms
-            self._enter(job, self._size)
-            try:
-                self._engine.submit(*self._spans_for_all(job, (func, args, {}), terms))
-            except BaseException:
-                self._cancel(job)
-                raise
+        job = AllWorkersResult(0, name or label(func), self, self._size)
+        job.terms = terms
         try:
+            with self._order:  # the workers come to the calls by number
+                job.number = next(self._job_numbers)
+                self._start_on_all(job, (func, args, {}), terms)
             return job.get()
+        except PoolClosed:
+            raise
         except BaseException as exc:
             if isinstance(exc, Exception):
                 job.wait(patience)
@@ -107,6 +106,15 @@ class AllWorkers(BasePool):
             until = time.monotonic() + STOPPING
             while self._engine.runs(job.number) and time.monotonic() < until:
                 time.sleep(0.002)
+            raise
+
+    @shielded
+    def _start_on_all(self, job: AllWorkersResult, call: Any, terms: Terms) -> None:
+        self._enter(job, self._size)
+        try:
+            self._engine.submit(*self._spans_for_all(job, call, terms))
+        except BaseException as exc:
+            self._give_up(job, exc)
             raise
 
     def create_group(self, backend: str = "gloo", *, timeout: float = 60) -> WorkerGroup:

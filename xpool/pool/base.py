@@ -29,31 +29,26 @@ from xpool.engine.face import WorkerBackend
 from xpool.errors import (
     InternalError,
     OptionError,
+    PoolBroken,
     PoolClosed,
     TaskCancelled,
     TimeoutError,
     XPoolError,
 )
-from xpool.interrupt import install, uninterrupted
+from xpool.interrupt import interruptible, shielded
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.options import (
     check_callable,
     check_iterable,
     resolve_processes,
 )
-from xpool.pool.callbacks import Callbacks, join_thread
+from xpool.pool.callbacks import Callbacks, see_off
 from xpool.pool.hooks import Carried
 from xpool.pool.input_reader import InputReader
 from xpool.pool.verbs import Verbs
-from xpool.results import (
-    AsyncResult,
-    Job,
-    Parcel,
-    Stream,
-    exception_in,
-    tasks_in,
-)
-from xpool.waiters import LOST_SIGNAL
+from xpool.results import AsyncResult, Job, Parcel, exception_in, tasks_in
+from xpool.streams import Stream
+from xpool.waiters import Flag
 
 if TYPE_CHECKING:
     from xpool.pool.futures import PoolExecutor
@@ -64,7 +59,13 @@ TURN = 0.1
 """Seconds for which the engine's thread waits in `pool_outqueue_get` of a pool of people's own."""
 
 _numbers = itertools.count(1)
-_pools: weakref.WeakSet[BasePool] = weakref.WeakSet()
+# Those that have not ended.  Not a WeakSet, which runs Python code when a pool is dropped: what a
+# signal handler raises there is lost.
+_pools: dict[int, weakref.ref[BasePool]] = {}
+
+
+def _living() -> list[BasePool]:
+    return [pool for ref in list(_pools.values()) if (pool := ref()) is not None]
 
 
 class BasePool(Verbs):
@@ -96,7 +97,6 @@ class BasePool(Verbs):
         *,
         name: str | None = None,
     ) -> None:
-        install()
         self.context = context
         self._size = resolve_processes(processes)
         if initializer is not None:
@@ -121,28 +121,53 @@ class BasePool(Verbs):
         self._callbacks = Callbacks(self.name)
         self._failure: BaseException | Parcel | None = None
         self._drained = False
-        self._finished = threading.Event()
+        self._finished = Flag()
         self._counts = {"submitted": 0, "succeeded": 0, "failed": 0}
         self._maintained = time.monotonic()
-        self.setup_queues()
         try:
-            self.repopulate_pool()
+            self._begin()
         except BaseException:
-            self.terminate_workers()
+            if self._state is PoolStates.RUN:
+                self.terminate()  # a signal handler has raised when all was done
+            raise
+
+    @shielded
+    def _begin(self) -> None:
+        there, ref = False, None
+        try:
+            self._set_up()
+            there = True
+            self._populate()
+            ref = weakref.ref(self)
+            self._thread = threading.Thread(
+                target=_main,
+                args=(ref, self._backend, self._callbacks, self._feeders),
+                name=f"{self.name}-engine",
+                daemon=True,
+            )
+            self._state = PoolStates.RUN
+            _pools[id(ref)] = ref
+            self._thread.start()
+        except BaseException:
+            _pools.pop(id(ref), None)
+            self._state = PoolStates.TERMINATE
+            if there or self._backend is not None:
+                self.terminate_workers()
             if self._backend is not None:
                 while not self._backend.ended:
                     self._backend.wait()
                 self._backend.close()
             raise
-        self._state = PoolStates.RUN
-        self._thread = threading.Thread(
-            target=_main,
-            args=(weakref.ref(self), self._backend, self._callbacks, self._feeders),
-            name=f"{self.name}-engine",
-            daemon=True,
-        )
-        _pools.add(self)
-        self._thread.start()
+
+    # The hooks of a pool of people's own may wait; the built-in pools shield theirs again.
+
+    @interruptible
+    def _set_up(self) -> None:
+        self.setup_queues()
+
+    @interruptible
+    def _populate(self) -> None:
+        self.repopulate_pool()
 
     # -- looking at it -----------------------------------------------------------------------------
 
@@ -191,7 +216,6 @@ class BasePool(Verbs):
             # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
             self._check_running()
 
-    @uninterrupted
     def _entered(self, job: Job, tasks: int) -> bool:
         with self._lock:
             if self._state is not PoolStates.RUN:
@@ -202,7 +226,6 @@ class BasePool(Verbs):
 
     # -- answers -----------------------------------------------------------------------------------
 
-    @uninterrupted
     def _pump(self, timeout: float = 0.0) -> None:
         """Deliver what has arrived, waiting at most ``timeout`` seconds for the first."""
         try:
@@ -213,7 +236,6 @@ class BasePool(Verbs):
         except (queue.Empty, builtins.TimeoutError):
             return
 
-    @uninterrupted
     def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
         with self._delivering:
             job = self._jobs.get(number)
@@ -228,7 +250,6 @@ class BasePool(Verbs):
             if job.deliver(index, ok, value):
                 self._complete(job)
 
-    @uninterrupted
     def _end(self, number: int, length: int, input_reader: InputReader) -> None:
         """The input of a stream has ended."""
         self._feeders.discard(input_reader)
@@ -239,7 +260,6 @@ class BasePool(Verbs):
             if isinstance(job, Stream) and job.end(length):
                 self._complete(job)
 
-    @uninterrupted
     def _complete(self, job: Job) -> None:
         if job.has_callback:
             assert isinstance(job, AsyncResult)
@@ -248,13 +268,13 @@ class BasePool(Verbs):
             self._forget(job)
             job.release()
 
-    @uninterrupted
     def _forget(self, job: Job) -> None:
         """Strike a job off; the engine's thread looks whether it was the last."""
         self._jobs.pop(job.number, None)
         if self._state is not PoolStates.RUN:
             self._wake()
 
+    @shielded
     def _cancel(self, job: Job) -> bool:
         """Answer a job with `TaskCancelled`, and have its tasks stopped; False: it was answered."""
         story = f"{job.label} was cancelled before it had a result"
@@ -263,7 +283,6 @@ class BasePool(Verbs):
         self._withdraw(job)
         return True
 
-    @uninterrupted
     def _fail_jobs(
         self, jobs: Iterable[Job], exc: BaseException | Parcel, call_back: bool = True
     ) -> int:
@@ -288,6 +307,7 @@ class BasePool(Verbs):
 
     # -- ending ------------------------------------------------------------------------------------
 
+    @shielded
     def close(self) -> None:
         """Take no more work; the workers end when all that was submitted is answered."""
         with self._lock:
@@ -296,6 +316,15 @@ class BasePool(Verbs):
 
     def terminate(self) -> None:
         """Stop the workers now.  What is not answered yet fails with `PoolClosed`."""
+        if (
+            self._stop()
+            and self._terminate_waits
+            and threading.current_thread() is not self._thread
+        ):
+            self._finished.wait()
+
+    @shielded
+    def _stop(self) -> bool:
         with self._lock:
             self._state = step(POOL, self._state, PoolEvent.TERMINATE)
             jobs = list(self._jobs.values())
@@ -308,9 +337,7 @@ class BasePool(Verbs):
         _stop_feeders(self._feeders)
         if running:
             self._wake()
-            if self._terminate_waits and threading.current_thread() is not self._thread:
-                while not self._finished.wait(LOST_SIGNAL):
-                    continue
+        return running
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended; `close` or `terminate` must have been called.
@@ -325,7 +352,10 @@ class BasePool(Verbs):
         if self._callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not (join_thread(self._thread, deadline) and self._callbacks.join(deadline)):
+        ended = self._finished.wait(timeout) and self._callbacks.join(deadline)
+        if ended:
+            see_off(self._thread)
+        else:
             raise TimeoutError(
                 f"{self.name} has not ended after {timeout} s: {self!r}; terminate() stops what "
                 "its workers do"
@@ -408,9 +438,12 @@ class BasePool(Verbs):
         backend = self._backend
         self._pump(0.0 if backend is not None else TURN)
         if backend is not None:
-            if backend.failure is not None and self._failure is None:
+            failure = backend.failure
+            if self._torn is not None:
+                failure = PoolBroken(0, 0.0, f"{type(self._torn).__name__}: {self._torn}")
+            if failure is not None and self._failure is None:
                 self._pump()
-                self._break(backend.failure)
+                self._break(failure)
         elif time.monotonic() - self._maintained >= TURN:
             self._maintained = time.monotonic()
             if self._state is not PoolStates.TERMINATE and self.maintain_pool():
@@ -476,7 +509,20 @@ def _main(
     callbacks: Callbacks,
     feeders: set[InputReader],
 ) -> None:
-    """The engine's thread.  Between two turns it holds no pool, so that one can be dropped."""
+    """The engine's thread."""
+    try:
+        _run(ref, backend, callbacks, feeders)
+    finally:
+        _pools.pop(id(ref), None)
+
+
+def _run(
+    ref: weakref.ref[BasePool],
+    backend: WorkerBackend | None,
+    callbacks: Callbacks,
+    feeders: set[InputReader],
+) -> None:
+    """Take turns until the end.  Between two of them, no pool is held: so one can be dropped."""
     go_on = True
     while go_on:
         trouble: BaseException | None = None
@@ -526,7 +572,7 @@ def _disband(backend: WorkerBackend | None) -> None:
 
 
 def _after_fork_in_child() -> None:
-    for pool in list(_pools):
+    for pool in _living():
         pool._after_fork_in_child()
     _pools.clear()
 
@@ -537,7 +583,7 @@ at_exit: list[Callable[[], None]] = []
 
 @atexit.register
 def _at_exit() -> None:
-    for pool in list(_pools):
+    for pool in _living():
         if not pool._finished.is_set():
             pool.terminate()
     for last in at_exit:

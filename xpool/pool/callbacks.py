@@ -12,20 +12,21 @@ import sys
 import threading
 import time
 
+from xpool.interrupt import shielded
 from xpool.results import AsyncResult, local
-from xpool.waiters import LOST_SIGNAL
+from xpool.waiters import Flag
 
-__all__ = ["Callbacks", "join_thread"]
+__all__ = ["Callbacks", "see_off"]
 
 
-def join_thread(thread: threading.Thread, deadline: float | None = None) -> bool:
-    """Wait for a thread to end, open to Ctrl-C at any moment; False: not before the deadline."""
-    while thread.is_alive():
-        left = LOST_SIGNAL if deadline is None else deadline - time.monotonic()
-        if left <= 0:
-            return False
-        thread.join(min(left, LOST_SIGNAL))
-    return True
+@shielded
+def see_off(thread: threading.Thread) -> None:
+    """Wait for a thread that has said that it ends.
+
+    That is what is waited for where it may take long: `Thread.join`, cut short by a signal handler
+    that raises, takes the thread for ended (bpo-45274).
+    """
+    thread.join()
 
 
 class Callbacks:
@@ -36,7 +37,7 @@ class Callbacks:
         self._queue: queue.SimpleQueue[AsyncResult | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the two below
         self._runner: threading.Thread | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads: list[tuple[threading.Thread, Flag]] = []
 
     def add(self, job: AsyncResult) -> None:
         """Have the callback of a settled job run; the job is completed after it."""
@@ -46,9 +47,12 @@ class Callbacks:
                 self._start()
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name=f"{self._name}-callbacks", daemon=True)
+        ended = Flag()
+        thread = threading.Thread(
+            target=self._run, args=(ended,), name=f"{self._name}-callbacks", daemon=True
+        )
         self._runner = thread
-        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+        self._threads = [(t, e) for t, e in self._threads if t.is_alive()] + [(thread, ended)]
         thread.start()
 
     def _relieve(self) -> None:
@@ -58,9 +62,16 @@ class Callbacks:
 
     def runs_here(self) -> bool:
         """Whether the calling thread is running a callback of this pool."""
-        return threading.current_thread() in self._threads
+        me = threading.current_thread()
+        return any(thread is me for thread, _ in self._threads)
 
-    def _run(self) -> None:
+    def _run(self, ended: Flag) -> None:
+        try:
+            self._serve()
+        finally:
+            ended.set()
+
+    def _serve(self) -> None:
         local.blocking = self._relieve
         while True:
             job = self._queue.get()
@@ -87,4 +98,9 @@ class Callbacks:
     def join(self, deadline: float | None = None) -> bool:
         """Wait for the threads to end; `stop` was called.  False: not before the deadline."""
         me = threading.current_thread()
-        return all(join_thread(t, deadline) for t in self._threads if t is not me)
+        for thread, ended in self._threads:
+            if thread is not me:
+                if not ended.wait(None if deadline is None else deadline - time.monotonic()):
+                    return False
+                see_off(thread)
+        return True

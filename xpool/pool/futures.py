@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 from xpool.options import check_count
-from xpool.results import AsyncResult, IMapIterator
+from xpool.results import AsyncResult
+from xpool.streams import IMapIterator
 
 if TYPE_CHECKING:
     from xpool.pool.base import BasePool

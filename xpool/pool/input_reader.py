@@ -7,10 +7,12 @@ there; and pickled there, item by item, so that an item that cannot be pickled f
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from xpool.pickle.frame import weight
+from xpool.streams import Shelf
 from xpool.waiters import Waiters
 
 __all__ = ["InputReader", "FlowControl"]
@@ -26,10 +28,10 @@ class FlowControl:
     """How far ahead the input reader may be: of the workers, and with a buffersize of the consumer.
 
     ``drawn`` and ``bytes_in`` are the input reader's, ``taken_*`` the engine's (under its lock),
-    ``consumed`` the consumer's; each only grows.
+    `Shelf` the consumer's; each only grows.
     """
 
-    def __init__(self, buffersize: int | None, workers: int) -> None:
+    def __init__(self, buffersize: int | None, workers: int, shelf: Shelf) -> None:
         self._buffersize = buffersize
         self._ahead = AHEAD_ITEMS * workers
         self._waiters = Waiters()
@@ -40,13 +42,19 @@ class FlowControl:
         self.bytes_in = 0
         self.taken_items = 0
         self.taken_bytes = 0
-        self.consumed = 0
+        self._shelf = weakref.ref(shelf)  # of an iterator that may be dropped
 
     def _open(self) -> bool:
         if self.stopped:
             return True
-        if self._buffersize is not None and self.drawn - self.consumed >= self._buffersize:
-            return False
+        if self._buffersize is not None:
+            shelf = self._shelf()
+            if shelf is None:
+                # `stop` tells so at once, unless a signal handler has raised in the finalizer.
+                self.stopped = True
+                return True
+            if self.drawn - shelf.handed_out >= self._buffersize:
+                return False
         ahead = self.put - self.taken_items
         return ahead < self._ahead and (
             ahead == 0 or self.bytes_in - self.taken_bytes < AHEAD_BYTES
@@ -74,9 +82,8 @@ class FlowControl:
         if self._waiting and 2 * (self.put - self.taken_items) <= self._ahead:
             self._waiters.wake()
 
-    def handed_out(self, n: int) -> None:
-        """Note that the consumer has taken ``n`` results."""
-        self.consumed += n
+    def handed_out(self) -> None:
+        """Look again: the consumer has taken something."""
         if self._waiting:
             self._waiters.wake()
 

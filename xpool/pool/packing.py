@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.errors import OptionError, TaskNotPicklable
+from xpool.interrupt import deliver, interruptible, pending
 from xpool.memory.arena import Arena, Block
 from xpool.options import check_count
 from xpool.pickle import encode
@@ -42,6 +43,7 @@ class Packer:
         layout = self.layout._replace(kept=True) if kept else self.layout
         return encode(obj, recurse=self.recurse, layout=layout)
 
+    @interruptible
     def pack_task(self, task: Any, kept: bool, worker: int | None) -> tuple[Payload, int | None]:
         """Pickle a task for a worker (None: any, -1: the least loaded); return with it which.
 
@@ -50,6 +52,8 @@ class Packer:
         if it lies on a GPU which that worker sees, and copied if not.  With tensors on GPUs of
         this process it is one that sees these, and one that does not is refused.
         """
+        if pending:
+            deliver()
         payload = self.pack(task, kept)
         if type(payload) is not Leased:
             return payload, worker
@@ -76,8 +80,11 @@ class Packer:
         # If no worker sees all of them, the first will be refused with the tensor that it lacks.
         return able[next(self._turns) % len(able)] if able else 0
 
+    @interruptible
     def pack_option(self, name: str, obj: Any) -> bytes:
         """Pickle what every worker gets when it starts, and each that replaces one."""
+        if pending:
+            deliver()
         # Each copies what it gets, from one block, whichever GPU it sees.
         layout = self.layout._replace(kept=True, lends=None)
         try:

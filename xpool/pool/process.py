@@ -17,6 +17,7 @@ from typing import Any
 from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.errors import OptionError
+from xpool.interrupt import by_handler, shielded
 from xpool.jobs.scheduler import TaskRange
 from xpool.options import (
     Terms,
@@ -132,9 +133,8 @@ class Pool(AllWorkers):
             check_count("restart_budget", restart_budget)
         self._restart_budget = restart_budget
         self._seed = os.urandom(16) if seed is None else str(seed).encode()
-        cls = type(self)
         # Shortcuts are for those who have not put their own hook in the way.
-        self._direct = cls.pool_inqueue_put is Pool.pool_inqueue_put
+        self._direct = type(self).pool_inqueue_put is Pool.pool_inqueue_put
         super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
 
     _keeps_terms = True
@@ -142,6 +142,7 @@ class Pool(AllWorkers):
 
     # -- hooks -----------------------------------------------------------------------------------
 
+    @shielded
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
         launcher = _launcher(self.context)
@@ -205,6 +206,7 @@ class Pool(AllWorkers):
                 return results.popleft()
         raise queue.Empty
 
+    @shielded
     def repopulate_pool(self) -> None:
         """Start the workers that are missing."""
         self._engine.start_missing()
@@ -273,6 +275,8 @@ class Pool(AllWorkers):
             try:
                 payload, worker = self._packer.pack_task(chunk, terms.retries > 0, owner)
             except Exception as error:
+                if by_handler(error):
+                    raise
                 # It fails alone; what comes after it is a task range of its own.
                 failed.append((i, error))
                 task_ranges.append(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from xpool.interrupt import shielded
 from xpool.options import check_count, check_seconds, check_seed, check_share_method
 from xpool.pool.base import BasePool
 from xpool.pool.hooks import Result, Task, each, star_each
@@ -62,6 +63,7 @@ class ThreadPool(BasePool):
         self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
         super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
 
+    @shielded
     def setup_queues(self) -> None:
         """Make the queue that the threads take from."""
         self._threads = ThreadWorkers(
@@ -103,6 +105,7 @@ class ThreadPool(BasePool):
             return result
         raise queue.Empty
 
+    @shielded
     def repopulate_pool(self) -> None:
         """Start the threads that are missing."""
         self._threads.start_missing()

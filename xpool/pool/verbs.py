@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from xpool.errors import OptionError
+from xpool.errors import OptionError, XPoolError
+from xpool.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool.jobs.states import PoolStates
 from xpool.options import (
     Exceptions,
@@ -23,7 +24,8 @@ from xpool.options import (
 )
 from xpool.pool.hooks import Hooks, each, star, star_each
 from xpool.pool.input_reader import FlowControl, InputReader
-from xpool.results import AsyncResult, IMapIterator, IMapUnorderedIterator, Job, MapResult, Stream
+from xpool.results import AsyncResult, Job, MapResult
+from xpool.streams import IMapIterator, IMapUnorderedIterator, Stream
 
 __all__ = ["Verbs"]
 
@@ -38,6 +40,8 @@ class Verbs(Hooks):
     _state: PoolStates
     _job_numbers: itertools.count[int]
     _feeders: set[InputReader]
+    # What was raised in the midst of the pool's own bookkeeping: it cannot go on.
+    _torn: BaseException | None = None
     _task_timeout: float | None = None
     # Whether this pool knows when its workers begin a task, and can stop them.
     _keeps_terms = False
@@ -227,12 +231,23 @@ class Verbs(Hooks):
             args = check_args(func, args, kwds, self._gives_context)
         job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
         job.terms = terms
+        self._start_call(job, func, args, kwds, terms)
+        return job
+
+    @shielded
+    def _start_call(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwds: dict[str, Any],
+        terms: Terms,
+    ) -> None:
         self._enter(job, 1)
         try:
             self._submit_call(job, func, args, kwds, terms)
         except BaseException as exc:
             self._give_up(job, exc)
-        return job
 
     def _map(
         self,
@@ -258,11 +273,24 @@ class Verbs(Hooks):
         number = next(self._job_numbers)
         job = MapResult(number, label(func), self, tasks, size > 1, callback, error_callback)
         job.terms = terms
-        self._enter(job, tasks)
+        self._start_map(job, func, starred, items, size, terms)
+        return job
+
+    @shielded
+    def _start_map(
+        self,
+        job: MapResult,
+        func: Callable[..., Any],
+        starred: bool,
+        items: Sequence[Any],
+        size: int,
+        terms: Terms,
+    ) -> None:
+        self._enter(job, -(-len(items) // size))
         if not items:
             job.settled = True
             self._complete(job)
-            return job
+            return
         if size == 1:
             chunks: Iterable[Any] = items
         else:
@@ -271,8 +299,8 @@ class Verbs(Hooks):
             self._submit_each(job, func, starred, size > 1, chunks, terms)
         except BaseException as exc:
             self._give_up(job, exc)
-        return job
 
+    @shielded
     def _imap(
         self,
         kind: type[It],
@@ -290,7 +318,7 @@ class Verbs(Hooks):
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
         results = kind(label(func), self, size > 1)
-        flow = FlowControl(buffersize, self._size)
+        flow = FlowControl(buffersize, self._size, results.shelf)
         if buffersize is not None:
             results.taken, results.chunksize = flow.handed_out, size
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
@@ -321,14 +349,27 @@ class Verbs(Hooks):
         self._feeders.add(input_reader)
         if self._state is PoolStates.TERMINATE:
             flow.stop()  # since we entered the job; nobody else would
-        input_reader.thread.start()
+        try:
+            input_reader.thread.start()
+        except BaseException as exc:
+            self._feeders.discard(input_reader)
+            self._fail_jobs([job], exc)
+            raise
         return results
 
     def _give_up(self, job: Job, exc: BaseException) -> None:
-        """What could not be sent fails through its result; an interrupt, here and now."""
-        self._withdraw(job)
-        self._fail_jobs([job], exc)
-        if not isinstance(exc, Exception):
+        """What could not be sent fails through its result; what a signal raised, here and now."""
+        try:
+            self._withdraw(job)
+            self._fail_jobs([job], exc)
+            torn = cut_short(exc) and not isinstance(exc, XPoolError)
+        except BaseException:  # as the first: there is no stack left, for one
+            torn = True
+        if torn:
+            # The engine's thread ends the pool, at the latest when something else wakes it.
+            self._torn = exc
+            self._wake()
+        if torn or not isinstance(exc, Exception) or by_handler(exc):
             raise exc
 
     def _withdraw(self, job: Job) -> None:
@@ -348,6 +389,7 @@ class Verbs(Hooks):
 
     # -- from job to tasks: by the hooks; the process pools have shortcuts -------------------------
 
+    @interruptible
     def _submit_call(
         self,
         job: Job,
@@ -356,8 +398,11 @@ class Verbs(Hooks):
         kwds: dict[str, Any],
         terms: Terms,
     ) -> None:
+        if pending:
+            deliver()
         self.pool_inqueue_put((job.number, 0, func, args, kwds))
 
+    @interruptible
     def _submit_each(
         self,
         job: Job,
@@ -369,8 +414,12 @@ class Verbs(Hooks):
     ) -> None:
         for i, chunk in enumerate(chunks):
             try:
+                if pending:
+                    deliver()
                 self.pool_inqueue_put(_task(job.number, i, func, starred, chunked, chunk))
             except Exception as exc:
+                if by_handler(exc):
+                    raise
                 self._deliver(job.number, i, False, exc)
 
     def _open_stream(
@@ -393,6 +442,9 @@ class Verbs(Hooks):
     # -- what `BasePool` gives ---------------------------------------------------------------------
 
     def _check_running(self) -> None:
+        raise NotImplementedError
+
+    def _wake(self) -> None:
         raise NotImplementedError
 
     def _enter(self, job: Job, tasks: int) -> None:

@@ -31,9 +31,8 @@ from queue import Empty
 from types import TracebackType
 from typing import Any
 
-from xpool import interrupt
 from xpool.errors import OptionError
-from xpool.interrupt import uninterrupted
+from xpool.interrupt import shielded
 from xpool.memory import guests
 from xpool.memory.arena import Arena, Block
 from xpool.memory.fresh import fresh
@@ -94,7 +93,6 @@ class SimpleQueue:
                 "xpool.queue.SimpleQueue needs Linux (packets that carry descriptors, anonymous "
                 "files); use multiprocessing.SimpleQueue"
             )
-        interrupt.install()
         reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._open(reader, writer, copy_tensor)
@@ -275,7 +273,7 @@ class SimpleQueue:
         time.sleep(_PAUSE)
         return False
 
-    @uninterrupted
+    @shielded
     def _send(self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]) -> None:
         with guests.passing:
             fds = [] if file < 0 else [file]
@@ -287,7 +285,7 @@ class SimpleQueue:
 
     # -- the reader's side -------------------------------------------------------------------------
 
-    @uninterrupted
+    @shielded
     def _try_get(self) -> bytes | memoryview | None:
         """Take out a message if there is one, and take hold of its blocks."""
         with guests.passing:

@@ -18,6 +18,7 @@ process.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import os
 import queue
@@ -29,11 +30,11 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.errors import TaskStopped
-from xpool.interrupt import postponed
+from xpool.interrupt import may_raise
 from xpool.queue.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
 from xpool.worker.loop import become
 from xpool.worker.loop import run as serve
-from xpool.worker.stopping import stack_of
+from xpool.worker.stopping import again, stack_of
 from xpool.worker_local import share_process
 
 __all__ = ["run"]
@@ -159,7 +160,8 @@ class _Member(threading.Thread):
                 return
             while (frame := sys._current_frames().get(self.ident or 0)) is not None:
                 at = frame.f_lasti
-                if postponed(STOP_SIGNAL, frame):
+                if not may_raise(frame):
+                    _thread.start_new_thread(again, (STOP_SIGNAL,))
                     return
                 # Should the interpreter have let it go on while we looked, we look again.
                 if sys._current_frames().get(self.ident or 0) is frame and frame.f_lasti == at:

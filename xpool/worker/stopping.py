@@ -9,16 +9,19 @@ in code that keeps the arena's books (`xpool.interrupt`), it is raised a moment 
 
 from __future__ import annotations
 
+import _thread
 import faulthandler
 import os
 import signal
+import threading
+import time
 from types import CodeType, FrameType
 
 from xpool.errors import TaskStopped
-from xpool.interrupt import postponed
+from xpool.interrupt import keeps_clear, may_raise
 from xpool.queue.outbox import STACK_AT, STOP_SIGNAL, Outbox
 
-__all__ = ["listen", "stack_of"]
+__all__ = ["again", "listen", "stack_of"]
 
 
 def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
@@ -47,12 +50,24 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
         at = frame
         while at is not None and at.f_code is not inside:
             at = at.f_back
-        if at is not None and not postponed(signum, frame):
-            raise TaskStopped("its time is over, or it was cancelled")
+        if at is not None:
+            if may_raise(frame):
+                raise TaskStopped("its time is over, or it was cancelled")
+            _thread.start_new_thread(again, (signum,))
 
+    keeps_clear(stop)
     os.lseek(fd, STACK_AT, os.SEEK_SET)
     signal.signal(STOP_SIGNAL, stop)
     faulthandler.register(STOP_SIGNAL, file=fd, all_threads=False, chain=True)
     if hasattr(signal, "pthread_sigmask"):
         # A process that was forked by a thread has the signals blocked that were there.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
+
+
+def again(signum: int) -> None:
+    """Send the main thread a signal once more, in a thread of its own, a moment later."""
+    time.sleep(0.001)  # not to wait for anything: to let the main thread run on
+    # A signal, and not `interrupt_main`: it must also end a wait that has begun meanwhile.
+    main = threading.main_thread().ident
+    if main is not None:
+        signal.pthread_kill(main, signum)

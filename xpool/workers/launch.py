@@ -20,6 +20,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool.errors import OptionError
+from xpool.interrupt import shielded
 from xpool.worker import entry
 
 __all__ = [
@@ -271,6 +272,7 @@ os.register_at_fork(after_in_child=ForkServer.forget_all)
 atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those stop all others
 
 
+@shielded
 def occupy_streams() -> None:
     """Have descriptors 0 to 2 lead nowhere where the program has closed them.
 

@@ -1,0 +1,284 @@
+"""The results of `imap` and `imap_unordered`, while their input is still drawn."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from itertools import repeat, starmap
+from typing import Any
+
+from xpool.errors import TimeoutError
+from xpool.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
+from xpool.waiters import Waiters
+
+__all__ = ["IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream"]
+
+
+class Shelf:
+    """Values that were unpickled and are to be handed out next."""
+
+    __slots__ = ("__weakref__", "moved", "take", "values")
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        self.values: deque[Any] = deque(values)
+        # Takes one after the other; raises `IndexError` when there is none, and goes on later.
+        self.take: Iterator[Any] = starmap(self.values.popleft, repeat(()))
+        self.moved = 0  # how many were here, ever
+
+    @property
+    def handed_out(self) -> int:
+        """How many were taken, ever.  Not counted, since a signal handler could come in between."""
+        return self.moved - len(self.values)
+
+
+class IMapIterator(Iterator[Any]):
+    """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
+
+    def __init__(self, label: str, pool: Any, chunked: bool) -> None:
+        self.label = label
+        self._pool = pool  # kept alive until all answers are in
+        self._waiters = Waiters()
+        self._chunked = chunked
+        self.shelf = Shelf()
+        self._arrived: dict[int, tuple[bool, Any]] = {}
+        self._next = 0  # index of the first task not yet moved to the buffer
+        self._length: int | None = None  # in tasks, when the input has ended
+        self._failure: BaseException | Parcel | None = None
+        self._taking = threading.RLock()
+        # Called when an item was handed out, where a buffersize is to be kept.
+        self.taken: Callable[[], object] | None = None
+        self.chunksize = 1
+        # The pool's side of it, and what stops the drawing of its input.
+        self.cancelling: tuple[Job, Callable[[], object]] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.label}>"
+
+    __reduce__ = Job.__reduce__
+
+    def __iter__(self) -> IMapIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return self.next()
+
+    def next(self, timeout: float | None = None) -> Any:
+        """Return the next result, waiting at most ``timeout`` seconds for it.
+
+        Raises:
+            StopIteration: there are no more.
+            multiprocessing.TimeoutError: it has not arrived in time.
+            Exception: what the task raised, or the input here (StopIteration: `RuntimeError`).
+        """
+        deadline: float | None = None
+        while True:
+            shelf, got = self.shelf, False
+            try:
+                # By a loop, since a signal handler that raised after a call would lose the value.
+                for value in shelf.take:
+                    got = True
+                    try:
+                        if self.taken is not None:
+                            self.taken()
+                        if type(value) is not Unopened:
+                            return value
+                    except BaseException:
+                        shelf.values.appendleft(value)
+                        raise
+                    try:
+                        raise self._as_error(value.exc)
+                    finally:
+                        # Its traceback has this frame: no circle, so that results which nobody
+                        # takes any more go with the iterator, and their memory.
+                        del self, shelf, value
+            except IndexError:
+                # There is none: looked at by trying, since several threads may share the iterator.
+                if got:
+                    raise
+            if self._move():
+                continue
+            if timeout is not None and deadline is None:
+                deadline = time.monotonic() + timeout
+            about_to_block()
+            left = None if deadline is None else deadline - time.monotonic()
+            if not self._waiters.wait(self._movable, left):
+                raise TimeoutError(f"no next result of {self.label} after {timeout} s")
+
+    def __aiter__(self) -> IMapIterator:
+        """Iterate in a loop of asyncio or trio; who is cancelled has what is left cancelled."""
+        return self
+
+    def __anext__(self) -> Awaitable[Any]:
+        from xpool.event_loops import next_of
+
+        return next_of(self)
+
+    def cancel(self) -> bool:
+        """Run no more; return whether there was something to cancel.
+
+        `next` raises `TaskCancelled` after the results that have arrived.  What runs is stopped
+        as in `AsyncResult.cancel`, and nothing more is drawn from the input.
+        """
+        pool, cancelling = self._pool, self.cancelling
+        if pool is None or cancelling is None:
+            return False
+        job, stop_drawing = cancelling
+        cancelled: bool = pool._cancel(job)
+        stop_drawing()
+        return cancelled
+
+    def _movable(self) -> bool:
+        return bool(
+            self.shelf.values
+            or self._next in self._arrived
+            or self._failure is not None
+            or self._next == self._length
+        )
+
+    def _move(self) -> bool:
+        """Bring the next piece that has arrived into the buffer; False when there is none yet."""
+        with self._taking:
+            if self.shelf.values:
+                return True
+            piece = self._first_piece()
+            if piece is None:
+                if self._next == self._length:
+                    raise StopIteration
+                if self._failure is not None:
+                    raise self._as_error(exception_in(self._failure))
+                return False
+            # Opened first and taken then: what a signal handler cuts short is still there.
+            ok, value = piece
+            values = value.open() if isinstance(value, Parcel) else [value]
+            if not ok:
+                values = [v if type(v) is Unopened else Unopened(v) for v in values]
+            elif self._chunked:
+                values = [x for v in values for x in ((v,) if type(v) is Unopened else v)]
+            shelf, new = self.shelf, Shelf(values)
+            beyond = self._next + tasks_in(value)
+            moved = shelf.moved + len(values)
+            if not ok and self._chunked:
+                moved += (self.chunksize - 1) * len(values)  # one error stands for a chunk
+            place, key = self._first_place()
+            # Without a call from here on, so nothing comes in between: signal handlers are
+            # called, and threads take turns, after calls and at the beginning of functions.
+            shelf.values, shelf.take = new.values, new.take
+            shelf.moved = moved
+            self._next = beyond
+            del place[key]
+            return True
+
+    def _as_error(self, exc: BaseException) -> BaseException:
+        """Return ``exc``; for what would end the caller's loop, RuntimeError, as in PEP 479."""
+        if not isinstance(exc, StopIteration):
+            return exc
+        error = RuntimeError(
+            f"a task of {self.label}, or the input, raised StopIteration; give next() a default "
+            "there, or catch it: it would have ended the loop over the results"
+        )
+        error.__cause__ = exc
+        return error
+
+    def _first_piece(self) -> tuple[bool, Any] | None:
+        return self._arrived.get(self._next)
+
+    def _first_place(self) -> tuple[Any, int]:
+        return self._arrived, self._next
+
+    # -- the engine's side -------------------------------------------------------------------
+
+    def arrive(self, index: int, ok: bool, value: Any) -> None:
+        """Take the answer of task ``index``, or of several from there on."""
+        self._put(index, ok, value)
+        self._waiters.wake()
+
+    def _put(self, index: int, ok: bool, value: Any) -> None:
+        self._arrived[index] = ok, value
+
+    def finish(self, length: int) -> None:
+        """Note that the input had ``length`` tasks."""
+        self._length = length
+        self._waiters.wake()
+
+    def fail(self, exc: BaseException | Parcel) -> None:
+        """Raise ``exc`` where the answers that came end."""
+        self._failure = exc
+
+    def release(self) -> None:
+        """Nothing more will come."""
+        self._pool = None
+        self._waiters.wake()
+
+
+class IMapUnorderedIterator(IMapIterator):
+    """The results of `imap_unordered`: as they come."""
+
+    def __init__(self, label: str, pool: Any, chunked: bool) -> None:
+        super().__init__(label, pool, chunked)
+        self._pieces: deque[tuple[bool, Any]] = deque()
+
+    def _movable(self) -> bool:
+        return bool(
+            self.shelf.values
+            or self._pieces
+            or self._failure is not None
+            or self._next == self._length
+        )
+
+    def _first_piece(self) -> tuple[bool, Any] | None:
+        return self._pieces[0] if self._pieces else None
+
+    def _first_place(self) -> tuple[Any, int]:
+        return self._pieces, 0
+
+    def _put(self, index: int, ok: bool, value: Any) -> None:
+        self._pieces.append((ok, value))
+
+
+class Stream(Job):
+    """What the pool keeps of an `imap`: the iterator is its user's, and may be dropped.
+
+    ``gone`` is called then; the tasks run all the same, and their answers are dropped too.
+    """
+
+    def __init__(self, iterator: IMapIterator, number: int, gone: Callable[[], None]) -> None:
+        super().__init__(number, iterator.label, None)
+        self._iterator = weakref.ref(iterator, lambda _: gone())
+        self._answered = 0
+        self._length: int | None = None
+
+    def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self.settled:
+            return False
+        self._answered += tasks_in(value)
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.arrive(index, ok, value)
+        self.settled = self._answered == self._length
+        return self.settled
+
+    def end(self, length: int) -> bool:
+        """Note that the input had ``length`` tasks; True when all are answered already."""
+        if self.settled:
+            return False
+        self._length = length
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.finish(length)
+        self.settled = self._answered == length
+        return self.settled
+
+    def fail(self, exc: BaseException | Parcel) -> None:
+        if not self.settled:
+            self.settled = True
+            iterator = self._iterator()
+            if iterator is not None:
+                iterator.fail(exc)
+
+    def release(self) -> None:
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.release()
