@@ -331,7 +331,7 @@ def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
         "    print('well')\n"
     )
     mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm && exec"
-    command = ["unshare", "-m", "sh", "-c", f"{mount} {sys.executable} {script}"]
+    command = ["unshare", "-m", "sh", "-c", f'{mount} "$0" "$1"', sys.executable, str(script)]
     probe = subprocess.run(
         ["unshare", "-m", "sh", "-c", f"{mount} true"], capture_output=True, text=True
     )

@@ -54,19 +54,23 @@ def end_in_collection(how: str) -> str:
 
 def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
     """End when half of the message with the result is in the pipe."""
-    from xpool.worker import loop
+    from xpool.queue.messages import TO_PARENT
 
-    write_all = loop.write_all
+    write = os.write
 
-    def half(fd: int, parts: Any) -> None:
-        whole = b"".join(parts)
-        write_all(fd, [whole[: len(whole) // 2]])
-        loop.write_all = write_all
+    def half(fd: int, part: Any) -> int:
+        view = memoryview(part)
+        if len(view) <= TO_PARENT.size:  # the head alone: what it announces comes next
+            return write(fd, view)
+        os.write = write
+        for begin in range(0, len(view) // 2, 4096):  # the pipe takes what the parent reads
+            write(fd, view[begin : min(begin + 4096, len(view) // 2)])
         if box is not None:
             work.post(box, str(os.getpid()))
         work.end(how)
+        raise AssertionError(f"{how} did not end this worker")
 
-    loop.write_all = half
+    os.write = half
     return bytes(size)
 
 
