@@ -217,8 +217,10 @@ def test_stop_iteration_of_a_task(pool, verb, chunksize):
     assert pool.map(work.square, range(3)) == [0, 1, 4]
 
 
-def test_error_waits_for_all_chunks(pool, gate):
+def test_error_waits_for_all_chunks(pool, kind, gate):
     """A map fails with its first error, but is not ready before the other chunks are done."""
+    if kind.name == "p2p":
+        pytest.skip("it may bind what is submitted later to the worker that waits at the gate")
     result = pool.starmap_async(work.fail_slowly, [(gate.path, 0), (gate.path, 1)], 1)
     # The failing chunk is done as soon as the pool has answered something submitted after it.
     assert pool.apply(work.square, (2,)) == 4
