@@ -31,11 +31,15 @@ no two callers add their frames to the same traceback.
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import signal
 from multiprocessing import TimeoutError
-from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
-from multiprocessing.pool import RemoteTraceback as _RemoteTraceback  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xpool.pool_errors import RemoteTraceback as RemoteTraceback
+    from xpool.pool_errors import ResultNotPicklable as ResultNotPicklable
 
 __all__ = [
     "DeviceError",
@@ -95,20 +99,6 @@ class DeviceError(XPoolError, RuntimeError):
 
 class TaskNotPicklable(XPoolError, pickle.PicklingError):
     """The function or an argument cannot be sent to a worker; ``__cause__`` says why."""
-
-
-class ResultNotPicklable(XPoolError, MaybeEncodingError):  # type: ignore[misc]
-    """The task ran, but what it returned or raised cannot be sent back.
-
-    ``exc`` and ``value`` are the reprs of the pickling error and of the value, as in
-    `multiprocessing.pool.MaybeEncodingError`.
-    """
-
-    def __str__(self) -> str:
-        return (
-            f"The result {self.value} cannot be sent back from the worker: {self.exc}. "
-            "Return data that can be pickled (numbers, strings, lists, arrays, tensors)."
-        )
 
 
 class TaskTimeout(XPoolError, TimeoutError):
@@ -284,24 +274,10 @@ class InternalError(XPoolError):
     """A bug in xpool, or in a hook of a pool built on it.  The message tells the story."""
 
 
-class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
-    """The traceback of the worker, as text: ``__cause__`` of a task's own exception.
-
-    Fields: ``text``; ``tb``, the same as it is printed, as in `multiprocessing.pool`; ``worker``,
-    its index, of an error that `run_all` raises, else None.
-    """
-
-    worker: int | None = None
-
-    def __init__(self, text: str) -> None:
-        Exception.__init__(self, text)
-        self.text = text
-
-    @property
-    def tb(self) -> str:
-        """The text as it is printed."""
-        where = "" if self.worker is None else f"In worker {self.worker}:\n"
-        return f'\n"""\n{where}{self.text}"""'
-
-    def __str__(self) -> str:
-        return self.tb
+def __getattr__(name: str) -> Any:
+    if name in ("RemoteTraceback", "ResultNotPicklable"):
+        # Their bases are in `multiprocessing.pool`, a tenth of what a worker would have to import
+        # before its first task.
+        value = globals()[name] = getattr(importlib.import_module("xpool.pool_errors"), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

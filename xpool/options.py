@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import reprlib
@@ -119,6 +118,8 @@ def check_args(
         raise TypeError(f"args must be iterable, not {reprlib.repr(args)}; {hint}")
     values = tuple(args)
     if isinstance(args, (str, bytes)):
+        import inspect  # only here: it takes longer than all else of this module
+
         try:
             inspect.signature(func).bind(*([None] * before), *values, **kwds)
         except TypeError as exc:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from xpool.errors import RemoteTraceback, ResultNotPicklable
+from xpool import errors
 from xpool.interrupt import by_handler
 from xpool.pickle import hooks
 from xpool.pickle.globals_received import missing_global
@@ -29,7 +29,11 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     from xpool.pickle.pickler import decode, encode
 
     cause = exc.__cause__
-    if isinstance(cause, RemoteTraceback) and cause.text not in traceback_text:
+    if (
+        hasattr(cause, "text")
+        and isinstance(cause, errors.RemoteTraceback)
+        and cause.text not in traceback_text
+    ):
         traceback_text = f"{cause.text}\n{traceback_text}"
     missing = missing_global(exc) or _no_children(exc)
     if missing:
@@ -45,7 +49,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
             failure = error
     if failure is None:
         failure = TypeError(f"{type(exc).__qualname__} does not come back as itself")
-    stand_in = ResultNotPicklable(_text(failure), _text(exc))
+    stand_in = errors.ResultNotPicklable(_text(failure), _text(exc))
     return encode(_Raised(stand_in, traceback_text), main_globals=False)
 
 
@@ -113,7 +117,7 @@ def _travels(obj: Any) -> bool:
 
 
 def _raised(exc: BaseException, text: str) -> BaseException:
-    exc.__cause__ = RemoteTraceback(text)
+    exc.__cause__ = errors.RemoteTraceback(text)
     return exc
 
 

@@ -61,7 +61,8 @@ class _Incoming:
 def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: Any) -> Any:
     """Take the globals that a worker's parent has sent, and load what came with them."""
     if main.is_replica():
-        main.filled_namespace()  # before the lock: it may run the script
+        for entry in entries:  # before the lock: it may run the script
+            main.fill(entry[0].partition(".")[0])
         with _lock:
             if _incoming.parent is None:
                 _incoming.parent = sender

@@ -17,9 +17,11 @@ A *replica* is a process (a worker) whose ``__main__`` follows that of another.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
+from collections.abc import Iterable
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from xpool.pickle.source import Source  # at run time only when there is a file to look at
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
 __all__ = [
     "MAIN_NAMES",
     "MISSING",
+    "Unit",
+    "Units",
     "born_with",
+    "fill",
     "filled_namespace",
     "is_forked",
     "is_replica",
@@ -37,6 +42,7 @@ __all__ = [
     "namespace",
     "note_born",
     "source",
+    "units",
 ]
 
 #: `multiprocessing` calls the main module of a child by the second name, and makes each
@@ -47,12 +53,31 @@ MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 MISSING: Any = object()
 
 
+class Unit(NamedTuple):
+    """Whole lines of a script, which are run together."""
+
+    first: int  # lines, from 1 on, the last included
+    last: int
+    names: tuple[str, ...]  # that it binds
+    needs: tuple[int, ...]  # the units that bind what it uses
+    always: bool  # it may do more than bind names
+
+
+class Units(NamedTuple):
+    """What a worker is told about a script; it has the script's text itself."""
+
+    check: int  # CRC-32 of the file: of another text nothing is known
+    flags: int  # of the compiler: those of its ``from __future__ import``
+    units: tuple[Unit, ...]
+
+
 class _State:
     # All fields are set by whoever comes first; a race computes the same value twice.
     module: ModuleType | None = None  # the __main__, and its __file__, of the next two
     file: Any = None
     importable: bool = False
     source: Source | None = None  # of an importable one, once it was asked for
+    units: bytes | None = None  # of that one, pickled, once they were asked for
     replica: bool = False
     forked: bool = False
     told: bool | None = None  # what mark_worker was told
@@ -85,6 +110,22 @@ def source() -> Source | None:
     return found
 
 
+def units() -> bytes | None:
+    """What workers are told of the statements of this script, pickled (`Units`); None: nothing.
+
+    Asked for once the script's classes are made: what they are says what their statements do.
+    """
+    location = main_location() if main_is_importable() else None
+    if location is None or location[0] != "path":
+        return None
+    if _state.units is None:
+        from xpool.pickle.units import read_units
+
+        found = read_units(location[1], namespace())
+        _state.units = b"" if found is None else pickle.dumps(found)
+    return _state.units or None
+
+
 def main_location() -> tuple[str, str] | None:
     """Return ``("path", p)``, ``("name", modname)``, or None when there is no file to run again."""
     module = sys.modules.get("__main__")
@@ -110,9 +151,13 @@ def filled_namespace() -> dict[str, Any]:
 
     A worker may put that off until somebody asks its ``__main__`` for a name.
     """
-    module = sys.modules["__main__"]
-    getattr(module, "xpool_asks_for_any_name", None)
+    fill("xpool_asks_for_any_name")
     return namespace()
+
+
+def fill(name: str) -> None:
+    """Have the caller's script run here as far as this name of it needs, if it was not."""
+    getattr(sys.modules["__main__"], name, None)
 
 
 def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None:
@@ -145,12 +190,16 @@ def _run_by_multiprocessing(module: ModuleType) -> dict[str, Any] | None:
     return None
 
 
-def note_born() -> None:
-    """Take the globals that this replica has now for those that it was born with.
+def note_born(names: Iterable[str] | None = None) -> None:
+    """Take these globals, or all that this replica has now, for those that it was born with.
 
     Called when it is marked, and when the caller's script has been run here for its names.
     """
-    _state.born = dict(namespace())
+    values = namespace()
+    if names is None:
+        _state.born = dict(values)
+    else:
+        _state.born.update((name, values[name]) for name in names if name in values)
 
 
 def is_replica() -> bool:
@@ -182,7 +231,7 @@ def _examine(module: ModuleType | None) -> None:
         runner = kind == "name" and where.partition(".")[0] in ("xpool", "multiprocessing")
         importable = found.has_guard if kind == "path" else not (runner and _state.replica)
     _state.importable, _state.source = importable, found if importable else None
-    _state.module = module
+    _state.module, _state.units = module, None
     _state.file = None if module is None else vars(module).get("__file__")
 
 

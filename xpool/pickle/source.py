@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["Source", "read"]
+__all__ = ["Source", "bound_by", "is_guard", "read"]
 
 _MISSING = object()
 _CONSTANTS = frozenset({int, float, complex, str, bytes, bool, type(None)})
@@ -75,10 +75,10 @@ def read(path: str, package: str | None) -> Source:
     statements = list(_top_level(tree.body, guards))
     for guard in guards:
         for statement in _top_level(guard.body, []):
-            inside.update(_bound_by(statement))
+            inside.update(bound_by(statement))
         statements += _top_level(guard.orelse, [])
     for statement in statements:
-        outside += [(name, statement) for name in _bound_by(statement)]
+        outside += [(name, statement) for name in bound_by(statement)]
     declared, attributes = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -104,7 +104,7 @@ def _constants(
         if times[name] > 1:
             continue
         if isinstance(node, ast.ClassDef):
-            inside = [(one, part) for part in node.body for one in _bound_by(part)]
+            inside = [(one, part) for part in node.body for one in bound_by(part)]
             for one, constant in _constants(inside, attributes):
                 if one not in attributes:
                     yield f"{name}.{one}", constant
@@ -150,7 +150,7 @@ def _imports(
 def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]:
     """Statements that run when the module runs, guarded blocks apart."""
     for node in body:
-        if isinstance(node, ast.If) and _is_guard(node.test):
+        if isinstance(node, ast.If) and is_guard(node.test):
             guards.append(node)
             continue
         yield node
@@ -164,7 +164,7 @@ def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]
             yield from _top_level(case.body, guards)
 
 
-def _is_guard(test: ast.expr) -> bool:
+def is_guard(test: ast.expr) -> bool:
     for node in ast.walk(test):
         if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq):
             continue
@@ -176,7 +176,7 @@ def _is_guard(test: ast.expr) -> bool:
     return False
 
 
-def _bound_by(node: ast.stmt) -> Iterator[str]:
+def bound_by(node: ast.stmt) -> Iterator[str]:
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield node.name
     elif isinstance(node, (ast.Import, ast.ImportFrom)):

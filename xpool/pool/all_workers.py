@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from xpool import errors
 from xpool.engine.face import EngineFace
-from xpool.errors import PeerLost, PoolClosed, RemoteTraceback, TaskTimeout
+from xpool.errors import PeerLost, PoolClosed, TaskTimeout
 from xpool.interrupt import shielded
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.options import Terms, label
@@ -287,6 +288,6 @@ class AllWorkersResult(Job):
 
 def _located(error: BaseException, worker: int) -> BaseException:
     """Say in an error of a task's own where it was raised."""
-    if isinstance(error.__cause__, RemoteTraceback):
+    if isinstance(error.__cause__, errors.RemoteTraceback):
         error.__cause__.worker = worker
     return error

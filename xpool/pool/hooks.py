@@ -8,11 +8,11 @@ what it may do.
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool.errors import RemoteTraceback, ResultNotPicklable, WorkerDied
+from xpool import errors
+from xpool.errors import WorkerDied
 from xpool.worker.context import current_worker
 
 __all__ = ["Carried", "Hooks", "Result", "Task", "each", "star", "star_each"]
@@ -28,12 +28,14 @@ class Carried:
         self.exc = exc
 
     def __reduce__(self) -> tuple[Any, ...]:
+        import traceback  # only here: no pool of xpool's own needs it
+
         text = "".join(traceback.format_exception(type(self.exc), self.exc, self.exc.__traceback__))
         return _carry, (self.exc, text)
 
 
 def _carry(exc: BaseException, text: str) -> Carried:
-    exc.__cause__ = RemoteTraceback(text)
+    exc.__cause__ = errors.RemoteTraceback(text)
     return Carried(exc)
 
 
@@ -143,7 +145,7 @@ class Hooks:
             try:
                 put((job, chunk, answer))
             except Exception as exc:
-                put((job, chunk, (False, ResultNotPicklable(exc, answer[1]))))
+                put((job, chunk, (False, errors.ResultNotPicklable(exc, answer[1]))))
             done += 1
             del task, job, chunk, func, args, kwds, answer
 

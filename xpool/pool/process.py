@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import multiprocessing
 import os
 import pickle
@@ -32,6 +31,7 @@ from xpool.pickle.frame import inline
 from xpool.pickle.handles import pools
 from xpool.pickle.loans import sweep
 from xpool.pickle.main import main_is_importable, main_location
+from xpool.pickle.main import units as main_units
 from xpool.pool.all_workers import AllWorkers, limit_of
 from xpool.pool.base import at_exit
 from xpool.pool.hooks import Result, Task
@@ -355,7 +355,9 @@ class Pool(AllWorkers):
         )
 
 
-_IS_ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_IS_ASYNC = (
+    0x80 | 0x200
+)  # inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR, which take 10 ms to import
 
 _MODES = {
     (False, False): Mode.EACH,
@@ -459,6 +461,7 @@ class _Orders:
             "argv": _arguments(),
             "bare": self._bare,
             "main": main_location() if main_is_importable() else None,
+            "units": main_units(),
             "daemon": self._daemon,
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),

@@ -33,7 +33,6 @@ import mmap
 import os
 import signal
 import sys
-import tempfile
 import time
 
 from xpool.queue.messages import ENTRY, ERROR_BIT
@@ -68,6 +67,8 @@ def make_file() -> int:
     if sys.platform == "linux":
         fd = os.memfd_create("xpool-outbox", os.MFD_CLOEXEC)
     else:
+        import tempfile  # only here: it takes as long as five modules of ours
+
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, SIZE)

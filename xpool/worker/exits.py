@@ -17,10 +17,8 @@ import multiprocessing
 import signal
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
-from multiprocessing import util
 from typing import Any
 
 __all__ = ["EXIT_LIMIT", "begin", "flush", "run"]
@@ -49,7 +47,7 @@ def run() -> None:
     """Run what was registered, and wait for threads; at most for `EXIT_LIMIT` seconds."""
     _limit()
     last: list[Callable[[], object]] = [
-        util._exit_function,  # type: ignore[attr-defined]
+        _finalize,
         threading._shutdown,  # type: ignore[attr-defined]
         atexit._run_exitfuncs,
     ]
@@ -57,8 +55,16 @@ def run() -> None:
         try:
             function()
         except BaseException:
+            import traceback  # only here: few workers need it
+
             traceback.print_exc()
     flush()
+
+
+def _finalize() -> None:
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:  # else nobody can have registered anything
+        util._exit_function()
 
 
 def _limit() -> None:

@@ -10,7 +10,6 @@ import copy
 import fcntl
 import mmap
 import os
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +31,8 @@ class File:
             fd = os.memfd_create("xpool-shared")
             path, remove = f"/proc/{os.getpid()}/fd/{fd}", None
         else:
+            import tempfile
+
             fd, path = tempfile.mkstemp(prefix="xpool-shared-")
             remove = path
         left = memoryview(content)

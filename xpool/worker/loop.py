@@ -11,11 +11,12 @@ import os
 import select
 import sys
 import time
-import traceback
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
-from xpool.errors import OptionError, ResultNotPicklable, TaskNotPicklable, TaskStopped
+from xpool import errors
+from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.memory.arena import IDLE, Arena, Block
 from xpool.pickle import decode, encode, registry
 from xpool.pickle.broadcast import Objects
@@ -134,7 +135,7 @@ def _refusal(reason: BaseException) -> Refusal:
 
     The text is made here, by the code of the exception's class: its parent runs none of it.
     """
-    pickled = encode_exception(reason, traceback.format_exc())
+    pickled = encode_exception(reason, _text(reason, reason.__traceback__))
     try:
         line = f"{type(reason).__name__}: {reason}"
     except Exception as exc:
@@ -352,7 +353,7 @@ class _Worker:
 def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Say that a result cannot be sent, and let go of it."""
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
-    failure = ResultNotPicklable(reason or exc, _short_repr(value))
+    failure = errors.ResultNotPicklable(reason or exc, _short_repr(value))
     payload = encode_exception(failure, _worker_traceback(exc))
     # Its frames hold what they were pickling, tensors on a device for one, and each other.
     raised, seen = list[BaseException | None]([exc]), set[int]()
@@ -360,7 +361,7 @@ def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
         one = raised.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
+            _clear_frames(one.__traceback__)
             raised += [one.__cause__, one.__context__]
     return payload
 
@@ -370,7 +371,25 @@ def _worker_traceback(exc: BaseException) -> str:
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, callables.__file__):
         tb = tb.tb_next
-    return "".join(traceback.format_exception(type(exc), exc, tb))
+    return _text(exc, tb)
+
+
+def _text(exc: BaseException, tb: TracebackType | None) -> str:
+    try:
+        # Only here: most first tasks succeed, and it imports what parses source code.
+        from traceback import format_exception
+    except Exception as reason:  # the task has taken all descriptors, or changed sys.path
+        return f"{type(exc).__name__} (its traceback cannot be formatted: {reason!r})\n"
+    return "".join(format_exception(type(exc), exc, tb))
+
+
+def _clear_frames(tb: TracebackType | None) -> None:
+    while tb is not None:
+        try:
+            tb.tb_frame.clear()
+        except RuntimeError:
+            pass  # it is running still
+        tb = tb.tb_next
 
 
 def _short_repr(value: Any) -> str:
@@ -448,7 +467,7 @@ def become(orders: dict[str, Any], lifeline: int) -> None:
         parent = getattr(multiprocessing.process, "_ParentProcess", None)
         if parent is not None:
             vars(multiprocessing.process)["_parent_process"] = parent(*orders["parent"], lifeline)
-        main_module.install(orders["main"])
+        main_module.install(orders["main"], orders["units"])
     Seeds(orders["seed"])
     mark_worker(orders["main"] is not None, forked=orders["forked"])
     if orders["forked"]:

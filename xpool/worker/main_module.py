@@ -2,19 +2,20 @@
 
 A function of the caller's ``__main__`` that travels by reference must be found in the worker's.
 `multiprocessing` runs the whole script again in every child, needed or not.  Here it is run when
-the first name of it is looked up, under the name ``__mp_main__`` as there, so that the part behind
-``if __name__ == "__main__"`` is left out.
+a name of it is looked up, as far as that needs (`xpool.pickle.units`), under the name
+``__mp_main__`` as there, so that the part behind ``if __name__ == "__main__"`` is left out.
 """
 
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import io
 import multiprocessing
+import pickle
 import sys
 import threading
 import types
+import zlib
 from types import FrameType
 from typing import Any
 
@@ -37,50 +38,114 @@ class _Main(types.ModuleType):
             return self.__dict__[name] if name in self.__dict__ else self._run_for(name)
 
     def _run_for(self, name: str) -> Any:
-        where = self.__dict__.pop("_xpool_where", None)
-        if where is None or (name.startswith("__") and name.endswith("__")):
-            if where is not None:
-                self.__dict__["_xpool_where"] = where
+        script: _Script | None = self.__dict__.pop("_xpool_script", None)
+        if script is None or (name.startswith("__") and name.endswith("__")):
+            if script is not None:
+                self.__dict__["_xpool_script"] = script
             raise AttributeError(f"module '__main__' of the worker has no attribute {name!r}")
         self.__dict__["_xpool_running"] = True
+        left: _Script | None = script  # if it fails, the next task gets the same, true reason
         try:
-            _run(where, self.__dict__)
-            note_born()
-        except BaseException:
-            self.__dict__["_xpool_where"] = where  # the next task gets the same, true reason
-            raise
+            left = script.run(name, self.__dict__)
         finally:
+            if left is not None:
+                self.__dict__["_xpool_script"] = left
             self.__dict__["_xpool_running"] = False
         return getattr(self, name)
 
 
-def _run(where: tuple[str, str], namespace: dict[str, Any]) -> None:
-    kind, place = where
-    if kind == "path":
-        with io.open_code(place) as file:
-            code: Any = compile(file.read(), place, "exec")
-        namespace["__file__"] = place
-    else:
-        spec = importlib.util.find_spec(place)
+class _Script:
+    """The caller's script, and what of it has been run here."""
+
+    def __init__(self, where: tuple[str, str], units: bytes | None) -> None:
+        self._kind, self._place = where
+        self._units = units
+        self._lines: list[bytes] = []
+        self._flags = 0
+        self._todo: dict[int, Any] | None = None  # units that have not been run, by number
+
+    def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
+        """Run what a name needs; return this if something is left to run."""
+        namespace["__name__"] = "__mp_main__"
+        if self._todo is None and not self._take_apart():
+            exec(self._code_of_all(namespace), namespace)
+            note_born()
+            return None
+        assert self._todo is not None
+        begun = len(self._lines)
+        chosen = self._chosen(name, namespace)
+        namespace["__file__"] = self._place
+        text = [b"\n"] * begun
+        names: list[str] = []
+        for unit in map(self._todo.__getitem__, sorted(chosen)):
+            text[unit.first - 1 : unit.last] = self._lines[unit.first - 1 : unit.last]
+            names += unit.names
+        code = compile(b"".join(text), self._place, "exec", flags=self._flags, dont_inherit=True)
+        exec(code, namespace)
+        first = "_xpool_begun" not in namespace
+        namespace["_xpool_begun"] = True
+        note_born(None if first else names)
+        for number in chosen:
+            del self._todo[number]
+        return self if self._todo else None
+
+    def _take_apart(self) -> bool:
+        """Read what can be run by parts; False: all of it is to be run."""
+        if self._units is None:
+            return False
+        units = pickle.loads(self._units)
+        with io.open_code(self._place) as file:
+            text = file.read()
+        if zlib.crc32(text) != units.check:
+            return False  # it was changed after the program had begun
+        self._lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines(True)
+        self._flags, self._todo = units.flags, dict(enumerate(units.units))
+        return True
+
+    def _chosen(self, name: str, namespace: dict[str, Any]) -> set[int]:
+        """Numbers of the units to run: of an unknown name, all that are left."""
+        todo = self._todo
+        assert todo is not None
+        asked = [number for number, unit in todo.items() if name in unit.names]
+        pending = [n for n, unit in todo.items() if unit.always] + asked if asked else list(todo)
+        chosen = set[int]()
+        while pending:
+            number = pending.pop()
+            if number in todo and number not in chosen:
+                chosen.add(number)
+                pending += todo[number].needs
+        return chosen
+
+    def _code_of_all(self, namespace: dict[str, Any]) -> Any:
+        if self._kind == "path":
+            with io.open_code(self._place) as file:
+                code: Any = compile(file.read(), self._place, "exec")
+            namespace["__file__"] = self._place
+            return code
+        import importlib.util
+
+        spec = importlib.util.find_spec(self._place)
         loader: Any = spec.loader if spec is not None else None
-        code = loader.get_code(place) if loader is not None else None
+        code = loader.get_code(self._place) if loader is not None else None
         if spec is None or code is None:
-            raise ImportError(f"the program's main module {place!r} is not found in the worker")
+            raise ImportError(
+                f"the program's main module {self._place!r} is not found in the worker"
+            )
         namespace.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent)
-    namespace["__name__"] = "__mp_main__"
-    exec(code, namespace)
+        return code
 
 
-def install(where: tuple[str, str] | None) -> None:
+def install(where: tuple[str, str] | None, units: bytes | None = None) -> None:
     """Put a fresh ``__main__`` in place.
 
     ``where`` is ("path", file) or ("name", module) to run for its names, or None: then it stays
-    empty, and what the caller defines in its own arrives by value.
+    empty, and what the caller defines in its own arrives by value.  ``units``: what of a file can
+    be left out, as `xpool.pickle.main.units` says.
     """
     module = _Main("__main__")
     module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code looks for it
     if where is not None:
-        module.__dict__["_xpool_where"] = where
+        module.__dict__["_xpool_script"] = _Script(where, units)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
 
 

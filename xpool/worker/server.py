@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool.worker import entry, tracker
+from xpool.worker import arrivals, entry
 
 __all__ = ["main"]
 
@@ -45,6 +45,7 @@ def main(fd: int, preload: list[str], later: list[str]) -> int:
     ``preload`` is imported at once; ``later`` when the first workers have been forked and nothing
     is asked for, so that a program does not wait for what its first tasks do not need.
     """
+    gc.disable()  # until all is imported: a collection finds nothing, and takes milliseconds
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked SIGCHLD
     os.environ[AUTOLOAD] = "0"  # of this process; a worker's variables are its parent's
@@ -63,6 +64,9 @@ def main(fd: int, preload: list[str], later: list[str]) -> int:
             events = selector.select(LATER if later and statuses else None)
             if not events:
                 _preload(later)
+                gc.unfreeze()
+                gc.collect()
+                gc.freeze()
                 later = []
             for key, _ in events:
                 if key.fileobj is not sock:
@@ -95,7 +99,6 @@ def _preload(names: list[str]) -> None:
             # The worker that needs it will raise the same, where it can be attributed.
             print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
     sys.stdout.flush()  # or each worker would write what a module has printed
-    gc.collect()
     gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
 
 
@@ -136,9 +139,10 @@ def _take_streams(which: int, streams: list[int]) -> None:
 def _child(boot: int, status: int, late: Callable[[], None] | None) -> int:
     code = 1
     try:
+        gc.enable()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=os.isatty(1))
-        tracker.borrow(status)
+        _await_tracker(status)
         code = entry.main(boot, late=late)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1
@@ -147,6 +151,24 @@ def _child(boot: int, status: int, late: Callable[[], None] | None) -> int:
     finally:
         # Not back through the server's frames, nor its interpreter's end: torch's takes long.
         os._exit(code)
+
+
+def _await_tracker(parent: int) -> None:
+    """Have the program's resource tracker be this worker's, once it imports what that is in."""
+
+    def borrow(module: Any) -> None:
+        from xpool.worker.tracker import Borrowed
+
+        Borrowed.become(module, parent)
+
+    def before_fork() -> None:
+        # A child gets the tracker, and not the socket: its end is that of this process.
+        from multiprocessing.resource_tracker import _resource_tracker
+
+        _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - asking is what it is for
+
+    arrivals.when_imported("multiprocessing.resource_tracker", borrow)
+    os.register_at_fork(before=before_fork)
 
 
 def _drain(fd: int) -> None:

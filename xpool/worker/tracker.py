@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 import socket
-from multiprocessing import resource_tracker
 from multiprocessing.resource_tracker import ResourceTracker
+from typing import Any
 
 from xpool.worker.entry import CLOSE_ON_EXEC, TRACKER
 
-__all__ = ["borrow"]
+__all__ = ["Borrowed"]
 
 
-class _Borrowed(ResourceTracker):
+class Borrowed(ResourceTracker):
     """A tracker whose descriptor, which every version of the class keeps in `_fd`, is asked for."""
 
     _parent = -1  # the socket on which to ask; -1: that has been done
@@ -50,15 +50,9 @@ class _Borrowed(ResourceTracker):
             os.close(self._parent)
             self._parent = -1
 
-    def before_fork(self) -> None:
-        """A child gets the tracker, and not the socket: its end is that of this process."""
-        self._fd  # noqa: B018 - asking is what it is for
-
-
-def borrow(parent: int) -> None:
-    """Have the tracker asked for on this socket when it is needed; before the first is used."""
-    tracker = resource_tracker._resource_tracker
-    tracker.__class__ = _Borrowed
-    assert isinstance(tracker, _Borrowed)
-    tracker._parent = parent
-    os.register_at_fork(before=tracker.before_fork)
+    @classmethod
+    def become(cls, module: Any, parent: int) -> None:
+        """Have the tracker of `multiprocessing` asked for on this socket when it is needed."""
+        tracker = module._resource_tracker
+        tracker.__class__ = cls
+        tracker._parent = parent

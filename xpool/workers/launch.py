@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import threading
-from multiprocessing import connection
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -83,11 +82,17 @@ def search_path() -> list[str]:
 
 # -- the fork server -------------------------------------------------------------------------
 
-PRELOAD = ("xpool.worker.loop", "xpool.pool.process")
-"""What every server imports: a worker's own code, and what a script imports that makes a pool."""
+PRELOAD = ("xpool.worker.loop",)
+"""What every server imports: a worker's own code."""
 
-LATER = ("dill",)
-"""What it imports when the first workers run: few need it."""
+LATER = (
+    "xpool.worker.tracker",
+    "xpool.pool.process",
+    "xpool.pool_errors",
+    "traceback",
+    "dill",
+)
+"""What it imports when the first workers run: these can do without it, or import it themselves."""
 
 _NUMPY = ("numpy", "numpy.random")
 
@@ -412,6 +417,8 @@ class _Process:
         self.exitcode: int | None = None
 
     def ended(self) -> bool:
+        from multiprocessing import connection  # only here: most programs need it never
+
         if not connection.wait([self.sentinel], 0):
             return False
         self._process.join(1)  # the sentinel closes a moment before the status can be had

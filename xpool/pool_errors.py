@@ -1,0 +1,51 @@
+"""The two errors that are also `multiprocessing.pool`'s; all others import them from `errors`."""
+
+from __future__ import annotations
+
+from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
+from multiprocessing.pool import RemoteTraceback as _RemoteTraceback  # type: ignore[attr-defined]
+
+from xpool.errors import XPoolError
+
+__all__ = ["RemoteTraceback", "ResultNotPicklable"]
+
+
+class ResultNotPicklable(XPoolError, MaybeEncodingError):  # type: ignore[misc]
+    """The task ran, but what it returned or raised cannot be sent back.
+
+    ``exc`` and ``value`` are the reprs of the pickling error and of the value, as in
+    `multiprocessing.pool.MaybeEncodingError`.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"The result {self.value} cannot be sent back from the worker: {self.exc}. "
+            "Return data that can be pickled (numbers, strings, lists, arrays, tensors)."
+        )
+
+
+class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
+    """The traceback of the worker, as text: ``__cause__`` of a task's own exception.
+
+    Fields: ``text``; ``tb``, the same as it is printed, as in `multiprocessing.pool`; ``worker``,
+    its index, of an error that `run_all` raises, else None.
+    """
+
+    worker: int | None = None
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)
+        self.text = text
+
+    @property
+    def tb(self) -> str:
+        """The text as it is printed."""
+        where = "" if self.worker is None else f"In worker {self.worker}:\n"
+        return f'\n"""\n{where}{self.text}"""'
+
+    def __str__(self) -> str:
+        return self.tb
+
+
+for _one in (RemoteTraceback, ResultNotPicklable):
+    _one.__module__ = "xpool.errors"  # where a pickle finds them, and what a traceback says

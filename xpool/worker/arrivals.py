@@ -1,0 +1,63 @@
+"""What a worker does at the moment when it first imports a certain module: seeds, the tracker.
+
+One finder, the first of the import system, finds these modules, and has their loader call what
+waits for them.  Its first words about a module are its last: then it is gone from the books.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["when_imported"]
+
+_waiting: dict[str, Callable[[Any], None]] = {}
+
+
+def when_imported(name: str, call: Callable[[Any], None]) -> None:
+    """Call ``call(module)`` when this module has been imported: now, if it has been."""
+    if name in sys.modules:
+        call(sys.modules[name])
+        return
+    _waiting[name] = call
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Called by the import system; leaves all other modules to the next finder."""
+        if name not in _waiting:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            loader: Any = _Loader(spec)  # no `Loader`: importlib.abc imports much
+            spec.loader = loader
+        return spec
+
+
+class _Loader:
+    """Does what the module's own loader does, and calls; then leaves no trace of itself."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        assert spec.loader is not None
+        self._own: Any = spec.loader
+        self._spec = spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._own.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._spec.loader = self._own
+        self._own.exec_module(module)
+        call = _waiting.pop(module.__name__, None)
+        if call is not None:
+            call(module)
