@@ -6,12 +6,14 @@ import math
 import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from xpool.errors import OptionError
 
 __all__ = [
+    "CallOptions",
     "Exceptions",
+    "MapOptions",
     "Terms",
     "check_args",
     "check_callable",
@@ -19,6 +21,8 @@ __all__ = [
     "check_count",
     "check_exceptions",
     "check_iterable",
+    "check_on_error",
+    "check_progress",
     "check_seconds",
     "check_seed",
     "check_share_method",
@@ -32,6 +36,21 @@ Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 """One class of exceptions, or several, as in an ``except`` clause."""
 
 
+class CallOptions(TypedDict, total=False):
+    """What all verbs that start work take by keyword; `BasePool.apply` says what it means."""
+
+    timeout: float | None
+    retries: int
+    retry_on: Exceptions
+
+
+class MapOptions(CallOptions, total=False):
+    """What the verbs of many tasks take by keyword; `BasePool.map` says what it means."""
+
+    progress: bool | str | Callable[[int, int | None], object]
+    on_error: Literal["raise", "return"]
+
+
 class Terms(NamedTuple):
     """How a job is to be run, beyond what it is."""
 
@@ -40,6 +59,8 @@ class Terms(NamedTuple):
     waits: bool = False  # the submitting thread waits for it at once
     timeout: float | None = None  # seconds for one call of the function; None: any time
     retry_on: tuple[type[BaseException], ...] = ()  # what is tried again besides deaths
+    progress: Any = False  # as in `MapOptions`
+    returns_errors: bool = False
 
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)
@@ -87,6 +108,21 @@ def check_seconds(name: str, value: Any) -> float | None:
     if not seconds > 0:
         raise OptionError(f"{name} must be more than 0 seconds, not {value!r}; None: no limit")
     return None if seconds == math.inf else seconds
+
+
+def check_progress(value: Any) -> None:
+    """Raise `TypeError` unless ``value`` is True, False, a title or a callable."""
+    if not isinstance(value, (bool, str)) and not callable(value):
+        raise TypeError(
+            f"progress must be True, a title or a callable (done, total), not {value!r}"
+        )
+
+
+def check_on_error(value: Any) -> bool:
+    """Return whether errors are to be returned; raise `OptionError` for what is no choice."""
+    if value not in ("raise", "return"):
+        raise OptionError(f"on_error must be 'raise' or 'return', not {value!r}")
+    return bool(value == "return")
 
 
 def check_exceptions(name: str, value: Any) -> tuple[type[BaseException], ...]:

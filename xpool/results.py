@@ -14,6 +14,7 @@ from typing import Any
 from xpool.errors import TaskCancelled, TimeoutError
 from xpool.interrupt import by_handler
 from xpool.options import Terms
+from xpool.progress import Progress
 from xpool.waiters import Waiters
 
 __all__ = [
@@ -47,6 +48,11 @@ class Parcel:
     count: int
     """How many tasks it answers."""
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """How many bytes it holds."""
+
     @abstractmethod
     def open(self) -> list[Any]:
         """Unpickle; return one value for each task, `Unopened` where that raised an error."""
@@ -57,7 +63,7 @@ class Unopened:
 
     __slots__ = ("exc",)
 
-    def __init__(self, exc: Exception) -> None:
+    def __init__(self, exc: BaseException) -> None:
         self.exc = exc
 
 
@@ -102,6 +108,9 @@ class Job:
     terms = Terms()
     """How its tasks are to be run."""
 
+    progress: Progress | None = None
+    """What shows how far it is."""
+
     def __init__(self, number: int, label: str, pool: Any) -> None:
         self.number = number
         self.label = label
@@ -127,7 +136,9 @@ class Job:
 
     def release(self) -> None:
         """Let the callers have it."""
-        raise NotImplementedError
+        if self.progress is not None:
+            self.progress.end()
+        self._waiters.wake()
 
     @property
     def has_callback(self) -> bool:
@@ -196,6 +207,8 @@ class AsyncResult(Job):
         if not self.ready():
             raise TimeoutError(f"{self.label} has no result after {timeout} s")
         self._open()
+        if self.progress is not None:
+            self.progress.wait()
         if self._success:
             return self._value
         raise self._value
@@ -264,7 +277,7 @@ class AsyncResult(Job):
         self._ready = True
         self._pool = None
         self._callback = self._error_callback = None
-        self._waiters.wake()
+        super().release()
 
     @property
     def has_callback(self) -> bool:
@@ -293,7 +306,7 @@ class MapResult(AsyncResult):
     """The result of `map_async` and `starmap_async`, as `multiprocessing.pool.MapResult`.
 
     It is ready when every task has been answered; when some failed, `get` raises the error that
-    arrived first.
+    arrived first, or has the errors in their tasks' places where ``on_error="return"`` was said.
     """
 
     def __init__(
@@ -317,7 +330,11 @@ class MapResult(AsyncResult):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        if not ok:
+        if self.progress is not None:
+            self.progress.add(tasks_in(value))
+        if not ok and self.terms.returns_errors:
+            self._pieces[index] = value if isinstance(value, Parcel) else Unopened(value)
+        elif not ok:
             if self._success:
                 self._success, self._value = False, value
             self._pieces.clear()
@@ -334,6 +351,9 @@ class MapResult(AsyncResult):
         for index in sorted(self._pieces):
             piece = self._pieces[index]
             for value in piece.open() if isinstance(piece, Parcel) else (piece,):
+                if self.terms.returns_errors:
+                    out.append(value.exc if type(value) is Unopened else value)
+                    continue
                 task = _opened(value)
                 if self._chunked:
                     out.extend(task)

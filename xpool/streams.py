@@ -11,22 +11,44 @@ from itertools import repeat, starmap
 from typing import Any
 
 from xpool.errors import TimeoutError
+from xpool.progress import Progress
 from xpool.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
 from xpool.waiters import Waiters
 
 __all__ = ["IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream"]
 
 
-class Shelf:
-    """Values that were unpickled and are to be handed out next."""
+BOOKKEEPING = 256
+"""Bytes that an answer which nobody has taken is counted for, besides its own."""
 
-    __slots__ = ("__weakref__", "moved", "take", "values")
+
+def _weigh(value: Any) -> int:
+    """Return about how many bytes an answer takes, by no code of the user's: engines call this."""
+    if isinstance(value, Parcel):
+        return value.nbytes + value.count * BOOKKEEPING
+    kind = type(value)
+    if kind in (bytes, bytearray, str):
+        return len(value) + BOOKKEEPING
+    if kind.__module__ in ("numpy", "torch"):
+        return getattr(value, "nbytes", 0) + BOOKKEEPING
+    return BOOKKEEPING
+
+
+class Shelf:
+    """Values that were unpickled and are to be handed out next.
+
+    ``bytes_in`` is the engine's, of all answers that ever arrived; ``bytes_out`` the consumer's, of
+    those that were opened.
+    """
+
+    __slots__ = ("__weakref__", "bytes_in", "bytes_out", "moved", "take", "values")
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.values: deque[Any] = deque(values)
         # Takes one after the other; raises `IndexError` when there is none, and goes on later.
         self.take: Iterator[Any] = starmap(self.values.popleft, repeat(()))
         self.moved = 0  # how many were here, ever
+        self.bytes_in = self.bytes_out = 0
 
     @property
     def handed_out(self) -> int:
@@ -50,12 +72,30 @@ class IMapIterator(Iterator[Any]):
         self._taking = threading.RLock()
         # Called when an item was handed out, where a buffersize is to be kept.
         self.taken: Callable[[], object] | None = None
+        # Called when answers were opened, where their memory is to be kept small.
+        self.opened: Callable[[], object] | None = None
         self.chunksize = 1
+        self.total: int | None = None  # items of the input, where that has a length
+        self.progress: Progress | None = None
+        self.returns_errors = False
         # The pool's side of it, and what stops the drawing of its input.
         self.cancelling: tuple[Job, Callable[[], object]] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
+
+    def __len__(self) -> int:
+        """Return how many results there are in all, taken ones too: the length of the input.
+
+        Raises:
+            TypeError: the input has none.
+        """
+        if self.total is None:
+            raise TypeError(f"{self!r} has no len(): its input has none")
+        return self.total
+
+    def __bool__(self) -> bool:
+        return True
 
     __reduce__ = Job.__reduce__
 
@@ -98,8 +138,13 @@ class IMapIterator(Iterator[Any]):
                 # There is none: looked at by trying, since several threads may share the iterator.
                 if got:
                     raise
-            if self._move():
-                continue
+            try:
+                if self._move():
+                    continue
+            except StopIteration:
+                if self.progress is not None:
+                    self.progress.wait()
+                raise
             if timeout is not None and deadline is None:
                 deadline = time.monotonic() + timeout
             about_to_block()
@@ -153,7 +198,9 @@ class IMapIterator(Iterator[Any]):
             # Opened first and taken then: what a signal handler cuts short is still there.
             ok, value = piece
             values = value.open() if isinstance(value, Parcel) else [value]
-            if not ok:
+            if self.returns_errors and type(value) is not Unopened:
+                values = [v.exc if type(v) is Unopened else v for v in values]
+            elif not ok:
                 values = [v if type(v) is Unopened else Unopened(v) for v in values]
             elif self._chunked:
                 values = [x for v in values for x in ((v,) if type(v) is Unopened else v)]
@@ -163,13 +210,18 @@ class IMapIterator(Iterator[Any]):
             if not ok and self._chunked:
                 moved += (self.chunksize - 1) * len(values)  # one error stands for a chunk
             place, key = self._first_place()
+            weight = shelf.bytes_out + _weigh(value)
             # Without a call from here on, so nothing comes in between: signal handlers are
             # called, and threads take turns, after calls and at the beginning of functions.
             shelf.values, shelf.take = new.values, new.take
             shelf.moved = moved
+            shelf.bytes_out = weight
             self._next = beyond
             del place[key]
-            return True
+        opened = self.opened
+        if opened is not None:
+            opened()
+        return True
 
     def _as_error(self, exc: BaseException) -> BaseException:
         """Return ``exc``; for what would end the caller's loop, RuntimeError, as in PEP 479."""
@@ -192,6 +244,7 @@ class IMapIterator(Iterator[Any]):
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
         """Take the answer of task ``index``, or of several from there on."""
+        self.shelf.bytes_in += _weigh(value)
         self._put(index, ok, value)
         self._waiters.wake()
 
@@ -209,7 +262,7 @@ class IMapIterator(Iterator[Any]):
 
     def release(self) -> None:
         """Nothing more will come."""
-        self._pool = None
+        self._pool = self.opened = None
         self._waiters.wake()
 
 
@@ -249,11 +302,18 @@ class Stream(Job):
         self._iterator = weakref.ref(iterator, lambda _: gone())
         self._answered = 0
         self._length: int | None = None
+        # Told how many tasks were answered, where the input is drawn no further ahead than that.
+        self.answers: Callable[[int], object] | None = None
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        self._answered += tasks_in(value)
+        tasks = tasks_in(value)
+        self._answered += tasks
+        if self.progress is not None:
+            self.progress.add(tasks)
+        if self.answers is not None:
+            self.answers(tasks)
         iterator = self._iterator()
         if iterator is not None:
             iterator.arrive(index, ok, value)
@@ -282,3 +342,4 @@ class Stream(Job):
         iterator = self._iterator()
         if iterator is not None:
             iterator.release()
+        super().release()

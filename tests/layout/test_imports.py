@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 
 # Lower first; a room may import from lower rows and, where no circle arises, from its own.
 ROWS = [
-    {"errors", "pool_errors", "interrupt", "waiters", "worker_local", "event_loops"},
+    {"errors", "pool_errors", "interrupt", "waiters", "worker_local", "event_loops", "progress"},
     {"memory", "devices", "jobs", "results", "streams", "options"},
     {"queue", "pickle"},
     {"worker", "distributed"},

@@ -7,6 +7,7 @@ from typing import Any
 from xpool.errors import WorkerStartFailed
 from xpool.interrupt import by_handler
 from xpool.pickle import decode
+from xpool.pickle.frame import weight
 from xpool.queue.messages import ENTRY
 from xpool.results import Parcel, Unopened
 
@@ -22,6 +23,10 @@ class Encoded(Parcel):
         self._data = data
         self._run = run
         self.count = count
+
+    @property
+    def nbytes(self) -> int:
+        return weight(self._data)
 
     def open(self) -> list[Any]:
         data = self._data
@@ -65,6 +70,10 @@ class StartFailure(Parcel):
 
     def __str__(self) -> str:
         return str(self._error)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._pickled)
 
     def open(self) -> list[Any]:
         error = type(self._error)(*self._error.args)

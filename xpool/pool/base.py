@@ -352,6 +352,8 @@ class BasePool(Verbs):
         if self._callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
         deadline = None if timeout is None else time.monotonic() + timeout
+        for input_reader in list(self._feeders):
+            input_reader.flow.unbind()
         ended = self._finished.wait(timeout) and self._callbacks.join(deadline)
         if ended:
             see_off(self._thread)

@@ -6,12 +6,16 @@ there; and pickled there, item by item, so that an item that cannot be pickled f
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from xpool.memory.system import available_memory
 from xpool.pickle.frame import weight
+from xpool.results import Unopened
 from xpool.streams import Shelf
 from xpool.waiters import Waiters
 
@@ -24,8 +28,20 @@ AHEAD_BYTES = 16 * 1024 * 1024
 """Bytes of payload that may wait for a worker, unless it is a single one."""
 
 
+@functools.cache
+def room_for_results() -> int:
+    """Bytes of results of one `imap` that nobody has taken, from which on no more input is drawn.
+
+    By pickled size, with 256 bytes for each result: a sixteenth of the memory that was available
+    when this was first asked for, and at least 64 MiB.
+    """
+    return max(64 * 1024 * 1024, available_memory() // 16)
+
+
 class FlowControl:
-    """How far ahead the input reader may be: of the workers, and with a buffersize of the consumer.
+    """How far ahead the input reader may be: of the workers, and of the consumer.
+
+    Of the consumer by items, where there is a buffersize, else by the memory that results take.
 
     ``drawn`` and ``bytes_in`` are the input reader's, ``taken_*`` the engine's (under its lock),
     `Shelf` the consumer's; each only grows.
@@ -33,6 +49,7 @@ class FlowControl:
 
     def __init__(self, buffersize: int | None, workers: int, shelf: Shelf) -> None:
         self._buffersize = buffersize
+        self._room: float = room_for_results() if buffersize is None else math.inf
         self._ahead = AHEAD_ITEMS * workers
         self._waiters = Waiters()
         self._waiting = False
@@ -47,8 +64,10 @@ class FlowControl:
     def _open(self) -> bool:
         if self.stopped:
             return True
+        shelf = self._shelf()
+        if shelf is not None and shelf.bytes_in - shelf.bytes_out >= self._room:
+            return False
         if self._buffersize is not None:
-            shelf = self._shelf()
             if shelf is None:
                 # `stop` tells so at once, unless a signal handler has raised in the finalizer.
                 self.stopped = True
@@ -77,15 +96,24 @@ class FlowControl:
 
     def taken(self, items: list[Any]) -> None:
         """Note that these tasks went to a worker."""
-        self.taken_items += len(items)
         self.taken_bytes += sum(map(weight, items))
+        self.answered(len(items))
+
+    def answered(self, tasks: int) -> None:
+        """Note that so many more tasks wait no longer."""
+        self.taken_items += tasks
         if self._waiting and 2 * (self.put - self.taken_items) <= self._ahead:
             self._waiters.wake()
 
     def handed_out(self) -> None:
-        """Look again: the consumer has taken something."""
+        """Look again: the consumer has taken something, or is gone."""
         if self._waiting:
             self._waiters.wake()
+
+    def unbind(self) -> None:
+        """Let results take what memory they need: somebody waits for the end of it all."""
+        self._room = math.inf
+        self._waiters.wake()
 
     def stop(self) -> None:
         """Draw no more."""
@@ -98,7 +126,8 @@ class InputReader:
 
     ``put(index, task)`` hands on a task: an item, or a list of ``chunksize`` items when that is
     more than 1; it returns the size in bytes, and raises when the task cannot be sent.
-    ``fail(index, exc)`` answers the task in its stead; ``end(length)`` says how many there were.
+    ``fail(index, exc)`` answers the task in its stead, `Unopened` where the input has raised
+    that; ``end(length)`` says how many there were.
     None of them may hold the pool, so that a pool can be dropped while its input reader waits.
     """
 
@@ -108,7 +137,7 @@ class InputReader:
         chunksize: int,
         flow: FlowControl,
         put: Callable[[int, Any], int],
-        fail: Callable[[int, BaseException], None],
+        fail: Callable[[int, BaseException | Unopened], None],
         end: Callable[[int], None],
         name: str,
     ) -> None:
@@ -136,7 +165,7 @@ class InputReader:
                 del task
         except BaseException as exc:
             # The input raised: the consumer gets that in place of the task that it cut short.
-            self._fail(index, exc)
+            self._fail(index, Unopened(exc))
             index += 1
         self._end(index)
 

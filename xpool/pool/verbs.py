@@ -5,27 +5,34 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool.errors import OptionError, XPoolError
 from xpool.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool.jobs.states import PoolStates
 from xpool.options import (
     Exceptions,
+    MapOptions,
     Terms,
     check_args,
     check_callable,
     check_chunksize,
     check_count,
     check_exceptions,
+    check_on_error,
+    check_progress,
     check_seconds,
     default_chunksize,
     label,
 )
 from xpool.pool.hooks import Hooks, each, star, star_each
 from xpool.pool.input_reader import FlowControl, InputReader
-from xpool.results import AsyncResult, Job, MapResult
+from xpool.progress import Progress
+from xpool.results import AsyncResult, Job, MapResult, Unopened
 from xpool.streams import IMapIterator, IMapUnorderedIterator, Stream
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Verbs"]
 
@@ -101,17 +108,29 @@ class Verbs(Hooks):
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
         chunksize: int | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
+        **options: Unpack[MapOptions],
     ) -> list[Any]:
         """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
 
         A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
         The error of a task is raised when all have been answered.
+
+        Of all verbs of many tasks, besides ``timeout``, ``retries`` and ``retry_on`` of `apply`:
+
+        * ``progress``: True or a title shows how many items are done, by tqdm or rich where one is
+          installed (``pip install xpool[progress]``), else on stderr; a callable is called with
+          the number of items that are done and that of all (None: the input does not say), at most
+          ten times a second, in a thread of its own, for the last time before the results are had.
+        * ``on_error="return"``: the exception of an item that fails stands in the place of its
+          result, and nothing is raised.  Each item is a task then, whatever the ``chunksize``, so
+          that none takes others with it.
+
+        Raises:
+            Exception: what a task raised, as it is; of several, what arrived first.
+            WorkerDied, TaskTimeout: a worker died in a task; it took longer than ``timeout``.
+            PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(timeout, retries, retry_on)
+        terms = self._terms(**options)
         return self._map(func, iterable, chunksize, False, None, None, terms).get()  # type: ignore[no-any-return]
 
     def map_async(
@@ -121,13 +140,10 @@ class Verbs(Hooks):
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
+        **options: Unpack[MapOptions],
     ) -> MapResult:
         """As `map`, but return the result to come; callbacks as in `apply_async`."""
-        terms = self._terms(timeout, retries, retry_on)
+        terms = self._terms(**options)
         return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
 
     def starmap(
@@ -135,13 +151,10 @@ class Verbs(Hooks):
         func: Callable[..., Any],
         iterable: Iterable[Iterable[Any]],
         chunksize: int | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
+        **options: Unpack[MapOptions],
     ) -> list[Any]:
         """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
-        terms = self._terms(timeout, retries, retry_on)
+        terms = self._terms(**options)
         return self._map(func, iterable, chunksize, True, None, None, terms).get()  # type: ignore[no-any-return]
 
     def starmap_async(
@@ -151,13 +164,10 @@ class Verbs(Hooks):
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
+        **options: Unpack[MapOptions],
     ) -> MapResult:
         """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
-        terms = self._terms(timeout, retries, retry_on)
+        terms = self._terms(**options)
         return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
 
     def imap(
@@ -167,16 +177,19 @@ class Verbs(Hooks):
         chunksize: int = 1,
         *,
         buffersize: int | None = None,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
+        **options: Unpack[MapOptions],
     ) -> IMapIterator:
         """Return an iterator over the results, in order, while the input is still drawn.
 
-        ``buffersize``: at most so many items are drawn ahead of the consumer; None: as many as
-        the workers have use for, and results wait without limit.
+        ``buffersize``: at most so many items are drawn ahead of the consumer.  None: as many as
+        the workers have use for, while the results that nobody has taken need less than a sixteenth
+        of the machine's free memory (at least 64 MiB; a result is counted with 256 bytes more than
+        it has).  When the iterator is dropped, or somebody waits in `join`, the rest is drawn and
+        run all the same.
+
+        ``len()`` of it is that of the input, where that has one.  Other keywords: as in `map`.
         """
-        terms = self._terms(timeout, retries, retry_on)
+        terms = self._terms(**options)
         return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
 
     def imap_unordered(
@@ -186,24 +199,25 @@ class Verbs(Hooks):
         chunksize: int = 1,
         *,
         buffersize: int | None = None,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
+        **options: Unpack[MapOptions],
     ) -> IMapUnorderedIterator:
         """As `imap`, with results as they come."""
-        terms = self._terms(timeout, retries, retry_on)
+        terms = self._terms(**options)
         return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms)
 
     # -- from verb to job --------------------------------------------------------------------------
 
     def _terms(
         self,
-        timeout: float | None,
-        retries: int,
-        retry_on: Exceptions,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
         worker: int | None = None,
         waits: bool = False,
+        progress: Any = False,
+        on_error: str = "raise",
     ) -> Terms:
+        """Check what the verbs take by keyword: all of them, here."""
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         if retries:
             check_count("retries", retries, least=0)
@@ -213,7 +227,10 @@ class Verbs(Hooks):
                 f"timeout= and retries= are not for {type(self).__name__}, whose workers are its "
                 "own: only they could stop a task or run it again"
             )
-        return Terms(retries, worker, waits, timeout, on)
+        if progress is not False:
+            check_progress(progress)
+        returns = on_error != "raise" and check_on_error(on_error)
+        return Terms(retries, worker, waits, timeout, on, progress, returns)
 
     def _call(
         self,
@@ -269,10 +286,15 @@ class Verbs(Hooks):
         if chunksize is None:
             chunksize = default_chunksize(len(items), self._size)
         size = check_chunksize(chunksize)
+        if terms.returns_errors:
+            size = 1
         tasks = -(-len(items) // size)
         number = next(self._job_numbers)
         job = MapResult(number, label(func), self, tasks, size > 1, callback, error_callback)
         job.terms = terms
+        if terms.progress is not False:
+            length = len(items)
+            job.progress = Progress(terms.progress, job.label, length, size, lambda: length)
         self._start_map(job, func, starred, items, size, terms)
         return job
 
@@ -287,15 +309,17 @@ class Verbs(Hooks):
         terms: Terms,
     ) -> None:
         self._enter(job, -(-len(items) // size))
-        if not items:
-            job.settled = True
-            self._complete(job)
-            return
         if size == 1:
             chunks: Iterable[Any] = items
         else:
             chunks = (items[i : i + size] for i in range(0, len(items), size))
         try:
+            if job.progress is not None:
+                job.progress.begin()
+            if not items:
+                job.settled = True
+                self._complete(job)
+                return
             self._submit_each(job, func, starred, size > 1, chunks, terms)
         except BaseException as exc:
             self._give_up(job, exc)
@@ -315,19 +339,31 @@ class Verbs(Hooks):
         size = check_chunksize(chunksize)
         if buffersize is not None:
             size = min(size, check_count("buffersize", buffersize))
+        if terms.returns_errors:
+            size = 1
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
         results = kind(label(func), self, size > 1)
         flow = FlowControl(buffersize, self._size, results.shelf)
         if buffersize is not None:
             results.taken, results.chunksize = flow.handed_out, size
+        else:
+            results.opened = flow.handed_out
+        results.total = _length(iterable)
+        results.returns_errors = terms.returns_errors
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
-        gone = flow.stop if buffersize is not None else _nothing
+        gone = flow.stop if buffersize is not None else flow.unbind
         job = Stream(results, next(self._job_numbers), gone)
         results.cancelling = job, flow.stop
         job.terms = terms
+        if terms.progress is not False:
+            job.progress = results.progress = Progress(
+                terms.progress, job.label, results.total, size, lambda: flow.drawn
+            )
         self._enter(job, 0)
         try:
+            if job.progress is not None:
+                job.progress.begin()
             put = self._open_stream(job, func, size > 1, flow, terms)
         except BaseException as exc:
             self._give_up(job, exc)
@@ -335,7 +371,7 @@ class Verbs(Hooks):
         # The input reader may outlive the pool, and then must not keep it from going.
         ref, number = weakref.ref(self), job.number
 
-        def fail(index: int, exc: BaseException) -> None:
+        def fail(index: int, exc: BaseException | Unopened) -> None:
             pool = ref()
             if pool is not None:
                 pool._deliver(number, index, False, exc)
@@ -426,6 +462,8 @@ class Verbs(Hooks):
         self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
     ) -> Callable[[int, Any], int]:
         """Return what the input reader calls with each task; it must not hold the pool."""
+        assert isinstance(job, Stream)
+        job.answers = flow.answered  # the hooks do not tell when a worker takes a task
         ref = weakref.ref(self)
         number = job.number
 
@@ -434,6 +472,7 @@ class Verbs(Hooks):
             if pool is None or pool._state is PoolStates.TERMINATE:
                 flow.stop()
             else:
+                flow.added(0)
                 pool.pool_inqueue_put(_task(number, index, func, False, chunked, task))
             return 0
 
@@ -474,5 +513,13 @@ def _task(
     return number, index, func, (chunk,), {}
 
 
-def _nothing() -> None:
-    """What is to be done when an iterator is dropped whose input is drawn all the same."""
+def _length(iterable: Any) -> int | None:
+    """Return ``len(iterable)``; None: it has none, or does not say."""
+    if not hasattr(type(iterable), "__len__"):
+        return None
+    try:
+        return len(iterable)
+    except Exception as exc:
+        if by_handler(exc):
+            raise
+        return None

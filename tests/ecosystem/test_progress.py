@@ -1,0 +1,188 @@
+"""`progress=`, and ``len()`` of what `imap` returns."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+from support import work
+from support.waiting import Gate
+
+from xpool import Pool, ThreadPool
+from xpool.errors import PoolClosed
+
+VERBS = ["map", "starmap", "map_async", "starmap_async", "imap", "imap_unordered"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tqdm_is_warm():
+    """The first bar makes a lock and a thread that the program keeps; no test is charged."""
+    if importlib.util.find_spec("tqdm"):
+        importlib.import_module("tqdm").tqdm(range(0), file=io.StringIO()).close()
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """Holds tasks until the test opens it."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[Pool, ThreadPool], ids=lambda pool: pool.__name__)
+def pool(request):
+    """A pool of processes, and one of threads."""
+    with request.param(2) as made:
+        yield made
+        made.close()
+        made.join()
+
+
+def _run(pool, verb, n, *args, **options):
+    items = [(x,) for x in range(n)] if "star" in verb else list(range(n))
+    results = getattr(pool, verb)(work.square, items, *args, **options)
+    return results.get() if verb.endswith("async") else list(results)
+
+
+@pytest.mark.parametrize("chunksize", [1, 7])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_callable_is_told_of_items(pool, verb, chunksize):
+    """A callable gets growing numbers of items; the last, before the results are had, is all."""
+    seen = []
+    _run(pool, verb, 100, chunksize, progress=lambda *now: seen.append(now))
+    done = [n for n, _ in seen]
+    assert done == sorted(set(done))
+    assert seen[-1] == (100, 100)
+    assert {total for _, total in seen} == {100}
+
+
+def test_an_input_without_length(pool):
+    """The total is None where the input has no length."""
+    seen = []
+    assert len(list(pool.imap(work.square, iter(range(10)), progress=_append_to(seen)))) == 10
+    assert seen[-1] == (10, None)
+
+
+def _append_to(seen):
+    return lambda done, total: seen.append((done, total))
+
+
+def _pass(gate):
+    return None if gate is None else work.gated(gate)
+
+
+def test_it_is_told_while_the_job_runs(pool, gate):
+    """The callable is called before the job has ended: here it is what lets the job end."""
+
+    def told(done, total):
+        if done == 1:
+            gate.open()
+
+    assert pool.map(_pass, [None, gate.path], 1, progress=told) == [None, None]
+
+
+def test_an_error_counts_as_done(pool):
+    """Items that fail are done, too."""
+    seen = []
+    with pytest.raises(ValueError, match="3"):
+        pool.map(work.fail_on_three, range(8), 2, progress=_append_to(seen))
+    assert seen[-1] == (8, 8)
+
+
+def test_no_items_at_all(pool):
+    """Nothing is nothing of nothing."""
+    for verb in VERBS:
+        seen = []
+        assert _run(pool, verb, 0, progress=_append_to(seen)) == []
+        assert seen == [(0, 0)]
+
+
+def test_what_the_callable_raises_hurts_no_result(pool, monkeypatch):
+    """An exception of the callable goes to `threading.excepthook`; the results are there."""
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
+    assert _run(pool, "map", 4, progress=lambda done, total: 1 // 0) == [0, 1, 4, 9]
+    assert raised == [ZeroDivisionError]
+
+
+def test_it_ends_with_the_pool(pool, gate):
+    """A job that is cut short ends its progress where it is."""
+    seen = []
+    result = pool.map_async(work.gated, [gate.path] * 2, 1, progress=_append_to(seen))
+    pool.terminate()
+    gate.open()
+    with pytest.raises(PoolClosed):
+        result.get()
+    result.progress.wait()
+    assert seen == [(0, 2)]
+
+
+def test_what_is_no_progress_is_refused(pool):
+    """`progress` is a bool, a title or a callable."""
+    assert _run(pool, "map", 2, progress=False) == [0, 1]
+    with pytest.raises(TypeError, match="progress"):
+        pool.map(work.square, [1], progress=3)
+
+
+def test_len_of_an_iterator(pool):
+    """An iterator is as long as its input; without a length it has none, and is true."""
+    for verb in ("imap", "imap_unordered"):
+        results = getattr(pool, verb)(work.square, range(5), 2)
+        assert len(results) == 5
+        assert len(list(results)) == 5
+        assert len(results) == 5
+        results = getattr(pool, verb)(work.square, iter(range(5)))
+        with pytest.raises(TypeError, match="has no len"):
+            len(results)
+        assert results
+        assert len(list(results)) == 5
+        assert getattr(pool, verb)(work.square, [])
+
+
+DISPLAYS = {
+    "tqdm": (lambda name: True, r"squares: 100%.*30/30"),
+    "rich": (lambda name: name != "tqdm", r"squares .*30/30"),
+    "line": (lambda name: False, r"squares: 30 of 30\n"),
+}
+
+
+@pytest.mark.parametrize("display", DISPLAYS)
+def test_displays(pool, display, monkeypatch, capsys):
+    """A title is shown on stderr: by tqdm, else by rich, else as a line."""
+    there, pattern = DISPLAYS[display]
+    if display != "line":
+        pytest.importorskip(display)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "yes" if there(name) else None)
+    _run(pool, "map", 30, progress="squares")
+    out, err = capsys.readouterr()
+    assert re.search(pattern, err)
+    assert out == ""
+
+
+def test_true_shows_the_functions_name(pool, capsys):
+    """``progress=True`` is titled by the function."""
+    _run(pool, "imap", 3, progress=True)
+    assert "square()" in capsys.readouterr().err
+
+
+def test_tqdm_around_an_iterator_knows_its_total(pool):
+    """``tqdm(pool.imap(f, xs))`` shows how much is left."""
+    tqdm = pytest.importorskip("tqdm").tqdm
+    bar = tqdm(pool.imap(work.square, range(5)), disable=None)
+    assert bar.total == 5
+    assert list(bar) == [0, 1, 4, 9, 16]
+
+
+def test_import_xpool_imports_no_display():
+    """Neither tqdm nor rich is imported before a bar is asked for."""
+    code = (
+        "import sys, xpool; from xpool import Pool, ThreadPool; "
+        "assert not {'tqdm', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert importlib.util.find_spec("xpool.progress")
