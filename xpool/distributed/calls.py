@@ -14,7 +14,7 @@ from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
 from xpool.errors import RemoteTraceback
 from xpool.pickle import decode, dumps, encode_exception, loads
-from xpool.pickle.hooks import goes_by_name
+from xpool.pickle.names import goes_by_name
 
 __all__ = ["DIED", "Raised", "call", "portable", "raised", "settle", "transport_error"]
 

@@ -10,8 +10,19 @@ buffers beside the pickle, and `encode_exception`.  Importing this imports neith
 numpy nor dill; dill is imported when the C pickler has met something that it cannot do.
 """
 
+from xpool.pickle import (
+    arrays,
+    classes,
+    exceptions,
+    functions,
+    handles,
+    main_globals,
+    tensors,
+    typevars,
+)
 from xpool.pickle.exceptions import encode_exception
-from xpool.pickle.pickler import Pickler, decode, dumps, encode, loads, mark_static_module
+from xpool.pickle.names import mark_static_module
+from xpool.pickle.pickler import Pickler, decode, dumps, encode, loads
 
 __all__ = [
     "Pickler",
@@ -22,3 +33,7 @@ __all__ = [
     "loads",
     "mark_static_module",
 ]
+
+# The codec knows no kind of object: each of these modules told it, when it was imported, what it
+# can do.
+_FAMILIES = (arrays, classes, exceptions, functions, handles, main_globals, tensors, typevars)

@@ -20,12 +20,14 @@ import contextlib
 import enum
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from xpool.pickle import hooks, registry
-from xpool.pickle.hooks import Context, name_for
+from xpool.pickle import hooks, registry, special_classes
+from xpool.pickle.hooks import Context
+from xpool.pickle.names import name_for
+from xpool.pickle.pickler import write_blob
 
 __all__ = ["reduce_class"]
 
@@ -53,8 +55,6 @@ _INSTANCES: dict[type, Any] = {type(one): one for one in (None, NotImplemented, 
 
 
 def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
-    from xpool.pickle.pickler import write_blob
-
     with registry.lock:
         token = registry.token_of(cls)
         entry = registry.lookup(token)
@@ -194,18 +194,7 @@ def _make(
             with _muted(bases, known_only=False):
                 return maker.__new__(metaclass, name, bases, creation)
 
-    return shell(token, build)
-
-
-def shell(token: str, build: Callable[[], Any]) -> Any:
-    """Return the class of the token; build and register it if there is none."""
-    with registry.lock:
-        entry = registry.lookup(token)
-        cls = None if entry is None else entry.ref()
-        if cls is None:
-            cls = build()
-            registry.adopt(cls, token, own=False).version = -1
-        return cls
+    return registry.shell(token, build)
 
 
 @contextlib.contextmanager
@@ -254,5 +243,3 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any]]) -> None:
 
 
 hooks.FOR_SUBCLASSES[type] = hooks.REDUCERS[type] = reduce_class
-
-from xpool.pickle import special_classes  # noqa: E402  (it needs `shell` from here)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import reprlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -25,10 +25,17 @@ _LEVELS = 8
 _PARTS = 100  # parts tried at each level
 
 
-def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> BaseException:
-    """The error to raise when nothing can pickle an object because of ``error``."""
-    from xpool.pickle.pickler import fails
+def refusal(
+    obj: Any,
+    error: BaseException,
+    fails: Callable[[Any], BaseException | None],
+    *,
+    no_dill: bool = False,
+) -> BaseException:
+    """The error to raise when nothing can pickle an object because of ``error``.
 
+    ``fails`` tries to pickle a part of it, and returns the error when that cannot be done.
+    """
     frame = foreign_frame(error)
     if frame is not None:
         return _noted(obj, error, frame)
@@ -37,7 +44,7 @@ def refusal(obj: Any, error: BaseException, *, no_dill: bool = False) -> BaseExc
     if not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
         _busy.looking = True
         try:
-            path, culprit = _descend(obj)
+            path, culprit = _descend(obj, fails)
         finally:
             _busy.looking = False
         if culprit is not obj:
@@ -136,9 +143,7 @@ def _repr(obj: Any) -> str:
         return f"whose repr raises {type(error).__name__}"
 
 
-def _descend(obj: Any) -> tuple[str, Any]:
-    from xpool.pickle.pickler import fails
-
+def _descend(obj: Any, fails: Callable[[Any], BaseException | None]) -> tuple[str, Any]:
     path = ""
     seen = {id(obj)}
     for _ in range(_LEVELS):

@@ -15,6 +15,7 @@ from xpool.interrupt import by_handler
 from xpool.pickle import hooks
 from xpool.pickle.globals_received import missing_global
 from xpool.pickle.hooks import Context
+from xpool.pickle.pickler import decode, encode
 
 __all__ = ["encode_exception", "reduce_exception"]
 
@@ -26,8 +27,6 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     `RemoteTraceback` with the text.  Attributes that cannot be pickled are left out.  When
     not even the class can travel, it is a `ResultNotPicklable` with the text.
     """
-    from xpool.pickle.pickler import decode, encode
-
     cause = exc.__cause__
     if (
         hasattr(cause, "text")
@@ -105,8 +104,6 @@ class _Salvaged(_Raised):
 
 
 def _travels(obj: Any) -> bool:
-    from xpool.pickle.pickler import decode, encode
-
     try:
         decode(encode(obj, main_globals=False))
     except Exception as exc:  # whatever the object's own code raises: it does not travel

@@ -13,14 +13,14 @@ from importlib import import_module
 from pickle import PicklingError
 from typing import Any
 
-from xpool.pickle import main
-from xpool.pickle.hooks import reducer_override
+from xpool.pickle import hooks
 
 __all__ = ["make_pickler"]
 
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None)})
 _IN_MEMORY = (io.BytesIO, io.StringIO)
 _CONTAINERS = frozenset({tuple, list, set, frozenset})
+_MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 def make_pickler(file: Any, recurse: bool, callback: Any) -> Any:
@@ -30,10 +30,6 @@ def make_pickler(file: Any, recurse: bool, callback: Any) -> Any:
         ImportError: dill is not installed.
     """
     return _pickler_class()(file, recurse, callback)
-
-
-def _main_namespace() -> dict[str, Any]:
-    return main.namespace()
 
 
 @lru_cache(None)
@@ -61,11 +57,11 @@ def _pickler_class() -> Any:
                 return NotImplemented
             if kind is dict:
                 # dill writes a name for it that only its own unpickler knows.
-                return (_main_namespace, ()) if obj is main.namespace() else NotImplemented
+                return hooks.script.pickled_namespace(obj)
             # dill would write a memory address, or open the file again over there.
             if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
-            answer = reducer_override(self, obj)
+            answer = hooks.reducer_override(self, obj)
             if answer is not NotImplemented or isinstance(obj, type):
                 return answer
             if kind.__module__.partition(".")[0] == "numpy":
@@ -76,7 +72,7 @@ def _pickler_class() -> Any:
 
         def save_global(self, obj: Any, name: str | None = None) -> None:
             module = getattr(obj, "__module__", None)
-            if module in main.MAIN_NAMES and not main.main_is_importable():
+            if module in _MAIN_NAMES and not hooks.script.importable():
                 raise PicklingError(
                     f"{obj!r} is pickled by its name in __main__, which the receiver does not have"
                 )

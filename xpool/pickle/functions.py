@@ -24,10 +24,9 @@ from xpool.pickle.hooks import (
     FOR_SUBCLASSES,
     LAZY,
     Context,
-    name_for,
     register,
-    static_modules,
 )
+from xpool.pickle.names import name_for, static_modules
 from xpool.pickle.reads import global_names
 
 # -- functions ----------------------------------------------------------------------------

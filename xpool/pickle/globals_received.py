@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from xpool.pickle import main
+from xpool.pickle.broadcast import open_broadcast
 from xpool.pickle.main import MISSING
+from xpool.pickle.pickler import write_global
 from xpool.pickle.policy import in_block
 
 __all__ = [
@@ -121,8 +123,6 @@ def _take(entry: Entry, exact: bool) -> None:
         if kind == VALUE:
             value = pickle.loads(data)
         elif kind == PLACE:
-            from xpool.pickle.broadcast import open_broadcast
-
             token, _, _, place, _ = data
             value = place.load() if token is None else open_broadcast(*data)
         else:
@@ -153,8 +153,6 @@ def _place_of(name: str) -> tuple[Any, str]:
 
 
 def _is_same(value: Any, data: bytes) -> bool:
-    from xpool.pickle.pickler import write_global
-
     try:
         written = write_global(value, True)
         return not in_block(written.nbytes) and b"".join(written.chunks) == data

@@ -26,6 +26,7 @@ from xpool.pickle.devices import copy_to, on_own_device
 from xpool.pickle.frame import Leased
 from xpool.pickle.hooks import Context, builder, in_place, register
 from xpool.pickle.loans import gpu_of
+from xpool.pickle.pickler import decode, encode
 from xpool.pickle.policy import Layout
 from xpool.worker_local import WorkerLocal
 
@@ -159,8 +160,6 @@ class Sealed:
 
     def open(self) -> Any:
         """Return the tensor."""
-        from xpool.pickle.pickler import decode
-
         return decode(self.message)
 
 
@@ -214,8 +213,6 @@ class Keeper:
 
     def seal(self, tensor: Any) -> Sealed:
         """Pickle a tensor for processes that see its GPU."""
-        from xpool.pickle.pickler import encode
-
         # Several may open it: each has a copy of what is beside the tensor.
         layout = Layout(self._arena.lease, lends=self._arena, kept=True)
         message = encode(tensor, layout=layout)

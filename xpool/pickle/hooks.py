@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 from collections.abc import Callable
-from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
-from xpool.interrupt import by_handler
 from xpool.memory.arena import Block
 from xpool.memory.window import window
 from xpool.pickle.forking import reducer_for
-from xpool.pickle.main import MAIN_NAMES, source
 from xpool.pickle.policy import Layout
 
 __all__ = [
@@ -33,13 +29,9 @@ __all__ = [
     "REDUCERS",
     "Context",
     "builder",
-    "by_name",
-    "goes_by_name",
     "in_place",
-    "name_for",
     "reducer_override",
     "register",
-    "static_modules",
 ]
 
 
@@ -66,13 +58,52 @@ def in_place(pickler: Context, block: Block, nbytes: int = 1) -> PickleBuffer:
 Reducer = Callable[[Any, Any], Any]
 
 
+class Script(Protocol):
+    """What a message has to know of the program's ``__main__``."""
+
+    def importable(self) -> bool:
+        """Whether functions and classes of ``__main__`` can go by name."""
+
+    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
+        """What pickles the globals of ``__main__``; `NotImplemented` for any other dict."""
+
+    def quiet(self, names: set[str]) -> bool:
+        """Whether nothing has to go before a message that names these globals."""
+
+    def preface(
+        self,
+        names: set[str],
+        chunks: list[bytes],
+        buffers: list[PickleBuffer],
+        shared: dict[int, Block],
+        layout: Layout,
+    ) -> tuple[list[bytes], list[PickleBuffer]] | None:
+        """Put the globals that have to go before a pickle there; None: it stays as it is."""
+
+
+class _NoScript:
+    """As the standard pickler has it: what is of ``__main__`` goes by name, and nothing with it."""
+
+    def importable(self) -> bool:
+        return True
+
+    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
+        return NotImplemented
+
+    def quiet(self, names: set[str]) -> bool:
+        return True
+
+    def preface(self, *message: Any) -> None:
+        return None
+
+
+#: Set once, by the family that sends things of ``__main__`` by value.
+script: Script = _NoScript()
+
 REDUCERS: dict[type, Reducer] = {}
 
 #: Modules whose reducers are registered when an object of theirs is first met.
 LAZY: dict[str, Callable[[], None]] = {}
-
-#: Names of the modules that `mark_static_module` was given.
-static_modules: set[str] = set()
 
 #: Reducers that answer for subclasses too, unless a nearer base has one.
 FOR_SUBCLASSES: dict[type, Reducer] = {}
@@ -138,72 +169,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-def goes_by_name(obj: Any) -> bool:
-    """Whether another process finds this function or class under its own name."""
-    module_name, path = obj.__module__, _path_of(obj)
-    if module_name in MAIN_NAMES and module_name not in static_modules:
-        text = source()
-        if text is None or path.partition(".")[0] in text.guarded:
-            return False
-    return _found(module_name, path) is obj
-
-
-def by_name(obj: Any) -> Any:
-    """Return what pickles a function or class by name, or None where that cannot be done."""
-    if goes_by_name(obj):
-        return _path_of(obj)
-    module_name = obj.__module__
-    if module_name in static_modules:
-        # Another object of the same name (the module was reloaded) stands for this one,
-        # but a decorated function must not stand for the function inside it.
-        found = _found(module_name, _path_of(obj))
-        if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
-            return _get, (module_name, _path_of(obj))
-    return None
-
-
-def name_for(pickler: Context, obj: Any) -> Any:
-    """As `by_name`; and note what is of ``__main__``, for the globals that it uses."""
-    module_name = obj.__module__
-    if module_name not in MAIN_NAMES:
-        return by_name(obj)
-    name = path = _path_of(obj)
-    text = source()
-    # Most are of the top level: this is faster than `by_name`.
-    known = text is not None and path not in text.guarded
-    if not (known and sys.modules[module_name].__dict__.get(path) is obj):
-        name = by_name(obj)
-    if name is not None and pickler.follow:
-        pickler.names.add(path.partition(".")[0])
-    return name
-
-
-def _path_of(obj: Any) -> str:
-    path: str = getattr(obj, "__qualname__", None) or obj.__name__
-    return path
-
-
-def _get(module_name: str, path: str) -> Any:
-    obj: Any = import_module(module_name)
-    for part in path.split("."):
-        obj = getattr(obj, part)
-    return obj
-
-
-def _found(module_name: Any, path: str) -> Any:
-    if not isinstance(module_name, str):
-        return None
-    module: Any = sys.modules.get(module_name)
-    if module is None:
-        try:
-            module = import_module(module_name)
-        except Exception as exc:  # whatever a module does when it is imported: not found
-            if by_handler(exc):
-                raise
-            return None
-    obj = module
-    for part in path.split("."):
-        obj = getattr(obj, part, None)
-    return obj

@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from xpool.errors import TaskNotPicklable
 from xpool.pickle.devices import is_kept
 from xpool.pickle.hooks import Context, builder
 
-__all__ = ["parts", "reduce_subclass", "reduce_typed_storage"]
+__all__ = ["about", "check", "parts", "reduce_subclass", "reduce_typed_storage"]
 
 
 def parts(torch: Any, tensor: Any) -> Any:
@@ -103,6 +104,35 @@ def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, 
     return made.set_(storage, offset, shape, strides)
 
 
+def check(tensor: Any) -> None:
+    """Refuse what holds on to the graph of this process.
+
+    Raises:
+        TaskNotPicklable: the tensor was computed, tracking gradients, or has hooks.
+    """
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TaskNotPicklable(
+            f"{about(tensor)} is the result of a computation that tracks gradients; the graph "
+            "behind it cannot be sent to another process. Send x.detach() instead."
+        )
+    hooks = [*(tensor._backward_hooks or {}).values()]
+    hooks += [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
+    hooks = [hook for hook in hooks if not hasattr(hook, "__torch_unserializable__")]
+    if hooks:
+        raise TaskNotPicklable(
+            f"{about(tensor)} has hooks for its gradient ({hooks[0]!r}), which cannot be sent "
+            "to another process. Remove them (the handle that register_hook returned has "
+            "remove()), send x.detach(), or say that a hook may be left behind by decorating it "
+            "with torch.utils.hooks.unserializable_hook."
+        )
+
+
+def about(tensor: Any) -> str:
+    """Say which tensor it is, for a message."""
+    shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
+    return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
+
+
 # -- subclasses -----------------------------------------------------------------------------------
 
 
@@ -111,8 +141,6 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
 
     A wrapper, which has no memory itself, takes torch's way: its attributes hold what it wraps.
     """
-    from xpool.pickle.tensors import check
-
     torch = sys.modules["torch"]
     cls = type(tensor)
     own_ways = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import pickle
 import threading
 import weakref
 from abc import ABCMeta
@@ -38,15 +39,17 @@ from typing import Any, NamedTuple
 
 from xpool.interrupt import by_handler
 from xpool.memory.arena import Block
-from xpool.pickle import main
+from xpool.pickle import hooks, main
 from xpool.pickle.changes import mark as mark_of
 from xpool.pickle.globals_received import KEEP, NONE, PLACE, VALUE, Entry, unwrap
-from xpool.pickle.hooks import goes_by_name, in_place
+from xpool.pickle.hooks import in_place
 from xpool.pickle.main import MAIN_NAMES, MISSING
+from xpool.pickle.names import goes_by_name
+from xpool.pickle.pickler import write_global
 from xpool.pickle.policy import Layout, in_block
 from xpool.pickle.reads import reads
 
-__all__ = ["Book", "Prelude", "collect", "quiet"]
+__all__ = ["Book"]
 
 
 class _Sent(NamedTuple):
@@ -111,7 +114,7 @@ class _Plan(NamedTuple):
 _PLANS = 256
 
 
-def quiet(names: set[str]) -> bool:
+def _quiet(names: set[str]) -> bool:
     """Whether it is known already that nothing has to go before a message that names these."""
     plan = _outgoing.plans.get(frozenset(names))
     return plan is not None and not plan.data and plan.holds()
@@ -184,7 +187,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 # -- sending ------------------------------------------------------------------------------------
 
 
-def collect(names: Iterable[str], layout: Layout) -> list[Entry]:
+def _collect(names: Iterable[str], layout: Layout) -> list[Entry]:
     """Return the globals of ``__main__`` that lead on from these and have to travel."""
     roots = frozenset(names)
     if not _plan(roots).data:
@@ -293,8 +296,6 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 def _pickled(value: Any, layout: Layout) -> tuple[Any, bytes, frozenset[str]]:
     """Pickle a global: where it lies if it is large, else its pickle; and the names it uses."""
-    from xpool.pickle.pickler import write_global
-
     written = write_global(value, True)
     if in_block(written.nbytes):
         if layout.publisher is not None:
@@ -319,7 +320,7 @@ _OF_PROCESS = frozenset(
 )
 
 
-class Prelude:
+class _Prelude:
     """A pickle together with the globals that have to be set before it is loaded.
 
     ``exact``: the receiver sets these values, were it later ones that it has; for the messages of a
@@ -349,8 +350,35 @@ class Prelude:
         return unwrap, (_outgoing.sender, self.exact, entries, self.body, *self.buffers)
 
 
+class _Script:
+    """What the codec asks about ``__main__``."""
+
+    importable = staticmethod(main.main_is_importable)
+    quiet = staticmethod(_quiet)
+
+    def pickled_namespace(self, values: dict[Any, Any]) -> Any:
+        return (main.namespace, ()) if values is main.namespace() else NotImplemented
+
+    def preface(
+        self,
+        names: set[str],
+        chunks: list[bytes],
+        buffers: list[PickleBuffer],
+        shared: dict[int, Block],
+        layout: Layout,
+    ) -> tuple[list[bytes], list[PickleBuffer]] | None:
+        entries = _collect(names, layout)
+        if not entries:
+            return None
+        body, exact = b"".join(chunks), layout.book is not None
+        outer = list[PickleBuffer]()
+        wrapped = _Prelude(entries, body, buffers, shared, exact)
+        return [pickle.dumps(wrapped, 5, buffer_callback=outer.append)], outer
+
+
 _lock = threading.RLock()
 _outgoing = _Outgoing()
+hooks.script = _Script()
 
 
 def _after_fork() -> None:

@@ -11,28 +11,13 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from pickle import PickleBuffer, PicklingError
-from types import ModuleType
 from typing import Any
 
 from xpool.errors import OptionError, XPoolError
 from xpool.interrupt import by_handler
 from xpool.memory.arena import Arena, Block
-from xpool.pickle import (
-    arrays,
-    classes,
-    diagnose,
-    exceptions,
-    frame,
-    functions,
-    handles,
-    hooks,
-    tensors,
-    typevars,
-)
+from xpool.pickle import diagnose, fallback, frame, hooks
 from xpool.pickle.fastpath import SHORT
-from xpool.pickle.main import main_is_importable
-from xpool.pickle.main_globals import Prelude, quiet
-from xpool.pickle.main_globals import collect as collect_globals
 from xpool.pickle.policy import (
     BY_PIPE,
     INLINE_BELOW,
@@ -42,17 +27,7 @@ from xpool.pickle.policy import (
     placement,
 )
 
-__all__ = ["Pickler", "decode", "dumps", "encode", "loads", "mark_static_module"]
-
-_FAMILIES = (
-    arrays,
-    classes,
-    exceptions,
-    functions,
-    handles,
-    tensors,
-    typevars,
-)  # importing them registers
+__all__ = ["Pickler", "decode", "dumps", "encode", "loads"]
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _LONG = frozenset({str, bytes})
@@ -188,11 +163,11 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    if not main_is_importable() and _MAIN in data:
+    if not hooks.script.importable() and _MAIN in data:
         return None
     if pickler.names:
-        if main_globals and not quiet(pickler.names):
-            parts = _with_globals(pickler.names, chunks, buffers, pickler.shared, layout)
+        if main_globals and not hooks.script.quiet(pickler.names):
+            parts = hooks.script.preface(pickler.names, chunks, buffers, pickler.shared, layout)
             if parts is not None:
                 chunks, buffers = parts
                 data = chunks[0]
@@ -215,23 +190,6 @@ def _rest(pickler: _FastPickler) -> None:
     pickler.chunks.clear()
     pickler.clear_memo()
     _at_rest.append(pickler)
-
-
-def _with_globals(
-    names: set[str],
-    chunks: list[bytes],
-    buffers: list[PickleBuffer],
-    shared: dict[int, Block],
-    layout: Layout,
-) -> tuple[list[bytes], list[PickleBuffer]] | None:
-    """Put the globals of ``__main__`` before a pickle, if any have to go; None: it is as it was."""
-    entries = collect_globals(names, layout)
-    if not entries:
-        return None
-    body, exact = b"".join(chunks), layout.book is not None
-    outer = list[PickleBuffer]()
-    wrapped = Prelude(entries, body, buffers, shared, exact)
-    return [pickle.dumps(wrapped, 5, buffer_callback=outer.append)], outer
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
@@ -315,17 +273,6 @@ class Pickler:
         return f"Pickler({self._file!r}, recurse={self._recurse}, copy_tensor={self._copy_tensor})"
 
 
-def mark_static_module(module: ModuleType) -> None:
-    """Say that a module is the same in every process: what it defines goes by name.
-
-    Its functions and classes are pickled by reference even where they would go by value,
-    and so is the module itself.
-    """
-    if not isinstance(module, ModuleType):
-        raise TypeError(f"mark_static_module takes a module, not {module!r}")
-    hooks.static_modules.add(module.__name__)
-
-
 # -- the two picklers -----------------------------------------------------------------------
 
 
@@ -353,7 +300,7 @@ def _pickle(
     if isinstance(error, (XPoolError, MemoryError)):
         raise error
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
-        raise diagnose.refusal(obj, error)
+        raise diagnose.refusal(obj, error, fails)
     try:
         return _by_dill(obj, layout, recurse, error, blob, follow)
     finally:
@@ -369,7 +316,7 @@ def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result
         fast = again
     # Large buffers are chunks of their own, and not always bytes: no name is in them.
     chunks = [chunk for chunk in fast.chunks if type(chunk) is bytes]
-    if not main_is_importable() and any(_MAIN in chunk for chunk in chunks) and not blob:
+    if not hooks.script.importable() and any(_MAIN in chunk for chunk in chunks) and not blob:
         # Something went by its name in __main__, which the receiver does not have.
         error = PicklingError("an object is pickled by its name in __main__")
         return _by_dill(obj, layout, fast.recurse, error, blob, fast.follow)
@@ -397,14 +344,12 @@ def _by_dill(
             return result
         spans = slow.tensors.merged()
     # Out of the handler: an object's own exception keeps the context that it has.
-    raise diagnose.refusal(obj, error, no_dill=without)
+    raise diagnose.refusal(obj, error, fails, no_dill=without)
 
 
 def _run_dill(
     obj: Any, layout: Layout, recurse: bool, blob: bool, spans: Any, follow: bool = True
 ) -> tuple[Any, _Result]:
-    from xpool.pickle import fallback
-
     file, buffers = io.BytesIO(), list[PickleBuffer]()
     shared = dict[int, Block]()
     slow = fallback.make_pickler(file, recurse, _placer(layout, buffers, shared))
@@ -433,7 +378,7 @@ def fails(obj: Any) -> BaseException | None:
 def _message(result: _Result, layout: Layout, main_globals: bool) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     if result.names and main_globals:
-        parts = _with_globals(result.names, chunks, buffers, result.shared, layout)
+        parts = hooks.script.preface(result.names, chunks, buffers, result.shared, layout)
         chunks, buffers = parts or (chunks, buffers)
     if buffers or (layout.lessor is not None and in_block(sum(map(len, chunks)))):
         return frame.pack(chunks, buffers, layout, result.shared)

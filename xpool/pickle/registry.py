@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-__all__ = ["ClassEntry", "adopt", "disown", "known", "lock", "lookup", "token_of"]
+__all__ = ["ClassEntry", "adopt", "disown", "known", "lock", "lookup", "shell", "token_of"]
 
 
 class ClassEntry:
@@ -77,6 +77,17 @@ def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
     entry = ClassEntry(token, ref, own)
     _by_id[key] = _by_token[token] = entry
     return entry
+
+
+def shell(token: str, build: Callable[[], Any]) -> Any:
+    """Return the class of the token; build and register it if there is none."""
+    with lock:
+        entry = lookup(token)
+        cls = None if entry is None else entry.ref()
+        if cls is None:
+            cls = build()
+            adopt(cls, token, own=False).version = -1
+        return cls
 
 
 def disown() -> None:

@@ -11,7 +11,7 @@ import enum
 from types import FunctionType
 from typing import Any
 
-from xpool.pickle.classes import shell
+from xpool.pickle.registry import shell
 
 __all__ = ["enum_shell", "namedtuple_shell"]
 

@@ -195,7 +195,7 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
 def reduce_any(pickler: Context, tensor: Any) -> Any:
     """A tensor or Parameter of any kind."""
     if tensor.requires_grad or tensor._backward_hooks:
-        check(tensor)
+        layouts.check(tensor)
     if is_kept(pickler.layout, tensor):
         assert pickler.layout.keep is not None
         return pickler.layout.keep(pickler, tensor)
@@ -224,34 +224,6 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     return _dressed, (bare, flags)
 
 
-def check(tensor: Any) -> None:
-    """Refuse what holds on to the graph of this process.
-
-    Raises:
-        TaskNotPicklable: the tensor was computed, tracking gradients, or has hooks.
-    """
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise TaskNotPicklable(
-            f"{_about(tensor)} is the result of a computation that tracks gradients; the graph "
-            "behind it cannot be sent to another process. Send x.detach() instead."
-        )
-    hooks = [*(tensor._backward_hooks or {}).values()]
-    hooks += [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
-    hooks = [hook for hook in hooks if not hasattr(hook, "__torch_unserializable__")]
-    if hooks:
-        raise TaskNotPicklable(
-            f"{_about(tensor)} has hooks for its gradient ({hooks[0]!r}), which cannot be sent "
-            "to another process. Remove them (the handle that register_hook returned has "
-            "remove()), send x.detach(), or say that a hook may be left behind by decorating it "
-            "with torch.utils.hooks.unserializable_hook."
-        )
-
-
-def _about(tensor: Any) -> str:
-    shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
-    return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
-
-
 def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
     """A tensor that is its values and nothing else."""
     made_of = layouts.parts(torch, tensor)
@@ -262,8 +234,8 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
         return _meta, (name, tuple(tensor.shape), tensor.stride())
     if _has_names is not None and _has_names(tensor):
         raise TaskNotPicklable(
-            f"{_about(tensor)} has named axes {tensor.names}, which cannot be sent to another "
-            "process. Send x.rename(None), and the names beside it."
+            f"{layouts.about(tensor)} has named axes {tensor.names}, which cannot be sent to "
+            "another process. Send x.rename(None), and the names beside it."
         )
     if not tensor.is_cpu:
         return _on_device(pickler, tensor, name)
@@ -275,7 +247,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
 def _on_device(pickler: Context, tensor: Any, name: str) -> Any:
     """A tensor on a device: where it is, if that can be shared in this message, or copied."""
     if tensor.is_cuda:
-        loan = lend(pickler, tensor.untyped_storage(), partial(_about, tensor))
+        loan = lend(pickler, tensor.untyped_storage(), partial(layouts.about, tensor))
         if loan is not None:
             place = tensor.storage_offset(), name, tuple(tensor.shape), tensor.stride()
             return tensor_on_gpu, (*loan, *place)
@@ -317,7 +289,7 @@ def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
     storage, layout = tensor.untyped_storage(), pickler.layout
     arena = layout.arena
     if arena is not None and storage.nbytes() and not arena.holds(storage.data_ptr()):
-        move(arena, layout, storage, partial(_about, tensor), tensor)
+        move(arena, layout, storage, partial(layouts.about, tensor), tensor)
     return storage
 
 
@@ -325,7 +297,7 @@ def _with_memory(tensor: Any) -> Any:
     if tensor._is_zerotensor():  # autograd's way to say zeros without memory
         return tensor.clone()
     raise TaskNotPicklable(
-        f"{_about(tensor)} has no memory behind it: its storage was resized to nothing. "
+        f"{layouts.about(tensor)} has no memory behind it: its storage was resized to nothing. "
         "Give it its values back, or leave it out."
     )
 

@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 from xpool.pickle import registry
-from xpool.pickle.hooks import LAZY, Context, by_name, register
+from xpool.pickle.hooks import LAZY, Context, register
 from xpool.pickle.main import MAIN_NAMES
+from xpool.pickle.names import by_name
 
 __all__: list[str] = []
 
