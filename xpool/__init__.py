@@ -63,7 +63,6 @@ if TYPE_CHECKING:
         XPoolError as XPoolError,
     )
     from xpool.jobs.states import PoolStates as PoolStates
-    from xpool.pickle.handles import TensorHandle as TensorHandle
     from xpool.pool.base import BasePool as BasePool
     from xpool.pool.context import CtxPool as CtxPool
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from xpool.results import MapResult as MapResult
     from xpool.streams import IMapIterator as IMapIterator
     from xpool.streams import IMapUnorderedIterator as IMapUnorderedIterator
+    from xpool.tensors.handles import TensorHandle as TensorHandle
     from xpool.worker.context import current_worker as current_worker
     from xpool.workers.launch import preload as preload
 
@@ -88,7 +88,7 @@ _homes = {
         "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool.jobs.states": "PoolStates",
-    "xpool.pickle.handles": "TensorHandle",
+    "xpool.tensors.handles": "TensorHandle",
     "xpool.pool.base": "BasePool",
     "xpool.pool.context": "CtxPool CtxThreadPool",
     "xpool.pool.executor": "Executor",

@@ -9,8 +9,8 @@ from typing import Any
 
 from support import gpu
 
-from xpool.pickle import cuda, loans
-from xpool.pickle.handles import Keeper
+from xpool.tensors import cuda, loans
+from xpool.tensors.handles import Keeper
 
 kept: dict[str, Any] = {}
 """What tasks have put aside in this worker."""

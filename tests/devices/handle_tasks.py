@@ -9,8 +9,8 @@ from typing import Any
 from support import work
 
 from xpool import current_worker
-from xpool.memory.arena import Arena
-from xpool.pickle.handles import Keeper
+from xpool.shm.arena import Arena
+from xpool.tensors.handles import Keeper
 
 made: list[Any] = []
 """What this worker has made, to be compared with what it is given."""

@@ -16,11 +16,12 @@ import torch
 from support import gpu
 
 from xpool import CtxPool, Pool
+from xpool.codec.frame import Leased
+from xpool.codec.policy import Layout
 from xpool.devices import devices
-from xpool.pickle import decode, encode, pinned
-from xpool.pickle.frame import Leased
-from xpool.pickle.pinned import PART, Stage
-from xpool.pickle.policy import Layout
+from xpool.pickle import decode, encode
+from xpool.tensors import pinned
+from xpool.tensors.pinned import PART, Stage
 
 from . import gpu_tasks as tasks
 
@@ -117,7 +118,7 @@ def views() -> list[Any]:
 @pytest.mark.parametrize("number", range(6))
 def test_straight_into_a_block(stand_in: None, number: int):
     """A message has one block, which the copy from the device fills; values and axes stay."""
-    from xpool.memory.arena import Arena
+    from xpool.shm.arena import Arena
 
     arena = Arena.own()
     assert arena is not None

@@ -31,7 +31,7 @@ from xpool import (
     WorkerDied,
 )
 from xpool.devices import nvml
-from xpool.pickle import cuda, loans
+from xpool.tensors import cuda, loans
 
 from . import gpu_tasks as tasks
 
@@ -517,7 +517,7 @@ def test_torch_without_identities(share: Any, monkeypatch: pytest.MonkeyPatch):
 @STAND_IN
 def test_no_memory_for_a_token(share: Any, monkeypatch: pytest.MonkeyPatch):
     """A message says what to do when there is no shared memory at all."""
-    from xpool.memory.arena import Arena
+    from xpool.shm.arena import Arena
 
     pool = share(P2PPool, 1)
     x = tasks.put(torch.zeros(4))

@@ -34,9 +34,9 @@ from xpool import (
 )
 from xpool.devices import devices
 from xpool.engine.answers import Answers
-from xpool.memory.arena import Arena
 from xpool.pool.packing import Packer
 from xpool.queue import SimpleQueue
+from xpool.shm.arena import Arena
 
 from . import handle_tasks as tasks
 

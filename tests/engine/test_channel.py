@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpool.queue.channel import BlockingFrameReader, FrameReader, FrameWriter
-from xpool.queue.messages import TO_PARENT
-from xpool.queue.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
+from xpool.transport.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
+from xpool.transport.pipes import BlockingFrameReader, FrameReader, FrameWriter
+from xpool.transport.wire import TO_PARENT
 
 pytestmark = pytest.mark.pure
 

@@ -15,12 +15,13 @@ from support.waiting import eventually
 
 import xpool
 from xpool import InternalError, Pool
+from xpool.codec import frame
 from xpool.engine.parcels import Encoded
-from xpool.pickle import decode, encode, frame
-from xpool.queue.channel import MOST, FrameReader
-from xpool.queue.messages import ANSWER, ENTRY, TO_PARENT
-from xpool.queue.outbox import CAPACITY, HEADER, Outbox, entries
+from xpool.pickle import decode, encode
 from xpool.results import Unopened
+from xpool.transport.outbox import CAPACITY, HEADER, Outbox, entries
+from xpool.transport.pipes import MOST, FrameReader
+from xpool.transport.wire import ANSWER, ENTRY, TO_PARENT
 
 pytestmark = pytest.mark.xpool_only
 

@@ -257,7 +257,7 @@ def test_the_signal_of_the_oom_killer(process_kind, make_pool):
 def test_three_gibibytes(make_pool, way):
     """A value of more than 2^31 bytes arrives, whole."""
     from xpool import Pool
-    from xpool.memory.system import available_memory
+    from xpool.shm.system import available_memory
 
     size = 3 << 30
     if available_memory() < 5 * size:

@@ -7,7 +7,7 @@ import graphlib
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 # Lower first; a room may import from lower rows and, where no circle arises, from its own.
 ROWS = [
     {"errors", "pool_errors", "interrupt", "waiters", "worker_local", "event_loops", "progress"},
-    {"memory", "devices", "jobs", "results", "streams", "options"},
-    {"queue", "pickle"},
+    {"shm", "devices", "jobs", "results", "streams", "options"},
+    {"transport", "codec"},
+    {"byvalue", "tensors"},
+    {"pickle"},
+    {"queue"},
     {"worker", "distributed"},
     {"workers", "server"},
     {"engine"},
@@ -49,23 +52,29 @@ def is_type_checking(test: ast.expr) -> bool:
     )
 
 
-def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Every import below ``node`` that runs, inside functions too: its line and module."""
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, without what only a type checker reads."""
+    yield node
     if isinstance(node, ast.If) and is_type_checking(node.test):
-        for child in node.orelse:
-            yield from imports(child)
-        return
-    if isinstance(node, ast.Import):
-        yield from ((node.lineno, alias.name) for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"line {node.lineno}: a relative import hides where it goes"
-        assert node.module is not None
-        if node.module == "xpool":
-            yield from ((node.lineno, f"xpool.{alias.name}") for alias in node.names)
-        else:
-            yield node.lineno, node.module
-    for child in ast.iter_child_nodes(node):
-        yield from imports(child)
+        below: Iterable[ast.AST] = node.orelse
+    else:
+        below = ast.iter_child_nodes(node)
+    for child in below:
+        yield from running(child)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every import of a tree that runs, inside functions too: its line and module."""
+    for node in running(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import hides where it goes"
+            assert node.module is not None
+            if node.module == "xpool":
+                yield from ((node.lineno, f"xpool.{alias.name}") for alias in node.names)
+            else:
+                yield node.lineno, node.module
 
 
 def room_of(module: str) -> str:
@@ -121,6 +130,22 @@ def test_rooms_form_no_circle():
     graphlib.TopologicalSorter(graph).prepare()
 
 
+def test_files_form_no_circle():
+    """No file imports itself through others, be it inside a function: each can be read alone."""
+    names = {module_name(path): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for module, path in names.items():
+        found = set[str]()
+        for node in running(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        graph[module] = found & set(names) - {module}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_jobs_are_pure():
     """The policy knows no threads, no clock, no pickle and no operating system."""
     wrong = []
@@ -153,6 +178,17 @@ def test_worker_entry_is_light():
     loaded = run_python("import xpool.worker.entry")
     heavy = {"torch", "dill", "numpy", "xpool.pool", "xpool.engine", "xpool.workers", "xpool.jobs"}
     assert not loaded & heavy
+
+
+@pytest.mark.starts
+def test_the_codec_knows_no_kind_of_object():
+    """The codec alone does what the standard pickle does, and imports nothing of the families."""
+    loaded = run_python(
+        "from xpool.codec.pickler import decode, encode\n"
+        "def add(x): return x + 1\n"
+        "assert decode(encode({'f': add}))['f'] is add\n"
+    )
+    assert not {name for name in loaded if name.startswith(("xpool.byvalue", "xpool.tensors"))}
 
 
 @pytest.mark.starts

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.waiting import eventually
 
-from xpool.memory import arena as module
-from xpool.memory.arena import MISSING, Arena, Block
-from xpool.memory.layout import HOLDS, LARGE, PAGE
-from xpool.memory.region import _capacity
+from xpool.shm import arena as module
+from xpool.shm.arena import MISSING, Arena, Block
+from xpool.shm.layout import HOLDS, LARGE, PAGE
+from xpool.shm.region import _capacity
 
 pytestmark = pytest.mark.pure
 

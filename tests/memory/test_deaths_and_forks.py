@@ -26,7 +26,7 @@ from support.waiting import eventually, wait_gone
 
 import xpool
 from xpool.interrupt import keeps_clear, may_raise
-from xpool.memory.arena import Arena
+from xpool.shm.arena import Arena
 from xpool.worker.stopping import again
 
 MIB = 1 << 20
@@ -242,7 +242,7 @@ def test_own_pool_in_forked_child(tmp_path: Path) -> None:
         """
         import os, torch, xpool
         from support import tensor_work as tasks
-        from xpool.memory.arena import Arena
+        from xpool.shm.arena import Arena
         if __name__ == "__main__":
             pool = xpool.Pool(1)
             held = pool.apply(tasks.filled, (1, 1 << 20))

@@ -21,8 +21,8 @@ from support.leaks import descriptors
 from support.waiting import eventually
 
 import xpool
-from xpool.memory.arena import Arena, Block
-from xpool.pickle import sharing as sharing_module
+from xpool.shm.arena import Arena, Block
+from xpool.tensors import sharing as sharing_module
 
 MIB = 1 << 20
 

@@ -9,7 +9,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from xpool.pickle import decode, encode, encode_exception, main
+from xpool.byvalue import main
+from xpool.pickle import decode, encode, encode_exception
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xpool import Pool
-from xpool.memory.arena import Arena
-from xpool.pickle import decode, dumps, encode, extents, loads
-from xpool.pickle.policy import Layout
+from xpool.codec.policy import Layout
+from xpool.pickle import decode, dumps, encode, loads
+from xpool.shm.arena import Arena
+from xpool.tensors import extents
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")

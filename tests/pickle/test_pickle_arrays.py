@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from xpool.codec import frame
+from xpool.codec.policy import INLINE_BELOW
 from xpool.errors import TaskNotPicklable
-from xpool.pickle import decode, dumps, encode, frame, loads
-from xpool.pickle.policy import INLINE_BELOW
+from xpool.pickle import decode, dumps, encode, loads
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 

@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 from receiver import Receiver
 
-from xpool.pickle import decode, dumps, encode, hooks, registry
+from xpool.byvalue import registry
+from xpool.codec import reducers
+from xpool.pickle import decode, dumps, encode
 
 
 def again(obj: Any) -> Any:
@@ -524,23 +526,23 @@ def test_reducers_are_there_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> 
     answers: list[Any] = []
 
     def load() -> None:
-        del hooks.LAZY["late"]
+        del reducers.LAZY["late"]
         begun.set()
         for _ in range(100):
             time.sleep(0)  # let the other thread go on
-        hooks.register(Late)(lambda pickler, obj: "reduced")
+        reducers.register(Late)(lambda pickler, obj: "reduced")
 
     def ask() -> None:
         begun.wait()
-        answers.append(hooks.reducer_override(None, Late()))
+        answers.append(reducers.reducer_override(None, Late()))
 
-    monkeypatch.setitem(hooks.LAZY, "late", load)
-    monkeypatch.setitem(hooks.REDUCERS, Late, None)  # as it is after the test
-    del hooks.REDUCERS[Late]
+    monkeypatch.setitem(reducers.LAZY, "late", load)
+    monkeypatch.setitem(reducers.REDUCERS, Late, None)  # as it is after the test
+    del reducers.REDUCERS[Late]
     others = [threading.Thread(target=ask) for _ in range(4)]
     for other in others:
         other.start()
-    answers.append(hooks.reducer_override(None, Late()))
+    answers.append(reducers.reducer_override(None, Late()))
     for other in others:
         other.join()
     assert answers == ["reduced"] * 5

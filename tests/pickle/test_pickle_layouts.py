@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from receiver import Receiver
 
+from xpool.codec import frame
 from xpool.errors import TaskNotPicklable
-from xpool.pickle import decode, dumps, encode, frame, loads
+from xpool.pickle import decode, dumps, encode, loads
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 anything = pytest.importorskip("anything", reason="needs numpy and hypothesis")

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, frame, loads
-from xpool.pickle.policy import INLINE_BELOW, Placement, placement
+from xpool.codec import frame
+from xpool.codec.policy import INLINE_BELOW, Placement, placement
+from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, loads
 
 pytestmark = pytest.mark.pure
 
@@ -192,7 +193,7 @@ def test_many_threads() -> None:
 
 def test_class_in_many_threads_at_once() -> None:
     """Threads that load the same unknown class at the same time get one class, complete."""
-    from xpool.pickle import registry
+    from xpool.byvalue import registry
 
     def make() -> Any:
         class Local:

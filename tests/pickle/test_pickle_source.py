@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xpool.pickle.source import Source, read
+from xpool.byvalue.source import Source, read
 
 pytestmark = pytest.mark.pure
 

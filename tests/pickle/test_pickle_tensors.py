@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from receiver import Receiver
 
+from xpool.codec import frame
 from xpool.errors import TaskNotPicklable
-from xpool.pickle import decode, dumps, encode, frame, loads
+from xpool.pickle import decode, dumps, encode, loads
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")

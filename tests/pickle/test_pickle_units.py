@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import scripts
 
-from xpool.pickle.units import read_units
+from xpool.byvalue.units import read_units
 
 
 def left_out(folder: Path, text: str) -> list[str]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from xpool.memory.arena import Arena
-from xpool.pickle.pickler import _FastPickler
-from xpool.pickle.policy import Layout
+from xpool.codec.pickler import _FastPickler
+from xpool.codec.policy import Layout
+from xpool.shm.arena import Arena
 
 pytestmark = pytest.mark.pure
 

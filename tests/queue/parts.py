@@ -9,7 +9,7 @@ from typing import Any
 
 from support.waiting import LIMIT, eventually
 
-from xpool.memory import guests
+from xpool.shm import guests
 
 inherited: Any = None
 made: Any = None
@@ -112,8 +112,8 @@ def sums(inbox: Any, outbox: Any) -> None:
 
 def statistics(outbox: Any) -> None:
     """Tidy up, and put the arena's statistics."""
-    from xpool.memory import guests
-    from xpool.memory.arena import Arena
+    from xpool.shm import guests
+    from xpool.shm.arena import Arena
 
     guests.tidy(float("inf"))
     arena = Arena.own()
@@ -178,7 +178,7 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
 
     import torch
 
-    from xpool.memory import arena, guests
+    from xpool.shm import arena, guests
 
     arena.IDLE = guests.IDLE = 0.005  # type: ignore[attr-defined]  # tidy up all the time
     rng = random.Random(seed)

@@ -12,9 +12,9 @@ import parts
 import pytest
 from support.waiting import LIMIT, eventually
 
-from xpool.memory import guests
-from xpool.memory.arena import Arena
-from xpool.memory.layout import HOLDS
+from xpool.shm import guests
+from xpool.shm.arena import Arena
+from xpool.shm.layout import HOLDS
 
 LARGE = 100_000
 
@@ -111,8 +111,8 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
     [
         "xpool.queue.simple:frame.adopt",
         "xpool.queue.simple:guests.Guest.enter",
-        "xpool.memory.seats:claim",
-        "xpool.memory.arena:Arena._hold",
+        "xpool.shm.seats:claim",
+        "xpool.shm.arena:Arena._hold",
         "xpool.queue.simple:decode",
     ],
 )
@@ -135,10 +135,10 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
     ("where", "arrives"),
     [
         ("xpool.queue.simple:encode", False),
-        ("xpool.memory.seats:issue", False),
-        ("xpool.memory.seats:_set", False),
-        ("xpool.memory.guests:Tickets.sent", True),
-        ("xpool.memory.guests:call", True),
+        ("xpool.shm.seats:issue", False),
+        ("xpool.shm.seats:_set", False),
+        ("xpool.shm.guests:Tickets.sent", True),
+        ("xpool.shm.guests:call", True),
     ],
 )
 def test_a_writer_dies_with_a_message(make_queue: Any, start: Any, where: str, arrives: bool):
@@ -227,8 +227,8 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
 @pytest.mark.torch
 def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""
-    monkeypatch.setattr("xpool.memory.arena.IDLE", 0.005)
-    monkeypatch.setattr("xpool.memory.guests.IDLE", 0.005)
+    monkeypatch.setattr("xpool.shm.arena.IDLE", 0.005)
+    monkeypatch.setattr("xpool.shm.guests.IDLE", 0.005)
     q, faults = make_queue(), make_queue()
     rng = random.Random(seed := random.randrange(2**32))
     jugglers = [start("fork", parts.juggle, q, faults, rng.random()) for _ in range(4)]
@@ -263,7 +263,7 @@ def test_too_many_guests(make_queue: Any, start: Any, monkeypatch: pytest.Monkey
     """Where all seats of a file are taken, a message in it is refused, and the next one comes."""
     q = make_queue()
     start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
-    monkeypatch.setattr("xpool.memory.seats.FIRST_GUEST", HOLDS)
+    monkeypatch.setattr("xpool.shm.seats.FIRST_GUEST", HOLDS)
     with pytest.raises(LookupError, match="more are not possible"):
         q.get(LIMIT)
     assert q.get(LIMIT) == "short"

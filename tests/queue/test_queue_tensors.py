@@ -16,8 +16,8 @@ from support.memory import block_bytes
 from support.waiting import LIMIT, eventually
 
 from xpool import Pool, TaskNotPicklable
-from xpool.memory.arena import Arena
 from xpool.queue import SimpleQueue
+from xpool.shm.arena import Arena
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
@@ -217,7 +217,7 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
     assert guest.file.used() >= 8 * (4 << 20)
     kept = taken[3]
     del taken
-    from xpool.memory import guests
+    from xpool.shm import guests
 
     guests.tidy()
     assert guest.file.used() < 2 * (4 << 20)

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from xpool.queue import spin
-from xpool.queue.spin import Spin
+from xpool.transport import spin
+from xpool.transport.spin import Spin
 
 SOMETHING = [(3, 1)]
 

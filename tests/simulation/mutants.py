@@ -19,8 +19,8 @@ from xpool.engine.replacement import Replacement
 from xpool.engine.service import Service
 from xpool.jobs.scheduler import PREFETCH_SECONDS, Scheduler, _piece
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
-from xpool.queue.channel import FrameReader
-from xpool.queue.outbox import Outbox
+from xpool.transport.outbox import Outbox
+from xpool.transport.pipes import FrameReader
 from xpool.workers.slot import Slot
 
 Patch = pytest.MonkeyPatch

@@ -54,7 +54,7 @@ def end_in_collection(how: str) -> str:
 
 def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
     """End when half of the message with the result is in the pipe."""
-    from xpool.queue.messages import TO_PARENT
+    from xpool.transport.wire import TO_PARENT
 
     write = os.write
 
@@ -88,7 +88,7 @@ class TwoBuffers:
 
 def end_half_copied(how: str) -> TwoBuffers:
     """End when the first of the result's two blocks is filled and the second is asked for."""
-    from xpool.memory.arena import Arena
+    from xpool.shm.arena import Arena
 
     lease = Arena.lease
     calls: list[int] = []

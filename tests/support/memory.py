@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xpool.memory.arena import Arena
-from xpool.memory.layout import HOLDS
+from xpool.shm.arena import Arena
+from xpool.shm.layout import HOLDS
 
 
 def block_bytes(arena: Arena) -> int:

@@ -10,11 +10,11 @@ from typing import Any
 from torch.distributed import rpc
 from torch.futures import Future
 
+from xpool.byvalue.names import goes_by_name
 from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
 from xpool.errors import RemoteTraceback
 from xpool.pickle import decode, dumps, encode_exception, loads
-from xpool.pickle.names import goes_by_name
 
 __all__ = ["DIED", "Raised", "call", "portable", "raised", "settle", "transport_error"]
 

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from xpool.codec.frame import FRAMED, Leased, adopt
 from xpool.engine.parcels import Encoded
 from xpool.engine.reactor import Reactor
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
 from xpool.jobs.budget import RestartBudget, back_off
 from xpool.jobs.scheduler import Batch, Scheduler
 from xpool.jobs.states import WorkerEvent
-from xpool.pickle.frame import FRAMED, Leased, adopt
-from xpool.queue.messages import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
-from xpool.queue.outbox import entries
+from xpool.transport.outbox import entries
+from xpool.transport.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.workers.slot import Slot
 
 __all__ = ["Answers", "own_part"]

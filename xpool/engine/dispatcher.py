@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xpool.codec.frame import inline
 from xpool.engine.reactor import Reactor
 from xpool.jobs.scheduler import Batch
-from xpool.pickle.frame import inline
-from xpool.queue.messages import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
+from xpool.transport.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
 from xpool.workers.slot import Slot
 
 __all__ = ["Dispatcher"]

@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xpool.codec.frame import Leased, weight
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
@@ -43,9 +44,8 @@ from xpool.errors import XPoolError
 from xpool.interrupt import deliver, interruptible, pending
 from xpool.jobs.budget import RestartBudget
 from xpool.jobs.scheduler import Scheduler, TaskRange
-from xpool.memory.arena import Arena
-from xpool.pickle.frame import Leased, weight
-from xpool.queue.spin import Spin
+from xpool.shm.arena import Arena
+from xpool.transport.spin import Spin
 from xpool.workers.slot import Slot
 
 __all__ = ["Engine"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from xpool.codec.frame import weight
 from xpool.errors import WorkerStartFailed
 from xpool.interrupt import by_handler
 from xpool.pickle import decode
-from xpool.pickle.frame import weight
-from xpool.queue.messages import ENTRY
 from xpool.results import Parcel, Unopened
+from xpool.transport.wire import ENTRY
 
 __all__ = ["Encoded", "StartFailure"]
 

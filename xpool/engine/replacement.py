@@ -33,7 +33,7 @@ from xpool.errors import (
 from xpool.jobs.budget import RestartBudget, Starts
 from xpool.jobs.scheduler import Batch, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
-from xpool.queue.messages import Refusal, boot_frame
+from xpool.transport.wire import Refusal, boot_frame
 from xpool.workers.launch import Launcher
 from xpool.workers.slot import Slot
 

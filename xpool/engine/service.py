@@ -21,7 +21,8 @@ from xpool.engine.start_limit import TASK_GRACE, StartLimit
 from xpool.jobs.deadlines import Act, Deadlines, Seen
 from xpool.jobs.scheduler import Batch, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
-from xpool.queue.messages import (
+from xpool.transport.outbox import NO_LIMIT, STOP_SIGNAL
+from xpool.transport.wire import (
     ANSWER,
     FAILED,
     GREETING,
@@ -32,7 +33,6 @@ from xpool.queue.messages import (
     Refusal,
     stop_frame,
 )
-from xpool.queue.outbox import NO_LIMIT, STOP_SIGNAL
 from xpool.workers.slot import Slot
 
 __all__ = ["GRACE", "TASK_GRACE", "Service"]

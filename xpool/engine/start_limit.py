@@ -10,7 +10,7 @@ from collections.abc import Callable
 from xpool.engine.answers import own_part
 from xpool.engine.reactor import Alarms, Reactor
 from xpool.errors import TaskTimeout
-from xpool.queue.outbox import NO_LIMIT, STOP_SIGNAL
+from xpool.transport.outbox import NO_LIMIT, STOP_SIGNAL
 from xpool.workers.slot import Slot
 
 __all__ = ["TASK_GRACE", "StartLimit"]

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 
 from xpool.engine.reactor import Reactor, Timer
-from xpool.queue.messages import LINK, WANTED
+from xpool.transport.wire import LINK, WANTED
 from xpool.workers.slot import Slot
 
 __all__ = ["Switchboard"]

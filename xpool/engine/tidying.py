@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from xpool.engine.reactor import Reactor
-from xpool.memory.arena import IDLE, Arena
-from xpool.pickle.loans import sweep
+from xpool.shm.arena import IDLE, Arena
+from xpool.tensors.loans import sweep
 
 __all__ = ["Tidying"]
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xpool import errors
+from xpool.byvalue.broadcast import Broadcast, broadcast
 from xpool.engine.face import EngineFace
 from xpool.errors import PeerLost, PoolClosed, TaskTimeout
 from xpool.interrupt import shielded
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.options import Terms, label
-from xpool.pickle.broadcast import Broadcast, broadcast
 from xpool.pool.base import BasePool
 from xpool.pool.group import WorkerGroup
 from xpool.pool.packing import Packer

@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from xpool.memory.system import available_memory
-from xpool.pickle.frame import weight
+from xpool.codec.frame import weight
 from xpool.results import Unopened
+from xpool.shm.system import available_memory
 from xpool.streams import Shelf
 from xpool.waiters import Waiters
 

@@ -7,16 +7,16 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from xpool.byvalue.broadcast import Broadcast, publish
+from xpool.byvalue.main_globals import Book
+from xpool.codec.frame import Leased
+from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.interrupt import deliver, interruptible, pending
-from xpool.memory.arena import Arena, Block
 from xpool.options import check_count
 from xpool.pickle import encode
-from xpool.pickle.broadcast import Broadcast, publish
-from xpool.pickle.frame import Leased
-from xpool.pickle.main_globals import Book
-from xpool.pickle.policy import BY_PIPE, Layout, share
 from xpool.pool.sight import Sight
+from xpool.shm.arena import Arena, Block
 from xpool.worker.launch_shared import File
 
 __all__ = ["Packer", "find_arena"]

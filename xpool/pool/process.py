@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from xpool.byvalue.main import main_is_importable, main_location
+from xpool.byvalue.main import units as main_units
+from xpool.codec.frame import inline
+from xpool.codec.policy import pools
 from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.errors import OptionError
@@ -27,19 +31,15 @@ from xpool.options import (
     default_processes,
     label,
 )
-from xpool.pickle.frame import inline
-from xpool.pickle.handles import pools
-from xpool.pickle.loans import sweep
-from xpool.pickle.main import main_is_importable, main_location
-from xpool.pickle.main import units as main_units
 from xpool.pool.all_workers import AllWorkers, limit_of
 from xpool.pool.base import at_exit
 from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl
 from xpool.pool.packing import Packer, find_arena
 from xpool.pool.sight import Sight
-from xpool.queue.messages import Mode
 from xpool.results import Job
+from xpool.tensors.loans import sweep
+from xpool.transport.wire import Mode
 from xpool.worker.callables import Retried
 from xpool.worker.main_module import imported_by_worker
 from xpool.workers.launch import (

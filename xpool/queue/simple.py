@@ -5,7 +5,7 @@ readers and writers share no lock, and one that is killed at any instruction tak
 the message that it had in hand.  What is large lies in the arena of the process that put it, and
 messages say where (docs/queue.md).
 
-A packet is a message of `xpool.pickle.frame`, or, where that is too long for a packet::
+A packet is a message of `xpool.codec.frame`, or, where that is too long for a packet::
 
     b"\x02"  7 spare bytes  u64 size
 
@@ -31,15 +31,16 @@ from queue import Empty
 from types import TracebackType
 from typing import Any
 
+from xpool.codec import frame
+from xpool.codec.frame import Leased
+from xpool.codec.policy import BY_PIPE, Layout
 from xpool.errors import OptionError
 from xpool.interrupt import shielded
-from xpool.memory import guests
-from xpool.memory.arena import Arena, Block
-from xpool.memory.fresh import fresh
-from xpool.memory.system import available_memory
-from xpool.pickle import decode, encode, frame
-from xpool.pickle.frame import Leased
-from xpool.pickle.policy import BY_PIPE, Layout
+from xpool.pickle import decode, encode
+from xpool.shm import guests
+from xpool.shm.arena import Arena, Block
+from xpool.shm.buffers import new_buffer
+from xpool.shm.system import available_memory
 
 __all__ = ["SimpleQueue"]
 
@@ -405,7 +406,7 @@ def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
 
 
 def _read(fd: int, size: int) -> memoryview:
-    whole = memoryview(fresh(size))
+    whole = memoryview(new_buffer(size))
     at = 0
     while at < size:
         got = os.preadv(fd, [whole[at:]], at)

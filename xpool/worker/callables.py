@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from xpool.pickle.globals_received import Entry, retake
-from xpool.queue.outbox import Outbox
+from xpool.byvalue.globals_received import Entry, retake
+from xpool.transport.outbox import Outbox
 from xpool.worker.context import current_worker
 
 __all__ = ["Exact", "InCall", "Prefixed", "Retried", "Ticking"]

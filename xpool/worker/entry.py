@@ -12,9 +12,9 @@ the parent has sent them.
 tasks, read end       frames from the parent; ends when the parent is gone
 answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
-outbox                the page of `xpool.queue.outbox`
+outbox                the page of `xpool.transport.outbox`
 control               where channels to peers are asked for, in pools that have them
-arena                 the file of `xpool.memory.arena`, where there is one
+arena                 the file of `xpool.shm.arena`, where there is one
 ====================  ======================================================================
 
 A process that is to have several workers, each a thread, is sent as many such sockets instead.
@@ -46,7 +46,7 @@ MOST = 64
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """For who receives descriptors: programs that a task starts must not have them."""
 
-_HEAD = struct.Struct("<BxxxIQ")  # as in xpool.queue.messages, which is not to be imported yet
+_HEAD = struct.Struct("<BxxxIQ")  # as in xpool.transport.wire, which is not to be imported yet
 
 
 def main(

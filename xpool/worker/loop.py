@@ -16,18 +16,21 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from xpool import errors
+from xpool.byvalue import registry
+from xpool.byvalue.broadcast import Objects
+from xpool.byvalue.exceptions import encode_exception
+from xpool.byvalue.globals_received import listening
+from xpool.byvalue.main import mark_worker
+from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
-from xpool.memory.arena import IDLE, Arena, Block
-from xpool.pickle import decode, encode, registry
-from xpool.pickle.broadcast import Objects
-from xpool.pickle.exceptions import encode_exception
-from xpool.pickle.globals_received import listening
-from xpool.pickle.handles import Keeper
-from xpool.pickle.loans import settle, sweep
-from xpool.pickle.main import mark_worker
-from xpool.pickle.policy import BY_PIPE, Layout, share
-from xpool.queue.channel import BlockingFrameReader, write_all
-from xpool.queue.messages import (
+from xpool.pickle import decode, encode
+from xpool.shm.arena import IDLE, Arena, Block
+from xpool.tensors.handles import Keeper
+from xpool.tensors.loans import settle, sweep
+from xpool.transport.outbox import Outbox
+from xpool.transport.pipes import BlockingFrameReader, write_all
+from xpool.transport.spin import Spin
+from xpool.transport.wire import (
     BODY_AGAIN,
     BODY_ERROR,
     STOP,
@@ -37,8 +40,6 @@ from xpool.queue.messages import (
     Mode,
     Refusal,
 )
-from xpool.queue.outbox import Outbox
-from xpool.queue.spin import Spin
 from xpool.worker import callables, main_module
 from xpool.worker.callables import Exact, Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter

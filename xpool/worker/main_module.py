@@ -2,7 +2,7 @@
 
 A function of the caller's ``__main__`` that travels by reference must be found in the worker's.
 `multiprocessing` runs the whole script again in every child, needed or not.  Here it is run when
-a name of it is looked up, as far as that needs (`xpool.pickle.units`), under the name
+a name of it is looked up, as far as that needs (`xpool.byvalue.units`), under the name
 ``__mp_main__`` as there, so that the part behind ``if __name__ == "__main__"`` is left out.
 """
 
@@ -19,7 +19,7 @@ import zlib
 from types import FrameType
 from typing import Any
 
-from xpool.pickle.main import is_replica, note_born
+from xpool.byvalue.main import is_replica, note_born
 from xpool.worker_local import process_is_shared
 
 __all__ = ["imported_by_worker", "install"]
@@ -140,7 +140,7 @@ def install(where: tuple[str, str] | None, units: bytes | None = None) -> None:
 
     ``where`` is ("path", file) or ("name", module) to run for its names, or None: then it stays
     empty, and what the caller defines in its own arrives by value.  ``units``: what of a file can
-    be left out, as `xpool.pickle.main.units` says.
+    be left out, as `xpool.byvalue.main.units` says.
     """
     module = _Main("__main__")
     module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code looks for it

@@ -2,7 +2,7 @@
 
 A channel is a pair of sockets that only its two workers have (docs/peers.md).  A packet in it::
 
-    kind u8, scope u64, number u64, taken u64 | a message of `xpool.pickle.frame`
+    kind u8, scope u64, number u64, taken u64 | a message of `xpool.codec.frame`
 
     DATA   the message follows
     FILE   it was too long for a packet, and lies in a file whose descriptor goes along
@@ -29,15 +29,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from xpool.codec.frame import Leased, adopt, weight
+from xpool.codec.policy import Layout
 from xpool.errors import OptionError, PeerLost, TimeoutError
-from xpool.memory.arena import Block
-from xpool.memory.fresh import fresh
 from xpool.pickle import decode, encode
-from xpool.pickle.frame import Leased, adopt, weight
-from xpool.pickle.policy import Layout
-from xpool.queue.messages import LINK, WANTED
-from xpool.queue.outbox import STOP_SIGNAL
-from xpool.queue.spin import Spin
+from xpool.shm.arena import Block
+from xpool.shm.buffers import new_buffer
+from xpool.transport.outbox import STOP_SIGNAL
+from xpool.transport.spin import Spin
+from xpool.transport.wire import LINK, WANTED
 
 __all__ = ["Peers"]
 
@@ -195,7 +195,7 @@ def _from_file(rights: Any, flags: int) -> memoryview:
     if not fds or flags & socket.MSG_CTRUNC:
         raise OSError("no descriptor was left for the file of a message, which is lost")
     try:
-        whole = memoryview(fresh(os.fstat(fds[0]).st_size))
+        whole = memoryview(new_buffer(os.fstat(fds[0]).st_size))
         at = 0
         while at < len(whole):
             at += os.preadv(fds[0], [whole[at:]], at)

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from xpool.pickle.frame import Leased
-from xpool.queue.messages import (
+from xpool.codec.frame import Leased
+from xpool.transport.outbox import Outbox
+from xpool.transport.wire import (
     ANSWER,
     BODY_AGAIN,
     FAILED,
@@ -34,7 +35,6 @@ from xpool.queue.messages import (
     Parts,
     Refusal,
 )
-from xpool.queue.outbox import Outbox
 
 __all__ = ["Inbox", "Replies"]
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from xpool.errors import TaskStopped
 from xpool.interrupt import may_raise
-from xpool.queue.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
+from xpool.transport.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
 from xpool.worker.loop import become
 from xpool.worker.loop import run as serve
 from xpool.worker.stopping import again, stack_of

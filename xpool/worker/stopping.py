@@ -19,7 +19,7 @@ from types import CodeType, FrameType
 
 from xpool.errors import TaskStopped
 from xpool.interrupt import keeps_clear, may_raise
-from xpool.queue.outbox import STACK_AT, STOP_SIGNAL, Outbox
+from xpool.transport.outbox import STACK_AT, STOP_SIGNAL, Outbox
 
 __all__ = ["again", "listen", "stack_of"]
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
-from xpool.memory.arena import Arena
-from xpool.queue.channel import FrameReader, FrameWriter
-from xpool.queue.messages import TO_PARENT, Refusal
-from xpool.queue.outbox import NO_LIMIT, Outbox, make_file
+from xpool.shm.arena import Arena
+from xpool.transport.outbox import NO_LIMIT, Outbox, make_file
+from xpool.transport.pipes import FrameReader, FrameWriter
+from xpool.transport.wire import TO_PARENT, Refusal
 from xpool.worker.entry import ONE, SEVERAL
 from xpool.workers.launch import Handle, Launcher
 

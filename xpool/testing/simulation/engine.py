@@ -18,10 +18,10 @@ from xpool.engine.start_limit import TASK_GRACE
 from xpool.errors import TaskTimeout, WorkerDied
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.jobs.states import WorkerStates
-from xpool.queue.outbox import entries
 from xpool.testing.simulation.seeds import World
 from xpool.testing.simulation.virtual import Kernel, Page, Pipe, SimReactor, SimSlot
 from xpool.testing.simulation.worker import Handle, Worker
+from xpool.transport.outbox import entries
 
 __all__ = ["EngineWorld"]
 

@@ -12,7 +12,9 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from xpool.queue.messages import (
+from xpool.testing.simulation.virtual import Page, Pipe
+from xpool.transport.outbox import _SINCE, STOP_SIGNAL
+from xpool.transport.wire import (
     BODY_AGAIN,
     BODY_ERROR,
     BOOT,
@@ -23,8 +25,6 @@ from xpool.queue.messages import (
     Parts,
     Refusal,
 )
-from xpool.queue.outbox import _SINCE, STOP_SIGNAL
-from xpool.testing.simulation.virtual import Page, Pipe
 from xpool.worker.protocol import Inbox, Replies
 from xpool.workers.slot import Slot
 

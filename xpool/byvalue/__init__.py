@@ -1,0 +1,1 @@
+"""What has no name that another process could import: functions, classes, ``__main__``."""

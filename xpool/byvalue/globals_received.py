@@ -1,0 +1,185 @@
+"""Globals of ``__main__`` as a worker takes them from its parent.
+
+A process that is no replica never takes anything, so a function that a worker sends back does not
+touch the caller's globals.  A worker listens to the first sender it hears, its parent.
+
+What a worker keeps: a value that its own code made before the first one came; and, at the first,
+what its run of the script made, if that pickles to the same bytes: other objects of the script hold
+it too, and may compare by identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from xpool.byvalue import main
+from xpool.byvalue.broadcast import open_broadcast
+from xpool.byvalue.main import MISSING
+from xpool.codec.pickler import write_global
+from xpool.codec.policy import in_block
+
+__all__ = [
+    "KEEP",
+    "NONE",
+    "PLACE",
+    "VALUE",
+    "Entry",
+    "listening",
+    "missing_global",
+    "retake",
+    "unwrap",
+]
+
+VALUE, PLACE, KEEP, NONE = range(4)
+"""What an entry has: a pickle; where a large one lies; nothing, the receiver's own is as good;
+nothing, since it cannot be sent."""
+
+
+class Entry(NamedTuple):
+    """One global on its way."""
+
+    name: str  # "rate", or "Config.rate": an attribute of a class or of a function
+    serial: int
+    first: bool  # the program has not changed it since it was first looked at
+    kind: int
+    data: Any  # the pickle, the place, or in UTF-8 the reason why there is none
+
+
+class _Incoming:
+    """Guarded by `_lock`."""
+
+    def __init__(self) -> None:
+        self.parent: str | None = None
+        self.serials: dict[str, int] = {}
+        self.missing: dict[str, str] = {}
+
+
+def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: Any) -> Any:
+    """Take the globals that a worker's parent has sent, and load what came with them."""
+    if main.is_replica():
+        for entry in entries:  # before the lock: it may run the script
+            main.fill(entry[0].partition(".")[0])
+        with _lock:
+            if _incoming.parent is None:
+                _incoming.parent = sender
+            if _incoming.parent == sender:
+                found = [Entry(*entry) for entry in entries]
+                for entry in found:
+                    _take(entry, exact)
+                if exact and getattr(_heard, "entries", None) is not None:
+                    _heard.entries = found
+    return pickle.loads(body, buffers=buffers)
+
+
+_heard = threading.local()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Callable[[], list[Entry]]]:
+    """Note which globals come with a message that this thread opens; yields what returns them."""
+    _heard.entries = []
+    try:
+        yield lambda: _heard.entries
+    finally:
+        _heard.entries = None
+
+
+def retake(entries: list[Entry]) -> None:
+    """Set the globals anew that came with a function, where other messages have set others."""
+    serials = _incoming.serials
+    for entry in entries:
+        if serials.get(entry.name) != entry.serial:
+            with _lock:
+                _take(entry, True)
+
+
+def _take(entry: Entry, exact: bool) -> None:
+    name, serial, first, kind, data = entry
+    last = _incoming.serials.get(name)
+    if last == serial or (last is not None and last > serial and not exact):
+        return
+    _incoming.serials[name] = serial
+    holder, attribute = _place_of(name)
+    if holder is None:
+        return
+    current = holder.get(attribute, MISSING)
+    if last is None and current is not MISSING:
+        born = "." in name or main.born_with(name, current)
+        if first and not born:
+            return  # code that ran here made it before its first value came: that stays
+        if born and kind == VALUE and _is_same(current, data):
+            return  # and is still the object that other objects of the script hold
+        if born and kind == NONE and main.is_forked():
+            return
+    if kind == KEEP and current is not MISSING:
+        return
+    try:
+        if kind == VALUE:
+            value = pickle.loads(data)
+        elif kind == PLACE:
+            token, _, _, place, _ = data
+            value = place.load() if token is None else open_broadcast(*data)
+        else:
+            value, _incoming.missing[name] = MISSING, data.decode("utf-8", "replace")
+    except Exception as error:  # of any object's own __setstate__
+        value = MISSING
+        _incoming.missing[name] = f"{type(error).__name__} while it was loaded: {error}"
+    if "." in name:
+        if value is not MISSING:
+            setattr(main.namespace()[name.partition(".")[0]], attribute, value)
+    elif value is MISSING:
+        holder.pop(name, None)
+    else:
+        holder[name] = value
+        _incoming.missing.pop(name, None)
+        module = sys.modules["__main__"].__dict__
+        if module is not holder:
+            module[name] = value
+
+
+def _place_of(name: str) -> tuple[Any, str]:
+    """The namespace that a path ends in, None if there is none here; and the name there."""
+    values = main.namespace()
+    owner, dot, attribute = name.partition(".")
+    if not dot:
+        return values, name
+    return getattr(values.get(owner), "__dict__", None), attribute
+
+
+def _is_same(value: Any, data: bytes) -> bool:
+    try:
+        written = write_global(value, True)
+        return not in_block(written.nbytes) and b"".join(written.chunks) == data
+    except Exception:  # of any object's own __reduce__
+        return False
+
+
+def missing_global(exc: BaseException) -> str | None:
+    """Explain a NameError about a global that could not be sent here; None for others."""
+    name = getattr(exc, "name", None)
+    if not isinstance(exc, NameError) or name not in _incoming.missing:
+        return None
+    return (
+        f"The global {name!r} of __main__ was not sent to this worker "
+        f"({_incoming.missing[name]}). Make it in the initializer, or pass it as an argument."
+    )
+
+
+_lock = threading.RLock()
+_incoming = _Incoming()
+
+
+def _after_fork() -> None:
+    global _lock, _incoming
+    _lock = threading.RLock()  # another thread of the parent may have held the old one
+    _incoming = _Incoming()  # whose messages the parent hears does not concern this process
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

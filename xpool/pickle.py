@@ -1,0 +1,31 @@
+"""Pickling for worker pools: fast for plain data, by value for what has no importable name.
+
+    >>> from xpool import pickle
+    >>> square = pickle.loads(pickle.dumps(lambda x: x * x))
+    >>> square(7)
+    49
+
+`dumps` and `loads` are for users.  The pools use `encode` and `decode`, which keep large
+buffers beside the pickle, and `encode_exception`.  Importing this imports neither torch nor
+numpy nor dill; dill is imported when the C pickler has met something that it cannot do.
+"""
+
+from xpool.byvalue import classes, exceptions, functions, main_globals, typevars
+from xpool.byvalue.exceptions import encode_exception
+from xpool.byvalue.names import mark_static_module
+from xpool.codec.pickler import Pickler, decode, dumps, encode, loads
+from xpool.tensors import arrays, dense, handles
+
+__all__ = [
+    "Pickler",
+    "decode",
+    "dumps",
+    "encode",
+    "encode_exception",
+    "loads",
+    "mark_static_module",
+]
+
+# The codec knows no kind of object: each of these modules told it, when it was imported, what it
+# can do.
+_FAMILIES = (arrays, classes, exceptions, functions, handles, main_globals, dense, typevars)

@@ -1,0 +1,1 @@
+"""Shared memory: the arena, and buffers for what is large."""

@@ -1,0 +1,583 @@
+"""The arena: shared memory in which large values lie while they travel, and after.
+
+One anonymous file for a program: the process that owns pools makes it, each worker is handed its
+descriptor once and maps it whole.  The file is huge and empty; memory is used only where it has
+been written.  Every process has a **seat**, and with it a region of the file in which it alone
+allocates **blocks**.  Whoever maps the file can use any block in place: a value is copied into a
+block once, by its sender, and what travels through the pipe is the name of the block.
+
+**Every byte of the tables has one writer**, so nothing needs a lock between processes and nothing
+can be orphaned.  A block is free for its owner when no process holds it.  A sender holds what it
+has sent until it knows that the receiver has taken hold (a task was answered, an answer was
+acknowledged), so a block in flight is held by someone at any moment.  When a process dies, the one
+that gave it its seat takes out its mail and then clears its holds (`bury`); its blocks that others
+still hold stay where they are.
+
+An entry of a table keeps its place and size for ever, so a table can be read by whoever sits in
+that seat next.  The stamp changes when a block is found free and is part of its name: who comes too
+late finds another stamp, not another's value.  Memory is asked for before it is written, so that a
+shortage is a refusal, and then the value goes through the pipe; it is never a SIGBUS.
+
+**Within the process** one lock guards the books, and nobody waits for it who might have it already:
+a finalizer leaves word (`drop`), and whoever has the lock looks for such word when he has let go of
+it; a signal handler that comes into its own thread's turn gets no block, and its holds are counted
+when that turn ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+
+from xpool.interrupt import shielded
+from xpool.shm import seats
+from xpool.shm.block import Block, block_types, make_block_type
+from xpool.shm.layout import ENTRIES, HOLDS, PAGE, File
+from xpool.shm.region import Region
+from xpool.shm.system import available_memory
+
+__all__ = ["IDLE", "MISSING", "Arena", "Block"]
+
+IDLE = 5.0
+"""Seconds after which the memory of a free block goes back to the system."""
+
+MISSING = 2**64 - 1
+"""In the place of a block's name: there is none."""
+
+_AT_ONCE = 512  # blocks that are looked at in one turn, where there may be very many
+
+_MOST = 128 << 30  # bytes of addresses for a region: 480 of them fit into 47 bits of address
+
+
+class Arena:
+    """The file as one process sees it.  All methods may be called by any thread."""
+
+    _own: Arena | None = None
+    _making = threading.Lock()
+    _known: dict[int, Arena] = {}  # by token
+    _mapping: type[File] = File
+    _allotting: type[Region] = Region
+    is_guest = False  # it came with a message: see `xpool.shm.guests`
+    _finalizing = staticmethod(sys.is_finalizing)
+
+    def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
+        self.file = self._mapping(fd, region)
+        self.token = token
+        self.seat = seat
+        self.limit = limit
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
+        self._mine = self.file.holds(seat)
+        self._lock = threading.RLock()
+        self._turn = 0  # the thread that has the lock, by its identity
+        # Holds of this process: how often by block, and those that were dropped since.
+        self._counts: dict[int, int] = {}
+        self._dropped: deque[int] = deque()
+        self._late: list[int] = []  # held by a signal handler, not counted yet
+        self._pins: list[tuple[int, list[int]]] = []  # by forked children, see `_before_fork`
+        # Of the process that made the file: seats to give away, those in which nobody allocates,
+        # so that what is let go there can be punched, blocks there that were held when their
+        # owner ended, and seats of the dead whose messages are still on their way.
+        self._seats: list[int] = []
+        self._vacant: set[int] = set()
+        self._left: set[int] = set()
+        self._graves: set[int] = set()
+        self._engines = 0
+        self._region = self._allotting(self.file, seat)
+        Arena._known[token] = self
+
+    # -- making and joining ------------------------------------------------------------------------
+
+    @classmethod
+    def own(cls) -> Arena | None:
+        """Return the arena that this process made for its pools; None where there cannot be one.
+
+        Its limit is half of the memory that was available when it was made.
+        """
+        if sys.platform != "linux" or sys.maxsize < 2**32:
+            return None
+        if cls._own is None:
+            cls._make_own()
+        return cls._own
+
+    @classmethod
+    @shielded
+    def _make_own(cls) -> None:
+        with cls._making:
+            if cls._own is None:
+                cls._own = cls._make(available_memory() // 2)
+
+    @classmethod
+    def _make(cls, limit: int, region: int = 0) -> Arena | None:
+        # Where another program's file is mapped already, the addresses must do for both.
+        most = _MOST // 8 if cls._known else _MOST
+        region = region or min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
+        fd = -1
+        try:
+            fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
+            os.ftruncate(fd, File.size_for(region))
+            seats.sit(fd, 0)
+            arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
+        except (OSError, ValueError, OverflowError):
+            # No such thing here, or a limit on addresses or descriptors: pipes do as well.
+            if fd >= 0:
+                os.close(fd)
+            return None
+        arena._seats = list(range(HOLDS - 1, 0, -1))
+        arena._vacant = set(range(HOLDS))
+        return arena
+
+    @classmethod
+    def join(cls, fd: int, facts: tuple[int, int, int, int]) -> Arena:
+        """Map the file of the process that gave us this descriptor and a seat.
+
+        Raises:
+            OSError: the system refuses; most likely a limit on addresses (``ulimit -v``).
+        """
+        return cls(fd, *facts)
+
+    def facts(self, seat: int, limit: int) -> tuple[int, int, int, int]:
+        """Return what `join` needs besides the descriptor, as builtins."""
+        return self.token, seat, self.file.region, limit
+
+    @classmethod
+    def here(cls) -> Arena | None:
+        """Return the arena of the pool that this process works for, else its own."""
+        return next((one for one in cls._known.values() if not one.is_guest), None) or cls.own()
+
+    @classmethod
+    def find(cls, token: int) -> Arena:
+        """Return the arena that a message speaks of.
+
+        Raises:
+            LookupError: this process does not have it.
+        """
+        try:
+            return cls._known[token]
+        except KeyError:
+            raise LookupError(
+                "a message of xpool lies in shared memory that this process does not have; it can "
+                "be opened only by the pool's own processes"
+            ) from None
+
+    @classmethod
+    def elsewhere(cls, address: int, arena: Arena) -> bool:
+        """Whether an address lies in another arena than this, in a block that others hold too."""
+        for other in list(cls._known.values()):
+            offset = None if other is arena else other._offset_of(address)
+            if offset is not None:
+                number = other.file.find(offset)
+                return number is None or not other.file.only(number, other.seat)
+        return False
+
+    @classmethod
+    def holding_any(cls, address: int) -> Block | None:
+        """As `holding`, in whatever arena the block is."""
+        held = (arena.holding(address) for arena in list(cls._known.values()))
+        return next(filter(None, held), None)
+
+    def _offset_of(self, address: int) -> int | None:
+        """Return which byte of the file lies at an address; None: none of it does."""
+        offset = address - self._address
+        return offset if 0 <= offset < len(self.file.map) else None
+
+    def _number_at(self, address: int) -> int | None:
+        offset = self._offset_of(address)
+        return None if offset is None else self.file.find(offset)
+
+    def _address_at(self, offset: int) -> int:
+        return self._address + offset
+
+    # -- the process that made it ------------------------------------------------------------------
+
+    @shielded
+    def begin(self) -> None:
+        """Note that a pool of this process uses the arena."""
+        with self._lock:
+            self._engines += 1
+            self._vacant.discard(self.seat)
+
+    @shielded
+    def end(self) -> None:
+        """Note that a pool has ended; after the last all free memory goes back at once."""
+        with self._lock:
+            self._engines -= 1
+            last = not self._engines
+            if last:
+                self._vacant.add(self.seat)
+        if last:
+            self.trim(float("inf"))
+        self._settle()
+
+    @shielded
+    def take_seat(self) -> int | None:
+        """Return a seat for a process to come; None when all are taken."""
+        with self._lock:
+            for seat in reversed(self._seats):
+                if seats.claim(self.file, self.file.fd, seat, guest=False):
+                    self._seats.remove(seat)
+                    self._vacant.discard(seat)
+                    return seat
+            return None
+
+    @shielded
+    def bury(self, seat: int) -> None:
+        """Clear the holds of a process that has ended, and give its seat away again.
+
+        What it has sent must have been adopted before.  Takes milliseconds, or more where a dead
+        process had many blocks: not to be called with other locks held.
+        """
+        numbers = range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat))
+        if seats.taken(self.file.fd, seat):
+            # What a process has put into queues outlives it, and with it the process's holds.
+            with self._lock:
+                self._graves.add(seat)
+            return
+        self.file.clear_holds(seat)
+        seats.leave(self.file, self.file.fd, seat)
+        with self._lock:
+            self._vacant.add(seat)
+            self._left.update(n for n in numbers if self.file.filled[n])
+        self._sweep()
+        with self._lock:
+            self._seats.append(seat)
+        self._settle()
+
+    def _sweep(self) -> None:
+        """Give back the memory of blocks whose owners have ended and that nobody holds."""
+        left = list(self._left)
+        for start in range(0, len(left), _AT_ONCE):
+            with self._take_turn():
+                for number in left[start : start + _AT_ONCE]:
+                    if number // ENTRIES not in self._vacant:
+                        self._left.discard(number)  # another process sits there now
+                    else:
+                        self._punch_if_free(number)
+
+    def _punch_if_free(self, number: int) -> None:
+        if self.file.claim(number):
+            self.file.punch(number)
+            self._left.discard(number)
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[bool]:
+        """Have the lock, and let finalizers and signal handlers that come meanwhile see it.
+
+        False: this is such a handler, in the midst of its thread's own turn.
+        """
+        with self._lock:
+            before, self._turn = self._turn, get_ident()
+            try:
+                yield not before
+            finally:
+                self._turn = before
+
+    # -- leasing and holding -----------------------------------------------------------------------
+
+    @shielded
+    def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
+        """Return a block of ``nbytes`` bytes that only this process holds.
+
+        Returns None when the system has no memory, or the program would use more than ``limit``
+        bytes of shared memory (None: the arena's own limit).
+        """
+        if self._turn == get_ident():
+            return None  # a signal handler, or a finalizer, in the midst of this thread's own turn
+        with self._lock:
+            self._turn = get_ident()
+            try:
+                if self._dropped:
+                    self._take_dropped()
+                most = self.limit if limit is None else limit
+                number = self._region.take(nbytes, most)
+                if number is None and self._clear_dead():
+                    number = self._region.take(nbytes, most)
+                block = None if number is None else self._hold(number)
+            finally:
+                self._turn = 0
+        if self._dropped or self._late:
+            self._settle()
+        return block
+
+    @shielded
+    def adopt(self, name: int) -> Block:
+        """Take hold of a block that another process, or this one, holds now.
+
+        Raises:
+            LookupError: nobody held it any more: it has been leased to another message.
+            ValueError: there is no such block.
+        """
+        number = name & 0xFFFF_FFFF
+        if not self.file.exists(number):
+            raise ValueError(f"a message names block {number}, which does not exist")
+        block = self._hold_in_turn(number)
+        stamp = self.file.stamps[number]  # looked at after the hold: see `File.claim`
+        if name >> 32 != stamp:
+            raise LookupError(
+                f"block {number} of the arena is gone: its message was withdrawn "
+                f"(lease {name >> 32}, now {stamp})"
+            )
+        return block
+
+    def holds(self, address: int) -> bool:
+        """Whether a block that this process holds begins at an address."""
+        number = self._number_at(address)
+        return number is not None and number in self._counts
+
+    @shielded
+    def holding(self, address: int) -> Block | None:
+        """Return another hold on the block that begins at an address, if this process has one."""
+        number = self._number_at(address)
+        # The caller has the memory there, so what this process holds now stays held.
+        if number is None or number not in self._counts:
+            return None
+        return self._hold_in_turn(number)
+
+    def _hold_in_turn(self, number: int) -> Block:
+        if self._turn == get_ident():
+            # As in `lease`.  The count is in the hands of the turn that we came into.
+            self._late.append(number)
+            self._mine[number] = 1
+            return self._block(number)
+        with self._lock:
+            self._turn = get_ident()
+            try:
+                block = self._hold(number)
+            finally:
+                self._turn = 0
+        if self._dropped or self._late:
+            self._settle()
+        return block
+
+    @shielded
+    def alone(self, block: Block) -> bool:
+        """Whether this hold is the only one on its block, of any process."""
+        self._settle()
+        number = block.number
+        return self._counts.get(number) == 1 and self.file.only(number, self.seat)
+
+    def _hold(self, number: int) -> Block:
+        # Counted before there is a `Block` that would be dropped if an exception came in between.
+        counts = self._counts
+        count = counts.get(number, 0)
+        counts[number] = count + 1
+        if not count:
+            self._mine[number] = 1
+        return self._block(number)
+
+    def _block(self, number: int) -> Block:
+        capacity = self.file.capacities[number]
+        kind = block_types.get(capacity) or make_block_type(capacity)
+        made = kind.from_address(self._address_at(self.file.offsets[number]))
+        made.number = number
+        made.arena = self
+        block: Block = made
+        return block
+
+    @shielded
+    def drop(self, number: int) -> None:
+        """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
+        if self._finalizing():
+            return  # the modules may be gone already; the process takes its holds with it
+        self._dropped.append(number)
+        self._settle()
+
+    def _settle(self) -> None:
+        # Whoever has the lock looks again when he has let go of it: so nothing is left lying, and
+        # a collection that strikes while its own thread has the lock does not wait for itself.
+        me = get_ident()
+        while (self._dropped or self._late) and self._turn != me and self._lock.acquire(False):
+            try:
+                self._turn = me
+                self._take_dropped()
+            finally:
+                self._turn = 0
+                self._lock.release()
+
+    def _take_dropped(self) -> None:
+        dropped, counts, late = self._dropped, self._counts, self._late
+        while dropped or late:
+            while late:
+                number = late.pop()
+                counts[number] = counts.get(number, 0) + 1
+                self._mine[number] = 1
+            if not dropped:
+                return
+            number = dropped.popleft()
+            count = counts[number] - 1
+            if count:
+                counts[number] = count
+                continue
+            del counts[number]
+            if number not in late:
+                self._mine[number] = 0
+                if number // ENTRIES in self._vacant:
+                    self._punch_if_free(number)
+
+    # -- giving memory back ------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether this process holds blocks, or its region has memory: `trim` may find some."""
+        return bool(self._counts) or self._region.filled
+
+    @shielded
+    def trim(self, now: float | None = None) -> bool:
+        """Give back memory of blocks that have been free for `IDLE` seconds before ``now``.
+
+        Returns whether it would do to come again later.
+        """
+        if self._turn == get_ident():
+            return True  # as in `lease`
+        before = (time.monotonic() if now is None else now) - IDLE
+        more = True
+        while self._graves and not seats.taken(self.file.fd, seat := next(iter(self._graves))):
+            self._graves.discard(seat)
+            self.bury(seat)
+        with self._take_turn():
+            self._unpin()
+            self._take_dropped()
+            self._clear_dead()
+            self._region.collect_all()
+        while more:
+            with self._take_turn():
+                more = self._region.give_back(before)
+        self._sweep()
+        self._settle()
+        return self._region.filled or bool(self._pins or self._left or self._graves)
+
+    def _clear_dead(self) -> bool:
+        """As the one that made the file: let guests that have ended hold nothing."""
+        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd, 0)
+
+    @shielded
+    def statistics(self) -> dict[str, int]:
+        """Return counts: bytes used by the whole program, blocks that this process made, those of
+        them that somebody holds, and those of anybody that this process holds."""
+        with self._take_turn() as first:
+            if first:
+                self._unpin()
+                self._take_dropped()
+                self._clear_dead()
+                self._region.collect_all()
+            found = {
+                "bytes": self.file.used(),
+                "blocks": self._region.blocks,
+                "out": self._region.out,
+                "held": len(self._counts),
+            }
+        self._settle()
+        return found
+
+    # -- forks -------------------------------------------------------------------------------------
+    #
+    # A child that the program forks sees the same memory, but has no seat.  What its parent held at
+    # that moment must not be given away while the child may look at it: it is held once more until
+    # the child ends, or becomes another program, and with it the writing end of a pipe.
+
+    def _pin(self, fd: int) -> None:
+        held = list(self._counts)
+        for number in held:
+            self._counts[number] += 1
+        self._pins.append((fd, held))
+
+    def _unpin(self) -> None:
+        for pin in list(self._pins):
+            fd, held = pin
+            if fd < 0:
+                continue
+            poller = select.poll()
+            poller.register(fd, 0)  # a hang-up is always told
+            if poller.poll(0):
+                self._pins.remove(pin)
+                os.close(fd)
+                self._dropped.extend(held)
+
+
+class _Inherited(Arena):
+    """The parent's arena in a child that the program forked: what it held there can be looked at.
+
+    Its bytes and its region are the parent's, so nothing is held or let go, and nothing allocated.
+    """
+
+    def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
+        return None
+
+    def adopt(self, name: int) -> Block:
+        raise LookupError(
+            "a message of xpool was not opened before this process was forked: open it in the "
+            "process that the message came to"
+        )
+
+    def holds(self, address: int) -> bool:
+        return False
+
+    def holding(self, address: int) -> Block | None:
+        return None
+
+    def drop(self, number: int) -> None:
+        return
+
+
+_forking: dict[int, list[tuple[Arena, int, int]]] = {}  # by thread
+
+
+def _before_fork() -> None:
+    me = get_ident()
+    turns = _forking[me] = []
+    for arena in list(Arena._known.values()):
+        if arena._turn == me:
+            continue  # a signal handler in the midst of a turn: its child must not look
+        arena._lock.acquire()
+        arena._turn = me
+        arena._unpin()
+        arena._take_dropped()
+        r = w = -1
+        if arena._counts:
+            try:
+                r, w = os.pipe()
+            except OSError:
+                pass  # no descriptor is left: what is held now is held for good
+        turns.append((arena, r, w))
+
+
+def _after_fork_in_parent() -> None:
+    for arena, r, w in _forking.pop(get_ident(), ()):
+        if w >= 0:
+            os.close(w)
+        if arena._counts:
+            arena._pin(r)
+        arena._turn = 0
+        arena._lock.release()
+        arena._settle()
+
+
+def _after_fork_in_child() -> None:
+    for _, r, _ in _forking.get(get_ident(), ()):
+        if r >= 0:
+            os.close(r)
+    _forking.clear()
+    for arena in Arena._known.values():
+        for fd, _ in arena._pins:
+            if fd >= 0:
+                os.close(fd)
+        arena._lock = threading.RLock()
+        arena._turn = 0
+        arena.__class__ = _Inherited
+    Arena._known = {}
+    Arena._own = None
+    Arena._making = threading.Lock()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

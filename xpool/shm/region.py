@@ -1,0 +1,223 @@
+"""The region of one process: the blocks that it alone allocates.
+
+Called under the lock of its arena.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+
+from xpool.shm.layout import ENTRIES, LARGE, PAGE, File
+
+__all__ = ["Region"]
+
+_YOUNG = 64
+"""Blocks leased last: the ones to look at first, since most values do not live long."""
+
+_WARM = 16 * 1024 * 1024
+"""Bytes of free blocks, or two blocks, that keep their memory: what is reused while it is warm."""
+
+_AT_ONCE = 512
+"""Blocks whose memory goes back to the system in one turn: about a millisecond."""
+
+
+def _capacity(nbytes: int) -> int:
+    """Round up to one of four steps an octave."""
+    step = max(256, 1 << nbytes.bit_length() >> 3)
+    if nbytes >= LARGE:
+        step = max(step, PAGE)
+    return -(-nbytes // step) * step
+
+
+class Region:
+    """The allocator.  A block is free when nobody holds it; its memory stays, warm, for a while."""
+
+    def __init__(self, file: File, seat: int) -> None:
+        self._file = file
+        self._first = seat * ENTRIES
+        self._top = file.start(seat)
+        self._end = self._top + file.region
+        self._since: list[float] = []  # by index: when it was found free
+        # Those that someone holds, or did when last looked at; the young in the order of leases.
+        self._young: list[int] = []
+        self._old: deque[int] = deque()
+        # Those that are free, by capacity: with memory, the coldest first, and without.
+        self._warm: dict[int, deque[int]] = defaultdict(deque)
+        self._bare: dict[int, list[int]] = defaultdict(list)
+        self._spare = 0  # bytes of memory that can go back, in `_warm`
+        # Who sat here before may have left blocks that others still hold.
+        count = file.entries(seat)
+        if count:
+            last = self._first + count - 1
+            self._top = file.offsets[last] + file.capacities[last]
+            self._since = [0.0] * count
+            self._old.extend(range(count))
+            self.collect_all()
+
+    def take(self, nbytes: int, limit: int) -> int | None:
+        """Return the number of a free block with memory for ``nbytes`` bytes; None: there is none.
+
+        ``limit``: bytes that the file may use, of all regions together.
+        """
+        capacity = _capacity(nbytes)
+        index = self._find(capacity, nbytes)
+        if index is None:
+            return None
+        if self._file.filled[self._first + index] < nbytes and not self._extend(
+            index, nbytes, limit
+        ):
+            self._put(index)
+            index = self._find_in_need(capacity, nbytes, limit)
+            if index is None:
+                return None
+        if self._spare > _WARM:
+            self._cool()
+        self._young.append(index)
+        if len(self._young) > _YOUNG:
+            self._old.append(self._young.pop(0))
+        return self._first + index
+
+    def _find(self, capacity: int, nbytes: int) -> int | None:
+        warm = self._warm[capacity]
+        if not warm:
+            self._look_at_young(capacity)
+            if not warm and self._old:
+                # A look costs a twentieth of the first touch of 4 KiB of fresh memory.
+                self._look_at_old(max(16, nbytes // 4096), capacity)
+        elif self._old:
+            self._look_at_old(4)  # so that what is free among them is found in time
+        if warm:
+            return self._pop(warm)
+        bare = self._bare[capacity]
+        return bare.pop() if bare else self._new(capacity)
+
+    def _find_in_need(self, capacity: int, nbytes: int, limit: int) -> int | None:
+        """Where memory is short: take what has enough, or give back what others have."""
+        self.collect_all()
+        warm, bare = self._warm[capacity], self._bare[capacity]
+        for _ in range(len(warm)):
+            index = self._pop(warm)
+            if self._file.filled[self._first + index] >= nbytes:
+                return index
+            self._put(index, warmest=False)
+        while self.give_back(time.monotonic()):
+            pass
+        index = bare.pop() if bare else self._pop(warm)
+        if self._extend(index, nbytes, limit):
+            return index
+        self._put(index)
+        return None
+
+    def _extend(self, index: int, nbytes: int, limit: int) -> bool:
+        file, number = self._file, self._first + index
+        return file.used() + nbytes - file.filled[number] <= limit and file.fill(number, nbytes)
+
+    def _new(self, capacity: int) -> int | None:
+        index = len(self._since)
+        offset = -(-self._top // PAGE) * PAGE if capacity >= LARGE else self._top
+        if index == ENTRIES or offset + capacity > self._end:
+            return None
+        if not self._file.add(self._first + index, offset, capacity):
+            return None
+        self._top = offset + capacity
+        self._since.append(0.0)
+        return index
+
+    # -- finding what is free ----------------------------------------------------------------------
+
+    def _look_at_old(self, most: int, wanted: int = 0) -> None:
+        """Look at ``most`` in turn; one of the capacity ``wanted`` is enough."""
+        old, claim, first = self._old, self._file.claim, self._first
+        for _ in range(min(most, len(old))):
+            index = old.popleft()
+            if not claim(first + index):
+                old.append(index)
+            elif self._put(index) == wanted:
+                return
+
+    def _look_at_young(self, wanted: int = 0) -> None:
+        """Look from the youngest on; one of the capacity ``wanted`` is enough."""
+        young, claim, first = self._young, self._file.claim, self._first
+        for i in range(len(young) - 1, -1, -1):
+            if claim(first + young[i]) and self._put(young.pop(i)) == wanted:
+                return
+
+    def _put(self, index: int, warmest: bool = True) -> int:
+        """Take a free block in; return its capacity."""
+        number = self._first + index
+        capacity, filled = self._file.capacities[number], self._file.filled[number]
+        self._since[index] = time.monotonic()
+        if filled:
+            warm = self._warm[capacity]
+            warm.append(index) if warmest else warm.appendleft(index)
+            if capacity >= LARGE:
+                self._spare += filled
+        else:
+            self._bare[capacity].append(index)
+        return capacity
+
+    def _pop(self, warm: deque[int]) -> int:
+        """Take the warmest out."""
+        index = warm.pop()
+        number = self._first + index
+        if self._file.capacities[number] >= LARGE:
+            self._spare -= self._file.filled[number]
+        return index
+
+    def collect_all(self) -> None:
+        """Look at all that are out; what nobody holds any more is free."""
+        self._look_at_young()
+        self._look_at_old(len(self._old))
+
+    # -- giving memory back ------------------------------------------------------------------------
+
+    def _kept(self) -> int:
+        """Return how many bytes of free blocks may keep their memory."""
+        return max(_WARM, 2 * max((c for c, warm in self._warm.items() if warm), default=0))
+
+    def _cool(self) -> None:
+        """Give back memory of free blocks that is more than is kept warm."""
+        most = self._kept()
+        for capacity, warm in self._warm.items():
+            while self._spare > most and warm and capacity >= LARGE:
+                self._punch(capacity, warm)
+
+    def _punch(self, capacity: int, warm: deque[int]) -> None:
+        index = warm.popleft()
+        number = self._first + index
+        self._spare -= self._file.filled[number]
+        self._file.punch(number)
+        self._bare[capacity].append(index)
+
+    def give_back(self, before: float) -> bool:
+        """Give memory of blocks that have been free since ``before`` back to the system, and what
+        is more than is kept warm.
+
+        Returns whether there is more to give: it stops after some, to be called again.
+        """
+        left, most = _AT_ONCE, self._kept()
+        for capacity, warm in self._warm.items():
+            if capacity < LARGE:
+                continue
+            while warm and (self._since[warm[0]] <= before or self._spare > most):
+                if not left:
+                    return True
+                left -= 1
+                self._punch(capacity, warm)
+        return False
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is memory that can go back to the system, now or when it is let go."""
+        return bool(self._spare or self._young or self._old)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that were ever made."""
+        return len(self._since)
+
+    @property
+    def out(self) -> int:
+        """Blocks that somebody held when last looked at."""
+        return len(self._young) + len(self._old)

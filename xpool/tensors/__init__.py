@@ -1,0 +1,1 @@
+"""Tensors of torch and arrays: copied, shared, lent, or kept where they are."""

@@ -1,0 +1,324 @@
+"""Share mode for memory of a GPU: a process lends what it has, and others see it by CUDA's IPC.
+
+What travels is `Facts`, by which the receiver opens the memory, and the name of a **token**: a
+block of the arena, a few bytes, that stands for the memory.  A message holds the token, and who has
+opened the memory holds it as long as any tensor uses it; the lender keeps the memory as long as
+anybody else holds the token.  So the rules of CUDA's IPC, that the producer must keep what others
+use, that it is not opened where it was made, and that who received it does not export it again,
+are kept here, and a process that is killed holds nothing any more.
+
+One who has borrowed memory sends on the facts that it has got, and the lender's token: any number
+of hops lead to the one memory, and back to the lender's own storage.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, NamedTuple
+
+from xpool.codec.policy import Layout
+from xpool.codec.reducers import Context, builder, in_place
+from xpool.errors import DeviceError, TaskNotPicklable
+from xpool.interrupt import shielded, uninterrupted
+from xpool.shm.arena import Arena, Block
+from xpool.shm.layout import ENTRIES
+from xpool.tensors import cuda
+
+__all__ = ["Facts", "borrow", "from_the_pool", "gpu_of", "lend", "settle", "sweep", "tensor_on_gpu"]
+
+WAY_OUT = (
+    "Copies can always be sent: is_copy_tensor=True, or share_method='cpu', which shares only what "
+    "lies in the host's memory."
+)
+
+_TOKEN = 64  # bytes: the least that a block has
+
+_AT_ONCE = 64  # loans that are looked at before a task
+
+
+class Facts(NamedTuple):
+    """What another process opens memory of a GPU with."""
+
+    version: str
+    """Of torch: the form of its handles changes."""
+
+    gpu: str
+    """Its UUID."""
+
+    pid: int
+    """Of the lender."""
+
+    handle: bytes
+    nbytes: int
+    offset: int
+
+
+class _Lent:
+    """What a storage of this process is known by.  It is an attribute of the storage."""
+
+    def __init__(self, facts: Facts, address: int) -> None:
+        self.facts = facts
+        self.address = address
+        self.block: Block | None = None  # the token, while it is in `_lent`
+
+
+class _Borrowed:
+    """The hold of this process on somebody's memory.
+
+    An attribute of the storage, so it lives as long as any tensor uses that.
+    """
+
+    def __init__(self, facts: Facts, block: Block, ordinal: int, storage: Any) -> None:
+        self.facts, self.block, self.ordinal = facts, block, ordinal
+        self.storage: Callable[[], Any] = cuda.calls.weak(storage)
+
+    @uninterrupted
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            try:
+                # What was asked of the GPU with this memory comes before who gets it next.
+                cuda.calls.synchronize(self.ordinal)
+            except RuntimeError:
+                pass  # CUDA has failed here: nothing runs any more
+
+
+_Key = tuple[int, int]  # of a token: its arena's token, and its name
+
+# Guarded by `_lock`, which a thread holds for moments; opening memory may take longer.
+_lock = threading.RLock()
+_lent: dict[_Key, tuple[_Lent, Any]] = {}  # with the storage; those looked at last come last
+_borrowed: weakref.WeakValueDictionary[_Key, _Borrowed] = weakref.WeakValueDictionary()
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _lent, _borrowed
+    _lock = threading.RLock()  # some thread of the parent may have held it
+    # CUDA does not survive a fork: these are the parent's, and not even to be let go of here.
+    _of_parent.append((_lent, _borrowed))
+    _lent, _borrowed = {}, weakref.WeakValueDictionary()
+
+
+_of_parent: list[Any] = []
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# -- the lender --------------------------------------------------------------------------------
+
+
+class _Refused(Exception):
+    pass
+
+
+def lend(pickler: Context, storage: Any, about: Callable[[], str]) -> Any:
+    """Return the arguments of `borrow` in a message; None: its layout has copies of such memory.
+
+    Before, the GPU is waited for: what this process has asked of it so far has been done.
+
+    Args:
+        about: says whose storage it is, for the message.
+
+    Raises:
+        TaskNotPicklable: it cannot be shared; the message says why and what to do.
+    """
+    layout = pickler.layout
+    arena = layout.lends
+    if arena is None or not storage.nbytes():
+        return None
+    known = _known(storage)
+    if layout.keep is not None and not _is_of_pool(known):
+        return None  # this message is for the pool's process, which opens nothing unasked
+    try:
+        cuda.calls.synchronize(cuda.calls.ordinal(storage))
+        with _lock:
+            facts, block = _borrowed_again(arena, known) or _lend(arena, storage, known)
+        _check_reach(layout, facts.gpu)
+    except _Refused as exc:
+        raise TaskNotPicklable(f"{about()} cannot be shared: {exc} {WAY_OUT}") from exc.__cause__
+    block.gpu = facts.gpu  # type: ignore[misc]  # its subclass has it
+    return in_place(pickler, block), facts
+
+
+def _check_reach(layout: Layout, gpu: str) -> None:
+    if layout.reach is None or layout.reach(gpu, layout.target):
+        return
+    who = "no worker sees" if layout.target is None else f"worker {layout.target} does not see"
+    raise _Refused(f"{who} its GPU ({gpu}).")
+
+
+def _known(storage: Any) -> _Lent | _Borrowed | None:
+    found: _Lent | _Borrowed | None = getattr(storage, "xpool_loan", None)
+    return found
+
+
+def _borrowed_again(arena: Arena, known: Any) -> tuple[Facts, Block] | None:
+    if type(known) is not _Borrowed:
+        return None
+    if known.block.arena is not arena:
+        raise _Refused(
+            "it is shared with other processes already: those of another pool, in a worker of "
+            "which this runs. Send a clone() of it instead."
+        )
+    return known.facts, known.block
+
+
+def _lend(arena: Arena, storage: Any, known: Any) -> tuple[Facts, Block]:
+    # torch wraps a storage once more each time that it exports it: so that is done once.
+    if known is None or known.address != storage.data_ptr():
+        known = _Lent(_export(storage), storage.data_ptr())
+    block: Block | None = known.block
+    if block is None:
+        block = arena.lease(_TOKEN)
+        if block is None:
+            raise _Refused("no shared memory is left for what stands for it.")
+        known.block = block
+        storage.xpool_loan = known
+        _lent[arena.token, block.name] = known, storage
+    return known.facts, arena.adopt(block.name)  # the message's own hold, beside the table's
+
+
+def _export(storage: Any) -> Facts:
+    calls = cuda.calls
+    try:
+        gpu = calls.identity(calls.ordinal(storage))
+        return Facts(calls.version(), gpu, os.getpid(), *calls.export(storage))
+    except AttributeError as exc:
+        raise _Refused(f"torch {calls.version()} does not tell GPUs apart; 2.4 does.") from exc
+    except RuntimeError as exc:
+        raise _Refused(f"CUDA's IPC cannot be had here ({exc}).") from exc
+
+
+def sweep(everything: bool = False) -> bool:
+    """Let go of memory that nobody else has any more; return whether any is lent.
+
+    Looks at some loans in turn, or at ``everything``.
+    """
+    if _lent and _take_back(everything) and not _lent:
+        cuda.calls.collect()
+    return bool(_lent)
+
+
+@shielded
+def _take_back(everything: bool) -> bool:
+    found = False
+    with _lock:
+        for key in list(islice(_lent, len(_lent) if everything else _AT_ONCE)):
+            lent, storage = _lent.pop(key)
+            block = lent.block
+            assert block is not None
+            if block.arena.alone(block):
+                lent.block = None
+                found = True
+            else:
+                _lent[key] = lent, storage
+    return found
+
+
+# -- the receiver --------------------------------------------------------------------------------
+
+
+@builder
+def borrow(buffer: Any, facts: tuple[Any, ...]) -> Any:
+    """Return the storage that a token stands for: the lender's own there, opened elsewhere.
+
+    Raises:
+        DeviceError: it cannot be opened; the message says why and what to do.
+    """
+    block: Block = buffer.obj
+    key = block.arena.token, block.name
+    with _lock:
+        if key in _lent:
+            return _lent[key][1]
+        known = _borrowed.get(key)
+        storage = None if known is None else known.storage()
+        if storage is None:
+            storage = _open(Facts(*facts), key, block)
+        return storage
+
+
+@builder
+def tensor_on_gpu(buffer: Any, facts: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
+    """Return a tensor that uses a storage as `borrow` does."""
+    return cuda.calls.tensor(borrow(buffer, facts), offset, name, shape, strides)
+
+
+def _open(facts: Facts, key: _Key, block: Block) -> Any:
+    calls = cuda.calls
+    what = f"{facts.nbytes} bytes on the GPU {facts.gpu}, shared by the process {facts.pid},"
+    if facts.version != calls.version():
+        raise DeviceError(
+            f"{what} cannot be opened: that process has torch {facts.version}, this one "
+            f"{calls.version()}. Start both from one environment; one has changed since the "
+            f"program began. {WAY_OUT}"
+        )
+    if not _lives(facts.pid):
+        raise DeviceError(
+            f"{what} are lost: that process has ended. Make the tensor again, or keep a copy."
+        )
+    seen = calls.identities()
+    if facts.gpu not in seen:
+        raise DeviceError(
+            f"{what} cannot be opened: this process sees {seen or 'no GPU'}. Do not change "
+            f"CUDA_VISIBLE_DEVICES in an initializer; `xpool.devices` binds workers. {WAY_OUT}"
+        )
+    ordinal = seen.index(facts.gpu)
+    try:
+        storage = calls.open(ordinal, facts.handle, facts.nbytes, facts.offset)
+    except RuntimeError as exc:
+        raise DeviceError(f"{what} cannot be opened: {exc}. {WAY_OUT}") from exc
+    storage.xpool_loan = _borrowed[key] = _Borrowed(facts, block, ordinal, storage)
+    return storage
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError as exc:
+        return exc.errno == errno.EPERM
+    return True
+
+
+# -- both ----------------------------------------------------------------------------------------
+
+
+def settle() -> None:
+    """Wait for the GPUs whose memory this process has lent or borrowed, if it has any.
+
+    So an answer comes after the writes of its task.
+    """
+    if _lent or _borrowed:
+        with _lock:
+            ordinals = {cuda.calls.ordinal(storage) for _, storage in _lent.values()}
+        for ordinal in ordinals | {one.ordinal for one in list(_borrowed.values())}:
+            cuda.calls.synchronize(ordinal)
+
+
+def gpu_of(tensor: Any) -> str | None:
+    """Return the UUID of the GPU that a tensor lies on; None: on none, or it is not known."""
+    if not tensor.is_cuda:
+        return None
+    try:
+        return cuda.calls.identity(tensor.device.index)
+    except AttributeError:
+        return None
+
+
+def from_the_pool(tensor: Any) -> bool:
+    """Whether a tensor uses memory that the pool's own process has lent to this one."""
+    if not _borrowed or not tensor.is_cuda:
+        return False
+    try:
+        return _is_of_pool(_known(tensor.untyped_storage()))
+    except RuntimeError:
+        return False  # a layout without a storage
+
+
+def _is_of_pool(known: Any) -> bool:
+    # The tokens of the process that made the arena come first in its table.
+    return type(known) is _Borrowed and known.block.number < ENTRIES

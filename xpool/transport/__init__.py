@@ -1,0 +1,1 @@
+"""How bytes pass between processes: pipes, their messages, and the page that two share."""

@@ -1,0 +1,251 @@
+"""The two ends of a worker's pipes: the parent's never block, the worker's may.
+
+One writer and one reader each, so there is no lock to be orphaned, and a frame that a death cut
+short is seen as such: the pipe ends in the middle of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from xpool.shm.buffers import new_buffer
+from xpool.transport.wire import Parts
+
+__all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]
+
+READ = 64 * 1024
+_IOV = 64
+
+
+def _memory() -> int:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return 2**40  # a system that does not say
+
+
+MOST = _memory()
+"""Bytes that a message may announce: what the machine has.  More is a sign that it is garbled."""
+
+
+class FrameWriter:
+    """The parent's end of the pipe to a worker: writes what goes, keeps the rest.
+
+    Guarded by the engine's lock.  ``fd`` must be non-blocking.
+    """
+
+    __slots__ = ("backlog", "fd")
+
+    # What it asks of the system, by name: a simulated world has pipes of its own.
+    _write = staticmethod(os.write)
+    _writev = staticmethod(os.writev)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.backlog: deque[memoryview | bytes] = deque()
+
+    def send(self, parts: Parts) -> None:
+        """Send the parts of a frame, or queue what the pipe has no room for.
+
+        A worker that is gone takes nothing: its death is seen elsewhere, with all that it held.
+        """
+        if self.backlog:
+            self.backlog.extend(parts)
+            return
+        size = sum(map(len, parts))
+        if size <= 16 * 1024 and len(parts) > 1:
+            parts = [b"".join(parts)]
+        if len(parts) == 1:
+            try:
+                n = self._write(self.fd, parts[0])
+            except BlockingIOError:
+                n = 0
+            except BrokenPipeError:
+                return
+            if n < size:
+                self.backlog.append(memoryview(parts[0])[n:])
+            return
+        self.backlog.extend(parts)
+        self.flush()
+
+    @property
+    def rest(self) -> tuple[int, int]:
+        """What is still to be written: another value whenever some of it was."""
+        backlog = self.backlog
+        return len(backlog), len(backlog[0]) if backlog else 0
+
+    def flush(self) -> None:
+        """Write from the backlog until it is empty or the pipe is full."""
+        backlog = self.backlog
+        while backlog:
+            batch = [backlog[i] for i in range(min(len(backlog), _IOV))]
+            try:
+                n = self._writev(self.fd, batch)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                backlog.clear()
+                return
+            while n:
+                part = backlog[0]
+                if n >= len(part):
+                    n -= len(part)
+                    backlog.popleft()
+                else:
+                    backlog[0] = memoryview(part)[n:]
+                    n = 0
+            while backlog and not len(backlog[0]):
+                backlog.popleft()
+
+
+class FrameReader:
+    """The parent's end of the pipe from a worker: whole frames, as far as they have come.
+
+    The size of the body stands in bytes 8 to 16 of every head.  Used by one thread at a
+    time, under the engine's lock.  ``fd`` must be non-blocking.
+    """
+
+    __slots__ = ("_at", "_body", "_buffer", "_head", "dry", "ended", "fd", "head_size", "limit")
+
+    _read = staticmethod(os.read)
+    _readv = staticmethod(os.readv)
+
+    def __init__(self, fd: int, head_size: int, limit: int = MOST) -> None:
+        self.fd = fd
+        self.head_size = head_size
+        self.limit = limit
+        self.ended = False
+        self.dry = False  # the last read found nothing
+        self._buffer = b""
+        # A body that did not come in one read is received in place, without further copies.
+        self._head: bytes | None = None
+        self._body: memoryview | None = None
+        self._at = 0
+
+    @property
+    def partial(self) -> bool:
+        """Whether a frame has come in part."""
+        return bool(self._buffer) or self._body is not None
+
+    @property
+    def got(self) -> int:
+        """How many bytes of the frame that is under way have come."""
+        return self._at if self._body is not None else len(self._buffer)
+
+    def frames(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
+        """Yield (head, body) for each frame that is complete after one read of the pipe."""
+        self.dry = False
+        if self._body is not None:
+            if not self._receive():
+                return
+            head, body = self._head, self._body
+            self._head = self._body = None
+            assert head is not None
+            yield head, body
+            return
+        try:
+            data = self._read(self.fd, READ)
+        except BlockingIOError:
+            self.dry = True
+            return
+        if not data:
+            self.ended = True
+            return
+        if self._buffer:
+            data = self._buffer + data
+            self._buffer = b""
+        size = self.head_size
+        at, end = 0, len(data)
+        while end - at >= size:
+            n = int.from_bytes(data[at + 8 : at + 16], "little")
+            if n > self.limit:
+                raise ValueError(f"a frame of {n} bytes is announced, more than {self.limit}")
+            stop = at + size + n
+            head = data[at : at + size]
+            if stop <= end:
+                yield head, data[at + size : stop]
+                at = stop
+                continue
+            if n > READ:
+                self._head = head
+                self._body = memoryview(new_buffer(n))
+                got = data[at + size :]
+                self._body[: len(got)] = got
+                self._at = len(got)
+                return
+            break
+        self._buffer = data[at:]
+
+    def _receive(self) -> bool:
+        """Read into the body that is under way; True when it is whole."""
+        body = self._body
+        assert body is not None
+        while self._at < len(body):
+            try:
+                n = self._readv(self.fd, [body[self._at :]])
+            except BlockingIOError:
+                self.dry = True
+                return False
+            if n == 0:
+                self.ended = True
+                return False
+            self._at += n
+        return True
+
+
+class BlockingFrameReader:
+    """The worker's end of the pipe from the parent: blocks until what was asked for is there.
+
+    ``before_waiting()``, where it is set, is called when the next frame has not come yet.
+    """
+
+    __slots__ = ("_at", "_buffer", "before_waiting", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._buffer = b""
+        self._at = 0
+        self.before_waiting: Callable[[], None] | None = None
+
+    def read(self, n: int) -> bytes | memoryview:
+        """Return the next ``n`` bytes; raise `EOFError` when the parent is gone."""
+        at = self._at
+        if len(self._buffer) - at >= n:
+            self._at = at + n
+            return self._buffer[at : at + n]
+        if n > READ:
+            return self._read_large(n)
+        buffer = self._buffer[at:]
+        if not buffer and self.before_waiting is not None:
+            self.before_waiting()
+        while len(buffer) < n:
+            data = os.read(self.fd, READ)
+            if not data:
+                raise EOFError
+            buffer = buffer + data if buffer else data
+        self._buffer = buffer
+        self._at = n
+        return buffer[:n]
+
+    def _read_large(self, n: int) -> memoryview:
+        body = memoryview(new_buffer(n))
+        got = self._buffer[self._at :]
+        self._buffer, self._at = b"", 0
+        body[: len(got)] = got
+        at = len(got)
+        while at < n:
+            k = os.readv(self.fd, [body[at:]])
+            if k == 0:
+                raise EOFError
+            at += k
+        return body
+
+
+def write_all(fd: int, parts: Parts) -> None:
+    """Write everything, waiting for room; raise `BrokenPipeError` when the reader is gone."""
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            view = view[os.write(fd, view) :]
