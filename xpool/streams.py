@@ -21,6 +21,9 @@ __all__ = ["IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream"]
 BOOKKEEPING = 256
 """Bytes that an answer which nobody has taken is counted for, besides its own."""
 
+AT_ONCE = 512
+"""Values that are moved at once to where they are handed out."""
+
 
 def _weigh(value: Any) -> int:
     """Return about how many bytes an answer takes, by no code of the user's: engines call this."""
@@ -65,7 +68,7 @@ class IMapIterator(Iterator[Any]):
         self._waiters = Waiters()
         self._chunked = chunked
         self.shelf = Shelf()
-        self._arrived: dict[int, tuple[bool, Any]] = {}
+        self._arrived: dict[int, tuple[bool, Any, int]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
         self._failure: BaseException | Parcel | None = None
@@ -188,40 +191,72 @@ class IMapIterator(Iterator[Any]):
         with self._taking:
             if self.shelf.values:
                 return True
-            piece = self._first_piece()
-            if piece is None:
-                if self._next == self._length:
+            first = self._next
+            if first not in self._arrived:
+                if first == self._length:
                     raise StopIteration
                 if self._failure is not None:
                     raise self._as_error(exception_in(self._failure))
                 return False
             # Opened first and taken then: what a signal handler cuts short is still there.
-            ok, value = piece
-            values = value.open() if isinstance(value, Parcel) else [value]
-            if self.returns_errors and type(value) is not Unopened:
-                values = [v.exc if type(v) is Unopened else v for v in values]
-            elif not ok:
-                values = [v if type(v) is Unopened else Unopened(v) for v in values]
-            elif self._chunked:
-                values = [x for v in values for x in ((v,) if type(v) is Unopened else v)]
-            shelf, new = self.shelf, Shelf(values)
-            beyond = self._next + tasks_in(value)
-            moved = shelf.moved + len(values)
-            if not ok and self._chunked:
-                moved += (self.chunksize - 1) * len(values)  # one error stands for a chunk
-            place, key = self._first_place()
-            weight = shelf.bytes_out + _weigh(value)
+            shelf = self.shelf
+            new, keys, beyond, moved, weight = self._open_from(first)
+            moved += shelf.moved
+            weight += shelf.bytes_out
             # Without a call from here on, so nothing comes in between: signal handlers are
             # called, and threads take turns, after calls and at the beginning of functions.
             shelf.values, shelf.take = new.values, new.take
             shelf.moved = moved
             shelf.bytes_out = weight
             self._next = beyond
-            del place[key]
+            for key in keys:
+                del self._arrived[key]  # nobody looks there any more
         opened = self.opened
         if opened is not None:
             opened()
         return True
+
+    def _open_from(self, first: int) -> tuple[Shelf, list[int], int, int, int]:
+        """Open the answers that have come from task ``first`` on: a parcel, or many values.
+
+        Return the values, the numbers under which they had arrived, the number of the task after
+        them, how many items they stand for, and their weight.
+        """
+        arrived = self._arrived
+        ok, value, weight = arrived[first]
+        if isinstance(value, Parcel):
+            keys, beyond = [first], first + value.count
+            values, errors = self._unpacked(ok, value.open(), self.returns_errors)
+        else:
+            beyond, weight, values, errors = first, 0, [], 0
+            while beyond - first < AT_ONCE and beyond in arrived:
+                ok, value, more = arrived[beyond]
+                if isinstance(value, Parcel):
+                    break
+                beyond += 1
+                weight += more
+                if ok and not self._chunked:
+                    values.append(value)
+                    continue
+                # What the input has raised is raised in any case.
+                returns = self.returns_errors and type(value) is not Unopened
+                got, failed = self._unpacked(ok, [value], returns)
+                values += got
+                errors += failed
+            keys = list(range(first, beyond))
+        # One error stands for a chunk.
+        moved = len(values) + errors * (self.chunksize - 1) * self._chunked
+        return Shelf(values), keys, beyond, moved, weight
+
+    def _unpacked(self, ok: bool, values: list[Any], returns: bool) -> tuple[list[Any], int]:
+        """Return items for the values of tasks, `Unopened` for errors, and how many failed."""
+        if returns:
+            return [v.exc if type(v) is Unopened else v for v in values], 0
+        if not ok:
+            return [v if type(v) is Unopened else Unopened(v) for v in values], len(values)
+        if self._chunked:
+            return [x for v in values for x in ((v,) if type(v) is Unopened else v)], 0
+        return values, 0
 
     def _as_error(self, exc: BaseException) -> BaseException:
         """Return ``exc``; for what would end the caller's loop, RuntimeError, as in PEP 479."""
@@ -234,22 +269,14 @@ class IMapIterator(Iterator[Any]):
         error.__cause__ = exc
         return error
 
-    def _first_piece(self) -> tuple[bool, Any] | None:
-        return self._arrived.get(self._next)
-
-    def _first_place(self) -> tuple[Any, int]:
-        return self._arrived, self._next
-
     # -- the engine's side -------------------------------------------------------------------
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
         """Take the answer of task ``index``, or of several from there on."""
-        self.shelf.bytes_in += _weigh(value)
-        self._put(index, ok, value)
+        weight = _weigh(value)
+        self.shelf.bytes_in += weight
+        self._arrived[index] = ok, value, weight
         self._waiters.wake()
-
-    def _put(self, index: int, ok: bool, value: Any) -> None:
-        self._arrived[index] = ok, value
 
     def finish(self, length: int) -> None:
         """Note that the input had ``length`` tasks."""
@@ -271,24 +298,11 @@ class IMapUnorderedIterator(IMapIterator):
 
     def __init__(self, label: str, pool: Any, chunked: bool) -> None:
         super().__init__(label, pool, chunked)
-        self._pieces: deque[tuple[bool, Any]] = deque()
+        self._came = 0  # tasks whose answers have arrived: they are numbered as they come
 
-    def _movable(self) -> bool:
-        return bool(
-            self.shelf.values
-            or self._pieces
-            or self._failure is not None
-            or self._next == self._length
-        )
-
-    def _first_piece(self) -> tuple[bool, Any] | None:
-        return self._pieces[0] if self._pieces else None
-
-    def _first_place(self) -> tuple[Any, int]:
-        return self._pieces, 0
-
-    def _put(self, index: int, ok: bool, value: Any) -> None:
-        self._pieces.append((ok, value))
+    def arrive(self, index: int, ok: bool, value: Any) -> None:
+        came, self._came = self._came, self._came + tasks_in(value)
+        super().arrive(came, ok, value)
 
 
 class Stream(Job):

@@ -44,25 +44,30 @@ class Waiters:
                 if not there():
                     lock.acquire(timeout=left)
             finally:
-                self._locks.remove(lock)
+                self._remove(lock)
         return True
 
     @contextlib.contextmanager
     def listening(self, bell: Any) -> Iterator[None]:
-        """Have `wake` call ``bell.release()``, from whatever thread that is."""
+        """Have the next `wake` call ``bell.release()``, from whatever thread that is."""
         self._locks.append(bell)
         try:
             yield
         finally:
-            self._locks.remove(bell)
+            self._remove(bell)
+
+    def _remove(self, lock: Any) -> None:
+        with contextlib.suppress(ValueError):  # whoever wakes takes it out
+            self._locks.remove(lock)
 
     def wake(self) -> None:
         """Let all who wait look again."""
-        for lock in list(self._locks):
+        locks = self._locks
+        while locks:
             try:
-                lock.release()
-            except RuntimeError:
-                continue  # woken already, and not yet gone from the list
+                locks.pop().release()
+            except (IndexError, RuntimeError):
+                continue  # another thread has woken it; the event loop of a bell has ended
 
 
 class Flag:

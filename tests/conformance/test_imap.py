@@ -316,3 +316,50 @@ def test_stop_iteration_of_the_input(pool):
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(pool.imap(work.same, StopsAtOnce()))
         pytest.fail("the loop ended as if there had been nothing")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_moderate_input_needs_no_thread(pool, verb, monkeypatch):
+    """A short list, tuple or range is drawn by the caller; a longer one, or a generator, is not."""
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def noted(thread):
+        started.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    for items in (range(8), [1, 2, 3], (4, 5), []):
+        assert sorted(getattr(pool, verb)(work.square, items)) == [i * i for i in items]
+    assert not [name for name in started if "input_reader" in name]
+    for many in (range(2000), (i for i in range(8))):
+        assert len(list(getattr(pool, verb)(work.same, many, buffersize=700))) in (8, 2000)
+        assert "input_reader" in started.pop()
+
+
+def test_large_items_are_not_drawn_at_once(pool):
+    """The caller draws a short list of large items no further than the thread would."""
+    items = [bytes(300_000)] * 20
+    assert [len(x) for x in pool.imap(work.same, items, buffersize=2)] == [300_000] * 20
+
+
+def test_threads_take_from_one_input_together(make_pool):
+    """All threads of a pool run the tasks of one call, and each task is run once."""
+    from xpool import ThreadPool
+
+    together = threading.Barrier(3)
+    pool = make_pool(ThreadPool, 3)
+    for verb in (pool.map, pool.imap):
+        assert sorted(verb(lambda _: together.wait(20), range(3), 1)) == [0, 1, 2]
+    seen: list[int] = []
+    assert list(pool.imap_unordered(seen.append, range(3000))) == [None] * 3000
+    assert sorted(seen) == list(range(3000))
+
+
+def test_thread_that_ends_leaves_its_input_to_others(make_pool):
+    """A thread whose `maxtasksperchild` is reached in the middle of a call loses no task."""
+    from xpool import ThreadPool
+
+    pool = make_pool(ThreadPool, 1, maxtasksperchild=3)
+    assert pool.map(work.square, range(20), 1) == [i * i for i in range(20)]
+    assert list(pool.imap(work.square, range(20))) == [i * i for i in range(20)]

@@ -241,12 +241,12 @@ class BasePool(Verbs):
             job = self._jobs.get(number)
             if job is None:
                 return
-            if isinstance(value, Carried):
-                value = value.exc
             if ok:
                 self._counts["succeeded"] += tasks_in(value)
             else:
                 self._counts["failed"] += 1
+                if isinstance(value, Carried):
+                    value = value.exc
             if job.deliver(index, ok, value):
                 self._complete(job)
 

@@ -7,6 +7,7 @@ there; and pickled there, item by item, so that an item that cannot be pickled f
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import weakref
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from xpool.codec.frame import weight
+from xpool.interrupt import by_handler
 from xpool.results import Unopened
 from xpool.shm.system import available_memory
 from xpool.streams import Shelf
@@ -23,6 +25,13 @@ __all__ = ["InputReader", "FlowControl"]
 
 AHEAD_ITEMS = 1024
 """Tasks for each worker that may wait, drawn and pickled: two of the largest batches."""
+
+HERE_ITEMS = 64
+HERE_BYTES = 64 * 1024
+"""Tasks, and bytes, that are drawn without a thread: to start one takes as long as to pickle 50."""
+
+RUN = 256
+"""Items that are handed on at once, where it costs nothing to draw them."""
 
 AHEAD_BYTES = 16 * 1024 * 1024
 """Bytes of payload that may wait for a worker, unless it is a single one."""
@@ -36,6 +45,10 @@ def room_for_results() -> int:
     when this was first asked for, and at least 64 MiB.
     """
     return max(64 * 1024 * 1024, available_memory() // 16)
+
+
+class _Run(list[Any]):
+    """Items that were drawn at once."""
 
 
 class FlowControl:
@@ -79,15 +92,25 @@ class FlowControl:
             ahead == 0 or self.bytes_in - self.taken_bytes < AHEAD_BYTES
         )
 
-    def reserve(self) -> bool:
-        """Wait until another item may be drawn; False when no more is wanted."""
+    def reserve(self, most: int = 1) -> int:
+        """Wait until items may be drawn, and say how many, of ``most``; 0: no more are wanted."""
         if not self._open():
             self._waiting = True
             try:
                 self._waiters.wait(self._open, None)
             finally:
                 self._waiting = False
-        return not self.stopped
+        if self.stopped:
+            return 0
+        shelf = self._shelf() if most > 1 and self._buffersize is not None else None
+        if shelf is None or self._buffersize is None:
+            return most
+        return max(1, min(most, self._buffersize - self.drawn + shelf.handed_out))
+
+    @property
+    def open(self) -> bool:
+        """Whether `reserve` would not wait."""
+        return self._open()
 
     def added(self, size: int) -> None:
         """Note that a task of ``size`` bytes waits now."""
@@ -122,10 +145,11 @@ class FlowControl:
 
 
 class InputReader:
-    """The thread that draws one iterable.
+    """Draws one iterable, in a thread of its own; what is there at once, in the caller's.
 
     ``put(index, task)`` hands on a task: an item, or a list of ``chunksize`` items when that is
-    more than 1; it returns the size in bytes, and raises when the task cannot be sent.
+    more than 1; it returns the size in bytes, and raises when the task cannot be sent.  Where there
+    is a ``put_run(index, items)``, it hands on consecutive items that are there at once.
     ``fail(index, exc)`` answers the task in its stead, `Unopened` where the input has raised
     that; ``end(length)`` says how many there were.
     None of them may hold the pool, so that a pool can be dropped while its input reader waits.
@@ -137,39 +161,81 @@ class InputReader:
         chunksize: int,
         flow: FlowControl,
         put: Callable[[int, Any], int],
+        put_run: Callable[[int, list[Any]], None] | None,
         fail: Callable[[int, BaseException | Unopened], None],
         end: Callable[[int], None],
         name: str,
     ) -> None:
         self._iterable = iterable
+        # To draw from these runs no code but Python's own, and never waits.
+        self._known = type(iterable) in (list, tuple, range)
         self._chunksize = chunksize
         self.flow = flow
-        self._put = put
+        self._put, self._put_run = put, put_run
         self._fail = fail
         self._end = end
-        self.thread = threading.Thread(target=self._run, name=f"{name}-input_reader", daemon=True)
+        self._index = 0  # of the next task
+        self._tasks: Iterator[Any] | None = None
+        self.thread = threading.Thread(target=self._draw, name=f"{name}-input_reader", daemon=True)
 
-    def _run(self) -> None:
-        index = 0
+    def begin(self) -> None:
+        """Draw a moderate input here, and start the thread for what is left.
+
+        Raises:
+            Exception: what a signal handler raised, or the system, which has no thread for us.
+        """
+        if not (self._known and self._draw(HERE_ITEMS)):
+            self.thread.start()
+
+    def _draw(self, most: float = math.inf) -> bool:
+        """Draw all, or about ``most`` tasks if they are small; return whether these were all."""
+        flow = self.flow
+        here = most < math.inf
         try:
-            iterator = iter(self._iterable)
-            for task in self._tasks(iterator):
+            if self._tasks is None:
+                iterator = iter(self._iterable)
+                runs = self._known and self._chunksize == 1 and self._put_run is not None
+                self._tasks = self._runs(iterator) if runs else self._one_by_one(iterator)
+            for task in self._tasks:
+                size = 0
                 try:
-                    size = self._put(index, task)
+                    if type(task) is _Run:
+                        assert self._put_run is not None
+                        flow.put += len(task)
+                        self._put_run(self._index, task)
+                        self._index += len(task) - 1
+                    else:
+                        size = self._put(self._index, task)
                 except Exception as exc:
-                    self._fail(index, exc)
-                    size = 0
+                    if here and by_handler(exc):
+                        raise
+                    self._fail(self._index, exc)
                 if size:
-                    self.flow.added(size)
-                index += 1
+                    flow.added(size)
+                self._index += 1
                 del task
+                if self._index >= most or (here and (flow.bytes_in > HERE_BYTES or not flow.open)):
+                    return False
         except BaseException as exc:
+            if here:
+                raise
             # The input raised: the consumer gets that in place of the task that it cut short.
-            self._fail(index, Unopened(exc))
-            index += 1
-        self._end(index)
+            self._fail(self._index, Unopened(exc))
+            self._index += 1
+        self._end(self._index)
+        return True
 
-    def _tasks(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _runs(self, iterator: Iterator[Any]) -> Iterator[_Run]:
+        flow = self.flow
+        while n := flow.reserve(RUN):
+            run = _Run(itertools.islice(iterator, n))
+            if not run:
+                return
+            flow.drawn += len(run)
+            yield run
+            del run
+
+    def _one_by_one(self, iterator: Iterator[Any]) -> Iterator[Any]:
         flow, size = self.flow, self._chunksize
         if size == 1:
             while flow.reserve():

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import queue
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.interrupt import shielded
-from xpool.options import check_count, check_seconds, check_seed, check_share_method
+from xpool.options import Terms, check_count, check_seconds, check_seed, check_share_method
 from xpool.pool.base import BasePool
-from xpool.pool.hooks import Result, Task, each, star_each
+from xpool.pool.hooks import Result, Task, each, star, star_each
 from xpool.results import Job
-from xpool.workers.threads import Entry, ThreadWorkers
+from xpool.workers.threads import Entry, Source, ThreadWorkers
 
 __all__ = ["ThreadPool"]
 
@@ -66,6 +68,9 @@ class ThreadPool(BasePool):
     @shielded
     def setup_queues(self) -> None:
         """Make the queue that the threads take from."""
+        # Shortcuts are for those who have not put their own hook in the way.
+        self._direct = type(self).pool_inqueue_put is ThreadPool.pool_inqueue_put
+        self._results: deque[Result] = deque()  # for a `pool_outqueue_get` of a subclass
         self._threads = ThreadWorkers(
             self._size,
             self._work(),
@@ -75,9 +80,28 @@ class ThreadPool(BasePool):
             self._worker_contexts(),
             self.name,
             self._jobs,
+            self._answerer(),
             self._initializer_timeout,
         )
         self._backend = self._threads
+
+    def _answerer(self) -> Callable[[Result], None]:
+        """Return what the threads call with their results: it must not hold the pool."""
+        ref, results = weakref.ref(self), self._results
+        delivers = type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get
+
+        def answer(result: Result) -> None:
+            pool = ref()
+            if pool is None:
+                return
+            if delivers:
+                number, index, (ok, value) = result
+                pool._deliver(number, index, ok, value)
+            else:
+                results.append(result)
+                pool._threads.wake()
+
+        return answer
 
     def _work(self) -> Callable[..., None]:
         return self.worker
@@ -97,7 +121,7 @@ class ThreadPool(BasePool):
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result."""
-        results = self._threads.results
+        results = self._results
         if not results and timeout > 0:
             self._threads.wait(timeout)
         if results:
@@ -121,6 +145,44 @@ class ThreadPool(BasePool):
     def join_workers(self) -> None:
         """Wait for the threads."""
         self._threads.join()
+
+    # -- shortcuts ---------------------------------------------------------------------------------
+
+    def _submit_each(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        chunks: Iterable[Any],
+        terms: Terms,
+    ) -> None:
+        if not self._plain(terms):
+            super()._submit_each(job, func, starred, chunked, chunks, terms)
+            return
+        # Snapshots: a list may change while threads take from it, and a generator runs.
+        items = chunks if isinstance(chunks, (range, tuple, list)) else list(chunks)
+        before: tuple[Any, ...] = ()
+        if chunked:
+            func, before = star_each if starred else each, (func,)
+        elif starred:
+            func, before = star, (func,)
+        self._threads.put(Source(job, func, before, items), len(items))
+
+    def _open_runs(
+        self, job: Job, func: Callable[..., Any], terms: Terms
+    ) -> Callable[[int, list[Any]], None] | None:
+        if not self._plain(terms):
+            return None
+        threads = self._threads
+
+        def put_run(index: int, items: list[Any]) -> None:
+            threads.put(Source(job, func, (), items, index), len(items))
+
+        return put_run
+
+    def _plain(self, terms: Terms) -> bool:
+        return self._direct and terms.timeout is None and not terms.retries
 
     def _withdraw(self, job: Job) -> None:
         self._threads.withdraw(job.number)

@@ -365,6 +365,7 @@ class Verbs(Hooks):
             if job.progress is not None:
                 job.progress.begin()
             put = self._open_stream(job, func, size > 1, flow, terms)
+            put_run = self._open_runs(job, func, terms)
         except BaseException as exc:
             self._give_up(job, exc)
             return results
@@ -381,15 +382,15 @@ class Verbs(Hooks):
             if pool is not None:
                 pool._end(number, length, input_reader)
 
-        input_reader = InputReader(iterable, size, flow, put, fail, end, self.name)
+        input_reader = InputReader(iterable, size, flow, put, put_run, fail, end, self.name)
         self._feeders.add(input_reader)
         if self._state is PoolStates.TERMINATE:
             flow.stop()  # since we entered the job; nobody else would
         try:
-            input_reader.thread.start()
+            input_reader.begin()
         except BaseException as exc:
             self._feeders.discard(input_reader)
-            self._fail_jobs([job], exc)
+            self._give_up(job, exc)
             raise
         return results
 
@@ -477,6 +478,12 @@ class Verbs(Hooks):
             return 0
 
         return put
+
+    def _open_runs(
+        self, job: Job, func: Callable[..., Any], terms: Terms
+    ) -> Callable[[int, list[Any]], None] | None:
+        """As `_open_stream`, for items that are there at once; None: they go one by one."""
+        return None
 
     # -- what `BasePool` gives ---------------------------------------------------------------------
 

@@ -1,5 +1,9 @@
 """Worker threads: the backend of the thread pools.
 
+All threads take from one queue.  Where many tasks are known at once, they are one `Source` there,
+from which all threads take at the same time.  Whoever has run a task delivers its result to its
+caller, so that nothing stands between the two but the queue.
+
 A thread cannot be stopped.  One whose task is over its time, or was cancelled, is left to itself:
 the task is answered, another thread takes its place, and when it comes back some day, it ends.  Who
 answers a task with a limit is decided by who takes it out of `_held`: one operation, done by one of
@@ -16,8 +20,7 @@ import random
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
@@ -27,7 +30,7 @@ from xpool.results import Job
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
 
-__all__ = ["Entry", "ThreadWorkers"]
+__all__ = ["Entry", "Source", "ThreadWorkers"]
 
 SYSTEM_ATTEMPTS = 6
 """Times that the system may refuse to start a thread, at intervals that grow to three seconds."""
@@ -36,6 +39,36 @@ LONGEST = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
 
 _OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "pool", "hooks.py"))
+
+
+class Source:
+    """Consecutive tasks of a job: several threads take from it at once.
+
+    ``func(*before, item)`` is to be called for each item, the first of which has index ``first``.
+    They are a list, a tuple or a range, whose iterators run no Python code, so that no two threads
+    get the same.
+    """
+
+    __slots__ = ("_before", "_func", "_items", "job")
+
+    def __init__(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        before: tuple[Any, ...],
+        items: Sequence[Any],
+        first: int = 0,
+    ) -> None:
+        self.job = job
+        self._func, self._before = func, before
+        self._items: Iterator[tuple[int, Any]] = enumerate(items, first)
+
+    def next(self) -> Any:
+        """Return the next task; None: there is no more, or nobody wants it."""
+        if not self.job.settled:
+            for index, item in self._items:
+                return self.job.number, index, self._func, (*self._before, item), {}
+        return None
 
 
 class Entry:
@@ -65,10 +98,11 @@ class Entry:
 class _Member:
     """One thread of the backend."""
 
-    __slots__ = ("index", "job", "left", "thread")
+    __slots__ = ("index", "job", "left", "source", "thread")
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.source: Source | None = None  # from which it takes tasks now
         self.thread: threading.Thread | None = None
         self.job = 0  # of which it runs a task; 0: none
         self.left = False  # to itself: it ends when it has done what it does
@@ -87,11 +121,12 @@ class ThreadWorkers:
         contexts: list[Any] | None,
         name: str,
         jobs: Mapping[int, Job],
+        answer: Callable[[Any], None],
         initializer_timeout: float | None = None,
     ) -> None:
-        # Tasks as they are, or entries; None asks a thread to end.
+        # Tasks as they are, entries, or sources; None asks a thread to end.
         self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.results: deque[Any] = deque()
+        self._answer = answer  # takes results, in any thread
         self.failure: BaseException | None = None
         self.dropped = False
         self._size = size
@@ -103,7 +138,8 @@ class ThreadWorkers:
         self._contexts = contexts
         self._name = name
         self._jobs = jobs
-        self._signal = threading.Semaphore(0)
+        # What makes `wait` return: a queue, since the garbage collector may put something into it.
+        self._signal: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._failures = 0
         self._refused = 0  # starts of a thread by the system, one after the other
         self._start_at: float | None = None  # when to try again
@@ -174,6 +210,8 @@ class ThreadWorkers:
             with self._lock:
                 if not me.left:
                     del self._threads[index]
+            if me.source is not None:
+                self.tasks.put(me.source)  # it has lived its life: another thread goes on
             if not me.left and not self._ending and self.failure is None:
                 self._replace()
             self.wake()
@@ -192,15 +230,25 @@ class ThreadWorkers:
 
     def _ends(self, me: _Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Return what a thread takes tasks with, and what it answers with."""
-        jobs, tasks, results, signal = self._jobs, self.tasks, self.results, self._signal
+        jobs, tasks, answer = self._jobs, self.tasks, self._answer
         entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # in hand, with their keys
 
         def get() -> Any:
             while not me.left:
+                if me.source is not None:
+                    task = me.source.next()
+                    if task is not None:
+                        me.job = task[0]
+                        return task
+                    me.source = None
                 task = tasks.get()
                 if task is None:
                     return None
                 entry = None
+                if type(task) is Source:
+                    me.source = task
+                    del task  # what it holds is let go of with the source
+                    continue
                 if type(task) is Entry:
                     entry, task = task, task.task
                 job = jobs.get(task[0])
@@ -220,8 +268,7 @@ class ThreadWorkers:
                     self._held.pop(key, None) is None or self._retried(entry, result[2])
                 ):
                     return
-            results.append(result)
-            signal.release()
+            answer(result)
 
         return get, put
 
@@ -264,18 +311,23 @@ class ThreadWorkers:
 
     # -- in the engine's thread, or a caller's -----------------------------------------------------
 
-    def put(self, result: Any) -> None:
-        """Take a result."""
-        self.results.append(result)
-        self._signal.release()
+    def put(self, source: Source, tasks: int) -> None:
+        """Let the threads take from a source; it has this number of tasks."""
+        for _ in range(min(tasks, self._size)):
+            self.tasks.put(source)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until there is a result, or something else to look at."""
+        """Wait until there is something to look at."""
         alarm = self._alarm
         if alarm is not None:
             left = min(max(0.0, alarm - time.monotonic()), LONGEST)
             timeout = left if timeout is None else min(left, timeout)
-        self._signal.acquire(timeout=timeout)
+        try:
+            self._signal.get(timeout=timeout)
+            while True:
+                self._signal.get_nowait()
+        except queue.Empty:
+            pass  # all are seen
         if alarm is not None and time.monotonic() >= alarm:
             self._mind(time.monotonic())
 
@@ -314,7 +366,7 @@ class ThreadWorkers:
             self._failed(member.index, error)
             self.wake()
         elif not self._retried(entry, (False, error)):
-            self.put((job, index, (False, error)))
+            self._answer((job, index, (False, error)))
         if self.failure is None:
             self._replace()
 
@@ -342,12 +394,12 @@ class ThreadWorkers:
 
     def wake(self) -> None:
         """Make `wait` return."""
-        self._signal.release()
+        self._signal.put(None)
 
     def drop(self) -> None:
         """Note that the pool is gone.  For the garbage collector: takes no lock of ours."""
         self.dropped = True
-        self._signal.release()
+        self._signal.put(None)
 
     def release(self) -> None:
         """Let each thread end when the queue is empty."""
