@@ -1,0 +1,8 @@
+"""The decision code of xpool, run in a world that a seed decides.
+
+Two worlds: `scheduler.SchedulerWorld` (the policy alone, thousands of histories a second) and
+`engine.EngineWorld` (the real engine on virtual workers, pipes and clock).  A history is a seed::
+
+    python -m tests.simulation engine --seeds 10000
+    python -m tests.simulation engine 4711         # replays one, and tells the story
+"""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from xpool.testing.simulation.engine import EngineWorld
-from xpool.testing.simulation.scheduler import SchedulerWorld
-from xpool.testing.simulation.seeds import SimulationFailed, World, search
-
+from .engine import EngineWorld
 from .mutants import MUTANTS, Mutant
+from .scheduler import SchedulerWorld
+from .seeds import SimulationFailed, World, search
 
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 """How many times the usual number of histories to run; `make soak` runs many."""
@@ -82,10 +82,10 @@ def test_a_failure_tells_its_seed_and_its_story():
 @pytest.mark.starts
 def test_the_command_line(world):
     """A seed is replayed, and seeds are searched, from the command line."""
-    command = [sys.executable, "-m", "xpool.testing.simulation", world]
-    one = subprocess.run([*command, "3"], capture_output=True, text=True, check=True, timeout=60)
+    command = [sys.executable, "-m", "tests.simulation", world]
+    root = Path(__file__).resolve().parents[2]
+    options = {"capture_output": True, "text": True, "check": True, "timeout": 60, "cwd": root}
+    one = subprocess.run([*command, "3"], **options)
     assert one.stdout.rstrip().endswith("all is well")
-    many = subprocess.run(
-        [*command, "--seeds", "20"], capture_output=True, text=True, check=True, timeout=60
-    )
+    many = subprocess.run([*command, "--seeds", "20"], **options)
     assert many.stdout.startswith("20 histories")

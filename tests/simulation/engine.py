@@ -18,10 +18,11 @@ from xpool.engine.start_limit import TASK_GRACE
 from xpool.errors import TaskTimeout, WorkerDied
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.jobs.states import WorkerStates
-from xpool.testing.simulation.seeds import World
-from xpool.testing.simulation.virtual import Kernel, Page, Pipe, SimReactor, SimSlot
-from xpool.testing.simulation.worker import Handle, Worker
 from xpool.transport.outbox import entries
+
+from .seeds import World
+from .virtual import Kernel, Page, Pipe, SimReactor, SimSlot
+from .worker import Handle, Worker
 
 __all__ = ["EngineWorld"]
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from xpool.engine.reactor import Reactor
 from xpool.jobs.states import WorkerEvent
-from xpool.testing.simulation.seeds import World
 from xpool.transport.outbox import HEADER, NO_LIMIT, Outbox
 from xpool.transport.pipes import FrameReader, FrameWriter
 from xpool.transport.wire import TO_PARENT
 from xpool.workers.slot import Slot
+
+from .seeds import World
 
 __all__ = ["Descriptors", "Kernel", "Page", "Pipe", "SimSlot", "SimReactor"]
 

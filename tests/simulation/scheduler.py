@@ -16,7 +16,8 @@ from xpool.jobs.scheduler import (
     Scheduler,
     TaskRange,
 )
-from xpool.testing.simulation.seeds import World
+
+from .seeds import World
 
 __all__ = ["SchedulerWorld"]
 

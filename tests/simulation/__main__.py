@@ -6,16 +6,16 @@ import argparse
 import sys
 import time
 
-from xpool.testing.simulation.engine import EngineWorld
-from xpool.testing.simulation.scheduler import SchedulerWorld
-from xpool.testing.simulation.seeds import SimulationFailed, World, search
+from .engine import EngineWorld
+from .scheduler import SchedulerWorld
+from .seeds import SimulationFailed, World, search
 
 WORLDS: dict[str, type[World]] = {world.name: world for world in (SchedulerWorld, EngineWorld)}
 
 
 def main() -> int:
     """Replay one seed, or search for one that fails; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m xpool.testing.simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("world", choices=sorted(WORLDS))
     parser.add_argument("seed", type=int, nargs="?", help="replay this history and tell it")
     parser.add_argument("--seeds", type=int, default=1000, help="how many to try (default 1000)")

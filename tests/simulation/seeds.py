@@ -25,7 +25,7 @@ class SimulationFailed(AssertionError):
         last = "\n  ".join(self.history[-30:])
         return (
             f"{self.what}\nin {self.world.__name__}({self.seed}); the last that happened:\n"
-            f"  {last}\nReplay it: python -m xpool.testing.simulation {self.world.name} {self.seed}"
+            f"  {last}\nReplay it: python -m tests.simulation {self.world.name} {self.seed}"
         )
 
 

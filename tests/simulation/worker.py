@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from xpool.testing.simulation.virtual import Page, Pipe
 from xpool.transport.outbox import _SINCE, STOP_SIGNAL
 from xpool.transport.wire import (
     BODY_AGAIN,
@@ -27,6 +26,8 @@ from xpool.transport.wire import (
 )
 from xpool.worker.protocol import Inbox, Replies
 from xpool.workers.slot import Slot
+
+from .virtual import Page, Pipe
 
 __all__ = ["Handle", "Worker"]
 

@@ -1,8 +1,0 @@
-"""The decision code of xpool, run in a world that a seed decides.
-
-Two worlds: `scheduler.SchedulerWorld` (the policy alone, thousands of histories a second) and
-`engine.EngineWorld` (the real engine on virtual workers, pipes and clock).  A history is a seed::
-
-    python -m xpool.testing.simulation engine --seeds 10000
-    python -m xpool.testing.simulation engine 4711         # replays one, and tells the story
-"""
