@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xpool import errors
-from xpool.byvalue.broadcast import Broadcast, broadcast
 from xpool.engine.face import EngineFace
 from xpool.errors import PeerLost, PoolClosed, TaskTimeout
 from xpool.interrupt import shielded
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.options import Terms, label
 from xpool.pool.base import BasePool
-from xpool.pool.group import WorkerGroup
-from xpool.pool.packing import Packer
 from xpool.results import Job, Parcel, Unopened, exception_in, local
-from xpool.worker.launch_shared import File
+
+if TYPE_CHECKING:
+    from xpool.byvalue.broadcast import Broadcast
+    from xpool.pool.group import WorkerGroup
+    from xpool.pool.packing import Packer
+    from xpool.worker.launch_shared import File
 
 __all__ = ["AllWorkers", "limit_of"]
 
@@ -132,6 +134,8 @@ class AllWorkers(BasePool):
             WorkerDied, xpool.distributed.GroupTimeout: as `WorkerGroup.rebuild`.
             PoolClosed: the pool takes no more work.
         """
+        from xpool.pool.group import WorkerGroup  # here: few programs need it
+
         self._check_running()
         group = WorkerGroup(self, backend, timeout)
         with self._order:
@@ -180,6 +184,9 @@ class AllWorkers(BasePool):
             TaskNotPicklable: it cannot be pickled, or there is no memory for it.
             PoolClosed: the pool takes no more work.
         """
+        from xpool.byvalue.broadcast import Broadcast, broadcast
+        from xpool.worker.launch_shared import File
+
         self._check_running()
         packer = self._packer
         if packer.layout.lessor is not None and self._memory_limit:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from xpool.codec.frame import weight
 from xpool.interrupt import by_handler
 from xpool.results import Unopened
 from xpool.shm.system import available_memory
@@ -119,6 +118,8 @@ class FlowControl:
 
     def taken(self, items: list[Any]) -> None:
         """Note that these tasks went to a worker."""
+        from xpool.codec.frame import weight  # here: it is there by now, and leads to all else
+
         self.taken_bytes += sum(map(weight, items))
         self.answered(len(items))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -13,12 +12,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from xpool.byvalue.main import main_is_importable, main_location
-from xpool.byvalue.main import units as main_units
-from xpool.codec.frame import inline
-from xpool.codec.policy import pools
-from xpool.engine.loop import Engine
-from xpool.engine.replacement import Recipe
+from xpool.byvalue.main import main_is_importable
 from xpool.errors import OptionError
 from xpool.interrupt import by_handler, shielded
 from xpool.jobs.scheduler import TaskRange
@@ -28,17 +22,13 @@ from xpool.options import (
     check_seconds,
     check_seed,
     check_share_method,
-    default_processes,
     label,
 )
 from xpool.pool.all_workers import AllWorkers, limit_of
 from xpool.pool.base import at_exit
 from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl
-from xpool.pool.packing import Packer, find_arena
-from xpool.pool.sight import Sight
 from xpool.results import Job
-from xpool.tensors.loans import sweep
 from xpool.transport.wire import Mode
 from xpool.worker.callables import Retried
 from xpool.worker.main_module import imported_by_worker
@@ -47,7 +37,6 @@ from xpool.workers.launch import (
     Launcher,
     ProcessLauncher,
     occupy_streams,
-    search_path,
     wanted_modules,
 )
 
@@ -106,9 +95,6 @@ class Pool(AllWorkers):
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
-        occupy_streams()
-        self._token = os.urandom(8).hex()
-        arena, limit, layout = find_arena(is_copy_tensor, share_method, memory_limit, self._token)
         check_seed(seed)
         module = imported_by_worker()
         if module is not None:
@@ -117,14 +103,25 @@ class Pool(AllWorkers):
                 "each worker would make one; make it in a function, or behind "
                 'if __name__ == "__main__":'
             )
+        occupy_streams()
+        if _has_own_server(context):
+            ForkServer.get(wanted_modules()).start()
+        # Not before: while the server imports what a worker needs, the program imports the rest.
+        from xpool.pool import assembly
+
+        self._token = os.urandom(8).hex()
+        arena, limit, layout = assembly.find_arena(
+            is_copy_tensor, share_method, memory_limit, self._token
+        )
         self._recurse = is_recursive
         self._daemon = is_daemon
         self._arena = arena
         self._memory_limit = limit
-        self._packer = Packer(is_recursive, layout)
+        self._packer = assembly.Packer(is_recursive, layout)
+        self._sweep = assembly.sweep
         self._files = []
         self._order = threading.RLock()
-        pools[self._token] = self
+        assembly.pools[self._token] = self
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
         self._task_timeout = check_seconds("task_timeout", task_timeout)
@@ -145,6 +142,8 @@ class Pool(AllWorkers):
     @shielded
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
+        from xpool.pool import assembly
+
         launcher = _launcher(self.context)
         blob, inherited = None, None
         try:
@@ -167,11 +166,11 @@ class Pool(AllWorkers):
                 "processes are not allowed to have children; give is_daemon=False to the outer "
                 "pool, or to this one neither a context nor what only a context can pass on"
             )
-        orders = _Orders(self, launcher, blob)
-        self._packer.see(Sight(orders.binds))
-        self._engine = Engine(
+        orders = assembly.Orders(self, launcher, blob)
+        self._packer.see(assembly.Sight(orders.binds))
+        engine = assembly.Engine(
             self._size,
-            Recipe(launcher, orders, self.name, self._daemon, inherited),
+            assembly.Recipe(launcher, orders, self.name, self._daemon, inherited),
             arena=self._arena,
             lifetime=self.maxtasksperchild,
             describe=functools.partial(_describe, self._jobs),
@@ -181,7 +180,7 @@ class Pool(AllWorkers):
             together=self._is_group(),
             peers=self._has_peers,
         )
-        self._backend = self._engine
+        self._engine = self._backend = engine
 
     def pool_inqueue_put(self, obj: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
@@ -251,7 +250,7 @@ class Pool(AllWorkers):
             self._engine.call(task_range)
             self._pump()
             del task_range  # it holds what was lent for this call
-            sweep()
+            self._sweep()
         else:
             self._engine.submit(task_range)
 
@@ -417,119 +416,21 @@ class _Stream:
         return self._engine.sent(payload)
 
 
-class _Orders:
-    """Makes the first message to each worker: what it is to be."""
-
-    def __init__(self, pool: Pool, launcher: Launcher, initializer: bytes | None) -> None:
-        contexts = pool._worker_contexts()
-        self._contexts: list[bytes] | None = None
-        if contexts is not None:
-            self._contexts = [
-                pool._packer.pack_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
-            ]
-        every = contexts or [None] * pool._size
-        self.binds = [dict(getattr(context, "env", None) or {}) for context in every]
-        self._cpus = [tuple(getattr(c, "cpus", None) or ()) for c in contexts or ()]
-        self._initializer = initializer
-        self._bare = launcher.bare
-        self._pool = pool.name
-        self._daemon = pool._daemon
-        self._recurse = pool._recurse
-        self._seed = pool._seed
-        self._arena = pool._arena
-        self._limit = pool._memory_limit
-        self._copy_tensor = pool._copy_tensor
-        self._share_method = pool._share_method
-        self._token = pool._token
-        self._peers = pool._size if pool._has_peers else 0
-        self._forked = launcher.forks
-        self._threads = max(1, default_processes() // pool._size)
-
-    def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
-        arena = self._arena
-        process = multiprocessing.current_process()
-        orders = {
-            "index": index,
-            "pool": self._pool,
-            "name": f"{self._pool}-worker-{index}",
-            "environ": _environment(),
-            "bind": self.binds[index],
-            "cpus": (self._cpus[index] if self._cpus else ()) or _own_cpus(),
-            "cwd": _folder(),
-            "pid": os.getpid(),
-            "path": search_path(),
-            "argv": _arguments(),
-            "bare": self._bare,
-            "main": main_location() if main_is_importable() else None,
-            "units": main_units(),
-            "daemon": self._daemon,
-            "parent": (process.name, os.getpid()),
-            "authkey": bytes(process.authkey),
-            "recurse": self._recurse,
-            "seed": self._seed + f"/{index}/{generation}".encode(),
-            "threads": self._threads,
-            "forked": self._forked,
-            "initializer": _plain(self._initializer, seat),
-            "arena": None if arena is None else arena.facts(seat or 0, self._limit),
-            "copy_tensor": self._copy_tensor,
-            "share_method": self._share_method,
-            "token": self._token,
-            "peers": self._peers,
-            "context": None if self._contexts is None else _plain(self._contexts[index], seat),
-        }
-        return pickle.dumps(orders)
-
-
-def _plain(message: bytes | None, seat: int | None) -> bytes | None:
-    """Return the bytes of a message alone: the blocks that it names are held here, by itself.
-
-    A worker without a seat in the arena gets all of it.
-    """
-    if message is None:
-        return None
-    return bytes(inline(message) if seat is None else message)
-
-
-def _environment() -> dict[str, str]:
-    """The variables of now; other threads may change them meanwhile."""
-    found = ((name, os.environ.get(name)) for name in list(os.environ))
-    return {name: value for name, value in found if value is not None}
-
-
-def _folder() -> str | None:
-    """The folder that this process is in; None: it was removed, or cannot be known."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return None
-
-
-def _arguments() -> list[str]:
-    """The program's arguments; for one that is neither text nor a path, the name of its type."""
-    argv = getattr(sys, "argv", None)
-    return [
-        str(one) if isinstance(one, (str, os.PathLike)) else f"<{type(one).__name__}>"
-        for one in (argv if isinstance(argv, (list, tuple)) else ())
-    ]
-
-
-def _own_cpus() -> tuple[int, ...]:
-    """The cores of this process now: a fork server's children have those of when it started."""
-    # Asked of the main thread; that of the engine has what it had when the pool was made.
-    return tuple(os.sched_getaffinity(os.getpid())) if sys.platform == "linux" else ()
-
-
 def _describe(jobs: dict[int, Job], number: int, index: int) -> str:
     job = jobs.get(number)
     return f"task {index}" if job is None else job.describe(index)
 
 
+def _has_own_server(context: BaseContext | str | None) -> bool:
+    """Whether the workers of a pool with this ``context=`` are forked from xpool's server."""
+    return sys.platform == "linux" and (context is None or context == "forkserver")
+
+
 def _launcher(context: BaseContext | str | None) -> Launcher:
     """Return what starts the workers of a pool with this ``context=``."""
-    linux = sys.platform == "linux"
+    if _has_own_server(context):
+        return ForkServer.get(wanted_modules())
     if context is None or context == "forkserver":
-        if linux:
-            return ForkServer.get(wanted_modules())
         return ProcessLauncher(multiprocessing.get_context("spawn"))
     if isinstance(context, str):
         methods = multiprocessing.get_all_start_methods()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xpool.byvalue.globals_received import Entry, retake
-from xpool.transport.outbox import Outbox
 from xpool.worker.context import current_worker
+
+if TYPE_CHECKING:
+    from xpool.byvalue.globals_received import Entry
+    from xpool.transport.outbox import Outbox
 
 __all__ = ["Exact", "InCall", "Prefixed", "Retried", "Ticking"]
 
@@ -18,13 +20,15 @@ class Exact:
     A task of it may run late: it was taken back from another worker, or is tried again.
     """
 
-    __slots__ = ("_entries", "_func")
+    __slots__ = ("_entries", "_func", "_retake")
 
     def __init__(self, func: Callable[..., Any], entries: list[Entry]) -> None:
-        self._func, self._entries = func, entries
+        from xpool.byvalue.globals_received import retake  # here: it leads to all of the codec
+
+        self._func, self._entries, self._retake = func, entries, retake
 
     def __call__(self, *args: Any) -> Any:
-        retake(self._entries)
+        self._retake(self._entries)
         return self._func(*args)
 
 
