@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import signal
 import sys
 import threading
@@ -27,6 +26,8 @@ from collections.abc import Callable, Iterator
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
+
+from xpool import forks
 
 __all__ = [
     "Deferred",
@@ -286,4 +287,4 @@ def _after_fork_in_child() -> None:
             _set_handler(signum, handler.handler)
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.at_fork(in_child=_after_fork_in_child)

@@ -18,7 +18,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 
 # Lower first; a room may import from lower rows and, where no circle arises, from its own.
 ROWS = [
-    {"errors", "pool_errors", "interrupt", "waiters", "worker_local", "event_loops", "progress"},
+    {
+        "errors",
+        "forks",
+        "pool_errors",
+        "interrupt",
+        "waiters",
+        "worker_local",
+        "event_loops",
+        "progress",
+    },
     {"shm", "devices", "jobs", "results", "streams", "options"},
     {"transport", "codec"},
     {"byvalue", "tensors"},
@@ -155,6 +164,12 @@ def test_jobs_are_pure():
             if not own and target.split(".")[0] not in PURE:
                 wrong.append(f"{path.relative_to(PACKAGE.parent)}:{line}: imports {target}")
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_forks_are_told_in_one_place():
+    """What is done at a fork is registered with `xpool.forks`, so its order can be seen."""
+    telling = [path.name for path in FILES if "register_at_fork" in path.read_text("utf-8")]
+    assert telling == ["forks.py"]
 
 
 @pytest.mark.starts

@@ -11,13 +11,13 @@ it too, and may compare by identity.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from xpool import forks
 from xpool.byvalue import main
 from xpool.byvalue.broadcast import open_broadcast
 from xpool.byvalue.main import MISSING
@@ -175,11 +175,5 @@ _lock = threading.RLock()
 _incoming = _Incoming()
 
 
-def _after_fork() -> None:
-    global _lock, _incoming
-    _lock = threading.RLock()  # another thread of the parent may have held the old one
-    _incoming = _Incoming()  # whose messages the parent hears does not concern this process
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+# Whose messages the parent hears does not concern a child.
+forks.renew(globals(), _lock=threading.RLock, _incoming=_Incoming)

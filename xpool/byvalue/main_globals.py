@@ -37,6 +37,7 @@ from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from xpool import forks
 from xpool.byvalue import main
 from xpool.byvalue.changes import mark as mark_of
 from xpool.byvalue.globals_received import KEEP, NONE, PLACE, VALUE, Entry, unwrap
@@ -382,11 +383,4 @@ _outgoing = _Outgoing()
 reducers.script = _Script()
 
 
-def _after_fork() -> None:
-    global _lock, _outgoing
-    _lock = threading.RLock()  # another thread of the parent may have held the old one
-    _outgoing = _Outgoing()  # this process counts for itself
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+forks.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child counts for itself

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from xpool import forks
+
 __all__ = ["ClassEntry", "adopt", "disown", "known", "lock", "lookup", "shell", "token_of"]
 
 
@@ -101,10 +103,4 @@ def _itself(obj: Any) -> Any:
     return obj
 
 
-def _after_fork() -> None:
-    global lock
-    lock = threading.RLock()  # another thread of the parent may have held the old one
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+forks.renew(globals(), lock=threading.RLock)

@@ -11,12 +11,12 @@ other, classes whose methods use ``super()`` and the like need no special case.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
+from xpool import forks
 from xpool.codec.forking import reducer_for
 from xpool.codec.policy import Layout
 from xpool.shm.arena import Block
@@ -162,10 +162,4 @@ def _find(kind: type) -> Reducer | None:
                 return reducer_for(kind)
 
 
-def _after_fork() -> None:
-    global _finding
-    _finding = threading.RLock()  # another thread of the parent may have held the old one
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+forks.renew(globals(), _finding=threading.RLock)

@@ -25,6 +25,7 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from xpool import forks
 from xpool.engine.face import WorkerBackend
 from xpool.errors import (
     InternalError,
@@ -592,4 +593,4 @@ def _at_exit() -> None:
         last()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.at_fork(in_child=_after_fork_in_child)

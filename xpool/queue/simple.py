@@ -31,6 +31,7 @@ from queue import Empty
 from types import TracebackType
 from typing import Any
 
+from xpool import forks
 from xpool.codec import frame
 from xpool.codec.frame import Leased
 from xpool.codec.policy import BY_PIPE, Layout
@@ -389,7 +390,7 @@ def _after_fork_in_child() -> None:
     _files.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.at_fork(in_child=_after_fork_in_child)
 
 
 def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:

@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
+from xpool import forks
 from xpool.interrupt import shielded
 from xpool.shm import seats
 from xpool.shm.block import Block, block_types, make_block_type
@@ -576,8 +577,4 @@ def _after_fork_in_child() -> None:
     Arena._making = threading.Lock()
 
 
-os.register_at_fork(
-    before=_before_fork,
-    after_in_parent=_after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
-)
+forks.at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)

@@ -23,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
+from xpool import forks
 from xpool.interrupt import shielded
 from xpool.shm import seats
 from xpool.shm.arena import IDLE, Arena, Block
@@ -371,8 +372,4 @@ def _after_fork_in_child() -> None:
     passing.release()
 
 
-os.register_at_fork(
-    before=passing.acquire,
-    after_in_parent=passing.release,
-    after_in_child=_after_fork_in_child,
-)
+forks.at_fork(before=passing.acquire, in_parent=passing.release, in_child=_after_fork_in_child)

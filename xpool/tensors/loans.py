@@ -22,6 +22,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
 
+from xpool import forks
 from xpool.codec.policy import Layout
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import DeviceError, TaskNotPicklable
@@ -106,7 +107,7 @@ def _after_fork_in_child() -> None:
 
 _of_parent: list[Any] = []
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.at_fork(in_child=_after_fork_in_child)
 
 
 # -- the lender --------------------------------------------------------------------------------

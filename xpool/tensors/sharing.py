@@ -9,12 +9,12 @@ there already.  A storage that is in the arena, because it was shared before or 
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from xpool import forks
 from xpool.codec.policy import Layout
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import TaskNotPicklable
@@ -26,12 +26,7 @@ __all__ = ["move", "open_storage", "share"]
 _moving = threading.RLock()
 
 
-def _after_fork_in_child() -> None:
-    global _moving
-    _moving = threading.RLock()  # some thread of the parent may have held it
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.renew(globals(), _moving=threading.RLock)
 
 
 def share(pickler: Context, storage: Any) -> Any:

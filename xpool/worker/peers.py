@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from xpool import forks
 from xpool.codec.frame import Leased, adopt, weight
 from xpool.codec.policy import Layout
 from xpool.errors import OptionError, PeerLost, TimeoutError
@@ -447,5 +448,4 @@ def _after_fork_in_child() -> None:
         Peers.here.close_in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.at_fork(in_child=_after_fork_in_child)

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from xpool import forks
 from xpool.worker import arrivals, entry
 
 __all__ = ["main"]
@@ -168,7 +169,7 @@ def _await_tracker(parent: int) -> None:
         _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - asking is what it is for
 
     arrivals.when_imported("multiprocessing.resource_tracker", borrow)
-    os.register_at_fork(before=before_fork)
+    forks.at_fork(before=before_fork)
 
 
 def _drain(fd: int) -> None:

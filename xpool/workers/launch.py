@@ -18,6 +18,7 @@ import threading
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
+from xpool import forks
 from xpool.errors import OptionError
 from xpool.interrupt import shielded
 from xpool.worker import entry
@@ -273,7 +274,7 @@ class ForkServer:
                 server._process.returncode = 0  # not ours to wait for
 
 
-os.register_at_fork(after_in_child=ForkServer.forget_all)
+forks.at_fork(in_child=ForkServer.forget_all)
 atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those stop all others
 
 

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from xpool import forks
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
 from xpool.shm.arena import Arena
 from xpool.transport.outbox import NO_LIMIT, Outbox, make_file
@@ -55,7 +56,7 @@ def _after_fork_in_child() -> None:
     _parents_only.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+forks.at_fork(in_child=_after_fork_in_child)
 
 
 class Slot:

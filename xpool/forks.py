@@ -1,0 +1,38 @@
+"""What is done when this process forks: nothing else in the package tells Python of it.
+
+A child has a copy of all memory and one thread, the one that forked.  So it must not wait for a
+lock that another thread of its parent had, nor keep what the parent counts for itself (`renew`),
+nor hold descriptors open that tell others of the parent's end (`at_fork`).  Before a fork, what was
+registered last is called first; after it, all is called in the order of registration.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["at_fork", "renew"]
+
+
+def at_fork(
+    *,
+    before: Callable[[], object] | None = None,
+    in_parent: Callable[[], object] | None = None,
+    in_child: Callable[[], object] | None = None,
+) -> None:
+    """Have these called by the thread that forks; where there is no fork, never."""
+    if not hasattr(os, "register_at_fork"):
+        return
+    given = {"before": before, "after_in_parent": in_parent, "after_in_child": in_child}
+    os.register_at_fork(**{when: call for when, call in given.items() if call is not None})
+
+
+def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
+    """Have globals of a module (``namespace``) made anew in each child: locks, above all."""
+
+    def in_child() -> None:
+        for name, make in makers.items():
+            namespace[name] = make()
+
+    at_fork(in_child=in_child)
