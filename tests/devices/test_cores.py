@@ -506,18 +506,13 @@ def test_a_worker_that_cannot_start_at_first(start: Any, log: Path):
     assert [found[0] for found in pool.run_all(who)] == [0, 1]
 
 
-def hang_at(core: int) -> None:
-    if current_worker().index == core:
-        spin()
-
-
 def test_an_initializer_that_hangs(start: Any):
     """The limit is for each worker's own, and the error has its stack."""
-    pool = start(2, initializer=hang_at, initargs=(1,), initializer_timeout=0.5)
+    pool = start(2, initializer=work.spin_in, initargs=(1,), initializer_timeout=2)
     with pytest.raises(WorkerStartFailed, match="Worker 1.*longer than its limit") as caught:
         pool.apply(who)
     assert isinstance(caught.value.__cause__, TaskTimeout)
-    assert "hang_at" in caught.value.__cause__.stack
+    assert "spin_in" in caught.value.__cause__.stack
 
 
 def test_the_restart_budget_counts_processes(start: Any):
@@ -545,7 +540,7 @@ def test_python_code_is_broken_off(start: Any, mailbox: Mailbox, gate: Gate, end
     before = backend(pool, mailbox, gate)
     beside = [pool.apply_async(at_gate, (mailbox.path, gate.path)) for _ in range(2)]
     mailbox.lines(2)
-    limit = 0.2 if end == "timeout" else None
+    limit = 1 if end == "timeout" else None
     result = pool.apply_async(post_and_run, (mailbox.path, "counts"), timeout=limit)
     worker = int(mailbox.line())
     if end == "timeout":
@@ -573,7 +568,7 @@ def test_what_does_not_listen_takes_the_process_along(
     pool = start(2)
     beside = pool.apply_async(at_gate, (mailbox.path, gate.path))
     mailbox.line()
-    result = pool.apply_async(post_and_run, (mailbox.path, how), timeout=0.2)
+    result = pool.apply_async(post_and_run, (mailbox.path, how), timeout=1)
     worker = int(mailbox.line())
     with pytest.raises(TaskTimeout) as caught:
         result.get()

@@ -397,8 +397,9 @@ def test_the_worker_lets_go_with_the_last_handle(make_two: Any):
 
 
 def test_what_cannot_be_sent_is_not_kept(make_two: Any):
-    """A handle in a result that failed as a whole leaves nothing behind."""
+    """A handle in a result that failed as a whole leaves nothing behind, collected or not."""
     pool = make_two(1)
+    pool.apply(tasks.stop_collecting)
     with pytest.raises(ResultNotPicklable, match="lock"):
         pool.apply(tasks.make_with_lock)
     assert pool.apply(tasks.kept) == 0

@@ -12,6 +12,7 @@ import threading
 import time
 from typing import Any
 
+from xpool import current_worker
 from xpool.interrupt import uninterrupted
 from xpool.testing.saboteurs import (
     EndsWhenCollected,
@@ -493,6 +494,13 @@ def spin_on(bad: Any, x: Any) -> Any:
     if x == bad:
         count_up()
     return x
+
+
+def spin_in(index: int) -> None:
+    """Count up for ever in the worker with this index."""
+    worker = current_worker()
+    if worker is not None and worker.index == index:
+        spin()
 
 
 def spin_on_three(x: Any) -> Any:

@@ -144,6 +144,7 @@ def encode(
         try:
             pickler.dump(obj)
         except Exception as error:
+            _forget(pickler)
             if by_handler(error):
                 raise
             result = _pickle(obj, layout, False, error)
@@ -180,6 +181,16 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
     if small:  # a pickler's memory of a larger message is not worth keeping
         _rest(pickler)
     return data
+
+
+def _forget(pickler: Any) -> None:
+    """Have a pickler that failed let go of shared memory at once.
+
+    The frames of its error may hold each other, and it, until the collector runs.
+    """
+    pickler.buffers.clear()
+    pickler.shared.clear()
+    pickler.clear_memo()
 
 
 def _rest(pickler: _FastPickler) -> None:
@@ -292,6 +303,7 @@ def _pickle(
         try:
             fast.dump(obj)
         except Exception as first:
+            _forget(fast)
             if by_handler(first):
                 raise
             error = first
@@ -355,7 +367,12 @@ def _run_dill(
     slow = fallback.make_pickler(file, recurse, _placer(layout, buffers, shared))
     slow.blob, slow.tensors, slow.layout, slow.shared = blob, spans, layout, shared
     slow.follow = follow
-    slow.dump(obj)
+    try:
+        slow.dump(obj)
+    except Exception:
+        slow.buffers = buffers
+        _forget(slow)
+        raise
     return slow, _Result([file.getvalue()], buffers, slow.names, shared)
 
 
