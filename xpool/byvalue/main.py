@@ -102,7 +102,8 @@ def units() -> bytes | None:
         from xpool.byvalue.units import read_units
 
         found = read_units(location[1], namespace())
-        _state.units = b"" if found is None else pickle.dumps(found)
+        # As plain tuples: to import the classes would take a worker as long as all it does here.
+        _state.units = b"" if found is None else pickle.dumps(found.plain())
     return _state.units or None
 
 

@@ -25,12 +25,33 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool.byvalue.source import bound_by, is_guard
-from xpool.byvalue.unit import Unit, Units
 
-__all__ = ["read_units"]
+__all__ = ["Unit", "Units", "read_units"]
+
+
+class Unit(NamedTuple):
+    """Whole lines of a script, which are run together."""
+
+    first: int  # lines, from 1 on, the last included
+    last: int
+    names: tuple[str, ...]  # that it binds
+    needs: tuple[int, ...]  # the units that bind what it uses
+    always: bool  # it may do more than bind names
+
+
+class Units(NamedTuple):
+    """What a worker is told about a script; it has the script's text itself."""
+
+    check: int  # CRC-32 of the file: of another text nothing is known
+    flags: int  # of the compiler: those of its ``from __future__ import``
+    units: tuple[Unit, ...]
+
+    def plain(self) -> tuple[int, int, tuple[tuple[Any, ...], ...]]:
+        """Return the same without these classes."""
+        return self.check, self.flags, tuple(map(tuple, self.units))
 
 
 _SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {

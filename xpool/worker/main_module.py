@@ -54,6 +54,10 @@ class _Main(types.ModuleType):
         return getattr(self, name)
 
 
+_Unit = tuple[int, int, tuple[str, ...], tuple[int, ...], bool]
+"""The fields of an `xpool.byvalue.units.Unit`."""
+
+
 class _Script:
     """The caller's script, and what of it has been run here."""
 
@@ -62,7 +66,8 @@ class _Script:
         self._units = units
         self._lines: list[bytes] = []
         self._flags = 0
-        self._todo: dict[int, Any] | None = None  # units that have not been run, by number
+        self._todo: dict[int, _Unit] | None = None  # what has not been run, by number
+        self._begun = False
 
     def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
         """Run what a name needs; return this if something is left to run."""
@@ -72,19 +77,18 @@ class _Script:
             note_born()
             return None
         assert self._todo is not None
-        begun = len(self._lines)
-        chosen = self._chosen(name, namespace)
+        chosen = self._chosen(name)
         namespace["__file__"] = self._place
-        text = [b"\n"] * begun
-        names: list[str] = []
-        for unit in map(self._todo.__getitem__, sorted(chosen)):
-            text[unit.first - 1 : unit.last] = self._lines[unit.first - 1 : unit.last]
-            names += unit.names
+        text = [b"\n"] * len(self._lines)  # so that each line keeps its number
+        bound: list[str] = []
+        for number in chosen:
+            first, last, names, _, _ = self._todo[number]
+            text[first - 1 : last] = self._lines[first - 1 : last]
+            bound += names
         code = compile(b"".join(text), self._place, "exec", flags=self._flags, dont_inherit=True)
         exec(code, namespace)
-        first = "_xpool_begun" not in namespace
-        namespace["_xpool_begun"] = True
-        note_born(None if first else names)
+        note_born(bound if self._begun else None)
+        self._begun = True
         for number in chosen:
             del self._todo[number]
         return self if self._todo else None
@@ -93,27 +97,30 @@ class _Script:
         """Read what can be run by parts; False: all of it is to be run."""
         if self._units is None:
             return False
-        units = pickle.loads(self._units)
+        check, flags, units = pickle.loads(self._units)
         with io.open_code(self._place) as file:
             text = file.read()
-        if zlib.crc32(text) != units.check:
+        if zlib.crc32(text) != check:
             return False  # it was changed after the program had begun
         self._lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines(True)
-        self._flags, self._todo = units.flags, dict(enumerate(units.units))
+        self._flags, self._todo = flags, dict(enumerate(units))
         return True
 
-    def _chosen(self, name: str, namespace: dict[str, Any]) -> set[int]:
+    def _chosen(self, name: str) -> set[int]:
         """Numbers of the units to run: of an unknown name, all that are left."""
         todo = self._todo
         assert todo is not None
-        asked = [number for number, unit in todo.items() if name in unit.names]
-        pending = [n for n, unit in todo.items() if unit.always] + asked if asked else list(todo)
+        pending = [number for number, (_, _, names, _, _) in todo.items() if name in names]
+        if pending:
+            pending += [number for number, (*_, always) in todo.items() if always]
+        else:
+            pending = list(todo)
         chosen = set[int]()
         while pending:
             number = pending.pop()
             if number in todo and number not in chosen:
                 chosen.add(number)
-                pending += todo[number].needs
+                pending += todo[number][3]
         return chosen
 
     def _code_of_all(self, namespace: dict[str, Any]) -> Any:
