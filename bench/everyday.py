@@ -2,12 +2,15 @@
 
 Each row is a small program.  It is run as a process of its own with each peer, one after the other,
 round by round, after a round that is not counted (it compiles modules and fills caches); what is
-printed are medians in milliseconds, and xpool's against that of the best peer.  xpool is behind
-where it takes more than a tenth longer.
+printed are medians, and xpool's against that of the best peer.  xpool is behind where it takes more
+than a tenth longer, or more memory.
 
 A row to add is a `Row` in `ROWS`: the text of a program that uses ``start(n, **options)``,
-``run(pool, func, items)``, which has each item be a task, and ``finish(pool)``, which waits until
-the workers have ended; and calls ``tell(seconds)``, unless all of the process is to be measured.
+``run(pool, func, items)``, which has each item be a task, ``spread(pool, func, items)``, which lets
+the peer cut the items into chunks, ``star(pool, func, items)``, which does that with arguments,
+``notify(pool, func, items, callback)``, ``stream(pool, func, items, chunk)`` and ``finish(pool)``,
+which waits until the workers have ended; and calls ``tell(seconds)``, unless all of the process is
+to be measured.  A work that other packages are made for has programs of its own, by peer.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +44,15 @@ PEERS = {
             return Pool(n, **options)
         def run(pool, func, items):
             return pool.map(func, items, 1)
+        def spread(pool, func, items):
+            return pool.map(func, items)
+        def star(pool, func, items):
+            return pool.starmap(func, items)
+        def notify(pool, func, items, callback):
+            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
+                one.get()
+        def stream(pool, func, items, chunk):
+            return pool.imap(func, items, chunk)
         def finish(pool):
             pool.close()
             pool.join()
@@ -48,6 +63,15 @@ PEERS = {
             return multiprocessing.get_context("fork").Pool(n, **options)
         def run(pool, func, items):
             return pool.map(func, items, 1)
+        def spread(pool, func, items):
+            return pool.map(func, items)
+        def star(pool, func, items):
+            return pool.starmap(func, items)
+        def notify(pool, func, items, callback):
+            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
+                one.get()
+        def stream(pool, func, items, chunk):
+            return pool.imap(func, items, chunk)
         def finish(pool):
             pool.close()
             pool.join()
@@ -58,6 +82,15 @@ PEERS = {
             return multiprocessing.get_context("forkserver").Pool(n, **options)
         def run(pool, func, items):
             return pool.map(func, items, 1)
+        def spread(pool, func, items):
+            return pool.map(func, items)
+        def star(pool, func, items):
+            return pool.starmap(func, items)
+        def notify(pool, func, items, callback):
+            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
+                one.get()
+        def stream(pool, func, items, chunk):
+            return pool.imap(func, items, chunk)
         def finish(pool):
             pool.close()
             pool.join()
@@ -70,6 +103,16 @@ PEERS = {
             return ProcessPoolExecutor(n)
         def run(pool, func, items):
             return list(pool.map(func, items))
+        def spread(pool, func, items):
+            return list(pool.map(func, items, chunksize=max(1, len(items) // 8)))
+        def star(pool, func, items):
+            return list(pool.map(func, *zip(*items), chunksize=max(1, len(items) // 8)))
+        def notify(pool, func, items, callback):
+            for item in items:
+                pool.submit(func, item).add_done_callback(lambda one: callback(one.result()))
+            pool.shutdown()
+        def stream(pool, func, items, chunk):
+            return pool.map(func, items, chunksize=chunk)
         def finish(pool):
             pool.shutdown()
     """,
@@ -81,6 +124,16 @@ PEERS = {
             return loky.ProcessPoolExecutor(n)
         def run(pool, func, items):
             return list(pool.map(func, items))
+        def spread(pool, func, items):
+            return list(pool.map(func, items, chunksize=max(1, len(items) // 8)))
+        def star(pool, func, items):
+            return list(pool.map(func, *zip(*items), chunksize=max(1, len(items) // 8)))
+        def notify(pool, func, items, callback):
+            for item in items:
+                pool.submit(func, item).add_done_callback(lambda one: callback(one.result()))
+            pool.shutdown()
+        def stream(pool, func, items, chunk):
+            return pool.map(func, items, chunksize=chunk)
         def finish(pool):
             pool.shutdown()
     """,
@@ -92,11 +145,20 @@ PEERS = {
             return mpire.WorkerPool(n_jobs=n, start_method="fork")
         def run(pool, func, items):
             return pool.map(func, items, chunk_size=1, worker_lifespan=lifespan)
+        def spread(pool, func, items):
+            return pool.map(func, items)
+        def star(pool, func, items):
+            return pool.map(func, items)
+        def notify(pool, func, items, callback):
+            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
+                one.get()
+        def stream(pool, func, items, chunk):
+            return pool.imap(func, items, chunk_size=chunk)
         def finish(pool):
             pool.stop_and_join()
     """,
 }
-PACKAGES = {"loky": "loky", "mpire": "mpire"}
+PACKAGES = {"loky": "loky", "mpire": "mpire", "torch": "torch", "joblib": "joblib"}
 
 PRELUDE = """
     import sys, time
@@ -114,12 +176,30 @@ class Row(NamedTuple):
     name: str
     program: str
     whole: bool = False  # all of the process is measured, and not what it tells
-    needs: str = ""  # a package
+    needs: str = ""  # packages
+    programs: Mapping[str, str] = MappingProxyType({})  # by peer; others than these have nothing
+    unit: str = "ms"
+    once: bool = False  # memory, which is the same every time, and takes long to fill
 
 
 TASKS = """
     def square(x):
         return x * x
+"""
+DATA_TASKS = """
+    def record(r):
+        return {**r, "total": sum(r["values"])}
+    def shout(text):
+        return text.upper()
+    def size(a):
+        return a.nbytes
+    def make(n):
+        import numpy
+        return numpy.ones(n // 8)
+    def twice(a):
+        return a * 2
+    def add(a, b):
+        return a + b
 """
 LARGE_TOP = 'DATA = b"x" * (150 << 20)\n'
 
@@ -195,11 +275,150 @@ MANY = """
 """
 
 
+DATA = """
+    if __name__ == "__main__":
+        import numpy
+        pool = start(2)
+        run(pool, square, range(9))
+        items = {items}
+        {how}(pool, {func}, items[:8])
+        begin = time.perf_counter()
+        got = {how}(pool, {func}, items)
+        tell(time.perf_counter() - begin)
+        assert len(list(got)) == len(items)
+        finish(pool)
+"""
+
+CALLBACKS = """
+    if __name__ == "__main__":
+        pool = start(2)
+        run(pool, square, range(9))
+        got = []
+        begin = time.perf_counter()
+        notify(pool, square, range(2000), got.append)
+        while len(got) < 2000:
+            time.sleep(0.0001)
+        tell(time.perf_counter() - begin)
+        finish(pool)
+"""
+
+TESTED = """
+    import pytest
+    class TestWithPools:
+        @pytest.mark.parametrize("n", range(5))
+        def test_squares(self, n):
+            pool = start(2)
+            try:
+                assert list(run(pool, square, range(n, n + 3))) == [x * x for x in range(n, n + 3)]
+            finally:
+                finish(pool)
+    class Clock:
+        def pytest_runtest_setup(self, item):
+            self.begin = getattr(self, "begin", None) or time.perf_counter()
+        def pytest_runtest_teardown(self, item):
+            self.end = time.perf_counter()
+    if __name__ == "__main__":
+        clock = Clock()
+        options = [__file__, "-q", "-s", "--no-header", "-p", "no:cacheprovider", "-c", "/dev/null"]
+        assert pytest.main(options, plugins=[clock]) == 0
+        tell((clock.end - clock.begin) / 5)
+"""
+
+MEMORY = """
+    def field(name, pid="self"):
+        with open(f"/proc/{{pid}}/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
+    def small(x):
+        return x & 127
+    def peak(x):
+        time.sleep(0.02)  # so that each worker has some of these
+        return field("VmHWM")
+    if __name__ == "__main__":
+        pool = start(2)
+        spread(pool, small, range(1000))
+        worker = max(run(pool, peak, range(16)))
+        before = field("VmRSS")
+        n = {n}
+        {work}
+        tell((({what}) / n) / 1e3)
+        finish(pool)
+"""
+MAPPED = "got = spread(pool, small, range(n)); assert len(got) == n"
+STREAMED = "assert sum(1 for _ in stream(pool, small, iter(range(n)), 100)) == n"
+OF_PARENT = 'max(0, field("VmHWM") - before)'
+OF_WORKER = "max(run(pool, peak, range(16))) - worker"
+
+IMAGES = """
+    import io
+    import numpy
+    import torch
+    from PIL import Image
+    from torch.utils.data import Dataset
+    class Photos(Dataset):
+        def __init__(self):
+            from sklearn.datasets import load_sample_images
+            self.files = []
+            for image in load_sample_images().images:
+                file = io.BytesIO()
+                Image.fromarray(image).save(file, "jpeg")
+                self.files.append(file.getvalue())
+        def __len__(self):
+            return 192
+        def __getitem__(self, i):
+            image = Image.open(io.BytesIO(self.files[i % len(self.files)])).convert("RGB")
+            image = image.resize((224, 224))
+            array = numpy.asarray(image, dtype="float32").transpose(2, 0, 1) / 255
+            return torch.from_numpy(array), i
+    if __name__ == "__main__":
+        torch.set_num_threads(1)
+        loader = DataLoader(Photos(), batch_size=16, num_workers=2)
+        begin = time.perf_counter()
+        assert sum(len(images) for images, _ in loader) == 192
+        tell(time.perf_counter() - begin)
+"""
+
+SEARCH = """
+    if __name__ == "__main__":
+        import joblib
+        {importing}
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import GridSearchCV
+        from sklearn.tree import DecisionTreeClassifier
+        x, y = load_digits(return_X_y=True)
+        search = GridSearchCV(
+            DecisionTreeClassifier(random_state=0),
+            {{"max_depth": [4, 8, 12], "min_samples_leaf": [1, 2, 4, 8]}}, cv=5,
+        )
+        begin = time.perf_counter()
+        with joblib.parallel_config({backend!r}, n_jobs=2):
+            search.fit(x, y)
+        tell(time.perf_counter() - begin)
+"""
+
+
 def _program(main: str, top: str = "") -> str:
     return top + textwrap.dedent(TASKS) + textwrap.dedent(main)
 
 
+def _data(items: str, how: str, func: str) -> str:
+    return textwrap.dedent(DATA_TASKS) + _program(DATA.format(items=items, how=how, func=func))
+
+
+def _memory(n: int, work: str, what: str) -> str:
+    return _program(MEMORY.format(n=n, work=work, what=what))
+
+
 IMPORT_TORCH = "import torch\n"
+RECORDS = '[{"id": i, "name": f"name {i}", "values": [i, i + 1.5]} for i in range(20_000)]'
+STRINGS = '[f"line {i} of a text" for i in range(50_000)]'
+_LOADERS = {
+    "xpool": "from xpool.data import DataLoader\n" + textwrap.dedent(IMAGES),
+    "torch": "from torch.utils.data import DataLoader\n" + textwrap.dedent(IMAGES),
+}
+_SEARCHES = {
+    "xpool": textwrap.dedent(SEARCH.format(importing="import xpool.joblib", backend="xpool")),
+    "joblib": textwrap.dedent(SEARCH.format(importing="", backend="loky")),
+}
 
 ROWS = [
     Row("whole script: Pool(2), map of 9", _program(WHOLE), whole=True),
@@ -213,8 +432,56 @@ ROWS = [
     Row("the same, a top of 150 MB", _program(REPLACED, LARGE_TOP)),
     Row("open, 10 tasks, close, join", _program(TEN)),
     Row("the same, a top of 150 MB", _program(TEN, LARGE_TOP)),
-    Row("Pool(32), 320 tasks, a top of 150 MB", _program(MANY, LARGE_TOP)),
-]
+    Row("Pool(32), 320 tasks", _program(MANY)),
+    Row("the same, a top of 150 MB", _program(MANY, LARGE_TOP)),
+    Row("a pool in a test", _program(TESTED), needs="pytest"),
+    Row("map of 20,000 records", _data(RECORDS, "spread", "record"), needs="numpy"),
+    Row("map of 50,000 strings", _data(STRINGS, "spread", "shout"), needs="numpy"),
+    Row(
+        "starmap of 50,000 pairs",
+        _data("[(i, 1) for i in range(50_000)]", "star", "add"),
+        needs="numpy",
+    ),
+    Row("2,000 callbacks", _program(CALLBACKS)),
+    Row(
+        "4,000 arrays of 1 KB there",
+        _data("[numpy.ones(128) + i for i in range(4_000)]", "spread", "size"),
+        needs="numpy",
+    ),
+    Row("4,000 arrays of 1 KB back", _data("[1_000] * 4_000", "spread", "make"), needs="numpy"),
+    Row(
+        "500 arrays of 100 KB both ways",
+        _data("[numpy.ones(12_800) + i for i in range(500)]", "run", "twice"),
+        needs="numpy",
+    ),
+    Row(
+        "100 arrays of 1 MB there",
+        _data("[numpy.ones(1 << 17) + i for i in range(100)]", "run", "size"),
+        needs="numpy",
+    ),
+    Row("100 arrays of 1 MB back", _data("[1 << 20] * 100", "run", "make"), needs="numpy"),
+    Row(
+        "192 photos into batches", "", needs="torch PIL sklearn",
+        programs=MappingProxyType(_LOADERS),
+    ),
+    Row("grid search", "", needs="joblib sklearn", programs=MappingProxyType(_SEARCHES)),
+    Row(
+        "memory, map of 1,000,000: parent", _memory(1_000_000, MAPPED, OF_PARENT),
+        unit="B/task", once=True,
+    ),
+    Row(
+        "memory, map of 1,000,000: worker", _memory(1_000_000, MAPPED, OF_WORKER),
+        unit="B/task", once=True,
+    ),
+    Row(
+        "memory, imap of 10,000,000: parent", _memory(10_000_000, STREAMED, OF_PARENT),
+        unit="B/task", once=True,
+    ),
+    Row(
+        "memory, imap of 10,000,000: worker", _memory(10_000_000, STREAMED, OF_WORKER),
+        unit="B/task", once=True,
+    ),
+]  # fmt: skip
 
 
 def _environment() -> dict[str, str]:
@@ -227,7 +494,8 @@ def _environment() -> dict[str, str]:
 def measure(row: Row, peer: str, folder: Path) -> float | str:
     """Run a program once; return seconds, or in a word why there are none."""
     path = folder / f"with_{peer}.py"  # not the name of what it imports
-    path.write_text(textwrap.dedent(PRELUDE) + textwrap.dedent(PEERS[peer]) + row.program)
+    program = row.programs.get(peer) or textwrap.dedent(PEERS[peer]) + row.program
+    path.write_text(textwrap.dedent(PRELUDE) + program)
     begin = time.perf_counter()
     try:
         done = subprocess.run(
@@ -241,22 +509,27 @@ def measure(row: Row, peer: str, folder: Path) -> float | str:
         return "fails"
     if done.stdout.startswith("unable"):
         return "-"
-    return seconds if row.whole else float(done.stdout.split()[-1])
+    return seconds if row.whole else float(_LAST_NUMBER.findall(done.stdout)[-1])
+
+
+_LAST_NUMBER = re.compile(r"^\S*?(\d[-.e\d]*)$", re.MULTILINE)
+"""What `tell` has printed, also behind the dots that a test runner prints."""
 
 
 def run_row(row: Row, peers: list[str], rounds: int) -> dict[str, float | str]:
     """Return the median of each peer, or why there is none."""
     found: dict[str, list[float]] = {peer: [] for peer in peers}
-    words: dict[str, str] = {}
+    words = {peer: "-" for peer in peers if (row.programs or PEERS).get(peer) is None}
+    first = 0 if row.once else 1  # of the rounds that count
     with tempfile.TemporaryDirectory() as folder:
-        for n in range(rounds + 1):
+        for n in range(1 if row.once else rounds + 1):
             for peer in peers[n % len(peers) :] + peers[: n % len(peers)]:
                 if peer in words:
                     continue
                 outcome = measure(row, peer, Path(folder))
                 if isinstance(outcome, str):
                     words[peer] = outcome
-                elif n:
+                elif n >= first:
                     found[peer].append(outcome)
     return {p: words[p] if p in words else statistics.median(found[p]) for p in peers}
 
@@ -265,10 +538,14 @@ def show(row: Row, peers: list[str], results: dict[str, float | str]) -> float |
     """Print a line; return xpool's time as a multiple of the best peer's."""
     others = [v for p, v in results.items() if p != "xpool" and isinstance(v, float)]
     mine = results["xpool"]
-    ratio = mine / min(others) if others and isinstance(mine, float) else None
-    cells = [v if isinstance(v, str) else f"{1e3 * v:.1f}" for v in map(results.get, peers) if v]
+    least = 0.02 if row.unit == "B/task" else 0.0  # 20 bytes: to use none is no advantage
+    ratio = None
+    if others and isinstance(mine, float):
+        ratio = max(mine, least) / max(min(others), least)
+    cells = [v if isinstance(v, str) else f"{1e3 * v:.1f}" for v in map(results.__getitem__, peers)]
     said = "?" if ratio is None else f"{ratio:.2f}{' behind' if ratio > BEHIND else ''}"
-    print(f"{row.name:38}" + "".join(f"{cell:>11}" for cell in cells) + f"   {said}", flush=True)
+    line = f"{row.name:36}{row.unit:>7}" + "".join(f"{cell:>11}" for cell in cells)
+    print(f"{line}   {said}", flush=True)
     return ratio
 
 
@@ -277,7 +554,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="rows of which the name, or number, has this")
-    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--peers", default=",".join([*PEERS, "torch", "joblib"]))
     parser.add_argument("--json", type=Path, help="where to write the medians, in seconds")
     given = parser.parse_args()
     peers = [
@@ -286,13 +563,13 @@ def main() -> None:
     ]  # fmt: skip
     if "xpool" not in peers:
         peers.insert(0, "xpool")
-    print(f"{'milliseconds':38}" + "".join(f"{peer:>11}" for peer in peers) + "   xpool/best")
+    print(" " * 43 + "".join(f"{peer:>11}" for peer in peers) + "   xpool/best")
     ratios, kept = [], {}
     for number, row in enumerate(ROWS, 1):
         asked = given.only == str(number) if given.only.isdigit() else given.only in row.name
         if not asked:
             continue
-        if row.needs and importlib.util.find_spec(row.needs) is None:
+        if any(importlib.util.find_spec(package) is None for package in row.needs.split()):
             continue
         kept[f"{number} {row.name}"] = results = run_row(row, peers, given.rounds)
         ratios.append(show(row, peers, results))
