@@ -141,27 +141,32 @@ def put_for_ever(queue: Any, who: int, nbytes: int) -> None:
         i += 1
 
 
-def die_at(where: str, function: Any, *args: Any) -> None:
-    """Kill this process when it comes to a method (``module:class.name``), the first time."""
+def _found(where: str) -> tuple[Any, str]:
+    """Return the owner of a function (``module:name``, ``module:class.name``), and its name."""
     import importlib
-    import signal
 
     module, _, path = where.partition(":")
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")
     for one in classes:
         owner = getattr(owner, one)
+    return owner, name
+
+
+def die_at(where: str, function: Any, *args: Any) -> None:
+    """Kill this process when it comes to a function, the first time."""
+    import signal
+
+    owner, name = _found(where)
     setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     function(*args)
 
 
 def stop_at(where: str, function: Any, *args: Any) -> None:
-    """Stop this process (SIGSTOP) when it comes to a function (``module:name``)."""
-    import importlib
+    """Stop this process (SIGSTOP) when it comes to a function."""
     import signal
 
-    module, _, name = where.partition(":")
-    owner = importlib.import_module(module)
+    owner, name = _found(where)
     real = getattr(owner, name)
 
     def stop(*args: Any, **kwds: Any) -> Any:

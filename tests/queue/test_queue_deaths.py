@@ -173,6 +173,22 @@ def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
     q.put(None)
 
 
+@pytest.mark.parametrize("size", [10, LARGE])
+@pytest.mark.parametrize(
+    "where", ["xpool.queue.simple:encode", "xpool.queue.simple:SimpleQueue._try_put"]
+)
+def test_a_writer_is_stopped_with_a_message(make_queue: Any, start: Any, where: str, size: int):
+    """A process that stands still in the middle of `put` keeps nobody from putting and getting."""
+    q = make_queue()
+    stopped = start("spawn", parts.stop_at, where, parts.put_all, q, [bytearray(size)])
+    eventually(lambda: _state(stopped.pid) == "T", "it stands still")
+    for i in range(1, 50):
+        q.put(bytearray([i]) * size)
+        assert q.get(LIMIT) == bytearray([i]) * size
+    os.kill(stopped.pid, signal.SIGCONT)
+    assert q.get(LIMIT) == bytearray(size)
+
+
 def _state(pid: int) -> str:
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
