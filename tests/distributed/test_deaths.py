@@ -110,6 +110,21 @@ def test_told_of_a_loss(ranks: Ranks):
         assert "still there: w0, w1" in text
 
 
+def world_group_after(world: World) -> str:
+    if world.rank == 2:
+        die()
+    assert world.peers.wait_lost(["w2"], SECONDS) == ["w2"]
+    with pytest.raises(PeerLost) as error:
+        world.group.irecv(torch.ones(1), 2)
+    return str(error.value)
+
+
+def test_the_group_of_all_after_a_loss(ranks: Ranks):
+    """It is broken from the first use on, as groups that were there before the loss."""
+    for text in ranks.world(3, world_group_after, rpc_timeout=TIMEOUT)[:2]:
+        assert "'w2' has died" in text
+
+
 def idle_survivor(world: World) -> str:
     """Rank 1 waits for rank 0, which does not take part: only hearsay can end that."""
     group = world.create_collective_group([0, 1, 2], timeout=TIMEOUT)

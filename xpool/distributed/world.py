@@ -173,12 +173,22 @@ class World:
         """
         self._check_started(self.has_dist, "collective groups", "init_dist=True")
         with self._lock:
-            if self._everyone is None:
+            everyone, first = self._everyone, self._everyone is None
+            if everyone is None:
                 ranks = self.get_ranks()
                 everyone = CollectiveGroup(self, ranks, dist.group.WORLD, self.dist_timeout, -1)
                 self._everyone = everyone
                 self._collective.append(everyone)
-            return self._everyone
+        if first:
+            self._tell_losses(everyone)
+        return everyone
+
+    def _tell_losses(self, made: CollectiveGroup) -> None:
+        """Tell a new group of those that were lost while it was made, or before."""
+        lost = self.peers.lost()
+        for rank in made._ranks:
+            if self.names[rank] in lost:
+                made._lost(rank, PeerLost(self.peers.describe(self.names[rank])))
 
     # -- groups -------------------------------------------------------------------------------
 
@@ -225,10 +235,7 @@ class World:
         if group is not None:
             with self._lock:
                 self._collective.append(made)
-            lost = self.peers.lost()
-            for rank in ranks:  # one that was lost while the group was made
-                if self.names[rank] in lost:
-                    made._lost(rank, PeerLost(self.peers.describe(self.names[rank])))
+            self._tell_losses(made)
         return made
 
     def create_rpc_group(self, group_name: str, members: Sequence[str]) -> RpcGroup:
