@@ -24,14 +24,12 @@ import struct
 import sys
 import time
 import weakref
-from array import array
 from collections.abc import Callable
 from multiprocessing.context import BaseContext, assert_spawning
 from queue import Empty
 from types import TracebackType
 from typing import Any
 
-from xpool import forks
 from xpool.codec import frame
 from xpool.codec.frame import Leased
 from xpool.codec.policy import BY_PIPE, Layout
@@ -40,30 +38,19 @@ from xpool.interrupt import shielded
 from xpool.pickle import decode, encode
 from xpool.shm import guests
 from xpool.shm.arena import Arena, Block
-from xpool.shm.buffers import new_buffer
-from xpool.shm.system import available_memory
+from xpool.transport import packets
 
 __all__ = ["SimpleQueue"]
-
-_BUFFER = 1024 * 1024
-"""Bytes of packets that may be on their way, as asked of the system, which may batch less."""
-
-_PACKET = 96 * 1024
-"""Bytes of a packet, at most: a pickle that is not worth a block, and its table."""
 
 _IN_FILE = 2
 _FILE_HEAD = struct.Struct("<BxxxxxxxQ")
 _MOST_FDS = 64
-_ANCILLARY = socket.CMSG_SPACE(_MOST_FDS * 4) if hasattr(socket, "CMSG_SPACE") else 0
 
 _FOR_A_MESSAGE = 3
 """Descriptors that a process needs for a moment to take out a message: its ticket, and two to
 become a guest of its arena."""
 
-_SEND = _RECEIVE = 0
-if sys.platform == "linux":
-    _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-    _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL if sys.platform == "linux" else 0
 
 _PAUSE = 0.01
 """Seconds between looks where the kernel offers nothing to wait for."""
@@ -96,7 +83,7 @@ class SimpleQueue:
                 "files); use multiprocessing.SimpleQueue"
             )
         reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        packets.give_room(writer)
         self._open(reader, writer, copy_tensor)
 
     def _open(self, reader: socket.socket, writer: socket.socket, copy_tensor: bool) -> None:
@@ -123,21 +110,20 @@ class SimpleQueue:
         """
         self._check_open()
         message = encode(obj, layout=self._current_layout())
-        packet, file = message, -1
-        if len(message) > _PACKET:
-            packet, file = _FILE_HEAD.pack(_IN_FILE, len(message)), _file_with(message)
         held = message.by_arena() if type(message) is Leased else {}
-        try:
-            while not self._try_put(packet, file, held):
-                guests.settle()  # what arrives now is let go even if we wait here for long
-                self._wait(self._writer, select.POLLOUT, None)
-                self._check_open()
-        finally:
-            if file >= 0:
-                _files.remove(file)
-                os.close(file)
+        if len(message) > packets.LONGEST:
+            with packets.file_with(message) as file:
+                self._put(_FILE_HEAD.pack(_IN_FILE, len(message)), file, held)
+        else:
+            self._put(message, -1, held)
         if held:
             guests.call()
+
+    def _put(self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]) -> None:
+        while not self._try_put(packet, file, held):
+            guests.settle()  # what arrives now is let go even if we wait here for long
+            self._wait(self._writer, select.POLLOUT, None)
+            self._check_open()
 
     def get(self, timeout: float | None = None) -> Any:
         """Take the next object out; waits up to ``timeout`` seconds for one, None: for ever.
@@ -280,8 +266,7 @@ class SimpleQueue:
         with guests.passing:
             fds = [] if file < 0 else [file]
             fds += [guests.tickets_of(arena).descriptor() for arena in held]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-            self._writer.sendmsg([packet], rights, _SEND)
+            self._writer.sendmsg([packet], packets.rights(fds), _SEND)
             for arena, blocks in held.items():
                 guests.tickets_of(arena).sent(blocks)
 
@@ -293,16 +278,13 @@ class SimpleQueue:
         with guests.passing:
             _need_descriptors(self._reader.fileno())
             try:
-                data, rights, state, _ = self._reader.recvmsg(_PACKET, _ANCILLARY, _RECEIVE)
+                data, fds, lost = packets.receive(self._reader, packets.LONGEST, _MOST_FDS)
             except BlockingIOError:
                 return None
-            if not data:
-                raise EOFError("the queue was shut down: nobody can put any more")
-            fds = array("i")
-            for _, _, numbers in rights:
-                fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
             try:
-                if state & socket.MSG_CTRUNC:
+                if not data:
+                    raise EOFError("the queue was shut down: nobody can put any more")
+                if lost:
                     raise OSError(
                         errno.EMFILE, "no descriptor was left for those of a message, which is lost"
                     )
@@ -361,60 +343,17 @@ def _lease(nbytes: int) -> Block | None:
     return block
 
 
-_files: set[int] = set()  # that are about to be sent; a forked child must not keep them
-
-
-def _file_with(message: bytes | memoryview) -> int:
-    """Return the descriptor of an anonymous file that has these bytes; it stands in `_files`."""
-    if len(message) > available_memory():
-        raise MemoryError(
-            f"there is no memory for a message of {len(message)} bytes; put smaller objects, or "
-            "let go of what was got"
-        )
-    fd = os.memfd_create("xpool-message", os.MFD_CLOEXEC)
-    _files.add(fd)
-    try:
-        view = memoryview(message)
-        while view:
-            view = view[os.write(fd, view) :]
-    except BaseException:
-        _files.remove(fd)
-        os.close(fd)
-        raise
-    return fd
-
-
-def _after_fork_in_child() -> None:
-    for fd in _files:
-        os.close(fd)
-    _files.clear()
-
-
-forks.at_fork(in_child=_after_fork_in_child)
-
-
 def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
     """Return the message of a packet with descriptors; what it names is held."""
     message: bytes | memoryview = data
     if data[0] == _IN_FILE:
-        message = _read(fds.pop(0), _FILE_HEAD.unpack(data)[1])
+        message = packets.read_file(fds.pop(0), _FILE_HEAD.unpack(data)[1])
     if message[0] != frame.FRAMED:
         return message
     for token, fd in zip(frame.tokens(message), fds):
         if token not in Arena._known:
             guests.Guest.enter(fd, token)
     return frame.adopt(message)
-
-
-def _read(fd: int, size: int) -> memoryview:
-    whole = memoryview(new_buffer(size))
-    at = 0
-    while at < size:
-        got = os.preadv(fd, [whole[at:]], at)
-        if not got:
-            raise ValueError(f"the file of a message has {at} bytes instead of {size}")
-        at += got
-    return whole
 
 
 class _Unshared:

@@ -23,7 +23,6 @@ import socket
 import struct
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from xpool.codec.policy import Layout
 from xpool.errors import OptionError, PeerLost, TimeoutError
 from xpool.pickle import decode, encode
 from xpool.shm.arena import Block
-from xpool.shm.buffers import new_buffer
+from xpool.transport import packets
 from xpool.transport.outbox import STOP_SIGNAL
 from xpool.transport.spin import Spin
 from xpool.transport.wire import LINK, WANTED
@@ -45,12 +44,8 @@ __all__ = ["Peers"]
 WINDOW = 256 * 1024 * 1024
 """Bytes of blocks that may be on their way in a channel, unless it is a single message."""
 
-_BUFFER = 1024 * 1024  # bytes of packets that may wait in a socket, as asked of the system
-_PACKET = 96 * 1024  # of a message in a packet: a pickle that is not worth a block, and its table
 _HEAD = struct.Struct("<BxxxxxxxQQQ")  # of 32 bytes, so that what follows is aligned
 _DATA, _FILE, _TAKEN = 1, 2, 3
-_LINK_FDS = socket.CMSG_SPACE(4) if hasattr(socket, "CMSG_SPACE") else 0
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _STOP = (STOP_SIGNAL,)
 _SLICE = 0.01  # seconds between looks, while several threads wait: one may read what another wants
 
@@ -60,7 +55,7 @@ class _Channel:
 
     def __init__(self, sock: socket.socket, serial: int) -> None:
         sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        packets.give_room(sock)
         self.sock, self.serial = sock, serial
         self.sent = self.got = self.told = 0  # numbers: last sent, last taken out, last said so
         self.under_way: deque[tuple[int, Leased]] = deque()  # held until the peer has taken hold
@@ -86,7 +81,7 @@ class _Channel:
             self.bytes_out += size
         sent = False
         try:
-            if len(message) <= _PACKET:
+            if len(message) <= packets.LONGEST:
                 sent = self._packet(_DATA, scope, number, message)
             else:
                 sent = self._as_file(scope, number, message)
@@ -99,15 +94,8 @@ class _Channel:
         return sent
 
     def _as_file(self, scope: int, number: int, message: bytes | memoryview) -> bool:
-        fd = os.memfd_create("xpool-message", os.MFD_CLOEXEC)
-        try:
-            view = memoryview(message)
-            while view:
-                view = view[os.write(fd, view) :]
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
-            return self._packet(_FILE, scope, number, b"", rights)
-        finally:
-            os.close(fd)
+        with packets.file_with(message) as fd:
+            return self._packet(_FILE, scope, number, b"", packets.rights([fd]))
 
     def _packet(
         self, kind: int, scope: int, number: int, body: bytes | memoryview, rights: Any = ()
@@ -135,19 +123,21 @@ class _Channel:
         """Take out what has come; unless ``all_of_it``, no more than the window."""
         while not self.ended and (all_of_it or self.bytes_in <= WINDOW):
             try:
-                data, rights, flags, _ = self.sock.recvmsg(
-                    _PACKET + _HEAD.size, _LINK_FDS, _CLOEXEC
-                )
+                data, fds, lost = packets.receive(self.sock, packets.LONGEST + _HEAD.size, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                data, rights, flags = b"", [], 0
-            if not data:
-                self.ended = True
-                return
-            self._arrived(data, rights, flags)
+                data, fds, lost = b"", [], False
+            try:
+                if not data:
+                    self.ended = True
+                    return
+                self._arrived(data, fds, lost)
+            finally:
+                for fd in fds:
+                    os.close(fd)
 
-    def _arrived(self, data: bytes, rights: Any, flags: int) -> None:
+    def _arrived(self, data: bytes, fds: list[int], lost: bool) -> None:
         kind, scope, number, taken = _HEAD.unpack_from(data)
         while self.under_way and self.under_way[0][0] <= taken:
             self.bytes_out -= weight(self.under_way.popleft()[1])
@@ -156,7 +146,7 @@ class _Channel:
         message: bytes | memoryview = memoryview(data)[_HEAD.size :]
         self.got = number
         try:
-            message = adopt(_from_file(rights, flags) if kind == _FILE else message)
+            message = adopt(_from_file(fds, lost) if kind == _FILE else message)
         except LookupError:
             # Its sender has died since, and its blocks are free again.
             self.ended = True
@@ -189,20 +179,10 @@ class _Channel:
             del self.inbox[old]
 
 
-def _from_file(rights: Any, flags: int) -> memoryview:
-    fds = array("i")
-    for _, _, numbers in rights:
-        fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
-    if not fds or flags & socket.MSG_CTRUNC:
+def _from_file(fds: list[int], lost: bool) -> memoryview:
+    if not fds or lost:
         raise OSError("no descriptor was left for the file of a message, which is lost")
-    try:
-        whole = memoryview(new_buffer(os.fstat(fds[0]).st_size))
-        at = 0
-        while at < len(whole):
-            at += os.preadv(fds[0], [whole[at:]], at)
-        return whole
-    finally:
-        os.close(fds[0])
+    return packets.read_file(fds[0], os.fstat(fds[0]).st_size)
 
 
 class _Section:

@@ -1,0 +1,111 @@
+"""Packets: what a pair of sockets of type ``SOCK_SEQPACKET`` carries, each whole or not at all.
+
+A packet may bring descriptors.  A message that is too long for one lies in an anonymous file, whose
+descriptor goes along (`file_with`, `read_file`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from xpool import forks
+from xpool.shm.buffers import new_buffer
+from xpool.shm.system import available_memory
+
+__all__ = ["LONGEST", "file_with", "give_room", "read_file", "receive", "rights"]
+
+LONGEST = 96 * 1024
+"""Bytes of a message in a packet, at most: a pickle that is not worth a block, and its table."""
+
+_UNDER_WAY = 1024 * 1024
+"""Bytes of packets that may wait in a socket, as asked of the system, which may grant less."""
+
+_RECEIVE = 0
+if sys.platform == "linux":
+    _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+
+
+def give_room(writer: socket.socket) -> None:
+    """Let many packets wait in a socket."""
+    writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNDER_WAY)
+
+
+def rights(fds: Sequence[int]) -> list[tuple[int, int, array[int]]]:
+    """Return descriptors as `socket.sendmsg` takes them."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
+
+
+def receive(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int], bool]:
+    """Take a packet out: what it has, its descriptors, and whether some of these were lost.
+
+    The caller closes the descriptors.  They are lost where none was free for them.
+
+    Args:
+        nbytes: of the longest packet.
+        most: descriptors that may come with one.
+
+    Raises:
+        BlockingIOError: there is no packet.
+    """
+    data, found, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(4 * most), _RECEIVE)
+    fds = array("i")
+    for _, _, numbers in found:
+        fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
+    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+
+
+_files: set[int] = set()  # that are about to be sent; a forked child must not keep them
+
+
+@contextmanager
+def file_with(message: bytes | memoryview) -> Iterator[int]:
+    """Have an anonymous file that has these bytes; gives its descriptor.
+
+    Raises:
+        MemoryError: the machine has no memory for it.
+    """
+    if len(message) > available_memory():
+        raise MemoryError(
+            f"there is no memory for a message of {len(message)} bytes; send smaller objects, or "
+            "let go of what was received"
+        )
+    fd = os.memfd_create("xpool-message", os.MFD_CLOEXEC)
+    _files.add(fd)
+    try:
+        view = memoryview(message)
+        while view:
+            view = view[os.write(fd, view) :]
+        yield fd
+    finally:
+        _files.remove(fd)
+        os.close(fd)
+
+
+def read_file(fd: int, size: int) -> memoryview:
+    """Read the message of a file, from its beginning, whoever else has read it.
+
+    Raises:
+        ValueError: the file is shorter than ``size``.
+    """
+    whole = memoryview(new_buffer(size))
+    at = 0
+    while at < size:
+        got = os.preadv(fd, [whole[at:]], at)
+        if not got:
+            raise ValueError(f"the file of a message has {at} bytes instead of {size}")
+        at += got
+    return whole
+
+
+def _after_fork_in_child() -> None:
+    for fd in _files:
+        os.close(fd)
+    _files.clear()
+
+
+forks.at_fork(in_child=_after_fork_in_child)
