@@ -210,3 +210,21 @@ def test_the_codec_knows_no_kind_of_object():
 def test_devices_import_no_framework():
     """`xpool.devices` describes devices; opening one is the worker's."""
     assert "torch" not in run_python("import xpool.devices; xpool.devices.devices(n=2)")
+
+
+@pytest.mark.starts
+def test_a_first_worker_imports_little():
+    """What takes long to import, and no first task needs, the fork server imports later."""
+    loaded = run_python("import xpool.worker.server, xpool.worker.loop")
+    late = {"multiprocessing.pool", "multiprocessing.util", "multiprocessing.resource_tracker"}
+    late |= {"inspect", "ast", "dis", "traceback", "tempfile", "subprocess", "dill", "xpool.engine"}
+    late |= {"xpool.pool", "xpool.byvalue.source", "xpool.byvalue.units"}
+    assert not loaded & late
+
+
+@pytest.mark.starts
+def test_the_name_of_the_pool_imports_little():
+    """The engine and the pickler are imported when a pool is made, after its fork server began."""
+    loaded = run_python("from xpool import Pool")
+    assert not loaded & {"xpool.engine.loop", "xpool.codec.pickler", "xpool.shm.arena", "ctypes"}
+    assert not loaded & {"multiprocessing.pool", "multiprocessing.util", "inspect", "dill", "torch"}

@@ -12,6 +12,7 @@ import pickle
 import sys
 from typing import TYPE_CHECKING
 
+import xpool.pool_errors  # noqa: F401 - when a task has failed, no descriptor may be left for it
 from xpool.byvalue.main import main_is_importable, main_location, units
 from xpool.codec.frame import inline
 from xpool.codec.policy import pools

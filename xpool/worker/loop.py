@@ -40,7 +40,7 @@ from xpool.transport.wire import (
     Mode,
     Refusal,
 )
-from xpool.worker import callables, main_module
+from xpool.worker import callables, failing, main_module
 from xpool.worker.callables import Exact, Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.exits import flush
@@ -93,6 +93,7 @@ def run(
     else:
         member.begins(box, outbox)
     box.tick()
+    failing.prepare()
     try:
         if member is None:
             become(orders, lifeline)
@@ -136,7 +137,7 @@ def _refusal(reason: BaseException) -> Refusal:
 
     The text is made here, by the code of the exception's class: its parent runs none of it.
     """
-    pickled = encode_exception(reason, _text(reason, reason.__traceback__))
+    pickled = encode_exception(reason, failing.text_of(reason, reason.__traceback__))
     try:
         line = f"{type(reason).__name__}: {reason}"
     except Exception as exc:
@@ -353,6 +354,7 @@ class _Worker:
 
 def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Say that a result cannot be sent, and let go of it."""
+    failing.ready()
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
     failure = errors.ResultNotPicklable(reason or exc, _short_repr(value))
     payload = encode_exception(failure, _worker_traceback(exc))
@@ -372,16 +374,7 @@ def _worker_traceback(exc: BaseException) -> str:
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, callables.__file__):
         tb = tb.tb_next
-    return _text(exc, tb)
-
-
-def _text(exc: BaseException, tb: TracebackType | None) -> str:
-    try:
-        # Only here: most first tasks succeed, and it imports what parses source code.
-        from traceback import format_exception
-    except Exception as reason:  # the task has taken all descriptors, or changed sys.path
-        return f"{type(exc).__name__} (its traceback cannot be formatted: {reason!r})\n"
-    return "".join(format_exception(type(exc), exc, tb))
+    return failing.text_of(exc, tb)
 
 
 def _clear_frames(tb: TracebackType | None) -> None:

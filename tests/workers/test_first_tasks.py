@@ -1,0 +1,61 @@
+"""A worker's first task may be its worst: what a failure needs is imported only then."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+FAILING = """
+    import os, resource, sys
+    from xpool import Pool
+
+    KEPT = []
+
+    def take_all():
+        try:
+            while True:
+                KEPT.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            raise ValueError("all is taken") from None
+
+    def forget_the_path():
+        sys.path[:] = []
+        sys.path_importer_cache.clear()
+        raise ValueError("nothing is found")
+
+    def unsendable():
+        take = KEPT.append
+        try:
+            while True:
+                take(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            return sys._getframe()
+
+    if __name__ == "__main__":
+        for func in take_all, forget_the_path, unsendable:
+            # Each in a program's first workers: later ones have it all from their server.
+            if os.fork() == 0:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+                with Pool(1) as pool:
+                    try:
+                        pool.apply(func)
+                    except Exception as exc:
+                        text = str(exc.__cause__) if func is not unsendable else func.__name__
+                        print(type(exc).__name__, func.__name__ in text, flush=True)
+                    assert pool.apply(abs, (-1,)) == 1
+                pool.join()
+                os._exit(0)
+            assert os.wait()[1] == 0
+"""
+
+
+def test_a_first_task_fails_where_nothing_can_be_imported(tmp_path):
+    """It is answered with its own exception, also without descriptors or a path for imports."""
+    path = scripts.write(tmp_path / "failing.py", FAILING)
+    assert scripts.run_ok([path], limit=60).splitlines() == [
+        "ValueError True",
+        "ValueError True",
+        "ResultNotPicklable True",
+    ]
