@@ -3,7 +3,8 @@
 Nothing else in the package compares sizes.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: the fields of `Layout` would be texts, and each compiled
+# when this is imported; that takes longer than all else here, in the program and in its server.
 
 import enum
 import weakref
@@ -73,7 +74,7 @@ class Layout(NamedTuple):
     book: Any = None
     """What the receivers were told of the globals of ``__main__`` (`main_globals.Book`)."""
 
-    publisher: Callable[[Callable[[Layout], Any], str], Any] | None = None
+    publisher: Callable[[Callable[["Layout"], Any], str], Any] | None = None
     """Takes what writes a message, and what is in it; returns the `Broadcast` for all workers."""
 
     room: Callable[[int], memoryview] | None = None

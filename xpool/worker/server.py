@@ -37,14 +37,14 @@ register.  Not here: they read their variables then, and the worker's are not kn
 
 
 LATER = 0.2
-"""Seconds without a request, after the first, until the server imports what can wait."""
+"""Seconds without a request or a death until the server imports what can wait."""
 
 
 def main(fd: int, preload: list[str], later: list[str]) -> int:
     """Serve until the parent closes its end; a child that is forked returns its own exit code.
 
-    ``preload`` is imported at once; ``later`` when the first workers have been forked and nothing
-    is asked for, so that a program does not wait for what its first tasks do not need.
+    ``preload`` is imported at once; ``later`` when nothing is asked for, so that a program does not
+    wait for what its first tasks do not need.
     """
     gc.disable()  # until all is imported: a collection finds nothing, and takes milliseconds
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -61,14 +61,14 @@ def main(fd: int, preload: list[str], later: list[str]) -> int:
     with socket.socket(fileno=fd) as sock, selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
         selector.register(wake_r, selectors.EVENT_READ)
+        rest = LATER
         while True:
-            events = selector.select(LATER if later and statuses else None)
-            if not events:
-                _preload(later)
-                gc.unfreeze()
-                gc.collect()
-                gc.freeze()
-                later = []
+            events = selector.select(rest if later else None)
+            if events:
+                rest = LATER
+            else:  # one by one: whoever asks meanwhile waits for one of them at most
+                _preload([later.pop(0)])
+                rest = 0.0
             for key, _ in events:
                 if key.fileobj is not sock:
                     _drain(wake_r)

@@ -87,11 +87,12 @@ PRELOAD = ("xpool.worker.loop",)
 """What every server imports: a worker's own code."""
 
 LATER = (
-    "xpool.worker.tracker",
-    "xpool.pool.process",
-    "xpool.pool_errors",
     "traceback",
+    "xpool.pool_errors",
+    "xpool.worker.tracker",
     "dill",
+    "xpool.pool.process",
+    "xpool.pool.assembly",
 )
 """What it imports when the first workers run: these can do without it, or import it themselves."""
 
