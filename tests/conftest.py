@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from support import work
 from support.kinds import KINDS, PROCESS_KINDS, START_METHODS, STDLIB, THREAD_KINDS, Kind
 from support.leaks import Snapshot, mark_this_run
+from support.limits import TEST_LIMIT
 from support.waiting import Gate, Mailbox
 
-TEST_LIMIT = float(os.environ.get("XPOOL_TEST_TIMEOUT", "60"))
 LEAK_LIMIT = float(os.environ.get("XPOOL_TEST_LEAK_LIMIT", "5"))
 ALL_LEAKS = bool(os.environ.get("XPOOL_TEST_LEAKS"))
 """Look for processes and shared memory after each test, to find the one that leaves them."""

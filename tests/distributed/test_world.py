@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from support.limits import PROGRAM_LIMIT
 
 pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
 
@@ -245,7 +246,7 @@ def test_forgotten(ranks: Ranks, tmp_path: Path, how: str, code: int):
     address = ranks.address()
     processes = [popen(["-W", "error", script, str(rank), address, how]) for rank in range(2)]
     for process in processes:
-        out, err = process.communicate(timeout=50)
+        out, err = process.communicate(timeout=PROGRAM_LIMIT)
         assert out == "ready\n", err
         assert process.returncode == code, err
         assert "Traceback" not in err

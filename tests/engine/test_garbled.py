@@ -11,6 +11,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.limits import PROGRAM_LIMIT
 from support.waiting import eventually
 
 import xpool
@@ -277,7 +278,8 @@ def test_nothing_listens_and_nothing_has_a_name(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(NO_LISTENER)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=False,
+        [sys.executable, str(script)],
+        capture_output=True, text=True, check=False, timeout=PROGRAM_LIMIT,
         env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(xpool.__file__))},
     )  # fmt: skip
     assert done.stdout.split("\n")[:2] == ["[] [[], [], [], []] 1000000", "[]"], done.stderr

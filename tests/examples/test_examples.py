@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from support.limits import PROGRAM_LIMIT
 
 pytest.importorskip("torch", reason="the examples use torch")
 pytest.importorskip("sklearn", reason="the examples use scikit-learn's images")
@@ -30,7 +31,7 @@ def run_example(name: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", str(ROOT / "examples" / name), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=55, check=False,
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -204,7 +205,7 @@ def test_no_workers():
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples/evaluate.py"), "--workers", "0"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=55, check=False,
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "at least 1 worker" in done.stderr.splitlines()[-1]

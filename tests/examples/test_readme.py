@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.limits import PROGRAM_LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,7 +35,7 @@ def run_script(folder: Path, text: str) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error", script.name],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=55, check=False,
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""

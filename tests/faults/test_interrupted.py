@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.limits import PROGRAM_LIMIT
 
 from xpool import Pool
 
@@ -160,6 +161,6 @@ def test_a_program_that_blocks_sigchld(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=PROGRAM_LIMIT,
     )
     assert done.stdout.split() == ["3", "1"], done.stderr

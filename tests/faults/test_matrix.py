@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support import cells, scripts, work
 from support.kinds import KINDS, STDLIB
+from support.limits import PROGRAM_LIMIT
 from support.waiting import eventually, wait_gone
 
 from . import matrix
@@ -160,7 +161,7 @@ def test_in_the_caller(kind, method, stage, how, expected):
             _, status = os.waitpid(program.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status), status
             os.kill(program.pid, signal.SIGCONT)
-        out, err = program.communicate(timeout=50)
+        out, err = program.communicate(timeout=PROGRAM_LIMIT)
     finally:
         program.kill()
         program.communicate()

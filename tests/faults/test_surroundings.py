@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from support import scripts, work
+from support.limits import PROGRAM_LIMIT
 from support.waiting import eventually, wait_gone
 
 from .test_limits import script
@@ -181,7 +182,7 @@ def test_dev_shm_is_full(tmp_path):
     mount = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$0" "$1"'
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", mount, sys.executable, path],
-        capture_output=True, text=True, timeout=50, env=scripts.environment(),
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, env=scripts.environment(),
     )  # fmt: skip
     said = done.stdout.splitlines()
     assert said == ["No space left on device", "True", "3000000"], done.stderr

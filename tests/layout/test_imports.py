@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+from support.limits import PROGRAM_LIMIT
 
 pytestmark = pytest.mark.pure
 
@@ -106,7 +107,7 @@ def run_python(code: str) -> set[str]:
     code += "\nimport sys; print('\\n'.join(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False,
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.limits import PROGRAM_LIMIT
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -41,7 +42,7 @@ def run_program(tmp_path: Path) -> Callable[..., str]:
         else:
             command += ["-c", source]
         done = subprocess.run(
-            command, input=text, env=environ, capture_output=True, text=True, timeout=50
+            command, input=text, env=environ, capture_output=True, text=True, timeout=PROGRAM_LIMIT
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from hooks.own_pools import QueueProcessPool, QueueThreadPool
+from support.limits import PROGRAM_LIMIT
 
 from xpool import Pool
 from xpool.testing import LeakError, check_channel, check_hooks, no_leaks, sabotage
@@ -203,7 +204,7 @@ def test_the_fixture(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
-        capture_output=True, text=True, timeout=50, check=False, cwd=tmp_path,
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": _root(), "XPOOL_TEST_LEAK_LIMIT": "0.5"},
     )  # fmt: skip
     assert "2 passed, 1 error" in done.stdout and "thread leaked" in done.stdout, done.stdout
@@ -225,7 +226,8 @@ def test_without_hypothesis():
         "except ImportError as exc: print(exc)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False,
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, timeout=PROGRAM_LIMIT,
         env={**os.environ, "PYTHONPATH": _root()},
     )  # fmt: skip
     assert "pip install hypothesis" in done.stdout, done.stderr
