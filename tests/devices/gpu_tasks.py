@@ -9,7 +9,7 @@ from typing import Any
 
 from support import gpu
 
-from xpool.tensors import cuda, loans
+from xpool.tensors import cuda, cuda_ipc
 from xpool.tensors.handles import Keeper
 
 kept: dict[str, Any] = {}
@@ -106,12 +106,12 @@ def model_facts(model: Any) -> tuple[str, bool, str, list[Any]]:
 
 
 def counts() -> tuple[int, int, int]:
-    """How many tensors this worker keeps, storages it lends, and storages it has borrowed."""
+    """How many tensors this worker keeps, storages it exports, and storages it has imported."""
     keeper = Keeper.here.get()
     assert keeper is not None
-    loans.sweep(everything=True)
-    keeper.sweep(everything=True)
-    return len(keeper), len(loans._lent), len(loans._borrowed)
+    cuda_ipc.collect(everything=True)
+    keeper.collect(everything=True)
+    return len(keeper), len(cuda_ipc._exported), len(cuda_ipc._imported)
 
 
 def waited() -> int:

@@ -160,7 +160,7 @@ def _no_lease(nbytes: int) -> Any:
 
 
 def test_copy_mode(stand_in: None, make_pool: Callable[..., Any], tmp_path: Any):
-    """A pool in copy mode copies both ways, and nothing is lent."""
+    """A pool in copy mode copies both ways, and nothing is exported."""
     pool = make_pool(Pool, 1, functools.partial(gpu.install, str(tmp_path)))
     x = tasks.put(torch.zeros(LARGE))
     assert pool.apply(tasks.values, (x,)) == [([0.0] * LARGE, False)]

@@ -31,7 +31,7 @@ from xpool import (
     WorkerDied,
 )
 from xpool.devices import nvml
-from xpool.tensors import cuda, loans
+from xpool.tensors import cuda, cuda_ipc
 
 from . import gpu_tasks as tasks
 
@@ -64,11 +64,11 @@ def share(device: Any, make_pool: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(autouse=True)
 def all_given_back(device: Any) -> Iterator[None]:
-    """Nothing is lent or borrowed after a test."""
+    """Nothing is exported or imported after a test."""
     yield
     gc.collect()
-    eventually(lambda: not loans.sweep(everything=True), "loans given back")
-    assert not loans._borrowed
+    eventually(lambda: not cuda_ipc.collect(everything=True), "cuda_ipc given back")
+    assert not cuda_ipc._imported
 
 
 def values(*tensors: Any) -> list[Any]:
@@ -221,7 +221,7 @@ def test_exported_once(share: Any):
     x = tasks.put(torch.zeros(4))
     for _ in range(5):
         pool.apply(tasks.change, (x,))
-        loans.sweep(everything=True)  # it may be lent anew
+        cuda_ipc.collect(everything=True)  # it may be exported anew
     assert x.untyped_storage().exports == 1
     assert values(x) == [[5.0] * 4]
 
@@ -264,29 +264,29 @@ def test_the_lender_keeps(share: Any):
         pool.apply(tasks.keep, ("x", x), worker=worker)
     del x
     gc.collect()
-    assert loans.sweep(everything=True)
+    assert cuda_ipc.collect(everything=True)
     assert pool.apply(tasks.kept_values, ("x",), worker=0) == [1.0] * 4
     pool.apply(tasks.forget, worker=0)
-    assert loans.sweep(everything=True)
+    assert cuda_ipc.collect(everything=True)
     pool.apply(tasks.forget, worker=1)
-    eventually(lambda: not loans.sweep(everything=True), "taken back")
+    eventually(lambda: not cuda_ipc.collect(everything=True), "taken back")
 
 
 def test_nothing_waits_for_a_sweep(share: Any):
-    """When a call has been answered, the memory of its arguments is the lender's own again."""
+    """When a call has been answered, the memory of its arguments is the exporter's own again."""
     pool = share()
     for _ in range(3):
         pool.apply(tasks.values, (tasks.put(torch.ones(4)),))
-        assert not loans._lent
+        assert not cuda_ipc._exported
     results = [pool.apply_async(tasks.values, (tasks.put(torch.ones(4)),)) for _ in range(10)]
     for result in results:
         result.get()
     pool.map(tasks.values, [tasks.put(torch.ones(4)) for _ in range(10)])
-    eventually(lambda: not loans._lent, "swept by the engine")
+    eventually(lambda: not cuda_ipc._exported, "swept by the engine")
 
 
 def test_a_worker_keeps(share: Any):
-    """It lends as long as a handle or a borrower is there, and no longer."""
+    """It exports as long as a handle or a borrower is there, and no longer."""
     pool = share()
     handle = pool.apply(tasks.make, worker=0)
     pool.apply(tasks.keep, ("theirs", handle), worker=1)
@@ -314,13 +314,13 @@ def test_a_borrower_dies(share: Any):
     with pytest.raises(WorkerDied, match="SIGKILL"):
         pool.apply(tasks.kill_oneself, worker=1)
     eventually(lambda: pool.apply(tasks.counts, worker=0) == (0, 0, 0), "the worker's")
-    eventually(lambda: not loans.sweep(everything=True), "the parent's")
+    eventually(lambda: not cuda_ipc.collect(everything=True), "the parent's")
     pool.apply(tasks.change, (x,), worker=1)  # by who came in its place
     assert values(x) == [[2.0] * 4]
 
 
 def test_a_task_that_is_never_run(share: Any):
-    """A message that nobody has opened lends nothing after the pool's end."""
+    """A message that nobody has opened exports nothing after the pool's end."""
     pool = share(Pool, 1)
     x = tasks.put(torch.ones(4))
     pool.apply_async(tasks.kill_oneself)
@@ -336,10 +336,10 @@ def test_the_pool_ends(share: Any, end: str):
     pool = share()
     x = tasks.put(torch.ones(4))
     pool.apply(tasks.keep, ("x", x), worker=0)
-    assert loans.sweep(everything=True)
+    assert cuda_ipc.collect(everything=True)
     getattr(pool, end)()
     pool.join()
-    assert not loans._lent
+    assert not cuda_ipc._exported
     assert values(x) == [[1.0] * 4]
 
 
@@ -361,13 +361,13 @@ def test_the_lender_dies(share: Any):
 
 
 def test_many_at_once(share: Any):
-    """Hundreds of tensors lent and borrowed, and given back: some are looked at at a time."""
+    """Hundreds of tensors exported and imported, and given back: some are looked at at a time."""
     pool = share(Pool, 1)
     every = [tasks.put(torch.full((2,), float(i))) for i in range(200)]
     assert pool.apply(tasks.values, every) == [([float(i)] * 2, True) for i in range(200)]
     for _ in range(3):
         pool.apply(tasks.forget)
-    assert not loans._lent
+    assert not cuda_ipc._exported
 
 
 # -- who sees what -----------------------------------------------------------------------------
@@ -549,15 +549,15 @@ def inner_pool(device: Any, x: Any) -> Any:
 
 @STAND_IN
 def test_a_child_of_this_process(share: Any):
-    """A process that the program forks lends nothing of its parent's, nor takes it back."""
+    """A process that the program forks exports nothing of its parent's, nor takes it back."""
     pool = share(P2PPool, 1)
     x = tasks.put(torch.zeros(4))
     pool.apply(tasks.keep, ("x", x))
     child = os.fork()
     if not child:
-        os._exit(0 if not loans.sweep(everything=True) and not loans._borrowed else 1)
+        os._exit(0 if not cuda_ipc.collect(everything=True) and not cuda_ipc._imported else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert loans._lent
+    assert cuda_ipc._exported
     pool.apply(tasks.change_kept, ("x",))
     assert values(x) == [[1.0] * 4]
 
@@ -570,17 +570,17 @@ SIZE = 64 << 20
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", KINDS[1:], indirect=True)
 def test_memory_of_a_gpu_comes_back(share: Any):
-    """After a borrower's death, and after one that let go, the lender can use it again."""
+    """After a borrower's death, and after one that let go, the exporter can use it again."""
     pool = share()
     before = torch.cuda.memory_allocated()
     for end in (lambda: pool.apply(tasks.forget, worker=0), lambda: killed(pool, 0)):
         x = torch.zeros(SIZE // 4, device="cuda")
         pool.apply(tasks.keep, ("x", x), worker=0)
         del x
-        assert loans.sweep(everything=True)
+        assert cuda_ipc.collect(everything=True)
         assert torch.cuda.memory_allocated() >= before + SIZE
         end()
-        eventually(lambda: not loans.sweep(everything=True), "taken back")
+        eventually(lambda: not cuda_ipc.collect(everything=True), "taken back")
         assert torch.cuda.memory_allocated() <= before
 
 

@@ -27,7 +27,7 @@ LIMIT = 1 << 30
 
 
 class Program:
-    """An arena of its own, that no pool uses, and other seats in it."""
+    """An arena of its own, that no pool uses, and other attachments in it."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         made = Arena._make(limit, 512 << 20)  # small: there are many at a time here
@@ -38,20 +38,20 @@ class Program:
 
     def join(self, limit: int = LIMIT) -> Arena:
         """Return the arena as another process sees it."""
-        seat = self.own.take_seat()
-        assert seat is not None
+        attachment = self.own.take_seat()
+        assert attachment is not None
         fd = os.dup(self.own.file.fd)
-        other = Arena.join(fd, self.own.facts(seat, limit))
+        other = Arena.join(fd, self.own.facts(attachment, limit))
         Arena._known[self.own.token] = self.own  # by token: this process is the first
         self.others.append(other)
         return other
 
     def kill(self, other: Arena) -> None:
-        """End a process: what it held is let go by the one that gave it its seat."""
+        """End a process: what it held is let go by the one that gave it its attachment."""
         self.others.remove(other)
         other.drop = _nobody  # type: ignore[method-assign]
         os.close(other.file.fd)
-        self.own.bury(other.seat)
+        self.own.reclaim(other.attachment)
 
     def close(self) -> None:
         for other in list(self.others):
@@ -171,7 +171,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def process_dies(self, data: Any) -> None:
         arena = self._pick(data, self.program.others)
-        # Blocks of a dead process must not tell the next one in its seat.
+        # Blocks of a dead process must not tell the next one in its attachment.
         self.program.kill(arena)
         self.holds = [hold for hold in self.holds if hold[0] is not arena]
 
@@ -202,7 +202,7 @@ class Machine(RuleBasedStateMachine):
             assert set(arena._counts) == mine
         for arena in self.arenas:
             first = arena._region._first
-            numbers = range(first, first + arena.file.entries(arena.seat))
+            numbers = range(first, first + arena.file.entries(arena.attachment))
             assert {n for n in numbers if not arena.file.free(n)} == live & set(numbers)
             # Each entry is free or out, once; and no two lie over each other.
             region = arena._region
@@ -223,8 +223,8 @@ class Machine(RuleBasedStateMachine):
         for arena in self.arenas:
             arena.trim(float("inf"))
         file, live = self.program.own.file, {block.number for _, block, _, _ in self.holds}
-        for seat in range(HOLDS):
-            for number in range(seat << 18, (seat << 18) + file.entries(seat)):
+        for attachment in range(HOLDS):
+            for number in range(attachment << 18, (attachment << 18) + file.entries(attachment)):
                 if number not in live and file.capacities[number] >= LARGE:
                     assert file.filled[number] == 0
 
@@ -346,7 +346,7 @@ def test_dead_owner_of_blocks_in_use() -> None:
 
 
 def test_next_in_the_seat() -> None:
-    """Who comes into a seat finds the blocks of who sat there, and does not touch those in use."""
+    """Who gets an attachment finds the blocks of who had it, and does not touch those in use."""
     with program() as one:
         first = one.join()
         blocks = [first.lease(1 << 20) for _ in range(4)]
@@ -357,7 +357,7 @@ def test_next_in_the_seat() -> None:
         blocks.clear()
         one.kill(first)
         second = one.join()
-        assert second.seat == first.seat
+        assert second.attachment == first.attachment
         mine = [second.lease(1 << 20) for _ in range(4)]
         for block in mine:
             assert block is not None and block.number != held.number
@@ -433,15 +433,15 @@ def test_many_blocks_of_a_dead_process() -> None:
 
 
 def test_seats_run_out() -> None:
-    """There are 479 seats besides the own; a buried one is given away again."""
+    """There are 479 attachments besides the own; a buried one is given away again."""
     with program() as one:
-        seats = [one.own.take_seat() for _ in range(HOLDS - 1)]
-        assert None not in seats and len(set(seats)) == HOLDS - 1
+        attachments = [one.own.take_seat() for _ in range(HOLDS - 1)]
+        assert None not in attachments and len(set(attachments)) == HOLDS - 1
         assert one.own.take_seat() is None
-        one.own.bury(seats[3])  # type: ignore[arg-type]
-        assert one.own.take_seat() == seats[3]
-        for seat in seats:
-            one.own.bury(seat)  # type: ignore[arg-type]
+        one.own.reclaim(attachments[3])  # type: ignore[arg-type]
+        assert one.own.take_seat() == attachments[3]
+        for attachment in attachments:
+            one.own.reclaim(attachment)  # type: ignore[arg-type]
 
 
 def test_many_threads() -> None:

@@ -342,11 +342,11 @@ def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
 
 
 def test_more_workers_than_seats(make_pool: Callable[..., Any], calm: None) -> None:
-    """Workers past the last seat get whole messages."""
-    seats = []
-    while (seat := arena().take_seat()) is not None:
-        seats.append(seat)
-    arena().bury(seats.pop())
+    """Workers past the last attachment get whole messages."""
+    attachments = []
+    while (attachment := arena().take_seat()) is not None:
+        attachments.append(attachment)
+    arena().reclaim(attachments.pop())
     try:
         pool = make_pool(xpool.Pool, 2)
         sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
@@ -356,8 +356,8 @@ def test_more_workers_than_seats(make_pool: Callable[..., Any], calm: None) -> N
         with pytest.raises(xpool.WorkerStartFailed, match="479"):
             make_pool(xpool.Pool, 2, is_copy_tensor=False).apply(abs, (1,))
     finally:
-        for seat in seats:
-            arena().bury(seat)
+        for attachment in attachments:
+            arena().reclaim(attachment)
 
 
 # -- jobs that are given up ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 from support.waiting import LIMIT, eventually
 
-from xpool.shm import guests
+from xpool.shm import foreign
 
 inherited: Any = None
 made: Any = None
@@ -112,10 +112,10 @@ def sums(inbox: Any, outbox: Any) -> None:
 
 def statistics(outbox: Any) -> None:
     """Tidy up, and put the arena's statistics."""
-    from xpool.shm import guests
+    from xpool.shm import foreign
     from xpool.shm.arena import Arena
 
-    guests.tidy(float("inf"))
+    foreign.tidy(float("inf"))
     arena = Arena.own()
     assert arena is not None
     outbox.put(arena.statistics())
@@ -183,9 +183,9 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
 
     import torch
 
-    from xpool.shm import arena, guests
+    from xpool.shm import arena, foreign
 
-    arena.IDLE = guests.IDLE = 0.005  # type: ignore[attr-defined]  # tidy up all the time
+    arena.IDLE = foreign.IDLE = 0.005  # type: ignore[attr-defined]  # tidy up all the time
     rng = random.Random(seed)
     kept: list[Any] = []
     while True:
@@ -209,8 +209,8 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
 def settled() -> None:
     """Wait until this process holds nothing, and nothing of it is on its way."""
     gc.collect()
-    eventually(lambda: not guests.tidy(float("inf")), "everything let go of")
-    guests._wake.set()
-    thread = guests._thread
+    eventually(lambda: not foreign.tidy(float("inf")), "everything let go of")
+    foreign._wake.set()
+    thread = foreign._thread
     if thread is not None:
         thread.join(LIMIT)

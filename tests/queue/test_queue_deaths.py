@@ -12,7 +12,7 @@ import parts
 import pytest
 from support.waiting import LIMIT, eventually
 
-from xpool.shm import guests
+from xpool.shm import foreign
 from xpool.shm.arena import Arena
 from xpool.shm.layout import HOLDS
 
@@ -103,15 +103,15 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
         expected[who] += 1
     del data
     parts.settled()
-    assert not any(arena.is_guest for arena in Arena._known.values())
+    assert not any(arena.is_foreign for arena in Arena._known.values())
 
 
 @pytest.mark.parametrize(
     "where",
     [
         "xpool.queue.simple:frame.adopt",
-        "xpool.queue.simple:guests.Guest.enter",
-        "xpool.shm.seats:claim",
+        "xpool.queue.simple:foreign.ForeignArena.enter",
+        "xpool.shm.attachments:claim",
         "xpool.shm.arena:Arena._hold",
         "xpool.queue.simple:decode",
     ],
@@ -135,10 +135,10 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
     ("where", "arrives"),
     [
         ("xpool.queue.simple:encode", False),
-        ("xpool.shm.seats:issue", False),
-        ("xpool.shm.seats:_set", False),
-        ("xpool.shm.guests:Tickets.sent", True),
-        ("xpool.shm.guests:call", True),
+        ("xpool.shm.attachments:open_lease", False),
+        ("xpool.shm.attachments:_set", False),
+        ("xpool.shm.foreign:InFlightLeases.sent", True),
+        ("xpool.shm.foreign:call", True),
     ],
 )
 def test_a_writer_dies_with_a_message(make_queue: Any, start: Any, where: str, arrives: bool):
@@ -165,8 +165,8 @@ def test_a_reader_is_stopped_with_a_message(make_queue: Any, start: Any):
     for i in range(2, 200):
         q.put((i, bytearray([i]) * LARGE))
         assert results.get(LIMIT) == i
-    guests.tidy(float("inf"))
-    assert 1 <= _arena().statistics()["out"] <= 3  # those that went with the same ticket
+    foreign.tidy(float("inf"))
+    assert 1 <= _arena().statistics()["out"] <= 3  # those that went with the same in-flight lease
     os.kill(stopped.pid, signal.SIGCONT)
     assert results.get(LIMIT) == 1
     q.put(None)
@@ -203,7 +203,7 @@ def test_a_guest_dies(make_queue: Any, start: Any):
     victim = start("spawn", parts.keep, there, back, go)
     there.put(torch.zeros(LARGE))
     assert back.get(LIMIT) == "kept"
-    guests.tidy(float("inf"))
+    foreign.tidy(float("inf"))
     assert _arena().statistics()["out"] == 1
     victim.kill()
     victim.join()
@@ -215,10 +215,10 @@ def test_a_queue_goes_with_messages(make_queue: Any):
     q = make_queue()
     for _ in range(5):
         q.put(bytearray(LARGE))
-    guests.settle()
+    foreign.reclaim_arrived()
     assert _arena().statistics()["out"] == 5
     q.close()
-    guests.settle()
+    foreign.reclaim_arrived()
     assert _arena().statistics()["out"] == 0
 
 
@@ -235,7 +235,7 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
         while not q.empty():
             data = q.get()
         del data
-        guests.tidy()
+        foreign.tidy()
         most = max(most, len(Arena._known))
     assert most <= 3  # our own, that of the last, and one that is on its way out
 
@@ -244,7 +244,7 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
 def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""
     monkeypatch.setattr("xpool.shm.arena.IDLE", 0.005)
-    monkeypatch.setattr("xpool.shm.guests.IDLE", 0.005)
+    monkeypatch.setattr("xpool.shm.foreign.IDLE", 0.005)
     q, faults = make_queue(), make_queue()
     rng = random.Random(seed := random.randrange(2**32))
     jugglers = [start("fork", parts.juggle, q, faults, rng.random()) for _ in range(4)]
@@ -272,14 +272,14 @@ def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.Mo
     while not q.empty():
         q.get()
     parts.settled()
-    assert not any(arena.is_guest for arena in Arena._known.values())
+    assert not any(arena.is_foreign for arena in Arena._known.values())
 
 
 def test_too_many_guests(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
-    """Where all seats of a file are taken, a message in it is refused, and the next one comes."""
+    """Where no attachment to a file is free, a message in it is refused, and the next one comes."""
     q = make_queue()
     start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
-    monkeypatch.setattr("xpool.shm.seats.FIRST_GUEST", HOLDS)
+    monkeypatch.setattr("xpool.shm.attachments.FIRST_FOREIGN", HOLDS)
     with pytest.raises(LookupError, match="more are not possible"):
         q.get(LIMIT)
     assert q.get(LIMIT) == "short"

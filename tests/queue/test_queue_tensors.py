@@ -173,7 +173,7 @@ def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     assert after[0]["bytes"] <= before[0]["bytes"] + (1 << 20)
     new = [to for to in after[1] - before[1] if not to.startswith("pipe:")]  # the sentinel
     assert not new
-    assert not any(one.is_guest for one in Arena._known.values())
+    assert not any(one.is_foreign for one in Arena._known.values())
 
 
 def test_reader_lets_go_of_a_living_writer(make_queue: Any, start: Any):
@@ -213,14 +213,14 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
     process = start("spawn", parts.make_tensors, q, 8, 4 << 20)
     taken = [q.get(LIMIT) for _ in range(8)]
     process.join(LIMIT)
-    (guest,) = [arena for arena in Arena._known.values() if arena.is_guest]
-    assert guest.file.used() >= 8 * (4 << 20)
+    (theirs,) = [arena for arena in Arena._known.values() if arena.is_foreign]
+    assert theirs.file.used() >= 8 * (4 << 20)
     kept = taken[3]
     del taken
-    from xpool.shm import guests
+    from xpool.shm import foreign
 
-    guests.tidy()
-    assert guest.file.used() < 2 * (4 << 20)
+    foreign.tidy()
+    assert theirs.file.used() < 2 * (4 << 20)
     assert int(kept[0]) == 3 and bool((kept == 3).all())
 
 
@@ -446,11 +446,11 @@ def test_a_worker_dies_after_it_put(make_queue: Any):
     with Pool(1, parts.remember, (q,), is_copy_tensor=False) as pool:
         pool.apply(_make_and_remember, (7.0,))
         os.kill(pool.apply(_put_made), signal.SIGKILL)
-        eventually(lambda: arena._graves, "its seat is kept")
+        eventually(lambda: arena._pending_reclaim, "its attachment is kept")
         assert pool.apply(os.getpid)
         tensor = q.get(LIMIT)
         arena.trim(float("inf"))
-        assert not arena._graves
+        assert not arena._pending_reclaim
         assert bool((tensor == 7).all())
     pool.join()
     assert bool((tensor == 7).all())

@@ -134,7 +134,7 @@ class EngineWorld(World):
         launcher: Any = None
         self.engine = Engine(
             n,
-            Recipe(launcher, lambda index, generation, seat: b"orders", "world", True, None),
+            Recipe(launcher, lambda index, generation, attachment: b"orders", "world", True, None),
             arena=None,
             lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
             describe=lambda job, index: f"task {index} of job {job}",

@@ -9,4 +9,4 @@ from xpool.shm.layout import HOLDS
 def block_bytes(arena: Arena) -> int:
     """Return how many bytes blocks have; tables keep theirs, 512 for each block there ever was."""
     file = arena.file
-    return file.used() - 512 * sum(file.entries(seat) for seat in range(HOLDS))
+    return file.used() - 512 * sum(file.entries(attachment) for attachment in range(HOLDS))

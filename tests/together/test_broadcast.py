@@ -60,7 +60,7 @@ def kept(*_: Any) -> int:
     """How many objects this worker keeps, those apart to which there is no reference."""
     objects = Objects.here.get()
     assert objects is not None
-    objects.sweep()
+    objects.collect()
     return len(objects._kept)
 
 

@@ -150,7 +150,7 @@ class Objects:
         try:
             return self._kept[key]
         except KeyError:
-            self.sweep()
+            self.collect()
         obj = place.load() if token is None else decode(self._map(place, nbytes))
         self._kept[key] = obj
         return obj
@@ -171,7 +171,7 @@ class Objects:
         pages.block = block
         return memoryview(pages)
 
-    def sweep(self) -> bool:
+    def collect(self) -> bool:
         """Let go of objects to which there are no references; return whether any are left."""
         for key in list(self._kept):
             if type(key) is int and not self._referred(key):

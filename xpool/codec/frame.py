@@ -234,13 +234,13 @@ def _block(message: memoryview, known: list[int], which: int, place: int) -> Blo
     token = known[which]
     if token in Arena._known or not message[1] & ADDRESSED:
         return Arena.find(token).adopt(place)
-    from xpool.shm import guests  # here: few programs need it
+    from xpool.shm import foreign  # here: few programs need it
 
     at = len(message) - _ADDRESS.size * (len(known) - which)
     inode, pid, number = _ADDRESS.unpack_from(message, at)
-    with guests.passing:  # until something is held there, the guest must not leave
+    with foreign.passing:  # until something is held there, the arena must stay open
         block = _come_to(token, inode, pid, number).adopt(place)
-    guests.call()
+    foreign.call()
     return block
 
 
@@ -250,7 +250,7 @@ def _come_to(token: int, inode: int, pid: int, number: int) -> Arena:
         os.fstat(arena.file.fd).st_ino == inode for arena in list(Arena._known.values())
     ):
         return Arena.find(token)
-    from xpool.shm.guests import Guest
+    from xpool.shm.foreign import ForeignArena
 
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
@@ -265,7 +265,7 @@ def _come_to(token: int, inode: int, pid: int, number: int) -> Arena:
                 f"a pickle with shared tensors lies in the memory of process {pid}, which has let "
                 "go of it"
             )
-        return Guest.enter(fd, token)
+        return ForeignArena.enter(fd, token)
     finally:
         os.close(fd)
 

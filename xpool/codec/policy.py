@@ -53,8 +53,8 @@ class Layout(NamedTuple):
     keep: Callable[[Any, Any], Any] | None = None
     """Share mode, in a worker: reduces a tensor on a device, which it keeps, to a handle."""
 
-    lends: Arena | None = None
-    """Share mode: where the tokens are that stand for memory of GPUs (`loans`)."""
+    exports: Arena | None = None
+    """Share mode: where the tokens are that stand for memory of GPUs (`cuda_ipc`)."""
 
     reach: Callable[[str, int | None], bool] | None = None
     """In the pool's process: whether a worker, or any (None), sees a GPU."""
@@ -91,7 +91,7 @@ def share(layout: Layout, arena: Arena, method: str | None) -> Layout:
     """Return a layout for share mode; ``method``: only tensors of this kind, None: each."""
     return layout._replace(
         arena=arena if method in (None, "cpu") else None,
-        lends=arena if method in (None, "cuda") else None,
+        exports=arena if method in (None, "cuda") else None,
         method=method,
     )
 

@@ -1,9 +1,9 @@
 """Processes of workers: how they start and end, what becomes of their work, who takes their place.
 
 A process has one worker, or several as threads (`Slot.siblings`).  These end together, so the books
-of all are made at once: first all that any of them has sent is taken in, since they have one seat
-in the arena; then what each held is lost, tried again or given to others; then the process is
-started anew, for all of them.
+of all are made at once: first all that any of them has sent is taken in, since they have one
+attachment to the arena; then what each held is lost, tried again or given to others; then the
+process is started anew, for all of them.
 
 Called with the engine's lock held.
 """
@@ -46,7 +46,8 @@ STOP_GRACE = 0.3
 class Recipe(NamedTuple):
     """How processes are started.
 
-    ``orders(index, generation, seat)`` returns the first message to a worker; ``inherited``: what
+    ``orders(index, generation, attachment)`` returns the first message to a worker;
+    ``inherited``: what
     cannot be sent, for start methods that fork.
     """
 
@@ -103,16 +104,16 @@ class Replacement:
         if self.ending:
             return
         recipe, slots = self._recipe, (slot, *slot.siblings)
-        arena, seat = self._tidying.take_seat()
+        arena, attachment = self._tidying.take_seat()
         try:
             # Before there is a process: when this fails, the slot is as it was.
-            orders = [recipe.orders(one.index, one.generation + 1, seat) for one in slots]
+            orders = [recipe.orders(one.index, one.generation + 1, attachment) for one in slots]
             name = f"{recipe.name}-worker-{slot.index}"
             slot.start(recipe.launcher, name, recipe.daemon, recipe.inherited, arena)
         except BaseException:
-            self._tidying.free_seat(seat)
+            self._tidying.free_seat(attachment)
             raise
-        slot.seat = seat
+        slot.attachment = attachment
         assert slot.handle is not None
         sentinel = slot.handle.sentinel
         try:
@@ -257,8 +258,8 @@ class Replacement:
             self._switchboard.ended(slot)
         slot.gone()
         # All that it has sent is held here by now.
-        self._tidying.free_seat(slot.seat)
-        slot.seat = None
+        self._tidying.free_seat(slot.attachment)
+        slot.attachment = None
 
     def _make_accounts(self, ended: list[Slot], exitcode: int | None) -> None:
         """Answer what the workers of a process ran, or have it tried again; others get the rest."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from xpool.engine.reactor import Reactor
 from xpool.shm.arena import IDLE, Arena
-from xpool.tensors.loans import sweep
+from xpool.tensors import cuda_ipc
 
 __all__ = ["Tidying"]
 
 
 class Tidying:
-    """The arena's seats, one for each process of workers, and when it is to be trimmed.
+    """The arena's attachments, one for each process of workers, and when it is to be trimmed.
 
     Called with the engine's lock held, except `after_turn` and `end`, which take their time.
     """
@@ -18,7 +18,7 @@ class Tidying:
     def __init__(self, arena: Arena | None, reactor: Reactor) -> None:
         self._arena = arena
         self._reactor = reactor
-        self._dead_seats: list[int] = []  # to be cleared by the engine's thread
+        self._pending_reclaim: list[int] = []  # to be cleared by the engine's thread
         self._due = False  # so is the memory that lay unused
         self._planned = False
         self._pause = IDLE
@@ -27,13 +27,13 @@ class Tidying:
 
     def take_seat(self) -> tuple[Arena | None, int | None]:
         """Return the arena and a place in it for a new process, None: there is no more."""
-        seat = None if self._arena is None else self._arena.take_seat()
-        return (self._arena if seat is not None else None), seat
+        attachment = None if self._arena is None else self._arena.take_seat()
+        return (self._arena if attachment is not None else None), attachment
 
-    def free_seat(self, seat: int | None) -> None:
-        """The process that had this seat has ended, or was not started."""
-        if seat is not None:
-            self._dead_seats.append(seat)
+    def free_seat(self, attachment: int | None) -> None:
+        """The process that had this attachment has ended, or was not started."""
+        if attachment is not None:
+            self._pending_reclaim.append(attachment)
 
     def later(self) -> None:
         """Blocks of the arena are in use: their memory goes back when they are not."""
@@ -50,17 +50,17 @@ class Tidying:
 
     def after_turn(self) -> bool:
         """Do what is due, without the lock; return whether `again` is to be called, with it."""
-        while self._dead_seats and self._arena is not None:
-            self._arena.bury(self._dead_seats.pop())
-        sweep()
+        while self._pending_reclaim and self._arena is not None:
+            self._arena.reclaim(self._pending_reclaim.pop())
+        cuda_ipc.collect()
         if not self._due:
             return False
         arena = self._arena
         self._due = self._planned = False  # first: what comes into use from here on is planned anew
-        lent = sweep(everything=True)
-        # The memory of a GPU is scarce: whether it is lent still is looked at more often.
-        self._pause = IDLE if lent else min(2 * self._pause, 60.0)
-        return bool((arena is not None and arena.trim()) or lent)
+        exported = cuda_ipc.collect(everything=True)
+        # The memory of a GPU is scarce: whether it is exported still is looked at more often.
+        self._pause = IDLE if exported else min(2 * self._pause, 60.0)
+        return bool((arena is not None and arena.trim()) or exported)
 
     def again(self) -> None:
         """There is more to give back: look once more, after a longer pause."""
@@ -68,12 +68,12 @@ class Tidying:
 
     def end(self) -> None:
         """All workers have ended."""
-        while self._dead_seats and self._arena is not None:
-            self._arena.bury(self._dead_seats.pop())
+        while self._pending_reclaim and self._arena is not None:
+            self._arena.reclaim(self._pending_reclaim.pop())
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.end()
-            sweep(everything=True)
+            cuda_ipc.collect(everything=True)
 
     def forget(self) -> None:
         """This process is a fork of the one that has the workers: the arena is not ours."""

@@ -21,13 +21,13 @@ from xpool.engine.replacement import Recipe
 from xpool.options import default_processes
 from xpool.pool.packing import Packer, find_arena
 from xpool.pool.sight import Sight
-from xpool.tensors.loans import sweep
+from xpool.tensors import cuda_ipc
 from xpool.workers.launch import Launcher, search_path
 
 if TYPE_CHECKING:
     from xpool.pool.process import Pool
 
-__all__ = ["Engine", "Orders", "Packer", "Recipe", "Sight", "find_arena", "pools", "sweep"]
+__all__ = ["Engine", "Orders", "Packer", "Recipe", "Sight", "find_arena", "cuda_ipc", "pools"]
 
 
 class Orders:
@@ -58,7 +58,7 @@ class Orders:
         self._forked = launcher.forks
         self._threads = max(1, default_processes() // pool._size)
 
-    def __call__(self, index: int, generation: int, seat: int | None) -> bytes:
+    def __call__(self, index: int, generation: int, attachment: int | None) -> bytes:
         arena = self._arena
         process = multiprocessing.current_process()
         orders = {
@@ -82,25 +82,27 @@ class Orders:
             "seed": self._seed + f"/{index}/{generation}".encode(),
             "threads": self._threads,
             "forked": self._forked,
-            "initializer": _plain(self._initializer, seat),
-            "arena": None if arena is None else arena.facts(seat or 0, self._limit),
+            "initializer": _plain(self._initializer, attachment),
+            "arena": None if arena is None else arena.facts(attachment or 0, self._limit),
             "copy_tensor": self._copy_tensor,
             "share_method": self._share_method,
             "token": self._token,
             "peers": self._peers,
-            "context": None if self._contexts is None else _plain(self._contexts[index], seat),
+            "context": None
+            if self._contexts is None
+            else _plain(self._contexts[index], attachment),
         }
         return pickle.dumps(orders)
 
 
-def _plain(message: bytes | None, seat: int | None) -> bytes | None:
+def _plain(message: bytes | None, attachment: int | None) -> bytes | None:
     """Return the bytes of a message alone: the blocks that it names are held here, by itself.
 
-    A worker without a seat in the arena gets all of it.
+    A worker without an attachment in the arena gets all of it.
     """
     if message is None:
         return None
-    return bytes(inline(message) if seat is None else message)
+    return bytes(inline(message) if attachment is None else message)
 
 
 def _environment() -> dict[str, str]:

@@ -86,7 +86,7 @@ class Packer:
         if pending:
             deliver()
         # Each copies what it gets, from one block, whichever GPU it sees.
-        layout = self.layout._replace(kept=True, lends=None)
+        layout = self.layout._replace(kept=True, exports=None)
         try:
             payload = encode(obj, recurse=self.recurse, layout=layout)
         except TaskNotPicklable as exc:

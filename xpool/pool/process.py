@@ -118,7 +118,7 @@ class Pool(AllWorkers):
         self._arena = arena
         self._memory_limit = limit
         self._packer = assembly.Packer(is_recursive, layout)
-        self._sweep = assembly.sweep
+        self._collect = assembly.cuda_ipc.collect
         self._files = []
         self._order = threading.RLock()
         assembly.pools[self._token] = self
@@ -249,8 +249,8 @@ class Pool(AllWorkers):
         if terms.waits:
             self._engine.call(task_range)
             self._pump()
-            del task_range  # it holds what was lent for this call
-            self._sweep()
+            del task_range  # it holds what was exported for this call
+            self._collect()
         else:
             self._engine.submit(task_range)
 

@@ -36,7 +36,7 @@ from xpool.codec.policy import BY_PIPE, Layout
 from xpool.errors import OptionError
 from xpool.interrupt import shielded
 from xpool.pickle import decode, encode
-from xpool.shm import guests
+from xpool.shm import foreign
 from xpool.shm.arena import Arena, Block
 from xpool.transport import packets
 
@@ -47,8 +47,8 @@ _FILE_HEAD = struct.Struct("<BxxxxxxxQ")
 _MOST_FDS = 64
 
 _FOR_A_MESSAGE = 3
-"""Descriptors that a process needs for a moment to take out a message: its ticket, and two to
-become a guest of its arena."""
+"""Descriptors that a process needs for a moment to take out a message: its
+in-flight lease, and two to open its arena."""
 
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL if sys.platform == "linux" else 0
 
@@ -117,11 +117,11 @@ class SimpleQueue:
         else:
             self._put(message, -1, held)
         if held:
-            guests.call()
+            foreign.call()
 
     def _put(self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]) -> None:
         while not self._try_put(packet, file, held):
-            guests.settle()  # what arrives now is let go even if we wait here for long
+            foreign.reclaim_arrived()  # what arrives now is let go even if we wait here for long
             self._wait(self._writer, select.POLLOUT, None)
             self._check_open()
 
@@ -154,7 +154,7 @@ class SimpleQueue:
             if not self._wait(self._reader, select.POLLIN, end):
                 raise Empty
         if type(message) is Leased:
-            guests.call()
+            foreign.call()
         return decode(message)
 
     quick_put, quick_get = put, get  # machin's names for them without its locks; here are none
@@ -263,19 +263,19 @@ class SimpleQueue:
 
     @shielded
     def _send(self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]) -> None:
-        with guests.passing:
+        with foreign.passing:
             fds = [] if file < 0 else [file]
-            fds += [guests.tickets_of(arena).descriptor() for arena in held]
+            fds += [foreign.in_flight_leases_of(arena).descriptor() for arena in held]
             self._writer.sendmsg([packet], packets.rights(fds), _SEND)
             for arena, blocks in held.items():
-                guests.tickets_of(arena).sent(blocks)
+                foreign.in_flight_leases_of(arena).sent(blocks)
 
     # -- the reader's side -------------------------------------------------------------------------
 
     @shielded
     def _try_get(self) -> bytes | memoryview | None:
         """Take out a message if there is one, and take hold of its blocks."""
-        with guests.passing:
+        with foreign.passing:
             _need_descriptors(self._reader.fileno())
             try:
                 data, fds, lost = packets.receive(self._reader, packets.LONGEST, _MOST_FDS)
@@ -336,10 +336,10 @@ def _lease(nbytes: int) -> Block | None:
     if arena is None:
         return None
     block = arena.lease(nbytes)
-    while block is None and guests.settle():
+    while block is None and foreign.reclaim_arrived():
         block = arena.lease(nbytes)
         if block is None:
-            time.sleep(_PAUSE)  # no event tells that a ticket has come back
+            time.sleep(_PAUSE)  # no event tells that an in-flight lease has come back
     return block
 
 
@@ -352,7 +352,7 @@ def _opened(data: bytes, fds: list[int]) -> bytes | memoryview:
         return message
     for token, fd in zip(frame.tokens(message), fds):
         if token not in Arena._known:
-            guests.Guest.enter(fd, token)
+            foreign.ForeignArena.enter(fd, token)
     return frame.adopt(message)
 
 

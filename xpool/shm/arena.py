@@ -2,7 +2,7 @@
 
 One anonymous file for a program: the process that owns pools makes it, each worker is handed its
 descriptor once and maps it whole.  The file is huge and empty; memory is used only where it has
-been written.  Every process has a **seat**, and with it a region of the file in which it alone
+been written.  Every process has an **attachment**: a region of the file, in which it alone
 allocates **blocks**.  Whoever maps the file can use any block in place: a value is copied into a
 block once, by its sender, and what travels through the pipe is the name of the block.
 
@@ -10,13 +10,13 @@ block once, by its sender, and what travels through the pipe is the name of the 
 can be orphaned.  A block is free for its owner when no process holds it.  A sender holds what it
 has sent until it knows that the receiver has taken hold (a task was answered, an answer was
 acknowledged), so a block in flight is held by someone at any moment.  When a process dies, the one
-that gave it its seat takes out its mail and then clears its holds (`bury`); its blocks that others
-still hold stay where they are.
+that gave it its attachment takes out what it has sent and then clears its holds (`reclaim`); its
+blocks that others still hold stay where they are.
 
-An entry of a table keeps its place and size for ever, so a table can be read by whoever sits in
-that seat next.  The stamp changes when a block is found free and is part of its name: who comes too
-late finds another stamp, not another's value.  Memory is asked for before it is written, so that a
-shortage is a refusal, and then the value goes through the pipe; it is never a SIGBUS.
+An entry of a table keeps its place and size for ever, so a table can be read by whoever has
+that attachment next.  The stamp changes when a block is found free and is part of its name: who
+comes too late finds another stamp, not another's value.  Memory is asked for before it is written,
+so that a shortage is a refusal, and then the value goes through the pipe; it is never a SIGBUS.
 
 **Within the process** one lock guards the books, and nobody waits for it who might have it already:
 a finalizer leaves word (`drop`), and whoever has the lock looks for such word when he has let go of
@@ -39,7 +39,7 @@ from threading import get_ident
 
 from xpool import forks
 from xpool.interrupt import shielded
-from xpool.shm import seats
+from xpool.shm import attachments
 from xpool.shm.block import Block, block_types, make_block_type
 from xpool.shm.layout import ENTRIES, HOLDS, PAGE, File
 from xpool.shm.region import Region
@@ -66,16 +66,16 @@ class Arena:
     _known: dict[int, Arena] = {}  # by token
     _mapping: type[File] = File
     _allotting: type[Region] = Region
-    is_guest = False  # it came with a message: see `xpool.shm.guests`
+    is_foreign = False  # it came with a message: see `xpool.shm.foreign`
     _finalizing = staticmethod(sys.is_finalizing)
 
-    def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
+    def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
         self.file = self._mapping(fd, region)
         self.token = token
-        self.seat = seat
+        self.attachment = attachment
         self.limit = limit
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
-        self._mine = self.file.holds(seat)
+        self._mine = self.file.holds(attachment)
         self._lock = threading.RLock()
         self._turn = 0  # the thread that has the lock, by its identity
         # Holds of this process: how often by block, and those that were dropped since.
@@ -83,15 +83,15 @@ class Arena:
         self._dropped: deque[int] = deque()
         self._late: list[int] = []  # held by a signal handler, not counted yet
         self._pins: list[tuple[int, list[int]]] = []  # by forked children, see `_before_fork`
-        # Of the process that made the file: seats to give away, those in which nobody allocates,
+        # Of the process that made the file: attachments to give away; those where nobody allocates,
         # so that what is let go there can be punched, blocks there that were held when their
-        # owner ended, and seats of the dead whose messages are still on their way.
-        self._seats: list[int] = []
+        # owner ended, and attachments of the dead whose messages are still on their way.
+        self._attachments: list[int] = []
         self._vacant: set[int] = set()
         self._left: set[int] = set()
-        self._graves: set[int] = set()
+        self._pending_reclaim: set[int] = set()
         self._engines = 0
-        self._region = self._allotting(self.file, seat)
+        self._region = self._allotting(self.file, attachment)
         Arena._known[token] = self
 
     # -- making and joining ------------------------------------------------------------------------
@@ -124,34 +124,34 @@ class Arena:
         try:
             fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
             os.ftruncate(fd, File.size_for(region))
-            seats.sit(fd, 0)
+            attachments.attach(fd, 0)
             arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
         except (OSError, ValueError, OverflowError):
             # No such thing here, or a limit on addresses or descriptors: pipes do as well.
             if fd >= 0:
                 os.close(fd)
             return None
-        arena._seats = list(range(HOLDS - 1, 0, -1))
+        arena._attachments = list(range(HOLDS - 1, 0, -1))
         arena._vacant = set(range(HOLDS))
         return arena
 
     @classmethod
     def join(cls, fd: int, facts: tuple[int, int, int, int]) -> Arena:
-        """Map the file of the process that gave us this descriptor and a seat.
+        """Map the file of the process that gave us this descriptor and an attachment.
 
         Raises:
             OSError: the system refuses; most likely a limit on addresses (``ulimit -v``).
         """
         return cls(fd, *facts)
 
-    def facts(self, seat: int, limit: int) -> tuple[int, int, int, int]:
+    def facts(self, attachment: int, limit: int) -> tuple[int, int, int, int]:
         """Return what `join` needs besides the descriptor, as builtins."""
-        return self.token, seat, self.file.region, limit
+        return self.token, attachment, self.file.region, limit
 
     @classmethod
     def here(cls) -> Arena | None:
         """Return the arena of the pool that this process works for, else its own."""
-        return next((one for one in cls._known.values() if not one.is_guest), None) or cls.own()
+        return next((one for one in cls._known.values() if not one.is_foreign), None) or cls.own()
 
     @classmethod
     def find(cls, token: int) -> Arena:
@@ -175,7 +175,7 @@ class Arena:
             offset = None if other is arena else other._offset_of(address)
             if offset is not None:
                 number = other.file.find(offset)
-                return number is None or not other.file.only(number, other.seat)
+                return number is None or not other.file.only(number, other.attachment)
         return False
 
     @classmethod
@@ -203,7 +203,7 @@ class Arena:
         """Note that a pool of this process uses the arena."""
         with self._lock:
             self._engines += 1
-            self._vacant.discard(self.seat)
+            self._vacant.discard(self.attachment)
 
     @shielded
     def end(self) -> None:
@@ -212,44 +212,44 @@ class Arena:
             self._engines -= 1
             last = not self._engines
             if last:
-                self._vacant.add(self.seat)
+                self._vacant.add(self.attachment)
         if last:
             self.trim(float("inf"))
-        self._settle()
+        self._catch_up()
 
     @shielded
     def take_seat(self) -> int | None:
-        """Return a seat for a process to come; None when all are taken."""
+        """Return an attachment for a process to come; None when all are taken."""
         with self._lock:
-            for seat in reversed(self._seats):
-                if seats.claim(self.file, self.file.fd, seat, guest=False):
-                    self._seats.remove(seat)
-                    self._vacant.discard(seat)
-                    return seat
+            for attachment in reversed(self._attachments):
+                if attachments.claim(self.file, self.file.fd, attachment, foreign=False):
+                    self._attachments.remove(attachment)
+                    self._vacant.discard(attachment)
+                    return attachment
             return None
 
     @shielded
-    def bury(self, seat: int) -> None:
-        """Clear the holds of a process that has ended, and give its seat away again.
+    def reclaim(self, attachment: int) -> None:
+        """Clear the holds of a process that has ended, and give its attachment away again.
 
         What it has sent must have been adopted before.  Takes milliseconds, or more where a dead
         process had many blocks: not to be called with other locks held.
         """
-        numbers = range(seat * ENTRIES, seat * ENTRIES + self.file.entries(seat))
-        if seats.taken(self.file.fd, seat):
+        numbers = range(attachment * ENTRIES, attachment * ENTRIES + self.file.entries(attachment))
+        if attachments.taken(self.file.fd, attachment):
             # What a process has put into queues outlives it, and with it the process's holds.
             with self._lock:
-                self._graves.add(seat)
+                self._pending_reclaim.add(attachment)
             return
-        self.file.clear_holds(seat)
-        seats.leave(self.file, self.file.fd, seat)
+        self.file.clear_holds(attachment)
+        attachments.leave(self.file, self.file.fd, attachment)
         with self._lock:
-            self._vacant.add(seat)
+            self._vacant.add(attachment)
             self._left.update(n for n in numbers if self.file.filled[n])
         self._sweep()
         with self._lock:
-            self._seats.append(seat)
-        self._settle()
+            self._attachments.append(attachment)
+        self._catch_up()
 
     def _sweep(self) -> None:
         """Give back the memory of blocks whose owners have ended and that nobody holds."""
@@ -304,7 +304,7 @@ class Arena:
             finally:
                 self._turn = 0
         if self._dropped or self._late:
-            self._settle()
+            self._catch_up()
         return block
 
     @shielded
@@ -354,15 +354,15 @@ class Arena:
             finally:
                 self._turn = 0
         if self._dropped or self._late:
-            self._settle()
+            self._catch_up()
         return block
 
     @shielded
     def alone(self, block: Block) -> bool:
         """Whether this hold is the only one on its block, of any process."""
-        self._settle()
+        self._catch_up()
         number = block.number
-        return self._counts.get(number) == 1 and self.file.only(number, self.seat)
+        return self._counts.get(number) == 1 and self.file.only(number, self.attachment)
 
     def _hold(self, number: int) -> Block:
         # Counted before there is a `Block` that would be dropped if an exception came in between.
@@ -388,9 +388,9 @@ class Arena:
         if self._finalizing():
             return  # the modules may be gone already; the process takes its holds with it
         self._dropped.append(number)
-        self._settle()
+        self._catch_up()
 
-    def _settle(self) -> None:
+    def _catch_up(self) -> None:
         # Whoever has the lock looks again when he has let go of it: so nothing is left lying, and
         # a collection that strikes while its own thread has the lock does not wait for itself.
         me = get_ident()
@@ -439,9 +439,11 @@ class Arena:
             return True  # as in `lease`
         before = (time.monotonic() if now is None else now) - IDLE
         more = True
-        while self._graves and not seats.taken(self.file.fd, seat := next(iter(self._graves))):
-            self._graves.discard(seat)
-            self.bury(seat)
+        while self._pending_reclaim and not attachments.taken(
+            self.file.fd, attachment := next(iter(self._pending_reclaim))
+        ):
+            self._pending_reclaim.discard(attachment)
+            self.reclaim(attachment)
         with self._take_turn():
             self._unpin()
             self._take_dropped()
@@ -451,12 +453,12 @@ class Arena:
             with self._take_turn():
                 more = self._region.give_back(before)
         self._sweep()
-        self._settle()
-        return self._region.filled or bool(self._pins or self._left or self._graves)
+        self._catch_up()
+        return self._region.filled or bool(self._pins or self._left or self._pending_reclaim)
 
     def _clear_dead(self) -> bool:
-        """As the one that made the file: let guests that have ended hold nothing."""
-        return self.seat == 0 and seats.clear_dead(self.file, self.file.fd, 0)
+        """As the one that made the file: let others that have ended hold nothing."""
+        return self.attachment == 0 and attachments.clear_dead(self.file, self.file.fd, 0)
 
     @shielded
     def statistics(self) -> dict[str, int]:
@@ -474,14 +476,14 @@ class Arena:
                 "out": self._region.out,
                 "held": len(self._counts),
             }
-        self._settle()
+        self._catch_up()
         return found
 
     # -- forks -------------------------------------------------------------------------------------
     #
-    # A child that the program forks sees the same memory, but has no seat.  What its parent held at
-    # that moment must not be given away while the child may look at it: it is held once more until
-    # the child ends, or becomes another program, and with it the writing end of a pipe.
+    # A child that the program forks sees the same memory, but has no attachment.  What its parent
+    # held at that moment must not be given away while the child may look: it is held once more
+    # until the child ends, or becomes another program, and with it the writing end of a pipe.
 
     def _pin(self, fd: int) -> None:
         held = list(self._counts)
@@ -557,7 +559,7 @@ def _after_fork_in_parent() -> None:
             arena._pin(r)
         arena._turn = 0
         arena._lock.release()
-        arena._settle()
+        arena._catch_up()
 
 
 def _after_fork_in_child() -> None:

@@ -2,11 +2,11 @@
 
 ::
 
-    ledger    u64 for each seat: how many entries its table has; then the marks of `seats`
-    tables    for each seat, ENTRY bytes for each block:
-                  HOLDS bytes, one for each seat: 1 while that process holds the block
+    ledger    u64 for each attachment: how many entries its table has; then marks of `attachments`
+    tables    for each attachment, ENTRY bytes for each block:
+                  HOLDS bytes, one for each attachment: 1 while that process holds the block
                   u64 offset in the file, u64 capacity, u64 filled, u32 stamp
-    regions   for each seat: the blocks themselves
+    regions   for each attachment: the blocks themselves
 
 ``filled`` are the bytes of the block that have memory behind them, from its start.
 """
@@ -22,10 +22,10 @@ from bisect import bisect_right
 __all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "File"]
 
 HOLDS = 480
-"""Seats: processes that can have the file mapped at a time, the program's own included."""
+"""Attachments: processes that can have the file mapped at a time, the program's own included."""
 
 ENTRIES = 1 << 18
-"""Blocks of one seat, at most."""
+"""Blocks of one attachment, at most."""
 
 PAGE = mmap.PAGESIZE
 LARGE = 4 * PAGE
@@ -59,9 +59,9 @@ class File:
         self.filled = words[first + 2 :: _ENTRY // 8]
         self.stamps = halves[2 * (first + 3) :: _ENTRY // 4]
 
-    def holds(self, seat: int) -> memoryview:
-        """Return the column of a seat: 1 where its process holds the block."""
-        return self._tables[seat::_ENTRY]
+    def holds(self, attachment: int) -> memoryview:
+        """Return the column of an attachment: 1 where its process holds the block."""
+        return self._tables[attachment::_ENTRY]
 
     @staticmethod
     def size_for(region: int) -> int:
@@ -77,15 +77,15 @@ class File:
         """Bytes of the file that are mapped."""
         return self.size_for(self.region)
 
-    def start(self, seat: int) -> int:
-        """Return where a seat's region begins."""
-        return _DATA + seat * self.region
+    def start(self, attachment: int) -> int:
+        """Return where an attachment's region begins."""
+        return _DATA + attachment * self.region
 
     # -- tables --------------------------------------------------------------------------------
 
-    def entries(self, seat: int) -> int:
-        """Return how many entries a seat's table has."""
-        return self._ledger[seat]
+    def entries(self, attachment: int) -> int:
+        """Return how many entries an attachment's table has."""
+        return self._ledger[attachment]
 
     def add(self, number: int, offset: int, capacity: int) -> bool:
         """Write the next entry of a table; False when there is no memory for it."""
@@ -94,23 +94,23 @@ class File:
             return False
         self.offsets[number] = offset
         self.capacities[number] = capacity
-        seat, index = divmod(number, ENTRIES)
-        self._ledger[seat] = index + 1
+        attachment, index = divmod(number, ENTRIES)
+        self._ledger[attachment] = index + 1
         return True
 
     def exists(self, number: int) -> bool:
         """Whether there is such a block."""
-        seat, index = divmod(number, ENTRIES)
-        return 0 <= seat < HOLDS and index < self._ledger[seat]
+        attachment, index = divmod(number, ENTRIES)
+        return 0 <= attachment < HOLDS and index < self._ledger[attachment]
 
     def find(self, offset: int) -> int | None:
         """Return the block that begins at an offset; None: none does."""
-        seat, past = divmod(offset - _DATA, self.region)
-        if not 0 <= seat < HOLDS or past < 0:
+        attachment, past = divmod(offset - _DATA, self.region)
+        if not 0 <= attachment < HOLDS or past < 0:
             return None
-        # The offsets of a seat's entries only grow.
-        first = seat * ENTRIES
-        numbers = range(first, first + self._ledger[seat])
+        # The offsets of an attachment's entries only grow.
+        first = attachment * ENTRIES
+        numbers = range(first, first + self._ledger[attachment])
         place = bisect_right(numbers, offset, key=self.offsets.__getitem__) - 1
         return first + place if place >= 0 and self.offsets[first + place] == offset else None
 
@@ -136,16 +136,16 @@ class File:
             pass
         return self.map[at : at + HOLDS] == _NOBODY
 
-    def only(self, number: int, seat: int) -> bool:
-        """Whether nobody but the process in this seat holds a block."""
+    def only(self, number: int, attachment: int) -> bool:
+        """Whether nobody but the process in this attachment holds a block."""
         at = _TABLES + number * _ENTRY
         holds = bytearray(self.map[at : at + HOLDS])
-        holds[seat] = 0
+        holds[attachment] = 0
         return holds == _NOBODY
 
-    def clear_holds(self, seat: int) -> None:
+    def clear_holds(self, attachment: int) -> None:
         """Let a process that has ended hold nothing."""
-        holds = self.holds(seat)
+        holds = self.holds(attachment)
         for other in range(HOLDS):
             count = self._ledger[other]
             if count:

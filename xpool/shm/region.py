@@ -33,10 +33,10 @@ def _capacity(nbytes: int) -> int:
 class Region:
     """The allocator.  A block is free when nobody holds it; its memory stays, warm, for a while."""
 
-    def __init__(self, file: File, seat: int) -> None:
+    def __init__(self, file: File, attachment: int) -> None:
         self._file = file
-        self._first = seat * ENTRIES
-        self._top = file.start(seat)
+        self._first = attachment * ENTRIES
+        self._top = file.start(attachment)
         self._end = self._top + file.region
         self._since: list[float] = []  # by index: when it was found free
         # Those that someone holds, or did when last looked at; the young in the order of leases.
@@ -47,7 +47,7 @@ class Region:
         self._bare: dict[int, list[int]] = defaultdict(list)
         self._spare = 0  # bytes of memory that can go back, in `_warm`
         # Who sat here before may have left blocks that others still hold.
-        count = file.entries(seat)
+        count = file.entries(attachment)
         if count:
             last = self._first + count - 1
             self._top = file.offsets[last] + file.capacities[last]

@@ -1,6 +1,6 @@
 """The few calls of torch that sharing the memory of a GPU takes: all of them, and no policy.
 
-`loans` decides; a test puts a stand-in into the place of `calls`.  Identities of GPUs, not their
+`cuda_ipc` decides; a test puts a stand-in into the place of `calls`.  Identities of GPUs, not their
 numbers, go between processes, since each may be masked to others.
 """
 

@@ -34,9 +34,9 @@ from xpool.codec.reducers import (
 from xpool.errors import TaskNotPicklable
 from xpool.shm.buffers import buffer_at
 from xpool.tensors import composite
+from xpool.tensors.cuda_ipc import export, import_, tensor_on_gpu
 from xpool.tensors.devices import fetch, is_kept, on_own_device
 from xpool.tensors.extents import Extent, Piece, Seen, extent
-from xpool.tensors.loans import borrow, lend, tensor_on_gpu
 from xpool.tensors.sharing import move, open_storage, share
 
 __all__ = ["Memory", "bytes_of", "piece_of"]
@@ -255,10 +255,10 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
 def _on_device(pickler: Context, tensor: Any, name: str) -> Any:
     """A tensor on a device: where it is, if that can be shared in this message, or copied."""
     if tensor.is_cuda:
-        loan = lend(pickler, tensor.untyped_storage(), partial(composite.about, tensor))
-        if loan is not None:
+        exported = export(pickler, tensor.untyped_storage(), partial(composite.about, tensor))
+        if exported is not None:
             place = tensor.storage_offset(), name, tuple(tensor.shape), tensor.stride()
-            return tensor_on_gpu, (*loan, *place)
+            return tensor_on_gpu, (*exported, *place)
     fetched = fetch(pickler.layout, tensor)
     if fetched is None:
         return on_own_device, (tensor.cpu(),)
@@ -315,9 +315,9 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
     if pickler.layout.arena is not None and storage.device.type == "cpu":
         return open_storage, share(pickler, storage)
     if storage.device.type == "cuda":
-        loan = lend(pickler, storage, lambda: f"A storage of {storage.nbytes()} bytes")
-        if loan is not None:
-            return borrow, loan
+        exported = export(pickler, storage, lambda: f"A storage of {storage.nbytes()} bytes")
+        if exported is not None:
+            return import_, exported
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return _storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)

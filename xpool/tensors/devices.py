@@ -15,8 +15,8 @@ from typing import Any
 from xpool.codec.policy import Layout, Placement, placement
 from xpool.shm.arena import Block
 from xpool.tensors import pinned
+from xpool.tensors.cuda_ipc import from_the_pool
 from xpool.tensors.extents import extent
-from xpool.tensors.loans import from_the_pool
 
 __all__ = ["copy_to", "fetch", "is_kept", "on_own_device"]
 
@@ -24,7 +24,7 @@ __all__ = ["copy_to", "fetch", "is_kept", "on_own_device"]
 def is_kept(layout: Layout, tensor: Any) -> bool:
     """Whether a worker keeps a tensor that it sends, and sends a handle to it.
 
-    What the pool's process has lent goes back there as it is.
+    What the pool's process has exported goes back there as it is.
     """
     if layout.keep is None or tensor.is_cpu or tensor.is_meta:
         return False

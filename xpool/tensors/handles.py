@@ -8,8 +8,8 @@ How long the worker keeps a tensor is told by a block of the arena, a few bytes 
 whoever has the handle, or a message with it, holds that block.  So all that is true of blocks (a
 message that nobody opens, a process that is killed) is true of handles.
 
-Another process that sees the same GPU can use the tensor in place (`loans`).  Its owner, asked for
-that, pickles it so (`Sealed`); the pool's process passes that on, or opens it on request.
+Another process that sees the same GPU can use the tensor in place (`cuda_ipc`).  Its owner, asked
+for that, pickles it so (`Sealed`); the pool's process passes that on, or opens it on request.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from xpool.codec.policy import Layout, pools
 from xpool.codec.reducers import Context, builder, in_place, register
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 from xpool.shm.arena import Arena, Block
+from xpool.tensors.cuda_ipc import gpu_of
 from xpool.tensors.devices import copy_to, on_own_device
-from xpool.tensors.loans import gpu_of
 from xpool.worker_local import WorkerLocal
 
 __all__ = ["Keeper", "TensorHandle"]
@@ -133,7 +133,7 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
         return handle.__reduce__()
     if layout.target is not None and layout.target != handle.worker:
         gpu, reach = handle.gpu, layout.reach
-        if gpu and layout.lends is not None and reach is not None and reach(gpu, layout.target):
+        if gpu and layout.exports is not None and reach is not None and reach(gpu, layout.target):
             return _reduce_sealed(pickler, handle.seal())
         return on_own_device, (handle.cpu(),)
     return open_handle, (in_place(pickler, handle._block), handle._block.name, *handle._about)
@@ -210,7 +210,7 @@ class Keeper:
     def seal(self, tensor: Any) -> Sealed:
         """Pickle a tensor for processes that see its GPU."""
         # Several may open it: each has a copy of what is beside the tensor.
-        layout = Layout(self._arena.lease, lends=self._arena, kept=True)
+        layout = Layout(self._arena.lease, exports=self._arena, kept=True)
         message = encode(tensor, layout=layout)
         blocks = list(message.blocks.values()) if type(message) is Leased else []
         return Sealed(self.pool, bytes(message), blocks)
@@ -220,7 +220,7 @@ class Keeper:
         kept = self._kept.get(name)
         return None if kept is None else kept[1]
 
-    def sweep(self, everything: bool = False) -> bool:
+    def collect(self, everything: bool = False) -> bool:
         """Let go of tensors to which there are no handles; return whether any are left.
 
         Looks at some of them in turn, or at ``everything``.

@@ -25,8 +25,8 @@ from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.pickle import decode, encode
 from xpool.shm.arena import IDLE, Arena, Block
+from xpool.tensors import cuda_ipc
 from xpool.tensors.handles import Keeper
-from xpool.tensors.loans import settle, sweep
 from xpool.transport.outbox import Outbox
 from xpool.transport.pipes import BlockingFrameReader, write_all
 from xpool.transport.spin import Spin
@@ -162,7 +162,7 @@ class _Worker:
         self._objects = Objects(arena, orders["token"])
         self._peers: Peers | None = None
         if control >= 0 and arena is not None:
-            layout = self._layout._replace(keep=None, lends=None)
+            layout = self._layout._replace(keep=None, exports=None)
             self._peers = Peers(orders["index"], orders["peers"], control, layout)
         self._waits_for_others = False  # for the end of holds, by what `_release` found last
         self._tidy_at = 0.0  # when to look for memory that was unused for long
@@ -269,14 +269,14 @@ class _Worker:
     def _release(self, everything: bool = False) -> bool:
         """Let go of what nobody needs any more; return whether tensors are kept for handles."""
         self._replies.forget_adopted()
-        self._waits_for_others = self._objects.sweep()
+        self._waits_for_others = self._objects.collect()
         if self._peers is not None:
-            self._waits_for_others |= self._peers.settle()
+            self._waits_for_others |= self._peers.acknowledge()
         keeper = self._keeper
         if keeper is None:
             return False
-        kept = keeper.sweep(everything)
-        return sweep(everything) or kept
+        kept = keeper.collect(everything)
+        return cuda_ipc.collect(everything) or kept
 
     def _tasks(self, count: int, body: bytes | memoryview, run: Callable[..., Any]) -> None:
         replies = self._replies
@@ -332,7 +332,7 @@ class _Worker:
             else:
                 value = [func(*args) for args in task]
             if self._keeper is not None:
-                settle()
+                cuda_ipc.synchronize()
         except SystemExit:
             raise
         except BaseException as exc:

@@ -112,7 +112,7 @@ class _Channel:
         self.told = self.got
         return True
 
-    def settle(self) -> None:
+    def acknowledge(self) -> None:
         """Say what was taken out, if that is owed and there is room."""
         if self.told < self.got and not self.ended:
             self._packet(_TAKEN, 0, 0, b"")
@@ -158,7 +158,7 @@ class _Channel:
         self.bytes_in += size
         self.inbox.setdefault(scope, deque()).append(message)
         if type(message) is Leased:
-            self.settle()
+            self.acknowledge()
 
     def next(self, scope: int) -> Any:
         """Return the next message of a scope that was taken out; None: there is none."""
@@ -284,13 +284,13 @@ class Peers:
         finally:
             self._scope = 0
 
-    def settle(self) -> bool:
+    def acknowledge(self) -> bool:
         """Let go of what peers have taken hold of; return whether something is under way."""
         with self._lock:
             for channel in self._all():
                 if channel.under_way:
                     channel.take_out(False)
-                channel.settle()
+                channel.acknowledge()
                 if channel.ended:
                     channel.under_way.clear()
             return any(channel.under_way for channel in self._all())
@@ -411,7 +411,7 @@ class Peers:
 
     def _lease(self, nbytes: int) -> Block | None:
         assert self._lessor is not None
-        self.settle()  # what peers have taken hold of may be free for this
+        self.acknowledge()  # what peers have taken hold of may be free for this
         return self._lessor(nbytes)
 
 

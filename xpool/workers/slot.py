@@ -77,7 +77,7 @@ class Slot:
         self.generation = 0  # processes started here so far
         self.siblings: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
         self.has_control = False
-        self.seat: int | None = None  # its place in the arena
+        self.attachment: int | None = None  # its place in the arena
         self.lifeline = None
         self._fresh()
 

@@ -1,13 +1,13 @@
-"""Blocks that travel to processes which the arena's maker did not start: guests and tickets.
+"""Blocks that travel to processes which the arena's maker did not start.
 
-A message that carries descriptors can name blocks of any arena: its sender attaches a **ticket**
-for each (`Tickets`), which is a descriptor of that arena's file, and the receiver, where it does
-not have the file yet, becomes a **guest** of it (`Guest`).  What the kernel does for both is in
-`xpool.shm.seats`.
+A message that carries descriptors can name blocks of any arena: its sender attaches an in-flight
+lease for each (`InFlightLeases`), a descriptor of that arena's file, and the receiver, where it
+does not have the file yet, opens it as a `ForeignArena`.  What the kernel does for both is in
+`xpool.shm.attachments`.
 
-The sender's hold on the blocks stays until it finds that the ticket is closed everywhere: the
+The sender's hold on the blocks stays until it finds that the lease is closed everywhere: the
 receiver has taken hold and closed it, or it died, or the message went down with its queue.  If the
-sender dies first, the ticket keeps its seat, and so its holds, alive.
+sender dies first, the lease keeps its attachment, and so its holds, alive.
 
 `tidy` looks after all this.  It runs in a thread of its own, `call` starts it, which is there as
 long as something is on its way or at hand, and comes round every few seconds: so memory goes back
@@ -25,56 +25,58 @@ from collections.abc import Iterable
 
 from xpool import forks
 from xpool.interrupt import shielded
-from xpool.shm import seats
+from xpool.shm import attachments
 from xpool.shm.arena import IDLE, Arena, Block
 from xpool.shm.layout import ENTRIES, HOLDS, File
 from xpool.shm.region import Region
 
-__all__ = ["Guest", "Tickets", "call", "passing", "tickets_of", "tidy"]
+__all__ = ["ForeignArena", "InFlightLeases", "call", "passing", "in_flight_leases_of", "tidy"]
 
 passing = threading.RLock()
 """Held while descriptors of messages are open, for moments only, so that no fork copies them: a
-child's copy would keep a ticket open.  Re-entrant, for signal handlers that use a queue."""
+child's copy would keep a lease open.  Re-entrant, for signal handlers that use a queue."""
 
 _LOOKS = 4
-"""Tickets that a sender looks at when it issues one: more than it issues."""
+"""In-flight leases that a sender looks at when it issues one: more than it issues."""
 
 _SHARE = 32
 _SHARE_BYTES = 256 * 1024
-"""Messages, and bytes in blocks, that go under one ticket."""
+"""Messages, and bytes in blocks, that go under one in-flight lease."""
 
 
-# -- guests ------------------------------------------------------------------------------------
+# -- foreign arenas ---------------------------------------------------------------------------
 
 
 class _Part(File):
-    """As much of the file as a guest needs: the tables and the maker's region, others when asked.
+    """As much of the file as is needed: the tables and the maker's region, others when asked.
 
     The whole would be tens of terabytes of addresses, of which there is room for few.
     """
 
     def __init__(self, fd: int, region: int) -> None:
         super().__init__(fd, region)
-        self._others: dict[int, tuple[mmap.mmap, int]] = {}  # by seat: the region, its address
+        self._others: dict[
+            int, tuple[mmap.mmap, int]
+        ] = {}  # by attachment: the region, its address
 
     def _extent(self) -> int:
         return self.start(1)
 
     def address_at(self, offset: int) -> int:
         """Return where a byte of another region than the first lies."""
-        seat = (offset - self.start(0)) // self.region
-        if seat not in self._others:
-            region = mmap.mmap(self.fd, self.region, offset=self.start(seat))
+        attachment = (offset - self.start(0)) // self.region
+        if attachment not in self._others:
+            region = mmap.mmap(self.fd, self.region, offset=self.start(attachment))
             region.madvise(mmap.MADV_DONTDUMP)
             address = ctypes.addressof(ctypes.c_char.from_buffer(region))
-            self._others[seat] = region, address
-        return self._others[seat][1] + offset - self.start(seat)
+            self._others[attachment] = region, address
+        return self._others[attachment][1] + offset - self.start(attachment)
 
     def offset_of(self, address: int) -> int | None:
         """Return which byte of these regions lies at an address; None: none of them does."""
-        for seat, (_, begin) in list(self._others.items()):
+        for attachment, (_, begin) in list(self._others.items()):
             if 0 <= address - begin < self.region:
-                return self.start(seat) + address - begin
+                return self.start(attachment) + address - begin
         return None
 
 
@@ -84,7 +86,7 @@ class _NoRegion(Region):
     blocks = out = 0
     filled = False
 
-    def __init__(self, file: File, seat: int) -> None:
+    def __init__(self, file: File, attachment: int) -> None:
         return
 
     def collect_all(self) -> None:
@@ -94,41 +96,41 @@ class _NoRegion(Region):
         return False
 
 
-class Guest(Arena):
+class ForeignArena(Arena):
     """The arena of another process, to hold blocks in.  It gives none."""
 
     _mapping: type[File] = _Part
     _allotting: type[Region] = _NoRegion
     file: _Part
-    is_guest = True
+    is_foreign = True
 
-    def __init__(self, fd: int, token: int, seat: int, region: int, limit: int) -> None:
-        super().__init__(fd, token, seat, region, limit)
+    def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
+        super().__init__(fd, token, attachment, region, limit)
         self._was_used = True  # since the last `tidy`
         self._heritage = set(range(HOLDS))  # to be cleared when the maker is dead
 
     @classmethod
-    def enter(cls, fd: int, token: int) -> Guest:
-        """Take a seat in the file that this descriptor (of a message) is open for.
+    def enter(cls, fd: int, token: int) -> ForeignArena:
+        """Take an attachment in the file that this descriptor (of a message) is open for.
 
         Raises:
             OSError: the system refuses descriptors or addresses.
-            LookupError: too many processes have taken seats.
+            LookupError: too many processes have taken attachments.
         """
         region = File.region_of(fd)
-        own = seats.reopen(fd)
+        own = attachments.reopen(fd)
         try:
-            guest = cls(own, token, HOLDS - 1, region, 0)
+            foreign = cls(own, token, HOLDS - 1, region, 0)
             try:
-                for seat in range(HOLDS - 1, seats.FIRST_GUEST - 1, -1):
-                    if seats.claim(guest.file, own, seat, guest=True):
-                        guest.seat = seat
-                        guest._mine = guest.file.holds(seat)
-                        _guests[token] = guest
-                        return guest
+                for attachment in range(HOLDS - 1, attachments.FIRST_FOREIGN - 1, -1):
+                    if attachments.claim(foreign.file, own, attachment, foreign=True):
+                        foreign.attachment = attachment
+                        foreign._mine = foreign.file.holds(attachment)
+                        _foreign[token] = foreign
+                        return foreign
                 raise LookupError(
                     f"a message of xpool lies in the memory of another process, which "
-                    f"{HOLDS - seats.FIRST_GUEST} processes use already; more are not possible"
+                    f"{HOLDS - attachments.FIRST_FOREIGN} processes use already; that is the most"
                 )
             except BaseException:
                 del cls._known[token]
@@ -138,13 +140,13 @@ class Guest(Arena):
             raise
 
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
-        """Return None: a guest has no region."""
+        """Return None: nothing is allocated here."""
         return None
 
     @property
     def orphaned(self) -> bool:
         """Whether the process that made the file has ended."""
-        return not seats.alive(self.file.fd, 0)
+        return not attachments.alive(self.file.fd, 0)
 
     @shielded
     def tidy(self) -> bool:
@@ -160,10 +162,10 @@ class Guest(Arena):
                 if orphaned:
                     self._inherit()
                 return True
-            del Arena._known[self.token], _guests[self.token]
-            if self.token in _tickets:
-                _tickets.pop(self.token).retire()
-            seats.leave(self.file, self.file.fd, self.seat)
+            del Arena._known[self.token], _foreign[self.token]
+            if self.token in _in_flight:
+                _in_flight.pop(self.token).retire()
+            attachments.leave(self.file, self.file.fd, self.attachment)
             os.close(self.file.fd)
             return False
 
@@ -183,24 +185,26 @@ class Guest(Arena):
     def _inherit(self) -> None:
         """Give back what nobody holds, in the place of the one who made the file."""
         file, fd = self.file, self.file.fd
-        # Workers' seats are their parent's, whom they do not outlive.
-        for seat in self._heritage - {self.seat}:
-            if seats.claim(file, fd, seat, guest=True):
-                seats.leave(file, fd, seat)
-                self._heritage.remove(seat)
-        seats.clear_dead(file, fd, self.seat)
-        for seat in range(HOLDS):
-            for number in range(seat * ENTRIES, seat * ENTRIES + file.entries(seat)):
+        # Workers' attachments are their parent's, whom they do not outlive.
+        for attachment in self._heritage - {self.attachment}:
+            if attachments.claim(file, fd, attachment, foreign=True):
+                attachments.leave(file, fd, attachment)
+                self._heritage.remove(attachment)
+        attachments.clear_dead(file, fd, self.attachment)
+        for attachment in range(HOLDS):
+            for number in range(
+                attachment * ENTRIES, attachment * ENTRIES + file.entries(attachment)
+            ):
                 self._punch_if_free(number)
 
 
-_guests: dict[int, Guest] = {}  # by token
+_foreign: dict[int, ForeignArena] = {}  # by token
 
 
-# -- tickets -----------------------------------------------------------------------------------
+# -- in-flight leases -------------------------------------------------------------------------
 
 
-class _Ticket:
+class _InFlightLease:
     __slots__ = ("blocks", "fd", "nbytes", "number")
 
     def __init__(self, number: int, fd: int) -> None:
@@ -209,68 +213,68 @@ class _Ticket:
         self.nbytes = 0
 
 
-class Tickets:
+class InFlightLeases:
     """What this process has sent of one arena, and holds until it has arrived.
 
-    All but `sweep` under `passing`.
+    All but `reclaim` under `passing`.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._next = 1
-        self._current: _Ticket | None = None
-        self._out: deque[_Ticket] = deque()
+        self._current: _InFlightLease | None = None
+        self._out: deque[_InFlightLease] = deque()
 
     @shielded
     def descriptor(self) -> int:
-        """Return the ticket for the next message: small ones that follow each other share one.
+        """Return the lease for the next message: small ones that follow each other share one.
 
         Raises:
             OSError: no descriptor is left.
         """
         if self._current is None:
-            fd = seats.issue(self._arena.file.fd, self._arena.seat, self._next)
-            self._current = _Ticket(self._next, fd)
+            fd = attachments.open_lease(self._arena.file.fd, self._arena.attachment, self._next)
+            self._current = _InFlightLease(self._next, fd)
             self._next += 1
         return self._current.fd
 
     @shielded
     def sent(self, blocks: Iterable[Block]) -> None:
         """Keep the blocks of a message that has gone with `descriptor`."""
-        ticket = self._current
-        assert ticket is not None
+        lease = self._current
+        assert lease is not None
         for block in blocks:
-            ticket.blocks.append(block)
-            ticket.nbytes += block.capacity
-        if len(ticket.blocks) >= _SHARE or ticket.nbytes >= _SHARE_BYTES:
+            lease.blocks.append(block)
+            lease.nbytes += block.capacity
+        if len(lease.blocks) >= _SHARE or lease.nbytes >= _SHARE_BYTES:
             self.retire()
-        self.sweep(_LOOKS)
+        self.reclaim(_LOOKS)
 
     @shielded
     def retire(self) -> None:
-        """Let nothing more go under the ticket at hand, so that it can come back."""
-        ticket = self._current
-        if ticket is not None:
+        """Let nothing more go under the in-flight lease at hand, so that it can come back."""
+        lease = self._current
+        if lease is not None:
             self._current = None
-            os.close(ticket.fd)
-            if ticket.blocks:
-                self._out.append(ticket)
+            os.close(lease.fd)
+            if lease.blocks:
+                self._out.append(lease)
 
     @shielded
-    def sweep(self, most: int | None = None) -> bool:
-        """Let go of the blocks whose tickets have come back, of the ``most`` oldest or of all.
+    def reclaim(self, most: int | None = None) -> bool:
+        """Let go of the blocks whose leases have come back, of the ``most`` oldest or of all.
 
         Returns whether any had.
         """
-        fd, seat = self._arena.file.fd, self._arena.seat
+        fd, attachment = self._arena.file.fd, self._arena.attachment
         found = False
         for _ in range(len(self._out) if most is None else most):
             try:
-                ticket = self._out.popleft()
+                lease = self._out.popleft()
             except IndexError:
                 break  # another thread sweeps too
-            if seats.out(fd, seat, ticket.number):
-                self._out.append(ticket)
+            if attachments.out(fd, attachment, lease.number):
+                self._out.append(lease)
             else:
                 found = True
         return found
@@ -281,25 +285,25 @@ class Tickets:
         return bool(self._out) or self._current is not None
 
 
-_tickets: dict[int, Tickets] = {}  # by token
+_in_flight: dict[int, InFlightLeases] = {}  # by token
 
 
-def tickets_of(arena: Arena) -> Tickets:
-    """Return the tickets of this process for an arena; under `passing`."""
-    found = _tickets.get(arena.token)
+def in_flight_leases_of(arena: Arena) -> InFlightLeases:
+    """Return the in-flight leases of this process for an arena; under `passing`."""
+    found = _in_flight.get(arena.token)
     if found is None:
-        found = _tickets[arena.token] = Tickets(arena)
+        found = _in_flight[arena.token] = InFlightLeases(arena)
     return found
 
 
 @shielded
-def settle() -> bool:
+def reclaim_arrived() -> bool:
     """Let go of all that has arrived; return whether something is still on its way."""
     with passing:
-        for one in _tickets.values():
+        for one in _in_flight.values():
             one.retire()
-            one.sweep()
-        return any(one.pending for one in _tickets.values())
+            one.reclaim()
+        return any(one.pending for one in _in_flight.values())
 
 
 # -- tidying up --------------------------------------------------------------------------------
@@ -310,10 +314,10 @@ def tidy(now: float | None = None) -> bool:
 
     ``now`` is as of `Arena.trim`: what has been free for `IDLE` seconds then goes back.
     """
-    again = settle()
+    again = reclaim_arrived()
     with passing:
         for arena in list(Arena._known.values()):
-            again |= arena.tidy() if isinstance(arena, Guest) else arena.trim(now)
+            again |= arena.tidy() if isinstance(arena, ForeignArena) else arena.trim(now)
     return again
 
 
@@ -357,15 +361,15 @@ def _run() -> None:
 
 def _after_fork_in_child() -> None:
     global _calling, _thread, _wake
-    for one in _tickets.values():
+    for one in _in_flight.values():
         if one._current is not None:
             os.close(one._current.fd)
-    _tickets.clear()
-    for guest in _guests.values():
-        # As long as we may look at what our parent held, its seat must be kept.
-        if not guest._counts:
-            os.close(guest.file.fd)
-    _guests.clear()
+    _in_flight.clear()
+    for foreign in _foreign.values():
+        # As long as we may look at what our parent held, its attachment must be kept.
+        if not foreign._counts:
+            os.close(foreign.file.fd)
+    _foreign.clear()
     _calling = threading.RLock()
     _thread = None
     _wake = threading.Event()

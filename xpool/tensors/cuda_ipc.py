@@ -1,14 +1,14 @@
-"""Share mode for memory of a GPU: a process lends what it has, and others see it by CUDA's IPC.
+"""Share mode for memory of a GPU: a process exports what it has, and others see it by CUDA's IPC.
 
 What travels is `Facts`, by which the receiver opens the memory, and the name of a **token**: a
 block of the arena, a few bytes, that stands for the memory.  A message holds the token, and who has
-opened the memory holds it as long as any tensor uses it; the lender keeps the memory as long as
+opened the memory holds it as long as any tensor uses it; the exporter keeps the memory as long as
 anybody else holds the token.  So the rules of CUDA's IPC, that the producer must keep what others
 use, that it is not opened where it was made, and that who received it does not export it again,
 are kept here, and a process that is killed holds nothing any more.
 
-One who has borrowed memory sends on the facts that it has got, and the lender's token: any number
-of hops lead to the one memory, and back to the lender's own storage.
+One who has imported memory sends on the facts that it has got, and the exporter's token: any number
+of hops lead to the one memory, and back to the exporter's own storage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ from xpool.shm.arena import Arena, Block
 from xpool.shm.layout import ENTRIES
 from xpool.tensors import cuda
 
-__all__ = ["Facts", "borrow", "from_the_pool", "gpu_of", "lend", "settle", "sweep", "tensor_on_gpu"]
+__all__ = [
+    "Facts",
+    "import_",
+    "from_the_pool",
+    "gpu_of",
+    "export",
+    "collect",
+    "synchronize",
+    "tensor_on_gpu",
+]
 
 WAY_OUT = (
     "Copies can always be sent: is_copy_tensor=True, or share_method='cpu', which shares only what "
@@ -40,7 +49,7 @@ WAY_OUT = (
 
 _TOKEN = 64  # bytes: the least that a block has
 
-_AT_ONCE = 64  # loans that are looked at before a task
+_AT_ONCE = 64  # exports that are looked at before a task
 
 
 class Facts(NamedTuple):
@@ -53,14 +62,14 @@ class Facts(NamedTuple):
     """Its UUID."""
 
     pid: int
-    """Of the lender."""
+    """Of the exporter."""
 
     handle: bytes
     nbytes: int
     offset: int
 
 
-class _Lent:
+class _Exported:
     """What a storage of this process is known by.  It is an attribute of the storage."""
 
     def __init__(self, facts: Facts, address: int) -> None:
@@ -69,7 +78,7 @@ class _Lent:
         self.block: Block | None = None  # the token, while it is in `_lent`
 
 
-class _Borrowed:
+class _Imported:
     """The hold of this process on somebody's memory.
 
     An attribute of the storage, so it lives as long as any tensor uses that.
@@ -93,16 +102,18 @@ _Key = tuple[int, int]  # of a token: its arena's token, and its name
 
 # Guarded by `_lock`, which a thread holds for moments; opening memory may take longer.
 _lock = threading.RLock()
-_lent: dict[_Key, tuple[_Lent, Any]] = {}  # with the storage; those looked at last come last
-_borrowed: weakref.WeakValueDictionary[_Key, _Borrowed] = weakref.WeakValueDictionary()
+_exported: dict[
+    _Key, tuple[_Exported, Any]
+] = {}  # with the storage; those looked at last come last
+_imported: weakref.WeakValueDictionary[_Key, _Imported] = weakref.WeakValueDictionary()
 
 
 def _after_fork_in_child() -> None:
-    global _lock, _lent, _borrowed
+    global _lock, _exported, _imported
     _lock = threading.RLock()  # some thread of the parent may have held it
     # CUDA does not survive a fork: these are the parent's, and not even to be let go of here.
-    _of_parent.append((_lent, _borrowed))
-    _lent, _borrowed = {}, weakref.WeakValueDictionary()
+    _of_parent.append((_exported, _imported))
+    _exported, _imported = {}, weakref.WeakValueDictionary()
 
 
 _of_parent: list[Any] = []
@@ -110,15 +121,15 @@ _of_parent: list[Any] = []
 forks.at_fork(in_child=_after_fork_in_child)
 
 
-# -- the lender --------------------------------------------------------------------------------
+# -- the exporter --------------------------------------------------------------------------------
 
 
 class _Refused(Exception):
     pass
 
 
-def lend(pickler: Context, storage: Any, about: Callable[[], str]) -> Any:
-    """Return the arguments of `borrow` in a message; None: its layout has copies of such memory.
+def export(pickler: Context, storage: Any, about: Callable[[], str]) -> Any:
+    """Return the arguments of `import_` in a message; None: its layout has copies of such memory.
 
     Before, the GPU is waited for: what this process has asked of it so far has been done.
 
@@ -129,7 +140,7 @@ def lend(pickler: Context, storage: Any, about: Callable[[], str]) -> Any:
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
     """
     layout = pickler.layout
-    arena = layout.lends
+    arena = layout.exports
     if arena is None or not storage.nbytes():
         return None
     known = _known(storage)
@@ -138,7 +149,7 @@ def lend(pickler: Context, storage: Any, about: Callable[[], str]) -> Any:
     try:
         cuda.calls.synchronize(cuda.calls.ordinal(storage))
         with _lock:
-            facts, block = _borrowed_again(arena, known) or _lend(arena, storage, known)
+            facts, block = _exported_again(arena, known) or _export_storage(arena, storage, known)
         _check_reach(layout, facts.gpu)
     except _Refused as exc:
         raise TaskNotPicklable(f"{about()} cannot be shared: {exc} {WAY_OUT}") from exc.__cause__
@@ -153,13 +164,13 @@ def _check_reach(layout: Layout, gpu: str) -> None:
     raise _Refused(f"{who} its GPU ({gpu}).")
 
 
-def _known(storage: Any) -> _Lent | _Borrowed | None:
-    found: _Lent | _Borrowed | None = getattr(storage, "xpool_loan", None)
+def _known(storage: Any) -> _Exported | _Imported | None:
+    found: _Exported | _Imported | None = getattr(storage, "xpool_ipc", None)
     return found
 
 
-def _borrowed_again(arena: Arena, known: Any) -> tuple[Facts, Block] | None:
-    if type(known) is not _Borrowed:
+def _exported_again(arena: Arena, known: Any) -> tuple[Facts, Block] | None:
+    if type(known) is not _Imported:
         return None
     if known.block.arena is not arena:
         raise _Refused(
@@ -169,18 +180,18 @@ def _borrowed_again(arena: Arena, known: Any) -> tuple[Facts, Block] | None:
     return known.facts, known.block
 
 
-def _lend(arena: Arena, storage: Any, known: Any) -> tuple[Facts, Block]:
+def _export_storage(arena: Arena, storage: Any, known: Any) -> tuple[Facts, Block]:
     # torch wraps a storage once more each time that it exports it: so that is done once.
     if known is None or known.address != storage.data_ptr():
-        known = _Lent(_export(storage), storage.data_ptr())
+        known = _Exported(_export(storage), storage.data_ptr())
     block: Block | None = known.block
     if block is None:
         block = arena.lease(_TOKEN)
         if block is None:
             raise _Refused("no shared memory is left for what stands for it.")
         known.block = block
-        storage.xpool_loan = known
-        _lent[arena.token, block.name] = known, storage
+        storage.xpool_ipc = known
+        _exported[arena.token, block.name] = known, storage
     return known.facts, arena.adopt(block.name)  # the message's own hold, beside the table's
 
 
@@ -195,29 +206,29 @@ def _export(storage: Any) -> Facts:
         raise _Refused(f"CUDA's IPC cannot be had here ({exc}).") from exc
 
 
-def sweep(everything: bool = False) -> bool:
-    """Let go of memory that nobody else has any more; return whether any is lent.
+def collect(everything: bool = False) -> bool:
+    """Let go of memory that nobody else has any more; return whether any is exported.
 
-    Looks at some loans in turn, or at ``everything``.
+    Looks at some exports in turn, or at ``everything``.
     """
-    if _lent and _take_back(everything) and not _lent:
+    if _exported and _take_back(everything) and not _exported:
         cuda.calls.collect()
-    return bool(_lent)
+    return bool(_exported)
 
 
 @shielded
 def _take_back(everything: bool) -> bool:
     found = False
     with _lock:
-        for key in list(islice(_lent, len(_lent) if everything else _AT_ONCE)):
-            lent, storage = _lent.pop(key)
-            block = lent.block
+        for key in list(islice(_exported, len(_exported) if everything else _AT_ONCE)):
+            exported, storage = _exported.pop(key)
+            block = exported.block
             assert block is not None
             if block.arena.alone(block):
-                lent.block = None
+                exported.block = None
                 found = True
             else:
-                _lent[key] = lent, storage
+                _exported[key] = exported, storage
     return found
 
 
@@ -225,8 +236,8 @@ def _take_back(everything: bool) -> bool:
 
 
 @builder
-def borrow(buffer: Any, facts: tuple[Any, ...]) -> Any:
-    """Return the storage that a token stands for: the lender's own there, opened elsewhere.
+def import_(buffer: Any, facts: tuple[Any, ...]) -> Any:
+    """Return the storage that a token stands for: the exporter's own there, opened elsewhere.
 
     Raises:
         DeviceError: it cannot be opened; the message says why and what to do.
@@ -234,9 +245,9 @@ def borrow(buffer: Any, facts: tuple[Any, ...]) -> Any:
     block: Block = buffer.obj
     key = block.arena.token, block.name
     with _lock:
-        if key in _lent:
-            return _lent[key][1]
-        known = _borrowed.get(key)
+        if key in _exported:
+            return _exported[key][1]
+        known = _imported.get(key)
         storage = None if known is None else known.storage()
         if storage is None:
             storage = _open(Facts(*facts), key, block)
@@ -245,8 +256,8 @@ def borrow(buffer: Any, facts: tuple[Any, ...]) -> Any:
 
 @builder
 def tensor_on_gpu(buffer: Any, facts: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
-    """Return a tensor that uses a storage as `borrow` does."""
-    return cuda.calls.tensor(borrow(buffer, facts), offset, name, shape, strides)
+    """Return a tensor that uses a storage as `import_` does."""
+    return cuda.calls.tensor(import_(buffer, facts), offset, name, shape, strides)
 
 
 def _open(facts: Facts, key: _Key, block: Block) -> Any:
@@ -273,7 +284,7 @@ def _open(facts: Facts, key: _Key, block: Block) -> Any:
         storage = calls.open(ordinal, facts.handle, facts.nbytes, facts.offset)
     except RuntimeError as exc:
         raise DeviceError(f"{what} cannot be opened: {exc}. {WAY_OUT}") from exc
-    storage.xpool_loan = _borrowed[key] = _Borrowed(facts, block, ordinal, storage)
+    storage.xpool_ipc = _imported[key] = _Imported(facts, block, ordinal, storage)
     return storage
 
 
@@ -288,15 +299,15 @@ def _lives(pid: int) -> bool:
 # -- both ----------------------------------------------------------------------------------------
 
 
-def settle() -> None:
-    """Wait for the GPUs whose memory this process has lent or borrowed, if it has any.
+def synchronize() -> None:
+    """Wait for the GPUs whose memory this process has exported or imported, if it has any.
 
     So an answer comes after the writes of its task.
     """
-    if _lent or _borrowed:
+    if _exported or _imported:
         with _lock:
-            ordinals = {cuda.calls.ordinal(storage) for _, storage in _lent.values()}
-        for ordinal in ordinals | {one.ordinal for one in list(_borrowed.values())}:
+            ordinals = {cuda.calls.ordinal(storage) for _, storage in _exported.values()}
+        for ordinal in ordinals | {one.ordinal for one in list(_imported.values())}:
             cuda.calls.synchronize(ordinal)
 
 
@@ -311,8 +322,8 @@ def gpu_of(tensor: Any) -> str | None:
 
 
 def from_the_pool(tensor: Any) -> bool:
-    """Whether a tensor uses memory that the pool's own process has lent to this one."""
-    if not _borrowed or not tensor.is_cuda:
+    """Whether a tensor uses memory that the pool's own process has exported to this one."""
+    if not _imported or not tensor.is_cuda:
         return False
     try:
         return _is_of_pool(_known(tensor.untyped_storage()))
@@ -322,4 +333,4 @@ def from_the_pool(tensor: Any) -> bool:
 
 def _is_of_pool(known: Any) -> bool:
     # The tokens of the process that made the arena come first in its table.
-    return type(known) is _Borrowed and known.block.number < ENTRIES
+    return type(known) is _Imported and known.block.number < ENTRIES
