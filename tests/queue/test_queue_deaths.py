@@ -195,7 +195,7 @@ def _state(pid: int) -> str:
 
 
 @pytest.mark.torch
-def test_a_guest_dies(make_queue: Any, start: Any):
+def test_a_reader_that_holds_dies(make_queue: Any, start: Any):
     """What a killed process had got and held is free again."""
     import torch
 
@@ -275,7 +275,7 @@ def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.Mo
     assert not any(arena.is_foreign for arena in Arena._known.values())
 
 
-def test_too_many_guests(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
+def test_too_many_readers(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """Where no attachment to a file is free, a message in it is refused, and the next one comes."""
     q = make_queue()
     start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)

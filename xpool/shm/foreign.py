@@ -130,7 +130,8 @@ class ForeignArena(Arena):
                         return foreign
                 raise LookupError(
                     f"a message of xpool lies in the memory of another process, which "
-                    f"{HOLDS - attachments.FIRST_FOREIGN} processes use already; that is the most"
+                    f"{HOLDS - attachments.FIRST_FOREIGN} processes use already; more are not "
+                    "possible"
                 )
             except BaseException:
                 del cls._known[token]
