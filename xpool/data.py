@@ -200,7 +200,7 @@ class _Epoch(Iterator[Any]):
         self._loader, self._pool = loader, pool
         owned = pool is not loader._given_pool and pool is not loader._kept
         self._clean = _janitor(pool if owned else None)
-        self._pending: deque[tuple[int, AsyncResult]] = deque()
+        self._pending: deque[tuple[int, AsyncResult[Any]]] = deque()
         generator = loader.generator
         self.progress = resume or _Progress(
             _random_state(generator), shards=[0] * loader.num_workers if loader._iterable else ()
@@ -296,13 +296,13 @@ class _Epoch(Iterator[Any]):
             self._finish()
 
 
-def _janitor(pool: BasePool | None) -> Callable[[Iterable[AsyncResult]], None]:
+def _janitor(pool: BasePool | None) -> Callable[[Iterable[AsyncResult[Any]]], None]:
     """Return what cancels results and ends a pool, in a thread that waits for it to be called.
 
     The garbage collector may call it, in any thread and whatever locks that holds: to put into
     such a queue is one operation that waits for nobody.
     """
-    orders: queue.SimpleQueue[Iterable[AsyncResult]] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[Iterable[AsyncResult[Any]]] = queue.SimpleQueue()
 
     def clean() -> None:
         for result in orders.get():

@@ -76,14 +76,14 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel = parallel
         # Guards nothing but itself: one operation on it is atomic.
-        self._jobs: set[AsyncResult] = set()
+        self._jobs: set[AsyncResult[Any]] = set()
         threads = self._prepare_worker_env(n_jobs)
         self._pool = _take(n_jobs, threads, {**self.backend_kwargs, **options})
         return n_jobs
 
     def submit(
         self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         """Have a batch run; ``callback`` is called with its outcome, in a thread of the pool."""
         kept = self._pool
         if kept is None:
@@ -132,13 +132,13 @@ class _Done:
     """The two callbacks of a batch, and its place among the unfinished ones."""
 
     def __init__(
-        self, jobs: set[AsyncResult], callback: Callable[[_Outcome], object] | None
+        self, jobs: set[AsyncResult[Any]], callback: Callable[[_Outcome], object] | None
     ) -> None:
         self._jobs, self._callback = jobs, callback
-        self._job: AsyncResult | None = None
+        self._job: AsyncResult[Any] | None = None
         self._over = False
 
-    def started(self, job: AsyncResult) -> None:
+    def started(self, job: AsyncResult[Any]) -> None:
         # It may have finished by now: who comes second takes it off.
         self._job = job
         self._jobs.add(job)

@@ -13,6 +13,7 @@ from xpool.errors import OptionError
 __all__ = [
     "CallOptions",
     "Exceptions",
+    "ManyOptions",
     "MapOptions",
     "Terms",
     "check_args",
@@ -44,10 +45,15 @@ class CallOptions(TypedDict, total=False):
     retry_on: Exceptions
 
 
-class MapOptions(CallOptions, total=False):
+class ManyOptions(CallOptions, total=False):
     """What the verbs of many tasks take by keyword; `BasePool.map` says what it means."""
 
     progress: bool | str | Callable[[int, int | None], object]
+
+
+class MapOptions(ManyOptions, total=False):
+    """With what the type of their results depends on."""
+
     on_error: Literal["raise", "return"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from xpool.errors import TaskCancelled, TimeoutError
 from xpool.interrupt import by_handler
@@ -28,6 +28,8 @@ __all__ = [
     "local",
     "tasks_in",
 ]
+
+T = TypeVar("T")
 
 # `local.blocking`, where a thread has it, is called before this thread waits for a result: a
 # thread that runs callbacks uses it to let others go on (see xpool.pool.callbacks).
@@ -146,7 +148,7 @@ class Job:
         return False
 
 
-class AsyncResult(Job):
+class AsyncResult(Job, Generic[T]):
     """The result of `apply_async`, as `multiprocessing.pool.AsyncResult`."""
 
     def __init__(
@@ -197,7 +199,7 @@ class AsyncResult(Job):
         about_to_block()
         self._waiters.wait(self.ready, timeout)
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> T:
         """Return the result when it arrives, or raise what the call raised.
 
         Raises:
@@ -210,10 +212,11 @@ class AsyncResult(Job):
         if self.progress is not None:
             self.progress.wait()
         if self._success:
-            return self._value
+            value: T = self._value
+            return value
         raise self._value
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T]:
         """Await the result in a loop of asyncio or trio; who is cancelled has it cancelled."""
         from xpool.event_loops import awaited  # here: asyncio takes long to import
 
@@ -302,7 +305,7 @@ class AsyncResult(Job):
             self._calling = None
 
 
-class MapResult(AsyncResult):
+class MapResult(AsyncResult[list[T]]):
     """The result of `map_async` and `starmap_async`, as `multiprocessing.pool.MapResult`.
 
     It is ready when every task has been answered; when some failed, `get` raises the error that

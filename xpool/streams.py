@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import repeat, starmap
-from typing import Any
+from typing import Any, TypeVar
 
 from xpool.errors import TimeoutError
 from xpool.progress import Progress
@@ -16,6 +16,8 @@ from xpool.results import Job, Parcel, Unopened, about_to_block, exception_in, t
 from xpool.waiters import Waiters
 
 __all__ = ["IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream"]
+
+T = TypeVar("T")
 
 
 BOOKKEEPING = 256
@@ -59,7 +61,7 @@ class Shelf:
         return self.moved - len(self.values)
 
 
-class IMapIterator(Iterator[Any]):
+class IMapIterator(Iterator[T]):
     """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
 
     def __init__(self, label: str, pool: Any, chunked: bool) -> None:
@@ -102,13 +104,13 @@ class IMapIterator(Iterator[Any]):
 
     __reduce__ = Job.__reduce__
 
-    def __iter__(self) -> IMapIterator:
+    def __iter__(self) -> IMapIterator[T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         return self.next()
 
-    def next(self, timeout: float | None = None) -> Any:
+    def next(self, timeout: float | None = None) -> T:
         """Return the next result, waiting at most ``timeout`` seconds for it.
 
         Raises:
@@ -119,6 +121,7 @@ class IMapIterator(Iterator[Any]):
         deadline: float | None = None
         while True:
             shelf, got = self.shelf, False
+            value: Any
             try:
                 # By a loop, since a signal handler that raised after a call would lose the value.
                 for value in shelf.take:
@@ -127,7 +130,7 @@ class IMapIterator(Iterator[Any]):
                         if self.taken is not None:
                             self.taken()
                         if type(value) is not Unopened:
-                            return value
+                            return value  # type: ignore[no-any-return]
                     except BaseException:
                         shelf.values.appendleft(value)
                         raise
@@ -155,11 +158,11 @@ class IMapIterator(Iterator[Any]):
             if not self._waiters.wait(self._movable, left):
                 raise TimeoutError(f"no next result of {self.label} after {timeout} s")
 
-    def __aiter__(self) -> IMapIterator:
+    def __aiter__(self) -> IMapIterator[T]:
         """Iterate in a loop of asyncio or trio; who is cancelled has what is left cancelled."""
         return self
 
-    def __anext__(self) -> Awaitable[Any]:
+    def __anext__(self) -> Awaitable[T]:
         from xpool.event_loops import next_of
 
         return next_of(self)
@@ -293,7 +296,7 @@ class IMapIterator(Iterator[Any]):
         self._waiters.wake()
 
 
-class IMapUnorderedIterator(IMapIterator):
+class IMapUnorderedIterator(IMapIterator[T]):
     """The results of `imap_unordered`: as they come."""
 
     def __init__(self, label: str, pool: Any, chunked: bool) -> None:
@@ -311,7 +314,7 @@ class Stream(Job):
     ``gone`` is called then; the tasks run all the same, and their answers are dropped too.
     """
 
-    def __init__(self, iterator: IMapIterator, number: int, gone: Callable[[], None]) -> None:
+    def __init__(self, iterator: IMapIterator[Any], number: int, gone: Callable[[], None]) -> None:
         super().__init__(number, iterator.label, None)
         self._iterator = weakref.ref(iterator, lambda _: gone())
         self._answered = 0

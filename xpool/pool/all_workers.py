@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool import errors
 from xpool.engine.face import EngineFace
@@ -17,12 +17,18 @@ from xpool.pool.base import BasePool
 from xpool.results import Job, Parcel, Unopened, exception_in, local
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
     from xpool.byvalue.broadcast import Broadcast
     from xpool.pool.group import WorkerGroup
     from xpool.pool.packing import Packer
     from xpool.worker.launch_shared import File
 
+    Ts = TypeVarTuple("Ts")
+
 __all__ = ["AllWorkers", "limit_of"]
+
+T = TypeVar("T")
 
 HINDSIGHT = 1.0
 """Seconds that an error which only follows from another worker's (`PeerLost`) waits for that."""
@@ -45,8 +51,8 @@ class AllWorkers(BasePool):
     _files: list[File]  # what was broadcast where there is no arena for it
 
     def run_all(
-        self, func: Callable[..., Any], *args: Any, timeout: float | None = None
-    ) -> list[Any]:
+        self, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], timeout: float | None = None
+    ) -> list[T]:
         """Call ``func(*args)`` once in each worker; return the results, by index of the worker.
 
         A worker that is busy comes to it when it has done what it has in hand; calls of several

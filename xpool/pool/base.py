@@ -46,7 +46,7 @@ from xpool.options import (
 from xpool.pool.callbacks import Callbacks, see_off
 from xpool.pool.hooks import Carried
 from xpool.pool.input_reader import InputReader
-from xpool.pool.verbs import Verbs
+from xpool.pool.public import PublicVerbs
 from xpool.results import AsyncResult, Job, Parcel, exception_in, tasks_in
 from xpool.streams import Stream
 from xpool.waiters import Flag
@@ -69,7 +69,7 @@ def _living() -> list[BasePool]:
     return [pool for ref in list(_pools.values()) if (pool := ref()) is not None]
 
 
-class BasePool(Verbs):
+class BasePool(PublicVerbs):
     """The base of all pools: the verbs of `multiprocessing.pool.Pool`, on overridable hooks.
 
     Args:

@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import time
+from typing import Any
 
 from xpool.interrupt import shielded
 from xpool.results import AsyncResult, local
@@ -34,12 +35,12 @@ class Callbacks:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[AsyncResult | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[AsyncResult[Any] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards the two below
         self._runner: threading.Thread | None = None
         self._threads: list[tuple[threading.Thread, Flag]] = []
 
-    def add(self, job: AsyncResult) -> None:
+    def add(self, job: AsyncResult[Any]) -> None:
         """Have the callback of a settled job run; the job is completed after it."""
         self._queue.put(job)
         with self._lock:

@@ -9,6 +9,7 @@ from typing import Any
 from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
 from xpool.options import check_iterable, resolve_processes
+from xpool.pool.context_verbs import C, ContextVerbs
 from xpool.pool.hooks import Hooks, Result, Task, each, star, star_each
 from xpool.pool.process import Pool
 from xpool.pool.thread import ThreadPool
@@ -18,7 +19,7 @@ from xpool.worker.entry import MOST
 __all__ = ["CtxPool", "CtxThreadPool"]
 
 
-class CtxPool(Pool):
+class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
     """A `Pool` in which every worker owns a context: tasks are ``func(ctx, *args, **kwds)``.
 
     Args:
@@ -46,7 +47,7 @@ class CtxPool(Pool):
         maxtasksperchild: int | None = None,
         context: Any = None,
         *,
-        worker_contexts: Iterable[Any] | None = None,
+        worker_contexts: Iterable[C] | None = None,
         **options: Any,
     ) -> None:
         self._contexts = _contexts(worker_contexts, processes)
@@ -117,7 +118,7 @@ def _refuse(**options: Any) -> None:
             )
 
 
-class CtxThreadPool(ThreadPool):
+class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
     """A `ThreadPool` in which every worker owns a context: ``func(ctx, *args, **kwds)``.
 
     The other arguments are those of `ThreadPool`.
@@ -131,7 +132,7 @@ class CtxThreadPool(ThreadPool):
         maxtasksperchild: int | None = None,
         context: Any = None,
         *,
-        worker_contexts: Iterable[Any] | None = None,
+        worker_contexts: Iterable[C] | None = None,
         **options: Any,
     ) -> None:
         self._contexts = _contexts(worker_contexts, processes)

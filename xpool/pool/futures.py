@@ -32,7 +32,7 @@ class _Future(concurrent.futures.Future[T]):
 
     # The call's result in the pool, while it is awaited.  Set by `submit`, once; cleared by
     # the thread that finishes the future, so that neither keeps the other alive.
-    job: AsyncResult | None = None
+    job: AsyncResult[Any] | None = None
 
     def cancel(self) -> bool:
         job = self.job
@@ -193,7 +193,7 @@ def _apply_row(fn: Callable[..., T], row: tuple[Any, ...]) -> T:
     return fn(*row)
 
 
-def _results(results: IMapIterator, deadline: float | None) -> Iterator[Any]:
+def _results(results: IMapIterator[Any], deadline: float | None) -> Iterator[Any]:
     """Hand out results; what is not taken is cancelled when the iterator is left."""
     try:
         while True:

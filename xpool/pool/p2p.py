@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import TaskRange
@@ -15,6 +15,8 @@ from xpool.results import AsyncResult, Job
 from xpool.worker.callables import InCall
 
 __all__ = ["P2PPool"]
+
+T = TypeVar("T")
 
 
 class P2PPool(Pool):
@@ -32,7 +34,7 @@ class P2PPool(Pool):
 
     def apply(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., T],
         args: Iterable[Any] = (),
         kwds: Mapping[str, Any] | None = None,
         *,
@@ -40,24 +42,25 @@ class P2PPool(Pool):
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Exceptions = (),
-    ) -> Any:
+    ) -> T:
         """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
         terms = self._terms(timeout, retries, retry_on, self._bind(worker), waits=True)
-        return self._call(func, args, kwds, None, None, terms).get()
+        value: T = self._call(func, args, kwds, None, None, terms).get()
+        return value
 
     def apply_async(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., T],
         args: Iterable[Any] = (),
         kwds: Mapping[str, Any] | None = None,
-        callback: Callable[[Any], object] | None = None,
+        callback: Callable[[T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
         worker: int | None = None,
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Exceptions = (),
-    ) -> AsyncResult:
+    ) -> AsyncResult[T]:
         """As `BasePool.apply_async`, on the worker with index ``worker`` if it is given.
 
         Raises:

@@ -102,7 +102,7 @@ class ProcessContext:
         self._failure: BaseException | None = None
         # What a worker is given first: `apply_async` returns before its process has a pid.
         self._pids = [pool.apply_async(os.getpid, worker=i) for i in range(len(args))]
-        self._pending: list[AsyncResult] = [
+        self._pending: list[AsyncResult[Any]] = [
             pool.apply_async(run, each, None, *self._told(i), worker=i)
             for i, each in enumerate(args)
         ]

@@ -1,18 +1,17 @@
-"""The verbs, and how each becomes a job and its tasks.  Written once, for all pools."""
+"""How each verb becomes a job and its tasks.  Written once, for all pools."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from xpool.errors import OptionError, XPoolError
 from xpool.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool.jobs.states import PoolStates
 from xpool.options import (
     Exceptions,
-    MapOptions,
     Terms,
     check_args,
     check_callable,
@@ -29,18 +28,15 @@ from xpool.pool.hooks import Hooks, each, star, star_each
 from xpool.pool.input_reader import FlowControl, InputReader
 from xpool.progress import Progress
 from xpool.results import AsyncResult, Job, MapResult, Unopened
-from xpool.streams import IMapIterator, IMapUnorderedIterator, Stream
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from xpool.streams import IMapIterator, Stream
 
 __all__ = ["Verbs"]
 
-It = TypeVar("It", bound=IMapIterator)
+It = TypeVar("It", bound=IMapIterator[Any])
 
 
 class Verbs(Hooks):
-    """The verbs of `multiprocessing.pool.Pool`.  `BasePool` adds what they stand on."""
+    """What the verbs of `xpool.pool.public` do.  `BasePool` adds what this stands on."""
 
     name: str
     _size: int
@@ -54,156 +50,6 @@ class Verbs(Hooks):
     _keeps_terms = False
     # Whether functions get their worker's context in front of their arguments.
     _gives_context = False
-
-    # -- the verbs ---------------------------------------------------------------------------------
-
-    def apply(
-        self,
-        func: Callable[..., Any],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-    ) -> Any:
-        """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
-
-        Of all verbs that start work:
-
-        * ``timeout``: seconds that each call of ``func`` may take, from when a worker begins it;
-          then it is stopped and its task fails with `TaskTimeout`.  None: the pool's
-          ``task_timeout``; infinity: any time.
-        * ``retries``: how often the task may run again when its worker dies, or when it raises
-          one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
-        """
-        terms = self._terms(timeout, retries, retry_on, waits=True)
-        return self._call(func, args, kwds, None, None, terms).get()
-
-    def apply_async(
-        self,
-        func: Callable[..., Any],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
-        callback: Callable[[Any], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-    ) -> AsyncResult:
-        """Have ``func(*args, **kwds)`` called in a worker; return its result to come.
-
-        ``callback(value)`` or ``error_callback(exception)`` is called when it is there, before
-        `get` returns, in a thread of the pool in which it may block and submit more.
-
-        Raises:
-            PoolClosed: the pool takes no more work.
-        """
-        terms = self._terms(timeout, retries, retry_on)
-        return self._call(func, args, kwds, callback, error_callback, terms)
-
-    def map(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int | None = None,
-        **options: Unpack[MapOptions],
-    ) -> list[Any]:
-        """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
-
-        A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
-        The error of a task is raised when all have been answered.
-
-        Of all verbs of many tasks, besides ``timeout``, ``retries`` and ``retry_on`` of `apply`:
-
-        * ``progress``: True or a title shows how many items are done, by tqdm or rich where one is
-          installed (``pip install xpool[progress]``), else on stderr; a callable is called with
-          the number of items that are done and that of all (None: the input does not say), at most
-          ten times a second, in a thread of its own, for the last time before the results are had.
-        * ``on_error="return"``: the exception of an item that fails stands in the place of its
-          result, and nothing is raised.  Each item is a task then, whatever the ``chunksize``, so
-          that none takes others with it.
-
-        Raises:
-            Exception: what a task raised, as it is; of several, what arrived first.
-            WorkerDied, TaskTimeout: a worker died in a task; it took longer than ``timeout``.
-            PoolClosed: the pool takes no more work.
-        """
-        terms = self._terms(**options)
-        return self._map(func, iterable, chunksize, False, None, None, terms).get()  # type: ignore[no-any-return]
-
-    def map_async(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int | None = None,
-        callback: Callable[[list[Any]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        **options: Unpack[MapOptions],
-    ) -> MapResult:
-        """As `map`, but return the result to come; callbacks as in `apply_async`."""
-        terms = self._terms(**options)
-        return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
-
-    def starmap(
-        self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
-        chunksize: int | None = None,
-        **options: Unpack[MapOptions],
-    ) -> list[Any]:
-        """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
-        terms = self._terms(**options)
-        return self._map(func, iterable, chunksize, True, None, None, terms).get()  # type: ignore[no-any-return]
-
-    def starmap_async(
-        self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
-        chunksize: int | None = None,
-        callback: Callable[[list[Any]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        **options: Unpack[MapOptions],
-    ) -> MapResult:
-        """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
-        terms = self._terms(**options)
-        return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
-
-    def imap(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int = 1,
-        *,
-        buffersize: int | None = None,
-        **options: Unpack[MapOptions],
-    ) -> IMapIterator:
-        """Return an iterator over the results, in order, while the input is still drawn.
-
-        ``buffersize``: at most so many items are drawn ahead of the consumer.  None: as many as
-        the workers have use for, while the results that nobody has taken need less than a sixteenth
-        of the machine's free memory (at least 64 MiB; a result is counted with 256 bytes more than
-        it has).  When the iterator is dropped, or somebody waits in `join`, the rest is drawn and
-        run all the same.
-
-        ``len()`` of it is that of the input, where that has one.  Other keywords: as in `map`.
-        """
-        terms = self._terms(**options)
-        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
-
-    def imap_unordered(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int = 1,
-        *,
-        buffersize: int | None = None,
-        **options: Unpack[MapOptions],
-    ) -> IMapUnorderedIterator:
-        """As `imap`, with results as they come."""
-        terms = self._terms(**options)
-        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms)
 
     # -- from verb to job --------------------------------------------------------------------------
 
@@ -240,13 +86,15 @@ class Verbs(Hooks):
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
         terms: Terms,
-    ) -> AsyncResult:
+    ) -> AsyncResult[Any]:
         self._check_running()
         self._check_call(func, callback, error_callback)
         kwds = dict(kwds) if kwds else {}
         if type(args) is not tuple:
             args = check_args(func, args, kwds, self._gives_context)
-        job = AsyncResult(next(self._job_numbers), label(func), self, callback, error_callback)
+        job: AsyncResult[Any] = AsyncResult(
+            next(self._job_numbers), label(func), self, callback, error_callback
+        )
         job.terms = terms
         self._start_call(job, func, args, kwds, terms)
         return job
@@ -275,7 +123,7 @@ class Verbs(Hooks):
         callback: Callable[[list[Any]], object] | None,
         error_callback: Callable[[BaseException], object] | None,
         terms: Terms,
-    ) -> MapResult:
+    ) -> MapResult[Any]:
         self._check_running()
         self._check_call(func, callback, error_callback)
         # Counted once and for all: a list may change while its items are pickled, and a subclass
@@ -290,7 +138,9 @@ class Verbs(Hooks):
             size = 1
         tasks = -(-len(items) // size)
         number = next(self._job_numbers)
-        job = MapResult(number, label(func), self, tasks, size > 1, callback, error_callback)
+        job: MapResult[Any] = MapResult(
+            number, label(func), self, tasks, size > 1, callback, error_callback
+        )
         job.terms = terms
         if terms.progress is not False:
             length = len(items)
@@ -301,7 +151,7 @@ class Verbs(Hooks):
     @shielded
     def _start_map(
         self,
-        job: MapResult,
+        job: MapResult[Any],
         func: Callable[..., Any],
         starred: bool,
         items: Sequence[Any],

@@ -1,0 +1,61 @@
+"""The verbs have the types of the standard library's stubs, and better: two checkers agree."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+FILES = [str(FOLDER / "verbs.py"), str(FOLDER / "mistakes.py")]
+
+MYPY = """
+[mypy]
+strict = True
+[mypy-torch.*,numpy.*,dill.*]
+follow_imports = skip
+"""
+
+
+def _check(command, cwd):
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.exhaustive
+def test_mypy(tmp_path):
+    """Under ``mypy --strict``: each result has its type, and each mistake is found."""
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    (tmp_path / "mypy.ini").write_text(MYPY)
+    _check(["mypy", "--config-file", "mypy.ini", "--python-version", "3.10", *FILES], tmp_path)
+
+
+def test_pyright(tmp_path):
+    """Under pyright, the same."""
+    found = [name for name in ("basedpyright", "pyright") if importlib.util.find_spec(name)]
+    if not found:
+        pytest.skip("neither basedpyright nor pyright is installed")
+    settings = {
+        "include": FILES,
+        "extraPaths": [str(ROOT)],
+        "typeCheckingMode": "standard",
+        "enableTypeIgnoreComments": False,
+        "reportUnnecessaryTypeIgnoreComment": True,
+        "pythonVersion": "3.10",
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    _check([found[0], "-p", str(tmp_path), "--pythonpath", sys.executable], tmp_path)
+
+
+def test_the_package_says_that_it_is_typed():
+    """PEP 561: type checkers look at the package."""
+    assert (ROOT / "xpool" / "py.typed").exists()

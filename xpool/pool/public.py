@@ -1,0 +1,321 @@
+"""The verbs as people call them: their signatures, types and help.
+
+`xpool.pool.verbs` has what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from xpool.options import Exceptions, ManyOptions, MapOptions
+from xpool.pool.verbs import Verbs
+from xpool.results import AsyncResult, MapResult
+from xpool.streams import IMapIterator, IMapUnorderedIterator
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["PublicVerbs"]
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class PublicVerbs(Verbs):
+    """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each."""
+
+    def apply(
+        self,
+        func: Callable[..., T],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+    ) -> T:
+        """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
+
+        Of all verbs that start work:
+
+        * ``timeout``: seconds that each call of ``func`` may take, from when a worker begins it;
+          then it is stopped and its task fails with `TaskTimeout`.  None: the pool's
+          ``task_timeout``; infinity: any time.
+        * ``retries``: how often the task may run again when its worker dies, or when it raises
+          one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
+        """
+        terms = self._terms(timeout, retries, retry_on, waits=True)
+        value: T = self._call(func, args, kwds, None, None, terms).get()
+        return value
+
+    def apply_async(
+        self,
+        func: Callable[..., T],
+        args: Iterable[Any] = (),
+        kwds: Mapping[str, Any] | None = None,
+        callback: Callable[[T], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+    ) -> AsyncResult[T]:
+        """Have ``func(*args, **kwds)`` called in a worker; return its result to come.
+
+        ``callback(value)`` or ``error_callback(exception)`` is called when it is there, before
+        `get` returns, in a thread of the pool in which it may block and submit more.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+        """
+        terms = self._terms(timeout, retries, retry_on)
+        return self._call(func, args, kwds, callback, error_callback, terms)
+
+    @overload
+    def map(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> list[T]: ...
+
+    @overload
+    def map(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> list[T | BaseException]: ...
+
+    def map(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        **options: Unpack[MapOptions],
+    ) -> list[Any]:
+        """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
+
+        A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
+        The error of a task is raised when all have been answered.
+
+        Of all verbs of many tasks, besides ``timeout``, ``retries`` and ``retry_on`` of `apply`:
+
+        * ``progress``: True or a title shows how many items are done, by tqdm or rich where one is
+          installed (``pip install xpool[progress]``), else on stderr; a callable is called with
+          the number of items that are done and that of all (None: the input does not say), at most
+          ten times a second, in a thread of its own, for the last time before the results are had.
+        * ``on_error="return"``: the exception of an item that fails stands in the place of its
+          result, and nothing is raised.  Each item is a task then, whatever the ``chunksize``, so
+          that none takes others with it.
+
+        Raises:
+            Exception: what a task raised, as it is; of several, what arrived first.
+            WorkerDied, TaskTimeout: a worker died in a task; it took longer than ``timeout``.
+            PoolClosed: the pool takes no more work.
+        """
+        terms = self._terms(**options)
+        values: list[Any] = self._map(func, iterable, chunksize, False, None, None, terms).get()
+        return values
+
+    @overload
+    def map_async(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int | None = None,
+        callback: Callable[[list[T]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> MapResult[T]: ...
+
+    @overload
+    def map_async(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int | None = None,
+        callback: Callable[[list[T | BaseException]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> MapResult[T | BaseException]: ...
+
+    def map_async(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int | None = None,
+        callback: Callable[[list[Any]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        **options: Unpack[MapOptions],
+    ) -> MapResult[Any]:
+        """As `map`, but return the result to come; callbacks as in `apply_async`."""
+        terms = self._terms(**options)
+        return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
+
+    @overload
+    def starmap(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> list[T]: ...
+
+    @overload
+    def starmap(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> list[T | BaseException]: ...
+
+    def starmap(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        **options: Unpack[MapOptions],
+    ) -> list[Any]:
+        """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
+        terms = self._terms(**options)
+        values: list[Any] = self._map(func, iterable, chunksize, True, None, None, terms).get()
+        return values
+
+    @overload
+    def starmap_async(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[T]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> MapResult[T]: ...
+
+    @overload
+    def starmap_async(
+        self,
+        func: Callable[..., T],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[T | BaseException]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        *,
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> MapResult[T | BaseException]: ...
+
+    def starmap_async(
+        self,
+        func: Callable[..., Any],
+        iterable: Iterable[Iterable[Any]],
+        chunksize: int | None = None,
+        callback: Callable[[list[Any]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None,
+        **options: Unpack[MapOptions],
+    ) -> MapResult[Any]:
+        """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
+        terms = self._terms(**options)
+        return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
+
+    @overload
+    def imap(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> IMapIterator[T]: ...
+
+    @overload
+    def imap(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> IMapIterator[T | BaseException]: ...
+
+    def imap(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        **options: Unpack[MapOptions],
+    ) -> IMapIterator[Any]:
+        """Return an iterator over the results, in order, while the input is still drawn.
+
+        ``buffersize``: at most so many items are drawn ahead of the consumer.  None: as many as
+        the workers have use for, while the results that nobody has taken need less than a sixteenth
+        of the machine's free memory (at least 64 MiB; a result is counted with 256 bytes more than
+        it has).  When the iterator is dropped, or somebody waits in `join`, the rest is drawn and
+        run all the same.
+
+        ``len()`` of it is that of the input, where that has one.  Other keywords: as in `map`.
+        """
+        terms = self._terms(**options)
+        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[T]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[T | BaseException]: ...
+
+    def imap_unordered(
+        self,
+        func: Callable[[Any], Any],
+        iterable: Iterable[Any],
+        chunksize: int = 1,
+        *,
+        buffersize: int | None = None,
+        **options: Unpack[MapOptions],
+    ) -> IMapUnorderedIterator[Any]:
+        """As `imap`, with results as they come."""
+        terms = self._terms(**options)
+        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms)
