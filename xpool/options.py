@@ -23,6 +23,7 @@ __all__ = [
     "check_exceptions",
     "check_iterable",
     "check_on_error",
+    "check_output",
     "check_progress",
     "check_seconds",
     "check_seed",
@@ -219,6 +220,12 @@ def check_share_method(method: Any) -> None:
             f"share_method must be 'cpu', 'cuda', 'xla' or None, not {method!r}; "
             "None shares each tensor by its own kind"
         )
+
+
+def check_output(output: Any) -> None:
+    """Raise `OptionError` unless ``output`` is "prefix" or None."""
+    if output not in ("prefix", None):
+        raise OptionError(f"output must be 'prefix' or None, not {output!r}")
 
 
 def check_seed(seed: Any) -> None:

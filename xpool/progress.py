@@ -54,6 +54,12 @@ class Progress:
         # It does not hold the job, nor so the pool, which may be dropped meanwhile.
         self._thread = threading.Thread(target=self._run, name="xpool-progress", daemon=True)
 
+    @property
+    def on_terminal(self) -> bool:
+        """Whether a bar stands on a terminal, where workers may print as well."""
+        bar = not isinstance(self._display, _Calls)
+        return bar and sys.stderr is not None and sys.stderr.isatty()
+
     def begin(self) -> None:
         """Start to show it.
 
@@ -91,7 +97,7 @@ class Progress:
 
     def _show(self, shown: int) -> int:
         done = min(self._tasks * self._size, self._drawn())
-        if done != shown:
+        if done != shown or self.on_terminal:  # there, what a worker prints takes its place
             self._display.show(done, self._total)
         return done
 

@@ -46,6 +46,7 @@ from xpool.jobs.budget import RestartBudget
 from xpool.jobs.scheduler import Scheduler, TaskRange
 from xpool.shm.arena import Arena
 from xpool.transport.spin import Spin
+from xpool.workers.relay import Relay
 from xpool.workers.slot import Slot
 
 __all__ = ["Engine"]
@@ -77,6 +78,7 @@ class Engine:
         processes: Iterable[Sequence[int]] = (),
         together: bool = False,
         peers: bool = False,
+        relay: Relay | None = None,
     ) -> None:
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
@@ -111,6 +113,16 @@ class Engine:
             Switchboard(self.slots, reactor) if peers else None,
         )  # fmt: skip
         self._spin = Spin()
+        self._relay = relay
+        if relay is not None:
+            for one in self.slots:
+                one.relay = relay.theirs.fileno()
+            reactor.add(relay.fileno(), self._relay_has_something)
+
+    def _relay_has_something(self, fd: int) -> None:
+        assert self._relay is not None
+        self._reactor.remove(fd)  # the relay's own thread reads it from here on
+        self._relay.begin()
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
@@ -285,6 +297,8 @@ class Engine:
         with self.lock:
             self._reactor.close()
         self._tidying.end()
+        if self._relay is not None:
+            self._relay.end()
 
     def after_fork_in_child(self) -> None:
         """These workers are the parent's; their descriptors are closed here already."""
@@ -292,6 +306,8 @@ class Engine:
         self._replacement.ending = True
         self._service.clear()
         self._tidying.forget()
+        if self._relay is not None:
+            self._relay.after_fork_in_child()
         for slot in self.slots:
             slot.handle = None
 

@@ -23,11 +23,22 @@ from xpool.pool.packing import Packer, find_arena
 from xpool.pool.sight import Sight
 from xpool.tensors import cuda_ipc
 from xpool.workers.launch import Launcher, search_path
+from xpool.workers.relay import Relay, levels
 
 if TYPE_CHECKING:
     from xpool.pool.process import Pool
 
-__all__ = ["Engine", "Orders", "Packer", "Recipe", "Sight", "find_arena", "cuda_ipc", "pools"]
+__all__ = [
+    "Engine",
+    "Orders",
+    "Packer",
+    "Recipe",
+    "Relay",
+    "Sight",
+    "find_arena",
+    "cuda_ipc",
+    "pools",
+]
 
 
 class Orders:
@@ -56,6 +67,7 @@ class Orders:
         self._token = pool._token
         self._peers = pool._size if pool._has_peers else 0
         self._forked = launcher.forks
+        self._output = pool._output
         self._threads = max(1, default_processes() // pool._size)
 
     def __call__(self, index: int, generation: int, attachment: int | None) -> bytes:
@@ -88,6 +100,9 @@ class Orders:
             "share_method": self._share_method,
             "token": self._token,
             "peers": self._peers,
+            "relays": True,
+            "levels": levels(),
+            "output": self._output,
             "context": None
             if self._contexts is None
             else _plain(self._contexts[index], attachment),

@@ -106,7 +106,7 @@ class P2PPool(Pool):
         if not self._direct:
             return super()._open_stream(job, func, chunked, flow, terms)
         engine, packer = self._engine, self._packer
-        number, owner = self._learn(func, False, chunked, terms)
+        number, owner = self._learn(job, func, False, chunked, terms)
         job.func = number
         bound = -1 if owner is None else owner
         limit = limit_of(terms)

@@ -19,6 +19,7 @@ from xpool.jobs.scheduler import TaskRange
 from xpool.options import (
     Terms,
     check_count,
+    check_output,
     check_seconds,
     check_seed,
     check_share_method,
@@ -68,6 +69,7 @@ class Pool(AllWorkers):
             imports and initializer included; None: any time.
         restart_budget: how many workers may die in a minute without any task being finished; with
             the next death the pool stops (`PoolBroken`).  None: 100, or 4 for each worker.
+        output: "prefix" puts ``[worker 3]`` before each line that a task prints.
         name: of the pool, its threads and its workers; made up by default.
 
     Raises:
@@ -92,10 +94,13 @@ class Pool(AllWorkers):
         task_timeout: float | None = None,
         initializer_timeout: float | None = None,
         restart_budget: int | None = None,
+        output: str | None = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
         check_seed(seed)
+        check_output(output)
+        self._output = output
         module = imported_by_worker()
         if module is not None:
             raise OptionError(
@@ -179,6 +184,7 @@ class Pool(AllWorkers):
             processes=self._processes(),
             together=self._is_group(),
             peers=self._has_peers,
+            relay=assembly.Relay(self.name),
         )
         self._engine = self._backend = engine
 
@@ -266,7 +272,7 @@ class Pool(AllWorkers):
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
-        job.func, owner = self._learn(func, starred, chunked, terms)
+        job.func, owner = self._learn(job, func, starred, chunked, terms)
         limit = limit_of(terms)
         task_ranges = [TaskRange(job.number, job.func, 0, (), terms.retries, None, limit)]
         failed = []
@@ -306,9 +312,13 @@ class Pool(AllWorkers):
         return TaskRange(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
 
     def _learn(
-        self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
+        self, job: Job, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
     ) -> tuple[int, int | None]:
         """Have the engine keep a function for the workers, or for one, if it holds handles."""
+        if job.progress is not None and job.progress.on_terminal:
+            from xpool.worker.lines import Clearing  # only here: few programs have a terminal
+
+            func = Clearing(func)
         if terms.retry_on:
             func = Retried(func, terms.retry_on)
         payload, owner = self._packer.pack_task(func, True, None)
@@ -322,7 +332,7 @@ class Pool(AllWorkers):
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, flow, terms)
-        job.func, owner = self._learn(func, False, chunked, terms)
+        job.func, owner = self._learn(job, func, False, chunked, terms)
         return _Stream(self, job, flow, terms, owner).put
 
     def _withdraw(self, job: Job) -> None:

@@ -10,7 +10,14 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.interrupt import shielded
-from xpool.options import Terms, check_count, check_seconds, check_seed, check_share_method
+from xpool.options import (
+    Terms,
+    check_count,
+    check_output,
+    check_seconds,
+    check_seed,
+    check_share_method,
+)
 from xpool.pool.base import BasePool
 from xpool.pool.hooks import Result, Task, each, star, star_each
 from xpool.results import Job
@@ -27,7 +34,8 @@ class ThreadPool(BasePool):
 
     Takes all arguments of `Pool`, so that one can stand in for the other.  Those about processes
     and pickling have no effect here: ``context``, ``is_recursive``, ``is_daemon``,
-    ``is_copy_tensor``, ``share_method``, ``memory_limit``, ``seed`` and ``restart_budget``.
+    ``is_copy_tensor``, ``share_method``, ``memory_limit``, ``seed``, ``restart_budget`` and
+    ``output``.
 
     Raises:
         TypeError, OptionError (a `ValueError`): an argument makes no sense, one without effect too.
@@ -53,10 +61,12 @@ class ThreadPool(BasePool):
         task_timeout: float | None = None,
         initializer_timeout: float | None = None,
         restart_budget: int | None = None,
+        output: str | None = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
         check_seed(seed)
+        check_output(output)
         if memory_limit is not None:
             check_count("memory_limit", memory_limit, least=0)
         if restart_budget is not None:

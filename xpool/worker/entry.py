@@ -14,6 +14,7 @@ answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
 outbox                the page of `xpool.transport.outbox`
 control               where channels to peers are asked for, in pools that have them
+relay                 for log records and warnings, in pools that take them
 arena                 the file of `xpool.shm.arena`, where there is one
 ====================  ======================================================================
 
@@ -62,7 +63,7 @@ def main(
     when the device is bound.
     """
     kind, fds = _receive(boot, MOST)
-    channels = [_receive(fd, 6)[1] for fd in fds] if kind == SEVERAL else [fds]
+    channels = [_receive(fd, 7)[1] for fd in fds] if kind == SEVERAL else [fds]
     if not channels or any(len(channel) < 4 for channel in channels):
         return 0  # the parent was gone before it began
     for channel in channels:

@@ -46,6 +46,7 @@ from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.exits import flush
 from xpool.worker.peers import Peers
 from xpool.worker.protocol import Inbox, Replies
+from xpool.worker.relay import open_relay
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
 
@@ -98,6 +99,8 @@ def run(
         if member is None:
             become(orders, lifeline)
         control = others.pop(0) if orders["peers"] else -1
+        if orders["relays"]:
+            open_relay(others.pop(0), orders)
         shared = _join(others, orders)
         worker = _Worker(orders, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:

@@ -77,6 +77,7 @@ class Slot:
         self.generation = 0  # processes started here so far
         self.siblings: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
         self.has_control = False
+        self.relay: int | None = None  # where its log records go: the pool's, not closed here
         self.attachment: int | None = None  # its place in the arena
         self.lifeline = None
         self._fresh()
@@ -173,7 +174,10 @@ class Slot:
                 os.set_blocking(control, False)
             box = Outbox(page)
             box.limit = NO_LIMIT
-            boot = _packed(ONE, [*theirs, *([] if arena is None else [arena.file.fd])])
+            shared = [] if self.relay is None else [self.relay]
+            if arena is not None:
+                shared.append(arena.file.fd)
+            boot = _packed(ONE, [*theirs, *shared])
         except BaseException:
             for fd in mine:
                 _close(fd)
