@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.codec.frame import FRAMED, Leased, adopt
+from xpool.engine.ledger import Ledger
 from xpool.engine.parcels import Encoded
 from xpool.engine.reactor import Reactor
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
@@ -52,6 +53,7 @@ class Answers:
         reactor: Reactor,
         budget: RestartBudget,
         describe: Callable[[int, int], str],
+        ledger: Ledger,
         give_idle: Callable[[], None],
         leased: Callable[[], None],
     ) -> None:
@@ -61,6 +63,7 @@ class Answers:
         self._sched = sched
         self._reactor = reactor
         self._budget = budget
+        self._ledger = ledger
         self._give_idle, self._leased = give_idle, leased
         self._random = random.Random()  # not the program's: it may have been seeded
 
@@ -75,9 +78,13 @@ class Answers:
         boxed = count - slot.answers_taken_early
         slot.answers_taken_early = 0
         self._budget.finished = True
+        held = self._sched.in_flight[slot.index].held
+        self._ledger.answered(slot.index, held[0] if held else None, count + bool(body), nanos)
+        self._ledger.bytes_in += len(body)
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
             data = slot.box.take(mark)
+            self._ledger.bytes_in += len(data)
             if not errors & OUTBOX_MIXED and slot.interrupted is None:
                 # Plain ones travel on in one piece.
                 batch, first = self._sched.answered(slot.index, boxed, seconds * boxed)
@@ -162,6 +169,7 @@ class Answers:
         """Have a task run once more, after a pause."""
         when = self._reactor.now() + back_off(batch.past.tries + 1, self._random.random())
         self._sched.again(batch, position, killed=killed, when=when)
+        self._ledger.retried(batch.job, batch.first + position)
         self._reactor.call_at(when, self._queue)
 
     def _queue(self) -> None:

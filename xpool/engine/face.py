@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import Any, Protocol
 
+from xpool.engine.ledger import Event, Slow, Work
 from xpool.jobs.scheduler import TaskRange
 from xpool.results import Parcel
 
@@ -58,6 +59,12 @@ class EngineFace(WorkerBackend, Protocol):
     @property
     def idle(self) -> Collection[int]:
         """Workers that have nothing; looked at without a lock, after items came to a range."""
+
+    def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
+        """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
+
+    def trace(self, on: bool) -> tuple[list[Event], float, int] | None:
+        """Begin to keep events, or return them, when that began, and how many are missing."""
 
     def start_missing(self) -> bool:
         """Start a process for every worker that has none; return whether there was one."""

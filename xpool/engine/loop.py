@@ -34,6 +34,7 @@ from xpool.codec.frame import Leased, weight
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.ledger import Event, Ledger, Slow, Work
 from xpool.engine.parcels import StartFailure
 from xpool.engine.reactor import Reactor
 from xpool.engine.replacement import Recipe, Replacement
@@ -92,6 +93,7 @@ class Engine:
         self._reactor = reactor = reactor or Reactor()
         self._tidying = Tidying(arena, reactor)
         budget = RestartBudget(restart_budget)
+        self.ledger = Ledger(workers, reactor.now, describe)
         self._dispatcher = Dispatcher(reactor)
         self._direct = DirectReceive(reactor, self.sched)
         self._answers = Answers(
@@ -99,17 +101,18 @@ class Engine:
             reactor,
             budget,
             describe,
+            self.ledger,
             lambda: self._service.give_idle(),
             self._tidying.later,
         )
         self.results = self._answers.results
         self._service = Service(
             self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
-            lifetime, initializer_timeout,
+            self.ledger, lifetime, initializer_timeout,
         )  # fmt: skip
         self._replacement = Replacement(
             self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
-            self._service, self._tidying, budget, recipe, together,
+            self._service, self._tidying, self.ledger, budget, recipe, together,
             Switchboard(self.slots, reactor) if peers else None,
         )  # fmt: skip
         self._spin = Spin()
@@ -265,9 +268,27 @@ class Engine:
                 "ready": sum(in_flight.accepting for in_flight in sched.in_flight),
                 "waiting": sched.waiting() + sent - running,
                 "running": running,
-                "deaths": self._replacement.died,
+                "deaths": sum(account.deaths for account in self.ledger.accounts),
                 "pids": [slot.pid for slot in slots],
             }
+
+    def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
+        """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
+        ledger = self.ledger
+        with self.lock:
+            work = [ledger.work(slot.index, slot.pid) for slot in self.slots]
+            sent = sum(slot.writer.sent for slot in self.slots if slot.handle is not None)
+            out = sent + ledger.bytes_out
+            return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
+
+    def trace(self, on: bool) -> tuple[list[Event], float, int] | None:
+        """Begin to keep events, or return them, with the time at which that began; None: begun.
+
+        Raises:
+            OptionError: they are kept already, for another.
+        """
+        with self.lock:
+            return self.ledger.trace(on)
 
     @property
     def ended(self) -> bool:

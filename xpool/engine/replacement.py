@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.ledger import Ledger
 from xpool.engine.parcels import StartFailure
 from xpool.engine.reactor import Alarms, Reactor
 from xpool.engine.service import Service
@@ -71,6 +72,7 @@ class Replacement:
         direct: DirectReceive,
         service: Service,
         tidying: Tidying,
+        ledger: Ledger,
         budget: RestartBudget,
         recipe: Recipe,
         together: bool,
@@ -78,13 +80,12 @@ class Replacement:
     ) -> None:
         self.failure: XPoolError | StartFailure | None = None  # why the pool can go on no more
         self.ending = False  # no process is started any more
-        self.died = 0  # workers, after they were ready
         self._together = together  # the workers form one group: the death of one is the end of all
         self._switchboard = switchboard  # where workers get channels to each other
         self._slots, self._sched, self._reactor = slots, sched, reactor
         self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
         self._service, self._tidying, self._budget = service, tidying, budget
-        self._recipe = recipe
+        self._recipe, self._ledger = recipe, ledger
         self._starts = [Starts() for _ in slots]
         self._kills = Alarms(reactor, lambda slot: slot.kill())
         self._restarts = Alarms(reactor, self._start_again)
@@ -224,7 +225,8 @@ class Replacement:
 
     def _replace(self, slot: Slot, served: list[Slot], asked: bool, died: str) -> None:
         """Start a process in the place of one that has ended after it was ready."""
-        self.died += len(served)
+        for one in served:
+            self._ledger.died(one.index, died)
         for one in (slot, *slot.siblings):
             self._starts[one.index].succeeded()
         budget = self._budget

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.ledger import Ledger
 from xpool.engine.reactor import Alarms, Reactor
 from xpool.engine.start_limit import TASK_GRACE, StartLimit
 from xpool.jobs.deadlines import Act, Deadlines, Seen
@@ -58,6 +59,7 @@ class Service:
         dispatcher: Dispatcher,
         answers: Answers,
         direct: DirectReceive,
+        ledger: Ledger,
         lifetime: int | None,
         start_limit: float | None,
     ) -> None:
@@ -65,6 +67,7 @@ class Service:
         self.lifetime = lifetime  # tasks that a process may run
         self._slots, self._sched, self._reactor = slots, sched, reactor
         self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
+        self._ledger = ledger
         self._deadlines = [Deadlines() for _ in slots]
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
@@ -92,6 +95,7 @@ class Service:
     def _greeted(self, slot: Slot) -> None:
         """Take a worker into service that says that it is ready."""
         self._start_limit.over(slot)
+        self._ledger.ready(slot.index)
         if slot.state is WorkerStates.READY:
             self._sched.ready(slot.index, self.lifetime)
             self.give_idle()
@@ -118,6 +122,7 @@ class Service:
     def gone(self, slot: Slot) -> None:
         """Its process has ended, and all that it sent is taken."""
         self._deep.pop(slot.index, None)
+        self._ledger.gone(slot.index, slot.writer.sent)
         self._unset(slot)
         for fd in (slot.reader.fd, slot.writer.fd):
             self._reactor.remove(fd)

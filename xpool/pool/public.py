@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from xpool.options import Exceptions, ManyOptions, MapOptions
+from xpool.pool import observing
+from xpool.pool.observing import Report
 from xpool.pool.verbs import Verbs
 from xpool.results import AsyncResult, MapResult
 from xpool.streams import IMapIterator, IMapUnorderedIterator
@@ -24,6 +29,42 @@ T = TypeVar("T")
 
 class PublicVerbs(Verbs):
     """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each."""
+
+    _born: float
+
+    # -- looking at it -----------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """Return what was done so far: by each worker, bytes, the slowest tasks, deaths, retries.
+
+        ``print(pool.report())`` shows it as a table.  Of workers and tasks one by one only pools
+        of processes know.
+        """
+        pool: Any = self
+        return observing.report_of(pool, time.monotonic() - self._born)
+
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context in which what happens is written to ``path``, as Chrome trace events.
+
+        It opens in Perfetto and in a browser's ``about:tracing``: a row for each worker, tasks as
+        long as they took, deaths and retries as moments.  Tasks of less than a millisecond are
+        shown by the message in which they were answered, several at a time.
+
+        Raises:
+            OptionError: a trace of this pool is being written, or its workers are threads.
+            OSError: there can be no such file.
+        """
+        pool: Any = self
+        return observing.trace(pool, path)
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Return a context in which `report` is shown on the terminal, live.
+
+        Raises:
+            ImportError: rich is not installed (``pip install xpool[progress]``).
+        """
+        pool: Any = self
+        return observing.watch(pool, self.report)
 
     def apply(
         self,

@@ -36,7 +36,7 @@ class FrameWriter:
     Guarded by the engine's lock.  ``fd`` must be non-blocking.
     """
 
-    __slots__ = ("backlog", "fd")
+    __slots__ = ("backlog", "fd", "sent")
 
     # What it asks of the system, by name: a simulated world has pipes of its own.
     _write = staticmethod(os.write)
@@ -45,16 +45,18 @@ class FrameWriter:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.backlog: deque[memoryview | bytes] = deque()
+        self.sent = 0  # bytes, ever, those in the backlog too
 
     def send(self, parts: Parts) -> None:
         """Send the parts of a frame, or queue what the pipe has no room for.
 
         A worker that is gone takes nothing: its death is seen elsewhere, with all that it held.
         """
+        size = sum(map(len, parts))
+        self.sent += size
         if self.backlog:
             self.backlog.extend(parts)
             return
-        size = sum(map(len, parts))
         if size <= 16 * 1024 and len(parts) > 1:
             parts = [b"".join(parts)]
         if len(parts) == 1:

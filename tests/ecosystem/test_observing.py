@@ -1,0 +1,151 @@
+"""`report`, `trace` and `watch`."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+
+import pytest
+from support import work
+from support.waiting import Gate
+
+from xpool import OptionError, Pool, ThreadPool
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """Holds tasks until the test opens it."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
+
+
+def _spin(x):
+    total = 0
+    for i in range(x):
+        total += i
+    return total
+
+
+def _die_once(path):
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os._exit(3)
+
+
+LONG = 300_000  # passes of a loop: some milliseconds
+
+
+def test_report_of_work(tmp_path):
+    """A report has each worker's tasks and times, bytes, deaths, retries and the slowest tasks."""
+    with Pool(2) as pool:
+        pool.map(_spin, [1000] * 40 + [LONG], 1)
+        pool.apply(_die_once, (str(tmp_path / "flag"),), retries=1)
+        report = pool.report()
+    assert (report.submitted, report.succeeded, report.failed) == (42, 42, 0)
+    assert (report.deaths, report.retries) == (1, 1)
+    assert sum(w.tasks for w in report.workers) == 42
+    assert sum(w.busy_seconds for w in report.workers) > 0
+    assert all(0 <= w.utilisation <= 1 for w in report.workers)
+    assert report.bytes_to_workers > 41 * 5
+    assert report.bytes_from_workers > 41 * 5
+    assert ("item 40 of _spin()", str(LONG)) in {(s.task, s.item) for s in report.slowest}
+    assert f"item 40 of _spin(): {LONG}" in str(report)
+
+
+def test_a_report_while_it_works(gate):
+    """A pool that is busy can be asked."""
+    with Pool(1) as pool:
+        result = pool.apply_async(work.gated, (gate.path,))
+        assert pool.report().succeeded == 0
+        gate.open()
+        result.get()
+        assert pool.report().succeeded == 1
+
+
+class Loud:
+    """Must not be unpickled for a report."""
+
+    def __init__(self):
+        self.parent = os.getpid()
+
+    def __setstate__(self, state):
+        assert os.getpid() != state["parent"], "its code is not to be run in the parent"
+
+    def __repr__(self):
+        raise AssertionError("its code is not to be run")
+
+
+def test_items_are_shown_without_their_code():
+    """An item of a class of the user's is shown by its name, long ones are cut short."""
+    with Pool(1) as pool:
+        pool.map(_spin_loud, [(LONG, Loud(), "x" * 1000)], 1)
+        (slowest, *_) = pool.report().slowest
+    assert "<Loud>" in slowest.item
+    assert len(slowest.item) < 200
+
+
+def _spin_loud(item):
+    return _spin(item[0])
+
+
+def test_a_pool_of_threads_has_counts():
+    """A `ThreadPool` reports its tasks, and knows nothing of single workers; it has no trace."""
+    with ThreadPool(2) as pool:
+        pool.map(work.square, range(5), 1)
+        report = pool.report()
+        with pytest.raises(OptionError, match="ThreadPool"):
+            with pool.trace("nowhere.json"):
+                pass
+    assert (report.succeeded, report.workers) == (5, ())
+
+
+def test_trace(tmp_path):
+    """A trace has a row for each worker, tasks with their times, deaths and retries as moments."""
+    path = tmp_path / "run.json"
+    with Pool(2) as pool:
+        pool.map(_spin, [LONG], 1)
+        with pool.trace(path):
+            pool.map(_spin, [LONG] * 4, 1)
+            pool.apply(_die_once, (str(tmp_path / "flag"),), retries=1)
+            pool.map(_spin, range(300), 1)
+        pool.map(_spin, [LONG], 1)
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert rows == {"worker 0", "worker 1"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert sum(e["args"]["tasks"] for e in spans) == 305
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["tid"] in (0, 1) for e in spans)
+    assert {e["name"] for e in spans} >= {f"item {i} of _spin()" for i in range(1)}
+    moments = [e["name"] for e in events if e["ph"] == "i"]
+    assert any("exit code 3" in name for name in moments)
+    assert any("_die_once() again" in name for name in moments)
+
+
+def test_one_trace_at_a_time(tmp_path):
+    """A second trace is refused, one after the other is not; nor one where no file can be."""
+    with Pool(1) as pool:
+        with pool.trace(tmp_path / "a.json"):
+            with pytest.raises(OptionError, match="already"):
+                with pool.trace(tmp_path / "b.json"):
+                    pass
+            pool.map(_spin, [LONG], 1)
+        with pool.trace(tmp_path / "b.json"):
+            pass
+        with pytest.raises(OSError, match="nowhere"):
+            with pool.trace(tmp_path / "nowhere" / "c.json"):
+                pass
+    spans = [e for e in json.loads((tmp_path / "a.json").read_text())["traceEvents"] if "dur" in e]
+    assert len(spans) == 1
+
+
+def test_watch(monkeypatch):
+    """`watch` shows the report, and leaves its last state."""
+    pytest.importorskip("rich")
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    with Pool(1) as pool, pool.watch():
+        pool.map(work.square, range(4), 1)
+    assert "4 of 4 tasks" in out.getvalue()

@@ -1,0 +1,166 @@
+"""What the workers have done: for `report`, `trace` and `watch`.
+
+Kept by the message, not by the task: a worker says with each message how long it was at the answers
+in it, and of tasks that take more than a millisecond each has a message to itself.
+
+Guarded by the engine's lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from xpool.errors import OptionError
+from xpool.jobs.scheduler import Batch
+
+__all__ = ["Account", "Event", "Ledger", "Slow", "Work"]
+
+SLOWEST = 10
+SHORTEST = 1_000_000
+"""Nanoseconds: what takes less is not among the slowest tasks."""
+
+ITEM = 4096
+"""Bytes of a pickled item, up to which it is kept of a slow task."""
+
+MOST_EVENTS = 1_000_000
+
+
+class Account:
+    """Of one worker: all the processes that it ever was."""
+
+    __slots__ = ("busy", "deaths", "lived", "ready_at", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks = 0
+        self.busy = 0  # nanoseconds
+        self.deaths = 0
+        self.ready_at: float | None = None  # when the process of now became ready
+        self.lived = 0.0  # seconds that those before it were ready
+
+
+class Work(NamedTuple):
+    """What one worker has done, for people."""
+
+    worker: int
+    pid: int | None
+    tasks: int
+    busy: float  # seconds at tasks that are answered
+    ready: float  # seconds that it could take tasks
+    deaths: int
+
+
+class Slow(NamedTuple):
+    """One of the slowest tasks."""
+
+    nanos: int
+    number: int  # so that two are never compared by what comes after it
+    task: str
+    worker: int
+    item: bytes | None  # its item, pickled, where that is small
+
+
+class Event(NamedTuple):
+    """Something that happened: over some time, or at one moment (``seconds`` is None)."""
+
+    when: float
+    seconds: float | None
+    what: str
+    worker: int | None
+    tasks: int = 0
+
+
+class Ledger:
+    """The accounts of all workers.
+
+    ``now()`` is the engine's time, ``describe(job, index)`` says which task that is.
+    """
+
+    def __init__(
+        self, workers: int, now: Callable[[], float], describe: Callable[[int, int], str]
+    ) -> None:
+        self.accounts = [Account() for _ in range(workers)]
+        self.bytes_in = self.bytes_out = 0  # sent to processes that have ended
+        self.retries = 0
+        self.slowest: list[Slow] = []  # a heap: the fastest of them first
+        self.begun = now()
+        self.events: list[Event] | None = None  # kept while a trace is written
+        self.dropped = 0  # events that had no room
+        self._floor = SHORTEST
+        self._now, self._describe = now, describe
+        self._numbers = itertools.count()
+
+    def answered(self, worker: int, batch: Batch | None, tasks: int, nanos: int) -> None:
+        """Note a message of so many answers; ``batch``: what the first of them belongs to."""
+        account = self.accounts[worker]
+        account.tasks += tasks
+        account.busy += nanos
+        if batch is not None:
+            if tasks == 1 and nanos > self._floor:
+                self._slow(worker, batch, nanos)
+            if self.events is not None:
+                seconds = nanos * 1e-9
+                what = self._describe(batch.job, batch.first + batch.done)
+                self._add(Event(self._now() - seconds, seconds, what, worker, tasks))
+
+    def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
+        item = batch.items[batch.done] if batch.done < len(batch.items) else None
+        kept = item if type(item) is bytes and len(item) <= ITEM else None
+        task = self._describe(batch.job, batch.first + batch.done)
+        slow = Slow(nanos, next(self._numbers), task, worker, kept)
+        if len(self.slowest) < SLOWEST:
+            heapq.heappush(self.slowest, slow)
+        else:
+            heapq.heapreplace(self.slowest, slow)
+            self._floor = self.slowest[0].nanos
+
+    def ready(self, worker: int) -> None:
+        """A process can take tasks."""
+        self.accounts[worker].ready_at = self._now()
+
+    def gone(self, worker: int, bytes_out: int) -> None:
+        """A process has ended, to which so many bytes were sent."""
+        self.bytes_out += bytes_out
+        account = self.accounts[worker]
+        if account.ready_at is not None:
+            account.lived += self._now() - account.ready_at
+            account.ready_at = None
+
+    def died(self, worker: int, story: str) -> None:
+        """It ended unasked, after it was ready."""
+        self.accounts[worker].deaths += 1
+        if self.events is not None:
+            self._add(Event(self._now(), None, story, worker))
+
+    def retried(self, job: int, index: int) -> None:
+        """A task is to be run once more."""
+        self.retries += 1
+        if self.events is not None:
+            self._add(Event(self._now(), None, f"{self._describe(job, index)} again", None))
+
+    def work(self, worker: int, pid: int | None) -> Work:
+        """Return what a worker has done, whose process of now has this id."""
+        a = self.accounts[worker]
+        ready = a.lived + (0.0 if a.ready_at is None else self._now() - a.ready_at)
+        return Work(worker, pid, a.tasks, a.busy * 1e-9, ready, a.deaths)
+
+    def trace(self, on: bool) -> tuple[list[Event], float, int] | None:
+        """Begin to keep events; or end it, and return them, when it began, how many are missing."""
+        if on:
+            if self.events is not None:
+                raise OptionError("a trace of this pool is being written already")
+            self.events, self.dropped, self._traced = [], 0, self._now()
+            return None
+        events, self.events = self.events or [], None
+        return events, self._traced, self.dropped
+
+    _traced = 0.0
+
+    def _add(self, event: Event) -> None:
+        assert self.events is not None
+        if len(self.events) < MOST_EVENTS:
+            self.events.append(event)
+        else:
+            self.dropped += 1

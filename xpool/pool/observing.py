@@ -1,0 +1,239 @@
+"""Looking at a pool while it works: `report`, `trace` and `watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pickle
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xpool.codec.frame import PLAIN
+from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpool.engine.ledger import Event, Slow
+    from xpool.pool.base import BasePool
+
+__all__ = ["Report", "SlowTask", "WorkerReport", "report_of", "trace", "watch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerReport:
+    """What one worker has done, in all the processes that it was."""
+
+    index: int
+    pid: int | None
+    tasks: int
+    busy_seconds: float
+    waiting_seconds: float
+    deaths: int
+
+    @property
+    def utilisation(self) -> float:
+        """The part of its time, from 0 to 1, in which it was at tasks."""
+        total = self.busy_seconds + self.waiting_seconds
+        return self.busy_seconds / total if total else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowTask:
+    """One of the tasks that took longest: a chunk of `map` is one."""
+
+    seconds: float
+    task: str
+    item: str
+    worker: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a pool has done so far; `str` of it is a table.
+
+    ``bytes_to_workers`` and ``bytes_from_workers`` went through pipes; large values do not, they
+    lie in shared memory.  A task that still runs counts when it is answered.
+    """
+
+    pool: str
+    seconds: float
+    submitted: int
+    succeeded: int
+    failed: int
+    retries: int
+    deaths: int
+    bytes_to_workers: int
+    bytes_from_workers: int
+    workers: tuple[WorkerReport, ...]
+    slowest: tuple[SlowTask, ...]
+
+    def __str__(self) -> str:
+        counts = (
+            f"{self.pool}: {self.seconds:.1f} s, {self.succeeded} of {self.submitted} tasks "
+            f"succeeded, {self.failed} failed, {self.retries} retries, {self.deaths} deaths, "
+            f"{_size(self.bytes_to_workers)} out, {_size(self.bytes_from_workers)} back"
+        )
+        lines = [
+            counts,
+            "worker      pid      tasks     busy s    waits s   used  deaths",
+        ]
+        lines += [
+            f"{w.index:6} {w.pid or '-':>8} {w.tasks:10} {w.busy_seconds:10.2f} "
+            f"{w.waiting_seconds:10.2f} {w.utilisation:6.0%} {w.deaths:7}"
+            for w in self.workers
+        ]
+        lines += [
+            f"{s.seconds:8.3f} s  worker {s.worker}  {s.task}{s.item and ': '}{s.item}"
+            for s in self.slowest
+        ]
+        return "\n".join(lines)
+
+
+def report_of(pool: BasePool, seconds: float) -> Report:
+    """Return what a pool has done; of workers that an engine has, each by itself."""
+    counts = pool.statistics()
+    engine = getattr(pool, "_engine", None)
+    work, slowest, out, back, retries = engine.report() if engine else ([], [], 0, 0, 0)
+    workers = tuple(
+        WorkerReport(w.worker, w.pid, w.tasks, w.busy, max(0.0, w.ready - w.busy), w.deaths)
+        for w in work
+    )
+    return Report(
+        pool=pool.name,
+        seconds=seconds,
+        submitted=counts["submitted"],
+        succeeded=counts["succeeded"],
+        failed=counts["failed"],
+        retries=retries,
+        deaths=sum(w.deaths for w in workers),
+        bytes_to_workers=out,
+        bytes_from_workers=back,
+        workers=workers,
+        slowest=tuple(
+            SlowTask(slow.nanos * 1e-9, slow.task, _sketch(slow), slow.worker) for slow in slowest
+        ),
+    )
+
+
+@contextlib.contextmanager
+def trace(pool: BasePool, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write what happens meanwhile as Chrome trace events."""
+    engine = getattr(pool, "_engine", None)
+    if engine is None:
+        raise OptionError(f"trace() is for pools of processes, not {type(pool).__name__}")
+    Path(path).write_text("[]", encoding="utf-8")  # refused now, not when all is done
+    engine.trace(True)
+    try:
+        yield
+    finally:
+        events, begun, dropped = engine.trace(False)
+        _write(Path(path), pool.name, pool.size(), events, begun, dropped)
+
+
+def _write(
+    path: Path, name: str, workers: int, events: list[Event], begun: float, dropped: int
+) -> None:
+    pid = os.getpid()
+    rows: list[dict[str, Any]] = [
+        {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    ]
+    for i in range(workers):
+        rows.append(
+            {
+                "ph": "M",
+                "pid": pid,
+                "tid": i,
+                "name": "thread_name",
+                "args": {"name": f"worker {i}"},
+            }
+        )
+    for event in events:
+        row: dict[str, Any] = {
+            "name": event.what if event.tasks <= 1 else f"{event.what} and {event.tasks - 1} more",
+            "pid": pid,
+            "tid": 0 if event.worker is None else event.worker,
+            "ts": (event.when - begun) * 1e6,
+        }
+        if event.seconds is None:
+            row |= {"ph": "i", "s": "g" if event.worker is None else "t"}
+        else:
+            row |= {"ph": "X", "dur": event.seconds * 1e6, "args": {"tasks": event.tasks}}
+        rows.append(row)
+    other = {"events that had no room": dropped}
+    text = json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": other})
+    path.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def watch(pool: BasePool, report: Any) -> Iterator[None]:
+    """Show the report on the terminal meanwhile, four times a second."""
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError as exc:
+        raise ImportError("watch() needs rich: pip install 'xpool[progress]'") from exc
+
+    def table() -> Any:
+        return Text(str(report()), no_wrap=True)
+
+    with Live(get_renderable=table, refresh_per_second=4):
+        yield
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if n < 1000:
+            return f"{n:.0f} {unit}"
+        n /= 1000
+    return f"{n:.1f} GB"
+
+
+def _sketch(slow: Slow) -> str:
+    """Return a short text for a slow task's item, by no code of the user's."""
+    if slow.item is None or slow.item[0] != PLAIN:
+        return ""
+    try:
+        return _short.repr(_Sketcher(io.BytesIO(slow.item)).load())
+    except Exception:
+        return ""  # it is not to be had without the classes that it is made of
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+
+_PLAIN = {"set", "frozenset", "slice", "range", "complex", "bytearray"}
+
+
+class _Sketcher(pickle.Unpickler):
+    """Unpickles plain values, and stand-ins for the rest."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "builtins" and name in _PLAIN:
+            return super().find_class(module, name)
+        return _StandIn(name, (), {})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _StandIn("object", (), {})()
+
+
+class _StandIn(type):
+    """A class of which only the name is known; its instances take whatever they are told."""
+
+    def __new__(cls, name: str, bases: Any, space: Any) -> Any:
+        def ignore(self: Any, *args: Any, **kwds: Any) -> None:
+            pass
+
+        space = {
+            "__init__": ignore, "__setstate__": ignore, "append": ignore, "extend": ignore,
+            "__setitem__": ignore, "add": ignore, "update": ignore,
+            "__new__": lambda kind, *args, **kwds: object.__new__(kind),
+            "__repr__": lambda self: f"<{name}>",
+        }  # fmt: skip
+        return super().__new__(cls, name, bases, space)
+
+    def __repr__(cls) -> str:
+        return cls.__name__
