@@ -50,6 +50,8 @@ class ManyOptions(CallOptions, total=False):
     """What the verbs of many tasks take by keyword; `BasePool.map` says what it means."""
 
     progress: bool | str | Callable[[int, int | None], object]
+    journal: str | os.PathLike[str] | None
+    key: Callable[[Any], str | bytes | int] | None
 
 
 class MapOptions(ManyOptions, total=False):
@@ -68,6 +70,8 @@ class Terms(NamedTuple):
     retry_on: tuple[type[BaseException], ...] = ()  # what is tried again besides deaths
     progress: Any = False  # as in `MapOptions`
     returns_errors: bool = False
+    journal: Any = None  # the path of one
+    key: Any = None
 
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)

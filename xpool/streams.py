@@ -337,6 +337,20 @@ class Stream(Job):
         self.settled = self._answered == self._length
         return self.settled
 
+    def record(self, index: int, ok: bool, value: Any) -> bool:
+        """As `deliver`, of an answer that is written in a journal."""
+        return Stream.deliver(self, index, ok, value)
+
+    def hold_back(self, value: Any, times: int = 1) -> None:
+        """Count the memory of an answer that does not arrive yet; -1: does so now."""
+        iterator = self._iterator()
+        if iterator is not None:
+            iterator.shelf.bytes_in += times * _weigh(value)
+
+    def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        """Return what is to be called with each item in the place of ``put``."""
+        return put
+
     def end(self, length: int) -> bool:
         """Note that the input had ``length`` tasks; True when all are answered already."""
         if self.settled:

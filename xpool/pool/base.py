@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xpool import forks
 from xpool.engine.face import WorkerBackend
@@ -50,9 +50,6 @@ from xpool.pool.public import PublicVerbs
 from xpool.results import AsyncResult, Job, Parcel, exception_in, tasks_in
 from xpool.streams import Stream
 from xpool.waiters import Flag
-
-if TYPE_CHECKING:
-    from xpool.pool.futures import PoolExecutor
 
 __all__ = ["BasePool"]
 
@@ -193,12 +190,6 @@ class BasePool(PublicVerbs):
             f"{s['jobs']} jobs unanswered, {s['succeeded']} tasks succeeded, {s['failed']} failed>"
         )
 
-    def executor(self) -> PoolExecutor:
-        """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
-        from xpool.pool.futures import PoolExecutor  # here: few programs need it
-
-        return PoolExecutor(self)
-
     # -- jobs --------------------------------------------------------------------------------------
 
     def _check_running(self) -> None:
@@ -249,6 +240,13 @@ class BasePool(PublicVerbs):
                 if isinstance(value, Carried):
                     value = value.exc
             if job.deliver(index, ok, value):
+                self._complete(job)
+
+    def _record(self, number: int, index: int, ok: bool, value: Any) -> None:
+        """Hand on an answer that is written in a journal."""
+        with self._delivering:
+            job = self._jobs.get(number)
+            if isinstance(job, Stream) and job.record(index, ok, value):
                 self._complete(job)
 
     def _end(self, number: int, length: int, input_reader: InputReader) -> None:

@@ -21,6 +21,8 @@ from xpool.streams import IMapIterator, IMapUnorderedIterator
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from xpool.pool.futures import PoolExecutor
+
 __all__ = ["PublicVerbs"]
 
 S = TypeVar("S")
@@ -31,6 +33,13 @@ class PublicVerbs(Verbs):
     """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each."""
 
     _born: float
+
+    def executor(self) -> PoolExecutor:
+        """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
+        from xpool.pool.futures import PoolExecutor  # here: few programs need it
+
+        pool: Any = self
+        return PoolExecutor(pool)
 
     # -- looking at it -----------------------------------------------------------------------------
 
@@ -156,6 +165,10 @@ class PublicVerbs(Verbs):
         * ``on_error="return"``: the exception of an item that fails stands in the place of its
           result, and nothing is raised.  Each item is a task then, whatever the ``chunksize``, so
           that none takes others with it.
+        * ``journal`` (of `map`, `imap` and `imap_unordered`): path of an SQLite database in which
+          results are written down before they are handed out; what is there is not run again.
+          ``key``: returns a str, bytes or an int that names an item; None: the digest of its
+          pickle.  Each item is a task.
 
         Raises:
             Exception: what a task raised, as it is; of several, what arrived first.
@@ -163,6 +176,8 @@ class PublicVerbs(Verbs):
             PoolClosed: the pool takes no more work.
         """
         terms = self._terms(**options)
+        if terms.journal is not None:
+            return self._map_recorded(func, iterable, terms)
         values: list[Any] = self._map(func, iterable, chunksize, False, None, None, terms).get()
         return values
 

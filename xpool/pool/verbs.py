@@ -62,6 +62,8 @@ class Verbs(Hooks):
         waits: bool = False,
         progress: Any = False,
         on_error: str = "raise",
+        journal: Any = None,
+        key: Any = None,
     ) -> Terms:
         """Check what the verbs take by keyword: all of them, here."""
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
@@ -75,8 +77,10 @@ class Verbs(Hooks):
             )
         if progress is not False:
             check_progress(progress)
+        if key is not None and journal is None:
+            raise OptionError("key= names the items of a journal: give journal= too")
         returns = on_error != "raise" and check_on_error(on_error)
-        return Terms(retries, worker, waits, timeout, on, progress, returns)
+        return Terms(retries, worker, waits, timeout, on, progress, returns, journal, key)
 
     def _call(
         self,
@@ -126,6 +130,8 @@ class Verbs(Hooks):
     ) -> MapResult[Any]:
         self._check_running()
         self._check_call(func, callback, error_callback)
+        if terms.journal is not None:
+            raise OptionError("journal= is for map, imap and imap_unordered")
         # Counted once and for all: a list may change while its items are pickled, and a subclass
         # may yield something else than its length and slices say.  Slices of a range stay ranges,
         # and cost nothing to send.
@@ -189,7 +195,7 @@ class Verbs(Hooks):
         size = check_chunksize(chunksize)
         if buffersize is not None:
             size = min(size, check_count("buffersize", buffersize))
-        if terms.returns_errors:
+        if terms.returns_errors or terms.journal is not None:
             size = 1
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
@@ -203,19 +209,23 @@ class Verbs(Hooks):
         results.returns_errors = terms.returns_errors
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
         gone = flow.stop if buffersize is not None else flow.unbind
-        job = Stream(results, next(self._job_numbers), gone)
+        job = self._stream(results, func, gone, terms)
         results.cancelling = job, flow.stop
         job.terms = terms
         if terms.progress is not False:
             job.progress = results.progress = Progress(
                 terms.progress, job.label, results.total, size, lambda: flow.drawn
             )
-        self._enter(job, 0)
+        try:
+            self._enter(job, 0)
+        except BaseException:
+            job.release()
+            raise
         try:
             if job.progress is not None:
                 job.progress.begin()
-            put = self._open_stream(job, func, size > 1, flow, terms)
-            put_run = self._open_runs(job, func, terms)
+            put = job.around(self._open_stream(job, func, size > 1, flow, terms))
+            put_run = self._open_runs(job, func, terms) if terms.journal is None else None
         except BaseException as exc:
             self._give_up(job, exc)
             return results
@@ -243,6 +253,53 @@ class Verbs(Hooks):
             self._give_up(job, exc)
             raise
         return results
+
+    def _stream(
+        self, results: IMapIterator[Any], func: Any, gone: Callable[[], None], terms: Terms
+    ) -> Stream:
+        number = next(self._job_numbers)
+        if terms.journal is None:
+            return Stream(results, number, gone)
+        from xpool.pool.journal import Journal, Recorded, Stored  # sqlite3: few programs need it
+
+        ref = weakref.ref(self)
+
+        def found(index: int, value: Stored) -> None:
+            pool = ref()
+            if pool is not None:
+                pool._deliver(number, index, True, value)
+
+        def hand_on(index: int, ok: bool, value: Any) -> None:
+            pool = ref()
+            if pool is not None:
+                pool._record(number, index, ok, value)
+
+        def fail_all(exc: BaseException) -> None:
+            pool, job = ref(), job_ref()
+            if pool is not None and job is not None:
+                pool._fail_jobs([job], exc)
+
+        journal = Journal(terms.journal, func, terms.key)
+        job = Recorded(results, number, gone, journal, found, hand_on, fail_all)
+        job_ref = weakref.ref(job)
+        return job
+
+    def _map_recorded(self, func: Any, iterable: Iterable[Any], terms: Terms) -> list[Any]:
+        """As `map`, by way of an iterator whose results are written down."""
+        items = list(iterable)
+        results: IMapIterator[Any] = self._imap(IMapIterator, func, items, 1, None, terms)
+        values: list[Any] = []
+        error: Exception | None = None
+        for _ in items:
+            try:
+                values.append(results.next())
+            except Exception as exc:
+                if by_handler(exc):
+                    raise
+                error = error or exc
+        if error is not None:
+            raise error
+        return values
 
     def _give_up(self, job: Job, exc: BaseException) -> None:
         """What could not be sent fails through its result; what a signal raised, here and now."""
@@ -347,6 +404,9 @@ class Verbs(Hooks):
         raise NotImplementedError
 
     def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
+        raise NotImplementedError
+
+    def _record(self, number: int, index: int, ok: bool, value: Any) -> None:
         raise NotImplementedError
 
     def _end(self, number: int, length: int, input_reader: InputReader) -> None:
