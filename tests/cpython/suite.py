@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import multiprocessing
 import multiprocessing.dummy
 import multiprocessing.managers
@@ -26,6 +25,8 @@ import sys
 import types
 import unittest
 from typing import Any
+
+from telling import Told, tell
 
 import xpool
 
@@ -101,32 +102,10 @@ def load_main_handling() -> types.ModuleType:
     return module
 
 
-class Told(unittest.TestResult):
-    """Tells the outcome of each test in a line."""
-
-    def _tell(self, test: unittest.TestCase, outcome: str, reason: str = "") -> None:
-        text = json.dumps([type(test).__name__, test.id().rpartition(".")[2], outcome, reason])
-        os.write(_answers, text.encode() + b"\n")
-
-    def addSuccess(self, test: Any) -> None:
-        """Tell that it passed."""
-        self._tell(test, "ok")
-
-    def addSkip(self, test: Any, reason: str) -> None:
-        """Tell that it was skipped, and why."""
-        self._tell(test, "skipped", reason)
-
-    def addFailure(self, test: Any, err: Any) -> None:
-        """Tell that it failed."""
-        self._tell(test, "failed", self._exc_info_to_string(err, test))  # type: ignore[attr-defined]
-
-    addError = addFailure
-
-
 def main(names: list[str]) -> None:
     """Run these tests."""
     if not HAS_TESTS:
-        os.write(_answers, json.dumps(["", "", "skipped", "no tests here"]).encode() + b"\n")
+        tell("", "", "skipped", "no tests here")
         return
     install_in_scripts()
     main_handling = load_main_handling()
@@ -152,6 +131,4 @@ if HAS_TESTS:
     install_tests_in_module_dict(globals(), METHOD)
 
 if __name__ == "__main__":
-    _answers = os.dup(1)
-    os.dup2(2, 1)
     main(sys.argv[2:])

@@ -74,12 +74,11 @@ class Outcome(NamedTuple):
         return f"{self.cls}.{self.test}"
 
 
-def outcomes(folder: Path, method: str, *names: str) -> list[Outcome]:
-    """Run tests in a process of their own; return what became of each."""
+def outcomes(folder: Path, suite: str, *names: str) -> list[Outcome]:
+    """Run tests in a process of their own, by a script that is here; return what became of each."""
     path = os.pathsep.join([str(Path(next(iter(xpool.__path__))).parent), *sys.path[1:]])
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("suite.py")), method,
-         *names],
+        [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name(suite)), *names],
         cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -106,22 +105,31 @@ def check(told: list[Outcome]) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_processes(tmp_path: Path, method: str, name: str) -> None:
     """Their tests pass over `Pool` with each start method, in managers too."""
-    check(outcomes(tmp_path, method, name))
+    check(outcomes(tmp_path, "suite.py", method, name))
 
 
 def test_threads(tmp_path: Path) -> None:
     """Their tests pass over `ThreadPool`."""
-    check(outcomes(tmp_path, "fork", "WithThreadsTestPool"))
+    check(outcomes(tmp_path, "suite.py", "fork", "WithThreadsTestPool"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ExecutorTest", "WaitTests", "AsCompletedTests", "ExecutorShutdownTest", "InitializerMixin"],
+)
+def test_executors(tmp_path: Path, name: str) -> None:
+    """Their tests of all executors pass over `xpool.Executor`."""
+    check(outcomes(tmp_path, "futures_suite.py", name))
 
 
 @pytest.mark.parametrize("method", MAIN_HANDLING)
 def test_scripts(tmp_path: Path, method: str) -> None:
     """Scripts, packages, folders and zip files that were started in any way have their names."""
-    check(outcomes(tmp_path, method, MAIN_HANDLING[method]))
+    check(outcomes(tmp_path, "suite.py", method, MAIN_HANDLING[method]))
 
 
 def test_exclusions(tmp_path: Path) -> None:
     """Each exclusion names a test that there is; a pool of 200 works, where this version tries."""
-    told = outcomes(tmp_path, "fork", "MiscTestCase.test_large_pool", *EXCLUDED)
+    told = outcomes(tmp_path, "suite.py", "fork", "MiscTestCase.test_large_pool", *EXCLUDED)
     check(told)
     assert set(EXCLUDED) <= {t.name for t in told}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from xpool.errors import OptionError
 from xpool.pool.futures import PoolExecutor
 from xpool.pool.process import Pool
 
@@ -40,4 +41,6 @@ class Executor(PoolExecutor):
         initargs: Iterable[Any] = (),
         **options: Any,
     ) -> None:
+        if isinstance(max_workers, int) and max_workers <= 0:
+            raise OptionError(f"max_workers must be greater than 0, not {max_workers}")
         super().__init__(Pool(max_workers, initializer, initargs, **options))

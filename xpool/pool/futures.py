@@ -199,13 +199,12 @@ def _results(results: IMapIterator[Any], deadline: float | None) -> Iterator[Any
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                value = results.next(left)
+                one = [results.next(left)]
             except StopIteration:
                 return
             except TimeoutError as error:
                 raise concurrent.futures.TimeoutError(str(error)) from error
-            yield value
-            del value  # the consumer's, from here on
+            yield one.pop()  # while this waits, it is the consumer's alone
     finally:
         results.cancel()
 

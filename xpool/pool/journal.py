@@ -71,7 +71,7 @@ class Journal:
             check_callable("key", key)
         self._key = key
         self._lock = threading.Lock()  # guards the connection
-        self._base = sqlite3.connect(os.fspath(path), PATIENCE, check_same_thread=False)
+        self._base = sqlite3.connect(os.fspath(path), timeout=PATIENCE, check_same_thread=False)
         try:
             self._begin(os.fspath(path), _name(func))
         except sqlite3.DatabaseError as exc:
