@@ -194,7 +194,8 @@ class WorkerDied(XPoolError):
                 "the fault is its own. It is not run again; run it alone to see what it does."
             )
         if self.beside:
-            why = f"{hint} {self.beside}".strip() if self.killed else self.beside
+            ours = not self.killed or self.beside.startswith("The pool ended")
+            why = self.beside if ours else f"{hint} {self.beside}".strip()
             return f"{story}{why} Pass retries=n to have a task run again."
         return f"{story}{hint} Only this task is lost; pass retries=n to have it run again."
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -23,6 +24,7 @@ __all__ = [
     "check_exceptions",
     "check_iterable",
     "check_on_error",
+    "check_memory",
     "check_output",
     "check_progress",
     "check_seconds",
@@ -224,6 +226,25 @@ def check_share_method(method: Any) -> None:
             f"share_method must be 'cpu', 'cuda', 'xla' or None, not {method!r}; "
             "None shares each tensor by its own kind"
         )
+
+
+def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
+    """Return the bytes that a worker may have, and the part of memory that may be in use.
+
+    Raises:
+        TypeError: they are no numbers.
+        OptionError: they make no sense, or this system does not tell (a `ValueError`).
+    """
+    if worker is not None:
+        worker = check_count("worker_memory", worker)
+    if high is not None:
+        if isinstance(high, bool) or not isinstance(high, (int, float)):
+            raise TypeError(f"memory_high must be a number from 0 to 1, not {high!r}")
+        if not 0 < high < 1:
+            raise OptionError(f"memory_high must be between 0 and 1, not {high!r}")
+    if (worker is not None or high is not None) and sys.platform != "linux":
+        raise OptionError("worker_memory and memory_high are for Linux, whose /proc tells")
+    return worker, high
 
 
 def check_output(output: Any) -> None:

@@ -35,6 +35,7 @@ from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
 from xpool.engine.ledger import Event, Ledger, Slow, Work
+from xpool.engine.memory import MemoryGuard
 from xpool.engine.parcels import StartFailure
 from xpool.engine.reactor import Reactor
 from xpool.engine.replacement import Recipe, Replacement
@@ -80,6 +81,8 @@ class Engine:
         together: bool = False,
         peers: bool = False,
         relay: Relay | None = None,
+        worker_memory: int | None = None,
+        memory_high: float | None = None,
     ) -> None:
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
@@ -114,6 +117,10 @@ class Engine:
             self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
             self._service, self._tidying, self.ledger, budget, recipe, together,
             Switchboard(self.slots, reactor) if peers else None,
+        )  # fmt: skip
+        self._service.guard = MemoryGuard(
+            reactor, self.slots, worker_memory, memory_high,
+            self._service.condemn, self._service.give_idle,
         )  # fmt: skip
         self._spin = Spin()
         self._relay = relay

@@ -207,7 +207,9 @@ class Replacement:
         died = _story(ended, exitcode)
         served = [one for one in ended if _served(one)]
         # To break off what it ran: then we have killed it.
-        asked = any(_told_to_end(one) and one.protocol_error is None for one in ended)
+        asked = any(
+            _told_to_end(one) and one.protocol_error is None and not one.over for one in ended
+        )
         failed = next((one for one in ended if one.reason is not None), slot)
         started = bool(served) or slot.state is WorkerStates.RETIRING
         self._make_accounts(ended, exitcode)
@@ -275,7 +277,7 @@ class Replacement:
         guilty = next((one for one in ended if _told_to_end(one)), None)
         for one, (batch, position) in lost.items():
             innocent = guilty is not None and guilty is not one
-            beside = _beside(one, guilty, ran) if one.siblings else ""
+            beside = one.over or (_beside(one, guilty, ran) if one.siblings else "")
             self._answers.lost(one, batch, position, exitcode, innocent, beside, self.ending)
 
 

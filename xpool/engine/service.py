@@ -17,6 +17,7 @@ from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
 from xpool.engine.ledger import Ledger
+from xpool.engine.memory import MemoryGuard
 from xpool.engine.reactor import Alarms, Reactor
 from xpool.engine.start_limit import TASK_GRACE, StartLimit
 from xpool.jobs.deadlines import Act, Deadlines, Seen
@@ -63,6 +64,7 @@ class Service:
         lifetime: int | None,
         start_limit: float | None,
     ) -> None:
+        self.guard: MemoryGuard  # set by the engine, whose it is
         self.stopped = False  # terminated: nothing is sent or taken any more
         self.lifetime = lifetime  # tasks that a process may run
         self._slots, self._sched, self._reactor = slots, sched, reactor
@@ -221,8 +223,11 @@ class Service:
             self._emptied(slot)
         if slot.state is not WorkerStates.READY:
             return
-        for batch in self._sched.refill(w):
-            self._give(slot, batch)
+        if self.guard.short:
+            self.give_idle()
+        else:
+            for batch in self._sched.refill(w):
+                self._give(slot, batch)
         if hand.size == 0 and hand.left == 0:
             self.retire(slot)
         elif w in self._deep:
@@ -259,7 +264,12 @@ class Service:
 
     def give_idle(self, direct_job: int = 0) -> None:
         """Send what waits to the idle; the caller of ``direct_job`` will receive its answer."""
-        for w, batch in self._sched.next_batches(newest=direct_job != 0):
+        most = None
+        if self.guard.short:
+            if any(in_flight.size for in_flight in self._sched.in_flight):
+                return
+            most = 1  # so that there is an end to it
+        for w, batch in self._sched.next_batches(direct_job != 0, most):
             slot = self._slots[w]
             if batch.job == direct_job:
                 self._direct.begin(slot, direct_job)

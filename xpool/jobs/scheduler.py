@@ -228,20 +228,24 @@ class Scheduler:
 
     # -- work goes out ---------------------------------------------------------------------
 
-    def next_batches(self, newest: bool = False) -> list[tuple[int, Batch]]:
+    def next_batches(
+        self, newest: bool = False, most: int | None = None
+    ) -> list[tuple[int, Batch]]:
         """Give what waits to the idle workers, one batch each; the caller sends them.
+
+        To ``most`` of them at most; None: to all.
 
         The longest idle worker comes first, so that tasks which come one by one, and are short, are
         spread over all workers: each has a device, or a model, that would lie idle.  For a caller
         that waits for its task, ``newest``: the last worker to become idle comes first, which looks
         for the next task still, and has what it needs in its processor's caches.
         """
-        batches = []
+        batches: list[tuple[int, Batch]] = []
         order = list(self.idle)
         if newest:
             order.reverse()
         for w in order:
-            if not self._queued:
+            if not self._queued or len(batches) == most:
                 break
             batch = self._cut(w)
             if batch is not None:

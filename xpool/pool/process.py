@@ -19,6 +19,7 @@ from xpool.jobs.scheduler import TaskRange
 from xpool.options import (
     Terms,
     check_count,
+    check_memory,
     check_output,
     check_seconds,
     check_seed,
@@ -70,6 +71,11 @@ class Pool(AllWorkers):
         restart_budget: how many workers may die in a minute without any task being finished; with
             the next death the pool stops (`PoolBroken`).  None: 100, or 4 for each worker.
         output: "prefix" puts ``[worker 3]`` before each line that a task prints.
+        worker_memory: bytes of memory that a worker may have to itself.  One that has more is ended
+            within a fifth of a second or so and replaced; its task fails with a `WorkerDied` that
+            says so, or is run again with ``retries=``.
+        memory_high: a number from 0 to 1.  While a larger part of the machine's memory, or of the
+            cgroup's, is in use, no worker gets a new task, but for one where none has any.
         name: of the pool, its threads and its workers; made up by default.
 
     Raises:
@@ -95,12 +101,15 @@ class Pool(AllWorkers):
         initializer_timeout: float | None = None,
         restart_budget: int | None = None,
         output: str | None = None,
+        worker_memory: int | None = None,
+        memory_high: float | None = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
         check_seed(seed)
         check_output(output)
         self._output = output
+        self._memory = check_memory(worker_memory, memory_high)
         module = imported_by_worker()
         if module is not None:
             raise OptionError(
@@ -185,6 +194,8 @@ class Pool(AllWorkers):
             together=self._is_group(),
             peers=self._has_peers,
             relay=assembly.Relay(self.name),
+            worker_memory=self._memory[0],
+            memory_high=self._memory[1],
         )
         self._engine = self._backend = engine
 

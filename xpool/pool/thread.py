@@ -13,6 +13,7 @@ from xpool.interrupt import shielded
 from xpool.options import (
     Terms,
     check_count,
+    check_memory,
     check_output,
     check_seconds,
     check_seed,
@@ -34,8 +35,8 @@ class ThreadPool(BasePool):
 
     Takes all arguments of `Pool`, so that one can stand in for the other.  Those about processes
     and pickling have no effect here: ``context``, ``is_recursive``, ``is_daemon``,
-    ``is_copy_tensor``, ``share_method``, ``memory_limit``, ``seed``, ``restart_budget`` and
-    ``output``.
+    ``is_copy_tensor``, ``share_method``, ``memory_limit``, ``seed``, ``restart_budget``,
+    ``output``, ``worker_memory`` and ``memory_high``.
 
     Raises:
         TypeError, OptionError (a `ValueError`): an argument makes no sense, one without effect too.
@@ -62,11 +63,14 @@ class ThreadPool(BasePool):
         initializer_timeout: float | None = None,
         restart_budget: int | None = None,
         output: str | None = None,
+        worker_memory: int | None = None,
+        memory_high: float | None = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
         check_seed(seed)
         check_output(output)
+        check_memory(worker_memory, memory_high)
         if memory_limit is not None:
             check_count("memory_limit", memory_limit, least=0)
         if restart_budget is not None:

@@ -1,0 +1,104 @@
+"""`worker_memory` and `memory_high`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+from support import work
+from support.waiting import Mailbox, eventually
+
+from xpool import (
+    OptionError,
+    Pool,
+    PoolBroken,
+    PoolClosed,
+    PoolStates,
+    ThreadPool,
+    WorkerDied,
+)
+from xpool.engine import memory
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
+
+MB = 1_000_000
+
+
+def _swell(size):
+    kept = bytearray(size)
+    if size > 100 * MB:
+        threading.Event().wait()
+    return len(kept)
+
+
+def test_a_worker_past_its_limit_is_ended():
+    """Its task fails with a `WorkerDied` that says so; the others are done, the pool goes on."""
+    with Pool(2, worker_memory=600 * MB) as pool:
+        results = pool.map(_swell, [MB, 1000 * MB, MB, MB], 1, on_error="return")
+        assert [type(one) for one in results] == [int, WorkerDied, int, int]
+        assert "worker_memory=600000000 allows 600 MB" in str(results[1])
+        assert "retries=n" in str(results[1])
+        assert pool.map(_swell, [MB] * 4, 1) == [MB] * 4
+        assert pool.report().deaths == 1
+
+
+def _swell_once(path):
+    if work.first(path):
+        _swell(1000 * MB)
+    return 1
+
+
+def test_retries(tmp_path):
+    """With ``retries=``, the task is run again."""
+    with Pool(1, worker_memory=600 * MB) as pool:
+        assert pool.apply(_swell_once, (str(tmp_path / "flag"),), retries=1) == 1
+
+
+_kept = []
+
+
+def _keep(size):
+    _kept.append(bytearray(size))
+
+
+def test_an_initializer_that_takes_too_much():
+    """A pool whose workers are over the limit from the beginning stops, with the reason."""
+    with Pool(1, _keep, (1000 * MB,), worker_memory=600 * MB, restart_budget=2) as pool:
+        with pytest.raises((WorkerDied, PoolBroken)):
+            pool.map(work.sleep_long, [1])
+        eventually(lambda: pool.state is not PoolStates.RUN, "the pool has stopped")
+        with pytest.raises(PoolClosed, match="PoolBroken|died"):
+            pool.map(work.square, [1])
+
+
+def test_memory_high(monkeypatch, tmp_path):
+    """While memory is short, one task runs at a time; then all workers get some again."""
+    used = [0.99]
+    monkeypatch.setattr(memory, "used_memory", lambda: used[0])
+    box = Mailbox(tmp_path / "box")
+    with Pool(2, memory_high=0.9) as pool:
+        pool.map(work.square, [1, 2], 1)
+        results = [pool.apply_async(work.post_and_spin, (box.path,)) for _ in range(2)]
+        box.line()
+        assert pool.statistics()["running"] == 1
+        eventually(lambda: pool.statistics()["waiting"] == 1, "the other waits")
+        used[0] = 0.5
+        box.line()
+        assert pool.statistics()["running"] == 2
+        for one in results:
+            one.cancel()
+        used[0] = 0.99
+        assert pool.map(work.square, range(50), 1) == [x * x for x in range(50)]
+    box.close()
+
+
+@pytest.mark.parametrize("kind", [Pool, ThreadPool])
+def test_what_makes_no_sense(kind):
+    """Bytes are a positive whole number, and the part is between 0 and 1."""
+    for option, value in (("worker_memory", 0), ("memory_high", 1.5), ("memory_high", 0)):
+        with pytest.raises(OptionError, match=option):
+            kind(1, **{option: value})
+    for option, value in (("worker_memory", "1 GB"), ("memory_high", "half")):
+        with pytest.raises(TypeError, match=option):
+            kind(1, **{option: value})

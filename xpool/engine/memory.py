@@ -1,0 +1,88 @@
+"""Memory that workers may have, and what is done while the machine is short of it.
+
+Guarded by the engine's lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from xpool.engine.reactor import Reactor
+from xpool.shm.system import available_memory
+from xpool.workers.slot import Slot
+
+__all__ = ["MemoryGuard"]
+
+INTERVAL = 0.2
+"""Seconds between two looks."""
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def private_memory(pid: int) -> int:
+    """Return how many bytes of memory a process has to itself; 0: it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * _PAGE
+
+
+def used_memory() -> float:
+    """Return the part of the machine's memory, or the cgroup's, that is in use: from 0 to 1."""
+    total = _PAGE * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as file:
+            most = file.read().strip()
+        total = min(total, int(most)) if most.isdigit() else total
+    except OSError:
+        pass  # no cgroup of version 2 that says so
+    return 1 - available_memory() / total
+
+
+class MemoryGuard:
+    """Ends workers past ``most`` bytes; is ``short`` while more than ``high`` of memory is in use.
+
+    ``end(slot)`` ends a worker, ``again()`` gives out tasks that have waited.  Looks at it by
+    itself, since no event tells of memory.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        slots: Sequence[Slot],
+        most: int | None,
+        high: float | None,
+        end: Callable[[Slot], object],
+        again: Callable[[], object],
+    ) -> None:
+        self.short = False
+        self._reactor, self._slots = reactor, slots
+        self._most, self._high = most, high
+        self._end, self._again = end, again
+        if most is not None or high is not None:
+            self._look()
+
+    def _look(self) -> None:
+        if self._most is not None:
+            for slot in self._slots:
+                self._weigh(slot, self._most)
+        if self._high is not None:
+            before, self.short = self.short, used_memory() > self._high
+            if before:
+                self._again()  # also while it is short: one task may run where none does
+        self._reactor.call_at(self._reactor.now() + INTERVAL, self._look)
+
+    def _weigh(self, slot: Slot, most: int) -> None:
+        pid = slot.pid
+        if pid is None or not slot.state.serves:
+            return
+        bytes_ = private_memory(pid)
+        if bytes_ > most:
+            slot.over = (
+                f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
+                f"worker_memory={most} allows {most / 1e6:.0f} MB."
+            )
+            self._end(slot)
