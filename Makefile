@@ -12,6 +12,7 @@
 #   make cores      the core without torch, on every other Python from 3.10 on that is found here
 #   make nightly    many seeds, the slow tests, mixed load while workers are killed, the benchmark
 #   make coverage   what make test runs of the package, in workers too; with floors
+#   make docs       the site, in docs/_build: Sphinx, with what pip needs for it in DOCS_VENV
 #   make soak       mixed load while workers are killed, for MINUTES=10
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
@@ -49,15 +50,17 @@ MAKE_VENV = "$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 1
 # Folder of the environment without torch: one for each Python version.
 CORE_VENV = .venv-core/$(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
+DOCS_VENV ?= .venv-docs
 XLA_VENV ?= .venv-xla
 TPU_SITE ?= .venv-tpu
 
 venv     := $(call escaped,$(VENV))
+docs_venv := $(call escaped,$(DOCS_VENV))
 xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
 .PHONY: help run test check faults rest cores test-all nightly coverage soak test-xla test-tpu lint core \
-	bench docs-states clean
+	bench docs docs-states clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -144,11 +147,16 @@ bench: .venv-bench/.bench
 	.venv-bench/bin/python -m bench.peers $(ARGS)
 	.venv-bench/bin/python -m bench.scaling
 
+# -W: a name that the site does not find is an error.
+docs: $(docs_venv)/.docs
+	"$(DOCS_VENV)/bin/python" -m sphinx -W --keep-going -b html docs docs/_build
+
 docs-states: $(venv)/.run
 	"$(VENV)/bin/python" -m xpool.jobs.states > docs/states.md
 
 clean:
-	rm -rf "$(VENV)" .venv-core .venv-bench "$(XLA_VENV)" "$(TPU_SITE)" examples/out
+	rm -rf "$(VENV)" .venv-core .venv-bench "$(DOCS_VENV)" "$(XLA_VENV)" "$(TPU_SITE)" examples/out \
+		docs/_build
 
 # Environments.  A stamp says what has been installed, so the second time is quick.
 
@@ -167,6 +175,13 @@ $(venv)/.test: $(venv)/.run
 
 $(venv)/.lint: $(venv)/.test
 	$(call PIP,$(VENV)) --editable ".[lint]"
+	touch "$@"
+
+# Its own environment, with the pages' imports: torch is needed for the reference of the loader.
+$(docs_venv)/.docs: pyproject.toml
+	$(call MAKE_VENV,$(DOCS_VENV))
+	$(call PIP,$(DOCS_VENV)) $(TORCH)
+	$(call PIP,$(DOCS_VENV)) --editable ".[docs,joblib]"
 	touch "$@"
 
 $(CORE_VENV)/.core: pyproject.toml
