@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool.engine.ledger import Event, Slow, Work
 from xpool.jobs.scheduler import TaskRange
 from xpool.results import Parcel
+
+if TYPE_CHECKING:
+    from xpool.engine.ledger import Event, Slow, Work
 
 __all__ = ["EngineFace", "WorkerBackend"]
 

@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from xpool.options import Exceptions, ManyOptions, MapOptions
-from xpool.pool import observing
-from xpool.pool.observing import Report
 from xpool.pool.verbs import Verbs
 from xpool.results import AsyncResult, MapResult
 from xpool.streams import IMapIterator, IMapUnorderedIterator
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from xpool.pool.futures import PoolExecutor
+    from xpool.pool.observing import Report
 
 __all__ = ["PublicVerbs"]
 
@@ -49,8 +48,10 @@ class PublicVerbs(Verbs):
         ``print(pool.report())`` shows it as a table.  Of workers and tasks one by one only pools
         of processes know.
         """
+        from xpool.pool.observing import report_of  # here: few programs need it
+
         pool: Any = self
-        return observing.report_of(pool, time.monotonic() - self._born)
+        return report_of(pool, time.monotonic() - self._born)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context in which what happens is written to ``path``, as Chrome trace events.
@@ -63,8 +64,10 @@ class PublicVerbs(Verbs):
             OptionError: a trace of this pool is being written, or its workers are threads.
             OSError: there can be no such file.
         """
+        from xpool.pool.observing import trace
+
         pool: Any = self
-        return observing.trace(pool, path)
+        return trace(pool, path)
 
     def watch(self) -> AbstractContextManager[None]:
         """Return a context in which `report` is shown on the terminal, live.
@@ -72,8 +75,10 @@ class PublicVerbs(Verbs):
         Raises:
             ImportError: rich is not installed (``pip install xpool[progress]``).
         """
+        from xpool.pool.observing import watch
+
         pool: Any = self
-        return observing.watch(pool, self.report)
+        return watch(pool, self.report)
 
     def apply(
         self,
