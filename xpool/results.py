@@ -107,6 +107,12 @@ class Job:
     func = 0
     """Number of the function that the workers keep for this job; 0: none."""
 
+    has_callback = False
+    """Whether something must be called before the callers wake."""
+
+    is_call = False
+    """Whether it is a single task, which engines know among `CALLS`."""
+
     terms = Terms()
     """How its tasks are to be run."""
 
@@ -142,14 +148,20 @@ class Job:
             self.progress.end()
         self._waiters.wake()
 
-    @property
-    def has_callback(self) -> bool:
-        """Whether something must be called before the callers wake."""
-        return False
-
 
 class AsyncResult(Job, Generic[T]):
     """The result of `apply_async`, as `multiprocessing.pool.AsyncResult`."""
+
+    settled = False
+    _callback: Callable[[Any], object] | None = None
+    _error_callback: Callable[[BaseException], object] | None = None
+    _ready = False
+    _success = True
+    _value: Any = None
+    _opened = False
+    # Identity of the thread that runs the callback: for it the result is ready already.
+    _calling: int | None = None
+    _cancelled = False
 
     def __init__(
         self,
@@ -159,17 +171,13 @@ class AsyncResult(Job, Generic[T]):
         callback: Callable[[Any], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
     ) -> None:
-        super().__init__(number, label, pool)
-        self._callback = callback
-        self._error_callback = error_callback
-        self._ready = False
-        self._success = True
-        self._value: Any = None
+        # Not by `Job`'s: calls in a loop make many of these.
+        self.number, self.label, self._pool = number, label, pool
+        self._waiters = Waiters()
         self._opening = threading.RLock()
-        self._opened = False
-        # Identity of the thread that runs the callback: for it the result is ready already.
-        self._calling: int | None = None
-        self._cancelled = False
+        if callback is not None or error_callback is not None:
+            self._callback, self._error_callback = callback, error_callback
+            self.has_callback = True
 
     def __repr__(self) -> str:
         state = "ready" if self._ready else "waiting"
@@ -205,10 +213,12 @@ class AsyncResult(Job, Generic[T]):
         Raises:
             multiprocessing.TimeoutError: it has not arrived after ``timeout`` seconds.
         """
-        self.wait(timeout)
-        if not self.ready():
-            raise TimeoutError(f"{self.label} has no result after {timeout} s")
-        self._open()
+        if not self._ready:
+            self.wait(timeout)
+            if not self.ready():
+                raise TimeoutError(f"{self.label} has no result after {timeout} s")
+        if not self._opened:
+            self._open()
         if self.progress is not None:
             self.progress.wait()
         if self._success:
@@ -235,8 +245,6 @@ class AsyncResult(Job, Generic[T]):
         return self._cancelled
 
     def _open(self) -> None:
-        if self._opened:
-            return
         with self._opening:
             if self._opened:
                 return
@@ -255,7 +263,11 @@ class AsyncResult(Job, Generic[T]):
         self._success, self._value, self._opened = success, value, True
 
     def _unpack(self, value: Any) -> Any:
-        return _opened(value.open()[0]) if isinstance(value, Parcel) else value
+        if isinstance(value, Parcel):
+            (value,) = value.open()
+            if type(value) is Unopened:
+                raise value.exc
+        return value
 
     # -- the engine's side -------------------------------------------------------------------
 
@@ -279,12 +291,12 @@ class AsyncResult(Job, Generic[T]):
     def release(self) -> None:
         self._ready = True
         self._pool = None
-        self._callback = self._error_callback = None
-        super().release()
-
-    @property
-    def has_callback(self) -> bool:
-        return self._callback is not None or self._error_callback is not None
+        if self.has_callback:
+            self._callback = self._error_callback = None
+        if self.progress is not None:
+            self.progress.end()
+        if self._waiters:
+            self._waiters.wake()
 
     def complete(self) -> None:
         """Finish after the callback: strike it off the pool's list and wake the callers."""

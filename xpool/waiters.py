@@ -20,13 +20,8 @@ LOST_SIGNAL = 1.0
 signals, but does not wait yet, does not end the wait: without this, Ctrl-C could be lost."""
 
 
-class Waiters:
-    """The threads that wait for one thing.  See the module's text for why it is safe."""
-
-    __slots__ = ("_locks",)
-
-    def __init__(self) -> None:
-        self._locks: list[Any] = []
+class Waiters(list[Any]):
+    """The threads that wait for one thing: their locks.  The module's text says why it is safe."""
 
     def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until `there()`, at most ``timeout`` seconds; return whether it is."""
@@ -39,7 +34,7 @@ class Waiters:
                     return False
             lock = threading.Lock()
             lock.acquire()
-            self._locks.append(lock)
+            self.append(lock)
             try:
                 if not there():
                     lock.acquire(timeout=left)
@@ -50,7 +45,7 @@ class Waiters:
     @contextlib.contextmanager
     def listening(self, bell: Any) -> Iterator[None]:
         """Have the next `wake` call ``bell.release()``, from whatever thread that is."""
-        self._locks.append(bell)
+        self.append(bell)
         try:
             yield
         finally:
@@ -58,14 +53,13 @@ class Waiters:
 
     def _remove(self, lock: Any) -> None:
         with contextlib.suppress(ValueError):  # whoever wakes takes it out
-            self._locks.remove(lock)
+            self.remove(lock)
 
     def wake(self) -> None:
         """Let all who wait look again."""
-        locks = self._locks
-        while locks:
+        while self:
             try:
-                locks.pop().release()
+                self.pop().release()
             except (IndexError, RuntimeError):
                 continue  # another thread has woken it; the event loop of a bell has ended
 

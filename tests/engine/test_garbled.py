@@ -189,6 +189,7 @@ def test_answers_that_are_not_as_many_as_said(data, count):
 def test_a_worker_that_writes_nonsense(make_pool, garbage):
     """Nonsense from a worker costs the task that it ran, which tells the story, and no other."""
     pool = make_pool(Pool, 2)
+    assert pool.map(abs, range(500), chunksize=1) == list(range(500))  # so calls travel together
     before = [pool.apply_async(abs, (-i,)) for i in range(20)]
     task = pool.apply_async(write_to_the_parent, (garbage,))
     after = [pool.apply_async(abs, (-i,)) for i in range(20)]

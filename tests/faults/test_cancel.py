@@ -229,3 +229,33 @@ def test_what_waits_for_its_next_try(kind, make_pool, log):
     assert pool.apply(work.square, (3,)) == 9
     pool.close()
     pool.join(20)
+
+
+def test_one_of_many_calls_that_wait_together(process_kind, make_pool, log, gate):
+    """Calls that travel together are cancelled one by one, wherever they are; the others run."""
+    pool = make_pool(process_kind, 2)
+    assert pool.map(work.same, range(500), 1) == list(range(500))  # tasks are known to be short
+    held = [pool.apply_async(work.gated, (gate.path, i)) for i in range(2)]
+    calls = [pool.apply_async(work.logged, (str(log), i)) for i in range(300)]
+    victims = {0, 1, 2, 7, 100, 101, 298, 299}
+    assert all(calls[i].cancel() for i in victims)
+    assert all(cancelled(calls[i]) for i in victims)
+    gate.open(2)
+    assert [r.get(30) for r in held] == [0, 1]
+    wanted = [i for i in range(300) if i not in victims]
+    assert [calls[i].get(30) for i in wanted] == wanted
+    assert sorted(map(int, log.read_text().split())) == wanted
+
+
+def test_calls_cancelled_while_they_are_run(process_kind, make_pool):
+    """Cancelling some of a stream of short calls, in any state, loses and repeats no other."""
+    pool = make_pool(process_kind, 2)
+    draw = random.Random(5)
+    for _ in range(5):
+        calls = [pool.apply_async(work.same, (i,)) for i in range(300)]
+        gone = {i for i in draw.sample(range(300), 40) if calls[i].cancel()}
+        assert all(cancelled(calls[i]) for i in gone)
+        assert [calls[i].get(30) for i in range(300) if i not in gone] == [
+            i for i in range(300) if i not in gone
+        ]
+    assert pool.statistics()["jobs"] == 0

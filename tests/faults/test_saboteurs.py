@@ -311,3 +311,32 @@ def test_retries_are_for_deaths_only(process_kind, make_pool, log):
     with pytest.raises(RuntimeError, match="sabotage"):
         pool.apply(work.end_or_return, ("raise", 1, str(log), 1), retries=3)
     assert log.read_text().split() == ["1"]
+
+
+def test_a_death_among_many_calls_costs_one(process_kind, make_pool):
+    """Of calls that travel together, a worker's death costs the one that it was in."""
+    from xpool import WorkerDied
+
+    pool = make_pool(process_kind, 2)
+    assert pool.map(work.same, range(500), 1) == list(range(500))  # tasks are known to be short
+    deadly = {3, 50, 51, 120}
+    calls = [
+        pool.apply_async(os._exit, (7,)) if i in deadly else pool.apply_async(work.same, (i,))
+        for i in range(200)
+    ]
+    for i, call in enumerate(calls):
+        if i in deadly:
+            with pytest.raises(WorkerDied, match="exit"):
+                call.get(30)
+        else:
+            assert call.get(30) == i
+    assert pool.statistics()["deaths"] == 4
+
+
+def test_calls_of_one_worker_run_in_order(process_kind, make_pool, log):
+    """Calls run in the order in which they were made, whatever terms each of them has."""
+    pool = make_pool(process_kind, 1)
+    terms = [{}, {"timeout": 30}, {"retries": 2}, {}]
+    calls = [pool.apply_async(work.logged, (str(log), i), **terms[i % 4]) for i in range(100)]
+    assert [call.get(30) for call in calls] == list(range(100))
+    assert [int(line) for line in log.read_text().split()] == list(range(100))

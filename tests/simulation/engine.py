@@ -16,7 +16,7 @@ from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.engine.start_limit import TASK_GRACE
 from xpool.errors import TaskTimeout, WorkerDied
-from xpool.jobs.scheduler import Limit, TaskRange
+from xpool.jobs.scheduler import CALLS, Limit, TaskRange
 from xpool.jobs.states import WorkerStates
 from xpool.transport.outbox import entries
 
@@ -77,6 +77,7 @@ class _Call:
 
     def __init__(self, world: EngineWorld, task_range: TaskRange) -> None:
         self.world, self.task_range = world, task_range
+        self.job = task_range.first
         self.slot: Any = None
         self.begun = False
         self.impatient = world.chance(0.3)
@@ -87,12 +88,12 @@ class _Call:
         return (
             not self.begun
             or bool(self.slot.poller.poll(0))
-            or self.world.engine._direct.slot_of(self.task_range.job) is None
+            or self.world.engine._direct.slot_of(self.job) is None
         )
 
     def go_on(self) -> None:
         """The body of `Engine.call`, one turn at a time; True when it is through."""
-        engine, job = self.world.engine, self.task_range.job
+        engine, job = self.world.engine, self.job
         if not self.begun:
             self.begun = True
             self.slot = engine._put_direct(self.task_range)
@@ -151,6 +152,7 @@ class EngineWorld(World):
         self.open: dict[int, TaskRange] = {}
         self.to_feed: list[TaskRange] = []
         self.calls: list[_Call] = []
+        self.cancellable: list[int] = []  # calls; those that are answered as well
         self.jobs = 0
         self.spread = self.one_of([0.0, 0.005, 0.05])
         self.next_job = self.now + self.spread
@@ -175,7 +177,7 @@ class EngineWorld(World):
         self.deliver()
         self.tell_all()
         for call in list(self.calls):
-            engine._let_go(call.task_range.job)
+            engine._let_go(call.job)
         if self.left() and not self.ended_violently:
             self.wrong(f"the workers have ended, and unanswered is {self.left()}")
         engine.close()
@@ -224,7 +226,7 @@ class EngineWorld(World):
         if not self.over:
             if self.jobs < self.jobs_wanted and self.now >= self.next_job:
                 acts.append(self.submit)
-            elif self.jobs == self.jobs_wanted and not (self.open or self.calls or self.left()):
+            elif self.jobs >= self.jobs_wanted and not (self.open or self.calls or self.left()):
                 acts.append(self.close)
             if self.open:
                 acts.append(self.append)
@@ -232,6 +234,8 @@ class EngineWorld(World):
                 acts.append(self.feed)
             if acts and self.deaths and self.chance(self.deaths):
                 acts.append(self.accident)
+            if self.cancellable and self.chance(0.01):
+                acts.append(self.cancel)
             if self.violent_end and self.jobs > 1 and self.chance(0.02):
                 acts.append(self.terminate)
         return acts
@@ -258,31 +262,45 @@ class EngineWorld(World):
 
     def submit(self) -> None:
         """Somebody submits: a call, a call that waits, a map, or the beginning of a stream."""
-        self.jobs += 1
-        self.next_job = self.now + self.spread * self.draw.random()
-        job = self.jobs
-        kind = self.one_of(["call", "wait", "wait", "map", "map", "map", "stream", "bound"])
+        kind = self.one_of(["calls", "wait", "wait", "map", "map", "map", "stream", "bound"])
         n = self.one_of([1, 3, 10, 40]) if kind in ("map", "stream") else 1
         retries = self.one_of([0, 0, 1, 2])
         takes = self.one_of([1e-6, 5e-5, 1e-3, 0.02, 0.0, 0.0, 0.0])
         bound: int | None = None
         if kind == "bound":
             bound = self.one_of([-1, *range(len(self.engine.slots))])
+        limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if self.chance(0.25) else None
+        for _ in range(self.one_of([1, 1, 4, 25]) if kind == "calls" else 1):
+            self.jobs += 1
+            self.submit_one(kind, n, retries, takes, bound, limit)
+        self.next_job = self.now + self.spread * self.draw.random()
+
+    def submit_one(
+        self, kind: str, n: int, retries: int, takes: float, bound: int | None, limit: Limit | None
+    ) -> None:
+        """Somebody submits a job."""
+        job = self.jobs
         func = self.engine.learn(1, b"function") if kind in ("map", "stream") else 0
         self.funcs[job] = func
         items = [self.new_task(job, i, retries, takes, bound) for i in range(n)]
-        limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if self.chance(0.25) else None
         if limit is not None:
             self.limits[job] = limit
-        task_range = TaskRange(job, func, 0, items, retries, bound, limit)
         self.note(f"{self.now:.6f}", kind, "job", job, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "limit", limit)  # fmt: skip
+        if func:
+            task_range = TaskRange(job, func, 0, items, retries, bound, limit)
+            self.engine.submit(task_range)
+            if kind == "stream":
+                self.open[job] = task_range
+            return
+        self.cancellable.append(job)
+        task_range = TaskRange(CALLS, 0, job, items, retries, bound, limit)
         if kind == "wait":
             self.calls.append(_Call(self, task_range))
-        else:
+        elif kind == "bound":
             self.engine.submit(task_range)
-        if kind == "stream":
-            self.open[job] = task_range
+        else:
+            self.engine.submit_call(job, items[0], retries, limit)
 
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None
@@ -322,6 +340,16 @@ class EngineWorld(World):
     def feed(self) -> None:
         """An input reader that has seen a reason to tell the engine does so."""
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
+
+    def cancel(self) -> None:
+        """Somebody cancels a call, wherever that is, or its result is cancelled before it comes."""
+        job = self.one_of(self.cancellable)
+        self.cancellable.remove(job)
+        waiting = [call for call in self.calls if call.job == job and not call.begun]
+        if (job, 0) in self.unanswered and not waiting:
+            self.note(f"{self.now:.6f}", "cancel call", job)
+            self.withdrawn.add(job)
+            self.engine.withdraw(CALLS, job)
 
     def close(self) -> None:
         """All is answered, and nothing more will come."""
@@ -379,7 +407,7 @@ class EngineWorld(World):
             self.note("withdraw job", job)
             self.withdrawn.add(job)
             self.open.pop(job, None)
-            self.engine.withdraw(job)
+            self.engine.withdraw(*((job,) if self.funcs[job] else (CALLS, job)))
         if self.funcs[job] and job not in self.open and all(t[0] != job for t in self.unanswered):
             self.engine.forget(self.funcs[job])
 

@@ -17,7 +17,8 @@ from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
 from xpool.engine.replacement import Replacement
 from xpool.engine.service import Service
-from xpool.jobs.scheduler import PREFETCH_SECONDS, Scheduler, _piece
+from xpool.jobs.ranges import piece
+from xpool.jobs.scheduler import PREFETCH_SECONDS, Scheduler
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool.transport.outbox import Outbox
 from xpool.transport.pipes import FrameReader
@@ -79,8 +80,8 @@ def _(patch: Patch) -> None:
         put_back, sched.put_back = sched.put_back, pieces.append  # type: ignore[method-assign]
         found = original(sched, w, began)
         del sched.put_back
-        for piece in reversed(pieces):
-            put_back(piece)
+        for part in reversed(pieces):
+            put_back(part)
         return found
 
     wrap(patch, Scheduler, "gone", gone)
@@ -96,7 +97,7 @@ def _(patch: Patch) -> None:
     def gone(original: Any, sched: Scheduler, w: int, began: int) -> Any:
         lost = original(sched, w, began)
         if lost is not None:
-            sched.put_back(_piece(lost[0], lost[1], lost[1] + 1))
+            sched.put_back(piece(lost[0], lost[1], lost[1] + 1))
         return lost
 
     wrap(patch, Scheduler, "gone", gone)
@@ -145,7 +146,7 @@ def _(patch: Patch) -> None:
     def dry(original: Any, sched: Scheduler, queue: Any, task_range: Any) -> bool:
         queue.popleft()
         task_range.queued = False
-        sched._queued -= 1
+        sched.queued -= 1
         return bool(task_range.items)
 
     wrap(patch, Scheduler, "_dry", dry)

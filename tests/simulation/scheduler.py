@@ -34,6 +34,7 @@ class _Worker:
         self.alive = True
         self.lifetime = lifetime
         self.given: list[tuple[Task, Batch]] = []  # every task ever given to it, in order
+        self.messages: list[int] = []  # for each of these, the message that it came in
         self.began = 0
         self.finished = 0  # of these, how many are done, or skipped
         self.answered = 0  # and known to the scheduler as such
@@ -86,6 +87,7 @@ class SchedulerWorld(World):
         self.later: list[tuple[int, int, Task]] = []  # (when, a number, task): tried again then
         self.clock = 0
         self.withdrawn: set[int] = set()
+        self.cancelled: set[Task] = set()  # alone, while others of their job are wanted
         self.ended: dict[Task, str] = {}
         self.jobs = 0
         self.now_idle: list[int] = []
@@ -100,6 +102,7 @@ class SchedulerWorld(World):
             self.submit, self.submit, self.feed, self.batches, self.batches,
             self.begin, self.finish, self.finish, self.answer, self.answer, self.answer,
             self.look, self.look, self.death, self.revive, self.withdraw, self.due,
+            self.cancel,
         ]  # fmt: skip
         for i in range(self.events):
             self.one_of(kinds)()
@@ -130,6 +133,19 @@ class SchedulerWorld(World):
         task_range = TaskRange(job, 0, 0, (), retries, bound)
         task_range.items = items = _Fed(self, [self.payload(task) for task in tasks])
         self.note("submit", job, "of", n, "bound to", bound, "retries", retries)
+        if n == 1 and bound is None and self.chance(0.5):
+            waits = any(tasks for queue in self.queues.values() for _, tasks in queue)
+            idle = list(self.sched.idle)
+            found = self.sched.start(task_range)
+            if found is not None:
+                w, batch = found
+                if waits or w != idle[-1]:
+                    self.wrong(
+                        f"worker {w} is given {job}, while {waits} waits and idle are {idle}"
+                    )
+                self.queues[None].append((None, tasks))
+                self.given(w, batch)
+                return
         self.sched.put(task_range)
         entry = (task_range, tasks)
         self.queues[bound].append(entry)
@@ -221,6 +237,7 @@ class SchedulerWorld(World):
         if not queue[0][1]:
             queue.pop(0)
         worker.given.extend((task, batch) for task in tasks)
+        worker.messages.extend([batch.seq] * len(tasks))
         if worker.lifetime is not None and len(worker.given) - worker.taken > worker.lifetime:
             self.wrong(f"worker {w} was given more than the {worker.lifetime} that it may run")
 
@@ -263,11 +280,14 @@ class SchedulerWorld(World):
             return
         seq = worker.finished
         worker.began = seq + 1
-        task, batch = worker.given[seq]
+        task = worker.given[seq][0]
         if seq >= worker.limit:
             # With it the rest of the same message.
             worker.began = seq  # it takes that back, as `Outbox.enter` does
-            while worker.finished < len(worker.given) and worker.given[worker.finished][1] is batch:
+            message = worker.messages[seq]
+            while (
+                worker.finished < len(worker.given) and worker.messages[worker.finished] == message
+            ):
                 worker.skips.add(worker.finished)
                 worker.finished += 1
             self.note("worker", w, "skips", worker.finished - seq, "from", task)
@@ -333,7 +353,7 @@ class SchedulerWorld(World):
 
     def put_back(self, tasks: list[Task]) -> None:
         """They stand in front again, if anybody still wants them."""
-        if tasks and tasks[0][0] in self.withdrawn:
+        if tasks and self.unwanted(tasks[0]):
             for task in tasks:
                 self.end(task, "withdrawn")
         elif tasks:
@@ -354,10 +374,9 @@ class SchedulerWorld(World):
         batches = self.sched.refill(w)
         for batch in batches:
             self.given(w, batch)
-        if len(in_flight.held) > (1 if batches and 2 * self.sched.cost > PREFETCH_SECONDS else 2):
-            self.wrong(
-                f"worker {w} holds {len(in_flight.held)} batches of {self.sched.cost} s a task"
-            )
+        held = len(set(worker.messages[worker.answered :]))
+        if held > (1 if batches and 2 * self.sched.cost > PREFETCH_SECONDS else 2):
+            self.wrong(f"worker {w} holds {held} messages of {self.sched.cost} s a task")
         if in_flight.size == 0 and in_flight.left == 0:
             self.note("worker", w, "has lived its life")
             self.sched.retire(w)
@@ -452,7 +471,7 @@ class SchedulerWorld(World):
                 if self.chance(0.5):
                     self.sched.again(*lost)
                     self.put_back([running])
-                elif running[0] in self.withdrawn:
+                elif self.unwanted(running):
                     self.sched.again(*lost, when=self.clock + 1)
                     self.end(running, "withdrawn")
                 else:
@@ -509,6 +528,44 @@ class SchedulerWorld(World):
                             self.end(task, "withdrawn")
                 self.queues[name] = [e for e in queue if not e[1] or e[1][0][0] != job]
 
+    def cancel(self) -> None:
+        """A call is cancelled, while others are wanted that wait or travel with it."""
+        running = [task for task in self.retries if task not in self.ended]
+        running = [task for task in running if not self.unwanted(task)]
+        if not running or self.chance(0.5):
+            return
+        task = self.one_of(running)
+        self.note("cancel", task)
+        holders = [
+            w
+            for w, worker in enumerate(self.workers)
+            if worker.alive and task in [t for t, _ in worker.given[worker.answered :]]
+        ]
+        if self.sched.withdraw(*task) != holders:
+            self.wrong(f"{task} is held by the workers {holders}")
+        self.cancelled.add(task)
+        for w in holders:
+            worker, held = self.workers[w], self.sched.in_flight[w].held
+            for i in range(worker.answered, len(worker.given)):
+                batch = next(b for b in held if b.seq <= i < b.seq + len(b.items))
+                worker.given[i] = worker.given[i][0], batch
+        if any(entry[2] == task for entry in self.later):
+            self.end(task, "withdrawn")
+        self.later = [entry for entry in self.later if entry[2] != task]
+        for queue in self.queues.values():
+            for k, (_, tasks) in enumerate(queue):
+                if task in tasks:
+                    n = tasks.index(task)
+                    if n:
+                        queue.insert(k, (None, tasks[:n]))
+                    del tasks[: n + 1]
+                    self.end(task, "withdrawn")
+                    break
+
+    def unwanted(self, task: Task) -> bool:
+        """Whether nobody waits for a task any more."""
+        return task[0] in self.withdrawn or task in self.cancelled
+
     # -- the books -------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -528,9 +585,9 @@ class SchedulerWorld(World):
             able = in_flight.accepting and not in_flight.held
             if able != (w in sched.idle) or (able and not worker.alive):
                 self.wrong(f"idle are {list(sched.idle)}, and worker {w} is not listed so")
-        if sched._queued != task_ranges:
+        if sched.queued != task_ranges:
             self.wrong(
-                f"{task_ranges} ranges stand in the queues; the scheduler counts {sched._queued}"
+                f"{task_ranges} ranges stand in the queues; the scheduler counts {sched.queued}"
             )
 
     def check_running(self, w: int, worker: _Worker) -> None:

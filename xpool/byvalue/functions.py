@@ -53,13 +53,19 @@ def _make_space(name: Any) -> dict[str, Any]:
 def reduce_function(pickler: Context, function: FunctionType) -> Any:
     """By name where the receiver finds it so, else by value."""
     name: Any = BUILDERS.get(function)
+    module: Any = function.__module__
+    if name is None and isinstance(module, str) and module not in main.MAIN_NAMES:
+        # Most are of the top level of a module: this is faster than `name_for`.
+        top = getattr(sys.modules.get(module), "__dict__", {})
+        if top.get(function.__qualname__) is function:
+            return function.__qualname__
     if name is None:
         name = name_for(pickler, function)
     if name is not None:
         return name
     names = global_names(function.__code__)
     values = function.__globals__
-    module: Any = values.get("__name__")
+    module = values.get("__name__")
     state: dict[str, Any] = {}
     space: Any
     if not pickler.recurse and values is main.namespace():

@@ -17,7 +17,7 @@ from xpool.engine.parcels import Encoded
 from xpool.engine.reactor import Reactor
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
 from xpool.jobs.budget import RestartBudget, back_off
-from xpool.jobs.scheduler import Batch, Scheduler
+from xpool.jobs.scheduler import CALLS, Batch, Scheduler
 from xpool.jobs.states import WorkerEvent
 from xpool.transport.outbox import entries
 from xpool.transport.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
@@ -85,15 +85,29 @@ class Answers:
         if boxed:
             data = slot.box.take(mark)
             self._ledger.bytes_in += len(data)
-            if not errors & OUTBOX_MIXED and slot.interrupted is None:
-                # Plain ones travel on in one piece.
+            plain = not errors & OUTBOX_MIXED and slot.interrupted is None
+            job, together = self._sched.next_answers(slot.index)
+            if plain and boxed <= together and job != CALLS:
+                # They travel on in one piece, and are counted where that is opened.
                 batch, first = self._sched.answered(slot.index, boxed, seconds * boxed)
                 self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
             else:
-                for error, payload in entries(data):
-                    self._answer(slot, error, payload, seconds)
+                self._split(slot, data, boxed, plain and boxed <= together, seconds)
         if body:
             self._answer(slot, bool(errors & BODY_ERROR), body, seconds, bool(errors & BODY_AGAIN))
+
+    def _split(self, slot: Slot, data: bytes, boxed: int, calls: bool, seconds: float) -> None:
+        """Take answers one by one; ``calls``: they are plain ones, to calls that came together."""
+        found = entries(data)
+        if len(found) != boxed:
+            raise ValueError(f"{len(found)} answers come as {boxed}")
+        if not calls:
+            for error, payload in found:
+                self._answer(slot, error, payload, seconds)
+            return
+        first = self._sched.answered(slot.index, boxed, seconds * boxed)[1]
+        for number, (_, payload) in enumerate(found, first):
+            self.results.append((number, 0, (True, Encoded(payload, 1, False))))
 
     def unannounced(self, slot: Slot, mark: int) -> int:
         """Take answers out of an outbox that no message has told of; return how many.
@@ -138,7 +152,11 @@ class Answers:
         elif again and batch.retries > 0:
             self._again(batch, position, killed=False)
         else:
-            self.results.append((batch.job, index, (not error, Encoded(payload, 1, False))))
+            number, index = (index, 0) if batch.job == CALLS else (batch.job, index)
+            self.results.append((number, index, (not error, Encoded(payload, 1, False))))
+
+    def _result(self, batch: Batch, index: int, ok: bool, value: Any) -> None:
+        self.results.append((*batch.name(index), (ok, value)))
 
     def _over(self, slot: Slot) -> str:
         """What it was asked to break off is over; return where it was then."""
@@ -161,9 +179,9 @@ class Answers:
             self._again(batch, position, killed=False)
             return
         index = batch.first + position
-        task = self.describe(batch.job, index)
+        task = self.describe(*batch.name(index))
         error = TaskTimeout(limit.seconds, slot.index, slot.pid, task, own_part(stack))
-        self.results.append((batch.job, index, (False, error)))
+        self._result(batch, index, False, error)
 
     def _again(self, batch: Batch, position: int, killed: bool) -> None:
         """Have a task run once more, after a pause."""
@@ -195,12 +213,12 @@ class Answers:
                 error = InternalError(
                     f"worker {slot.index} (pid {slot.pid}) was killed since it wrote nonsense to "
                     f"its parent ({type(exc).__name__}: {exc}), while it ran "
-                    f"{self.describe(batch.job, index)} or after. If no code of that task, or of "
+                    f"{self.describe(*batch.name(index))} or after. If no code of that task, or of "
                     "a library that it uses, writes to memory or descriptors that are not its "
                     "own, this is a bug in xpool"
                 )
                 error.__cause__ = exc
-                self.results.append((batch.job, index, (False, error)))
+                self._result(batch, index, False, error)
 
     def lost(
         self, slot: Slot, batch: Batch, position: int, exitcode: int | None, innocent: bool,
@@ -219,6 +237,6 @@ class Answers:
             self._again(batch, position, killed=not innocent)
             return
         index = batch.first + position
-        task = self.describe(batch.job, index)
+        task = self.describe(*batch.name(index))
         error = WorkerDied(slot.pid, exitcode, slot.index, task, killed, beside)
-        self.results.append((batch.job, index, (False, error)))
+        self._result(batch, index, False, error)

@@ -38,14 +38,15 @@ class DirectReceive:
         self._reactor, self._sched = reactor, sched
         self.turns: dict[int, _Turn] = {}  # by job
         self._jobs: dict[int, int] = {}  # by worker
-        self._muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
+        self.muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
 
     def __contains__(self, slot: Slot) -> bool:
         return slot.index in self._jobs
 
     def begin(self, slot: Slot, job: int) -> None:
         """The answer of this job, which the worker is given now, is for the calling thread."""
-        self._mute(slot, True)
+        if slot.index not in self.muted:
+            self._mute(slot, True)
         turn = self.turns[job] = _Turn(slot)
         turn.thread = threading.get_ident()
         self._jobs[slot.index] = job
@@ -57,7 +58,7 @@ class DirectReceive:
 
     def given(self, slot: Slot) -> None:
         """The worker gets a task: its answer is for the engine's thread, if for nobody else."""
-        if slot.index in self._muted and slot.index not in self._jobs:
+        if slot.index in self.muted and slot.index not in self._jobs:
             self._mute(slot, False)
 
     def end(self, job: int) -> Slot | None:
@@ -67,7 +68,8 @@ class DirectReceive:
             return None
         slot = turn.slot
         del self._jobs[slot.index]
-        if self._sched.in_flight[slot.index].size or slot.state is not WorkerStates.READY:
+        held = self._sched.in_flight[slot.index]
+        if held.sent > held.answered or slot.state is not WorkerStates.READY:
             # What else it holds is for the engine's thread again.
             self._mute(slot, False)
         return slot if turn.exit_pending else None
@@ -92,9 +94,9 @@ class DirectReceive:
 
     def gone(self, slot: Slot) -> None:
         """The worker's process has ended."""
-        self._muted.discard(slot.index)
+        self.muted.discard(slot.index)
 
     def _mute(self, slot: Slot, muted: bool) -> None:
-        if (slot.index in self._muted) != muted and slot.reader.fd in self._reactor:
+        if (slot.index in self.muted) != muted and slot.reader.fd in self._reactor:
             self._reactor.mute(slot.reader.fd, muted)
-            (self._muted.add if muted else self._muted.discard)(slot.index)
+            (self.muted.add if muted else self.muted.discard)(slot.index)

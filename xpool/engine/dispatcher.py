@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from xpool.codec.frame import inline
 from xpool.engine.reactor import Reactor
 from xpool.jobs.scheduler import Batch
+from xpool.transport.pipes import FrameWriter
 from xpool.transport.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
 from xpool.workers.slot import Slot
 
@@ -40,8 +41,9 @@ class Dispatcher:
 
     def send_batch(self, slot: Slot, batch: Batch) -> None:
         """Send tasks to a worker, and the function before them that it does not have yet."""
+        parts: Parts = []
         if slot.forget:
-            self.send(slot, forget_frame(slot.forget))
+            parts = forget_frame(slot.forget)
             slot.forget = []
         func = batch.func
         if func and func not in slot.known and func in self._functions:
@@ -49,21 +51,28 @@ class Dispatcher:
             # queued already is answered by the worker, to nobody.
             slot.known.add(func)
             mode, payload = self._functions[func]
-            self.send(slot, func_frame(func, mode, payload if slot.mapped else inline(payload)))
+            parts += func_frame(func, mode, payload if slot.mapped else inline(payload))
         items = batch.items if slot.mapped else [inline(item) for item in batch.items]
-        self.send(slot, tasks_frame(func, items, TASKS if batch.limit is None else TIMED))
+        tasks = tasks_frame(func, items, TASKS if batch.limit is None else TIMED)
+        slot.writer.send(parts + tasks if parts else tasks)
+        if slot.writer.backlog:
+            self._flush_later(slot.writer)
         if batch.input_reader is not None:
             batch.input_reader.taken(batch.items)
 
     def send(self, slot: Slot, parts: Parts) -> None:
         """Write a frame; what the pipe has no room for follows when it has."""
-        writer = slot.writer
-        writer.send(parts)
-        if writer.backlog and writer.fd not in self._reactor:
+        slot.writer.send(parts)
+        if slot.writer.backlog:
+            self._flush_later(slot.writer)
 
-            def flush(fd: int) -> None:
-                writer.flush()
-                if not writer.backlog:
-                    self._reactor.remove(fd)
+    def _flush_later(self, writer: FrameWriter) -> None:
+        if writer.fd in self._reactor:
+            return
 
-            self._reactor.add(writer.fd, flush, writable=True)
+        def flush(fd: int) -> None:
+            writer.flush()
+            if not writer.backlog:
+                self._reactor.remove(fd)
+
+        self._reactor.add(writer.fd, flush, writable=True)

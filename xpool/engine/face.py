@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool.jobs.scheduler import TaskRange
+from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.results import Parcel
 
 if TYPE_CHECKING:
@@ -77,8 +77,13 @@ class EngineFace(WorkerBackend, Protocol):
     def submit(self, *ranges: TaskRange) -> None:
         """Queue ranges of tasks, at one moment."""
 
+    def submit_call(
+        self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
+    ) -> None:
+        """Queue a call: item ``number`` of `CALLS`."""
+
     def call(self, task_range: TaskRange) -> None:
-        """Submit a range of one task for a caller that waits; may receive its answer here."""
+        """Submit a range of one call for a caller that waits; may receive its answer here."""
 
     def feed(self, task_range: TaskRange) -> None:
         """See to it that a range to which items were appended is queued, and the idle get it."""
@@ -89,11 +94,11 @@ class EngineFace(WorkerBackend, Protocol):
     def forget(self, func: int) -> None:
         """Let workers drop a function: its job is done."""
 
-    def withdraw(self, job: int) -> None:
+    def withdraw(self, job: int, index: int | None = None) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
 
-    def runs(self, job: int) -> bool:
-        """Whether a worker is in a task of this job now."""
+    def runs(self, job: int, index: int | None = None) -> bool:
+        """Whether a worker is in a task of this job now, or in that task."""
 
     def sent(self, payload: bytes | memoryview) -> int:
         """Return how many bytes of memory a message holds; it was made for a worker."""

@@ -45,7 +45,7 @@ from xpool.engine.tidying import Tidying
 from xpool.errors import XPoolError
 from xpool.interrupt import deliver, interruptible, pending
 from xpool.jobs.budget import RestartBudget
-from xpool.jobs.scheduler import Scheduler, TaskRange
+from xpool.jobs.scheduler import CALLS, Limit, Scheduler, TaskRange
 from xpool.shm.arena import Arena
 from xpool.transport.spin import Spin
 from xpool.workers.relay import Relay
@@ -123,6 +123,7 @@ class Engine:
             self._service.condemn, self._service.give_idle,
         )  # fmt: skip
         self._spin = Spin()
+        self._calls = TaskRange(CALLS, 0, 0, ())  # the last one that calls were appended to
         self._relay = relay
         if relay is not None:
             for one in self.slots:
@@ -143,16 +144,42 @@ class Engine:
         at one moment: those of two callers come to all workers in one order.
         """
         with self.lock:
+            if self._direct.turns:
+                self._leave_signal_handler()
             self._put(ranges)
 
     def _put(self, ranges: Iterable[TaskRange], direct_job: int = 0) -> None:
-        self._leave_signal_handler()
         if not self._replacement.ending:
             for one in ranges:
                 if one.bound is not None and one.bound < 0:
                     one.bound = self.sched.least_loaded(newest=direct_job != 0)
                 self.sched.put(one)
             self._service.give_idle(direct_job)
+
+    def submit_call(
+        self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
+    ) -> None:
+        """Queue a call, behind others in the range that these wait in.
+
+        So calls in a loop travel in batches: while the caller has the interpreter, they gather.
+        """
+        with self.lock:
+            if self._direct.turns:
+                self._leave_signal_handler()
+            if self._replacement.ending:
+                return
+            calls = self._calls
+            if (
+                calls.first + len(calls.items) != number
+                or calls.retries != retries
+                or calls.limit != limit
+            ):
+                calls = self._calls = TaskRange(CALLS, 0, number, (), retries, None, limit)
+            calls.items.append(payload)
+            if not calls.queued:
+                self.sched.put(calls)
+            if self.idle:
+                self._service.give_idle()
 
     def feed(self, task_range: TaskRange) -> None:
         """See to it that a range to which items were appended is queued, and the idle get it."""
@@ -173,19 +200,21 @@ class Engine:
         with self.lock:
             self._dispatcher.forget(func, self.slots)
 
-    def withdraw(self, job: int) -> None:
+    def withdraw(self, job: int, index: int | None = None) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
         with self.lock:
-            self._service.withdraw(job)
+            self._service.withdraw(job, index)
 
-    def runs(self, job: int) -> bool:
-        """Whether a worker is in a task of this job now."""
+    def runs(self, job: int, index: int | None = None) -> bool:
+        """Whether a worker is in a task of this job now, or in that task."""
         with self.lock:
             for slot in self.slots:
                 if slot.handle is not None:
                     running = self.sched.running(slot.index, slot.box.began)
                     if running is not None and running[0].job == job:
-                        return True
+                        batch, position = running
+                        if index is None or batch.first + position == index:
+                            return True
             return False
 
     def sent(self, payload: bytes | memoryview) -> int:
@@ -202,17 +231,18 @@ class Engine:
 
         Returns when the answer is among the results, or will come by the engine's thread.
         """
+        number = task_range.first  # which the scheduler counts on
         try:
             slot = self._put_direct(task_range)
             if slot is None:
                 return
             events = self._await_answer(slot, True)
-            while self._receive_direct(slot, task_range.job, events):
+            while self._receive_direct(slot, number, events):
                 events = self._await_answer(slot, False)
         finally:
             # Looked at without the lock: a turn that has ended does not begin again.
-            if self._direct.slot_of(task_range.job) is not None:
-                self._let_go(task_range.job)
+            if number in self._direct.turns:
+                self._let_go(number)
 
     @interruptible
     def _await_answer(self, slot: Slot, look: bool) -> list[tuple[int, int]]:
@@ -223,22 +253,31 @@ class Engine:
         return (look and self._spin.look(poll)) or poll(1000)
 
     def _put_direct(self, task_range: TaskRange) -> Slot | None:
+        number = task_range.first
         with self.lock:
-            self._put((task_range,), task_range.job)
-            return self._direct.slot_of(task_range.job)
+            if self._direct.turns:
+                self._leave_signal_handler()
+            if task_range.bound is None and not self._replacement.ending:
+                slot = self._service.give_direct(task_range)
+                if slot is not None:
+                    return slot
+            self._put((task_range,), number)
+            return self._direct.slot_of(number)
 
     def _receive_direct(self, slot: Slot, job: int, events: list[tuple[int, int]]) -> bool:
         """Take what has come; return whether the caller is to go on polling."""
         with self.lock:
             # No longer ours, or its sentinel: a death is for the engine's thread.
-            if self._direct.slot_of(job) is None or any(fd != slot.reader.fd for fd, _ in events):
+            if job not in self._direct.turns:
+                return False
+            if events and (len(events) > 1 or events[0][0] != slot.reader.fd):
                 return False
             if slot.protocol_error is not None:
                 return False  # its death is for the engine's thread, too
             if events:
                 self._service.receive(slot)
             held = self.sched.in_flight[slot.index].held
-            if held and held[0].job == job:
+            if held and held[0].name(held[0].first) == (job, 0):
                 return True
             # Answered: another thread may receive from this worker from now on.
             self._replacement.let_go(job)
@@ -249,9 +288,8 @@ class Engine:
             self._replacement.let_go(job)
 
     def _leave_signal_handler(self) -> None:
-        if self._direct.turns:
-            for job in self._direct.of_this_thread():
-                self._replacement.let_go(job)
+        for job in self._direct.of_this_thread():
+            self._replacement.let_go(job)
 
     # -- starting and stopping -------------------------------------------------------------------
 

@@ -31,7 +31,12 @@ class Encoded(Parcel):
     def open(self) -> list[Any]:
         data = self._data
         if not self._run:
-            return [_decode(data)]
+            try:
+                return [decode(data)]
+            except Exception as exc:
+                if by_handler(exc):
+                    raise
+                return [Unopened(exc)]
         # As `entries`, in one pass: every result of a stream of short tasks comes through here.
         values: list[Any] = []
         at, end, size = 0, len(data), ENTRY.unpack_from

@@ -273,7 +273,7 @@ class Replacement:
             if found is not None:
                 lost[one] = found
         describe = self._answers.describe
-        ran = {one: describe(batch.job, batch.first + k) for one, (batch, k) in lost.items()}
+        ran = {one: describe(*batch.name(batch.first + k)) for one, (batch, k) in lost.items()}
         guilty = next((one for one in ended if _told_to_end(one)), None)
         for one, (batch, position) in lost.items():
             innocent = guilty is not None and guilty is not one

@@ -21,7 +21,7 @@ from xpool.engine.memory import MemoryGuard
 from xpool.engine.reactor import Alarms, Reactor
 from xpool.engine.start_limit import TASK_GRACE, StartLimit
 from xpool.jobs.deadlines import Act, Deadlines, Seen
-from xpool.jobs.scheduler import Batch, Scheduler
+from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.transport.outbox import NO_LIMIT, STOP_SIGNAL
 from xpool.transport.wire import (
@@ -213,27 +213,30 @@ class Service:
             return  # it gets nothing more
         w = slot.index
         hand = self._sched.in_flight[w]
-        if hand.size < 2:
+        size = hand.sent - hand.answered
+        if size < 2:
             self._deep.pop(w, None)
         waits = slot.state is not WorkerStates.READY
         if waits and slot.interrupted is None and self._overdue.cancel(slot):
             # It has broken off what it was to.  What it runs now may have to end, too.
             self._checks.by(slot, self._reactor.now())
-        if hand.size == 0 and hand.paused:
+        if hand.paused and not size:
             self._emptied(slot)
         if slot.state is not WorkerStates.READY:
             return
-        if self.guard.short:
-            self.give_idle()
-        else:
-            for batch in self._sched.refill(w):
-                self._give(slot, batch)
-        if hand.size == 0 and hand.left == 0:
+        if self._sched.queued:
+            if self.guard.short:
+                self.give_idle()
+            else:
+                for batch in self._sched.refill(w):
+                    self._give(slot, batch)
+            size = hand.sent - hand.answered
+        if not size and hand.left == 0:
             self.retire(slot)
         elif w in self._deep:
             if not self._looks.pending(slot):  # it may have been given up looking at
                 self._looks.by(slot, self._reactor.now() + LOOK)
-        else:
+        elif self._deep:
             self._look_for_surplus(slot)
 
     def _emptied(self, slot: Slot) -> None:
@@ -271,16 +274,28 @@ class Service:
             most = 1  # so that there is an end to it
         for w, batch in self._sched.next_batches(direct_job != 0, most):
             slot = self._slots[w]
-            if batch.job == direct_job:
+            if direct_job and batch.job == CALLS and batch.first == direct_job:
                 self._direct.begin(slot, direct_job)
             self._give(slot, batch)
 
+    def give_direct(self, call: TaskRange) -> Slot | None:
+        """Send an idle worker a call, whose answer the calling thread receives; None: it waits."""
+        given = None if self.guard.short else self._sched.start(call)
+        if given is None:
+            return None
+        slot = self._slots[given[0]]
+        self._direct.begin(slot, call.first)
+        self._give(slot, given[1])
+        return slot
+
     def _give(self, slot: Slot, batch: Batch) -> None:
-        self._direct.given(slot)
+        if slot.index in self._direct.muted:
+            self._direct.given(slot)
         self._dispatcher.send_batch(slot, batch)
         if batch.limit is not None:
             self._checks.by(slot, self._reactor.now() + batch.limit.seconds)
-        if self._sched.in_flight[slot.index].size > 1:
+        held = self._sched.in_flight[slot.index]
+        if held.sent - held.answered > 1:
             self._deep[slot.index] = None
             if not self._looks.pending(slot):
                 self._looks.by(slot, self._reactor.now() + LOOK)
@@ -339,9 +354,9 @@ class Service:
 
     # -- deadlines ---------------------------------------------------------------------------------
 
-    def withdraw(self, job: int) -> None:
+    def withdraw(self, job: int, index: int | None = None) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
-        for w in self._sched.withdraw(job):
+        for w in self._sched.withdraw(job, index):
             slot = self._slots[w]
             if slot.state is not WorkerStates.CONDEMNED:
                 self._recall(slot, slot.box.began)

@@ -3,8 +3,8 @@
 The words used here and in the engine:
 
 * An **item** is one task as it travels: an index in its job and a pickled payload.
-* A **task range** is a run of consecutive items of one job that wait together.  A call is a range
-  of one; a `map` is one range of all its chunks; an `imap` is a range that is still being fed.
+* A **task range** is a run of consecutive items of one job that wait together.  A `map` is one
+  range of all its chunks; an `imap` is a range that is still being fed; so are calls, see `CALLS`.
 * A **batch** is a piece cut from a task range and given to one worker: one message.
 * What is **in flight** at one worker are batches in the order in which it will run them.  Workers
   answer item by item, in order, so positions are enough: no names travel back.
@@ -26,12 +26,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Iterable
-from typing import Any, NamedTuple
 
 from xpool.errors import InternalError
+from xpool.jobs.ranges import CALLS, Batch, Item, Limit, Past, TaskRange, piece
 
-__all__ = ["Batch", "InFlight", "Item", "Limit", "Past", "Scheduler", "TaskRange"]
+__all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Past", "Scheduler", "TaskRange"]
 
 PREFETCH_SECONDS = 0.004
 """Seconds of work in flight at a worker.  Ten times the time a busy parent takes to answer."""
@@ -41,108 +40,6 @@ MOST_ITEMS = 512
 
 MOST_BYTES = 48 * 1024
 """Payload bytes in one batch at most, unless one item alone is more: below a pipe's capacity."""
-
-Item = Any
-"""A payload as the channel takes it: bytes, for now always."""
-
-
-class Limit(NamedTuple):
-    """How long an item may run, and whether it is tried again when it ran longer."""
-
-    seconds: float
-    again: bool = False
-
-
-class Past(NamedTuple):
-    """What an item has been through: how often it was tried, and how many workers it killed."""
-
-    tries: int = 0
-    killed: int = 0
-
-
-_NEW = Past()
-
-
-class TaskRange:
-    """Consecutive items of one job that wait.  ``first`` is the index of the leftmost.
-
-    ``limit``: how long each may run, None: any time; for the engine, not looked at here.
-    """
-
-    __slots__ = (
-        "bound",
-        "first",
-        "func",
-        "input_reader",
-        "items",
-        "job",
-        "limit",
-        "past",
-        "queued",
-        "retries",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        job: int,
-        func: int,
-        first: int,
-        items: Iterable[Item],
-        retries: int = 0,
-        bound: int | None = None,
-        limit: Limit | None = None,
-        past: Past = _NEW,
-    ) -> None:
-        self.job = job
-        self.func = func
-        self.first = first
-        self.items: deque[Item] = deque(items)
-        self.retries = retries
-        self.bound = bound
-        self.limit = limit
-        self.past = past
-        # True while it stands in a queue of the scheduler.  An open range that ran dry leaves the
-        # queue, so that a slow iterable does not stand in front of other jobs.
-        self.queued = False
-        # Who appends to it, to be told how much was taken; for the engine, not looked at here.
-        self.input_reader: Any = None
-
-
-class Batch:
-    """A piece of a task range that one worker has.  ``seq``: the number of its first item there."""
-
-    __slots__ = (
-        "bound",
-        "done",
-        "first",
-        "func",
-        "input_reader",
-        "items",
-        "job",
-        "limit",
-        "past",
-        "retries",
-        "seq",
-        "taken",
-        "withdrawn",
-    )  # fmt: skip
-
-    def __init__(self, task_range: TaskRange, items: list[Item], seq: int) -> None:
-        self.job = task_range.job
-        self.func = task_range.func
-        self.first = task_range.first
-        self.items = items
-        self.retries = task_range.retries
-        self.bound = task_range.bound
-        self.input_reader = task_range.input_reader
-        self.limit = task_range.limit
-        self.past = task_range.past
-        # Its job has ended: none of its items is queued again.
-        self.withdrawn = False
-        self.seq = seq
-        self.done = 0
-        # Items from this one on were taken back: the worker will answer them as skipped.
-        self.taken = len(items)
 
 
 class InFlight:
@@ -182,7 +79,7 @@ class Scheduler:
         self.idle: dict[int, None] = {}
         # Items that wait in `own`, for each worker; and task ranges that stand in any queue.
         self._bound = [0] * workers
-        self._queued = 0
+        self.queued = 0
         # Spans that wait for their time, then for a worker: (when, a number, task range).
         self._later: list[tuple[float, int, TaskRange]] = []
         self._numbers = itertools.count()
@@ -201,7 +98,7 @@ class Scheduler:
 
     def _queue(self, task_range: TaskRange) -> deque[TaskRange]:
         task_range.queued = True
-        self._queued += 1
+        self.queued += 1
         if task_range.bound is None:
             return self.shared
         self._bound[task_range.bound] += len(task_range.items)
@@ -245,18 +142,40 @@ class Scheduler:
         if newest:
             order.reverse()
         for w in order:
-            if not self._queued or len(batches) == most:
+            if not self.queued or len(batches) == most:
                 break
             batch = self._cut(w)
             if batch is not None:
                 batches.append((w, batch))
         return batches
 
+    def start(self, task_range: TaskRange) -> tuple[int, Batch] | None:
+        """Give a range of one item, bound to none, to the worker that became idle last.
+
+        None: there is none, or something waits already; then nothing was done.
+        """
+        if self.queued or not self.idle:
+            return None
+        w = next(reversed(self.idle))
+        batch = Batch(task_range, list(task_range.items), self.in_flight[w].sent)
+        self._hold(w, batch)
+        return w, batch
+
+    def _hold(self, w: int, batch: Batch) -> None:
+        """Note that a worker gets a batch."""
+        in_flight = self.in_flight[w]
+        in_flight.held.append(batch)
+        in_flight.sent += len(batch.items)
+        if in_flight.left is not None:
+            in_flight.left -= len(batch.items)
+            in_flight.accepting = in_flight.left > 0
+        self.idle.pop(w, None)
+
     def refill(self, w: int) -> list[Batch]:
         """Bring what a worker has in flight up to the aim; called when it has answered."""
         in_flight = self.in_flight[w]
         batches: list[Batch] = []
-        while self._queued and in_flight.accepting and len(in_flight.held) < 2:
+        while self.queued and in_flight.accepting and len(in_flight.held) < 2:
             if in_flight.held and not self._worth_holding():
                 break
             batch = self._cut(w)
@@ -292,12 +211,7 @@ class Scheduler:
                 task_range.first += len(items)
                 if not task_range.items:
                     self._dry(queue, task_range)
-                in_flight.held.append(batch)
-                in_flight.sent += len(items)
-                if in_flight.left is not None:
-                    in_flight.left -= len(items)
-                    in_flight.accepting = in_flight.left > 0
-                self.idle.pop(w, None)
+                self._hold(w, batch)
                 return batch
         return None
 
@@ -305,11 +219,11 @@ class Scheduler:
         """Take an empty range off its queue; False when it was.  A reader may append meanwhile."""
         queue.popleft()
         task_range.queued = False
-        self._queued -= 1
+        self.queued -= 1
         # The input reader appends first and looks at `queued` then; so one of us sees the other.
         if task_range.items:
             task_range.queued = True
-            self._queued += 1
+            self.queued += 1
             queue.appendleft(task_range)
             return True
         return False
@@ -332,6 +246,11 @@ class Scheduler:
         in_flight.reset(left)
         in_flight.accepting = True
         self.idle[w] = None
+
+    def next_answers(self, w: int) -> tuple[int, int]:
+        """Return the job of the worker's next answers, and how many of them are of one batch."""
+        held = self.in_flight[w].held
+        return (held[0].job, len(held[0].items) - held[0].done) if held else (CALLS, 0)
 
     def answered(self, w: int, n: int, seconds: float = 0.0) -> tuple[Batch, int]:
         """Note that the worker answered its next ``n`` items, all of one batch.
@@ -378,7 +297,7 @@ class Scheduler:
                 lost = batch, start
                 start += 1
             if start < batch.taken and not batch.withdrawn:
-                back.append(_piece(batch, start, batch.taken))
+                back.append(piece(batch, start, batch.taken))
         for task_range in reversed(back):
             self.put_back(task_range)
         in_flight.reset(None)
@@ -393,7 +312,7 @@ class Scheduler:
         """
         if batch.withdrawn:
             return
-        task_range = _piece(batch, position, position + 1)
+        task_range = piece(batch, position, position + 1)
         task_range.retries -= 1
         task_range.past = Past(batch.past.tries + 1, batch.past.killed + killed)
         if when is None:
@@ -455,7 +374,7 @@ class Scheduler:
             start = max(batch.done, limit - batch.seq)
             if start < batch.taken:
                 if not batch.withdrawn:
-                    back.append(_piece(batch, start, batch.taken))
+                    back.append(piece(batch, start, batch.taken))
                 count += batch.taken - start
                 batch.taken = start
         for task_range in reversed(back):
@@ -475,33 +394,55 @@ class Scheduler:
             batch = in_flight.held[0]
             position = batch.done
             if position < batch.taken and not batch.withdrawn:
-                self.put_back(_piece(batch, position, position + 1))
+                self.put_back(piece(batch, position, position + 1))
             self.answered(w, 1)
 
-    def withdraw(self, job: int) -> list[int]:
+    def withdraw(self, job: int, index: int | None = None) -> list[int]:
         """Forget what waits of a job that has ended, and queue none of it again.
+
+        ``index``: only this item, where others of the job are wanted still: a call.
 
         Returns the workers that hold some of it: they will answer it.
         """
         for queue in (self.shared, *self.own):
-            for task_range in [s for s in queue if s.job == job]:
-                task_range.queued = False
-                self._queued -= 1
-                if task_range.bound is not None:
-                    self._bound[task_range.bound] -= len(task_range.items)
-            keep = [s for s in queue if s.job != job]
-            queue.clear()
-            queue.extend(keep)
-        self._later = [entry for entry in self._later if entry[2].job != job]
+            if any(task_range.job == job for task_range in queue):
+                kept = [part for one in queue for part in self._without(one, job, index)]
+                queue.clear()
+                queue.extend(kept)
+        self._later = [entry for entry in self._later if not _covers(entry[2], job, index)]
         heapq.heapify(self._later)
         holders = []
         for w, in_flight in enumerate(self.in_flight):
-            batches = [batch for batch in in_flight.held if batch.job == job]
-            for batch in batches:
+            found = [batch for batch in in_flight.held if _covers(batch, job, index)]
+            for batch in found:
+                if index is not None and len(batch.items) > 1:
+                    batch = _single_out(in_flight.held, batch, index - batch.first)
                 batch.withdrawn = True
-            if batches:
+            if found:
                 holders.append(w)
         return holders
+
+    def _without(self, task_range: TaskRange, job: int, index: int | None) -> list[TaskRange]:
+        """Return what is left of a queued range, which stays the one that is appended to."""
+        if not _covers(task_range, job, index):
+            return [task_range]
+        if index is None:
+            task_range.queued = False
+            self.queued -= 1
+            if task_range.bound is not None:
+                self._bound[task_range.bound] -= len(task_range.items)
+            return []
+        if task_range.bound is not None:
+            self._bound[task_range.bound] -= 1
+        n = index - task_range.first
+        before = [task_range.items.popleft() for _ in range(n + 1)][:n]
+        task_range.first += n + 1
+        if not before:
+            return [task_range]
+        self.queued += 1
+        front = piece(task_range, 0, 0)
+        front.first, front.items, front.queued = index - n, deque(before), True
+        return [front, task_range]
 
     def clear(self) -> None:
         """Forget everything that waits and is held: the pool ends."""
@@ -509,7 +450,7 @@ class Scheduler:
         for queue in self.own:
             queue.clear()
         self._bound = [0] * len(self.own)
-        self._queued = 0
+        self.queued = 0
         self._later.clear()
         for w, in_flight in enumerate(self.in_flight):
             self.retire(w)
@@ -517,14 +458,24 @@ class Scheduler:
             in_flight.answered = in_flight.sent
 
 
-def _piece(batch: Batch, start: int, stop: int) -> TaskRange:
-    return TaskRange(
-        batch.job,
-        batch.func,
-        batch.first + start,
-        batch.items[start:stop],
-        batch.retries,
-        batch.bound,
-        batch.limit,
-        batch.past,
-    )
+def _covers(part: Batch | TaskRange, job: int, index: int | None) -> bool:
+    """Whether a range waits, or a batch is in flight, with items of a job, or a certain one."""
+    if part.job != job or index is None:
+        return part.job == job
+    first = part.first + part.done if isinstance(part, Batch) else part.first
+    return first <= index < part.first + len(part.items)
+
+
+def _single_out(held: deque[Batch], batch: Batch, position: int) -> Batch:
+    """Make an item of a batch in flight one of its own, and return that.
+
+    The worker need not know: it answers in order, whatever message an item came in.
+    """
+    at = held.index(batch)
+    cuts = [0, position, position + 1, len(batch.items)]
+    parts = [batch.cut(a, b) for a, b in itertools.pairwise(cuts) if b > a]
+    del held[at]
+    for part in reversed(parts):
+        if part.done < len(part.items):  # else it is answered
+            held.insert(at, part)
+    return parts[position > 0]

@@ -47,7 +47,7 @@ from xpool.pool.callbacks import Callbacks, see_off
 from xpool.pool.hooks import Carried
 from xpool.pool.input_reader import InputReader
 from xpool.pool.public import PublicVerbs
-from xpool.results import AsyncResult, Job, Parcel, exception_in, tasks_in
+from xpool.results import AsyncResult, Job, Parcel, exception_in
 from xpool.streams import Stream
 from xpool.waiters import Flag
 
@@ -204,17 +204,13 @@ class BasePool(PublicVerbs):
         )
 
     def _enter(self, job: Job, tasks: int) -> None:
-        while not self._entered(job, tasks):
-            # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
-            self._check_running()
-
-    def _entered(self, job: Job, tasks: int) -> bool:
         with self._lock:
-            if self._state is not PoolStates.RUN:
-                return False
-            self._jobs[job.number] = job
-            self._counts["submitted"] += tasks
-            return True
+            if self._state is PoolStates.RUN:
+                self._jobs[job.number] = job
+                self._counts["submitted"] += tasks
+                return
+        # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
+        self._check_running()
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -234,7 +230,7 @@ class BasePool(PublicVerbs):
             if job is None:
                 return
             if ok:
-                self._counts["succeeded"] += tasks_in(value)
+                self._counts["succeeded"] += value.count if isinstance(value, Parcel) else 1
             else:
                 self._counts["failed"] += 1
                 if isinstance(value, Carried):

@@ -13,6 +13,7 @@ from typing import Any
 
 from xpool import errors
 from xpool.errors import WorkerDied
+from xpool.worker.callables import each, star, star_each
 from xpool.worker.context import current_worker
 
 __all__ = ["Carried", "Hooks", "Result", "Task", "each", "star", "star_each"]
@@ -37,22 +38,6 @@ class Carried:
 def _carry(exc: BaseException, text: str) -> Carried:
     exc.__cause__ = errors.RemoteTraceback(text)
     return Carried(exc)
-
-
-def each(func: Callable[[Any], Any], chunk: Iterable[Any]) -> list[Any]:
-    """The function of a task that is a chunk of `map`."""
-    # `list(map(...))` would take a StopIteration that func raises for its end.
-    return [func(x) for x in chunk]
-
-
-def star(func: Callable[..., Any], args: Iterable[Any]) -> Any:
-    """The function of a task that is one item of `starmap`."""
-    return func(*args)
-
-
-def star_each(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) -> list[Any]:
-    """The function of a task that is a chunk of `starmap`."""
-    return [func(*args) for args in chunk]
 
 
 class Hooks:

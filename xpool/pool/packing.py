@@ -54,7 +54,8 @@ class Packer:
         """
         if pending:
             deliver()
-        payload = self.pack(task, kept)
+        layout = self.layout._replace(kept=True) if kept else self.layout
+        payload = encode(task, recurse=self.recurse, layout=layout)
         if type(payload) is not Leased:
             return payload, worker
         owners, gpus = payload.owners, payload.gpus

@@ -15,7 +15,7 @@ from typing import Any
 from xpool.byvalue.main import main_is_importable
 from xpool.errors import OptionError
 from xpool.interrupt import by_handler, shielded
-from xpool.jobs.scheduler import TaskRange
+from xpool.jobs.scheduler import CALLS, TaskRange
 from xpool.options import (
     Terms,
     check_count,
@@ -32,7 +32,7 @@ from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl
 from xpool.results import Job
 from xpool.transport.wire import Mode
-from xpool.worker.callables import Retried
+from xpool.worker.callables import Retried, each, star, star_each
 from xpool.worker.main_module import imported_by_worker
 from xpool.workers.launch import (
     ForkServer,
@@ -243,7 +243,8 @@ class Pool(AllWorkers):
     # -- shortcuts ---------------------------------------------------------------------------------
 
     def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None:
-        super()._check_call(func, callback, error_callback)
+        if not callable(func) or callback is not None or error_callback is not None:
+            super()._check_call(func, callback, error_callback)
         inner = func.func if isinstance(func, functools.partial) else func
         if getattr(getattr(inner, "__code__", None), "co_flags", 0) & _IS_ASYNC:
             raise TypeError(
@@ -262,14 +263,28 @@ class Pool(AllWorkers):
         if not self._direct:
             super()._submit_call(job, func, args, kwds, terms)
             return
-        task_range = self._call_span(job, 0, (func, args, kwds), terms)
-        if terms.waits:
-            self._engine.call(task_range)
-            self._pump()
-            del task_range  # it holds what was exported for this call
-            self._collect()
+        job.is_call = True
+        if terms.retry_on:
+            func = Retried(func, terms.retry_on)
+        retries, limit = terms.retries, None if terms.timeout is None else limit_of(terms)
+        payload, worker = self._packer.pack_task((func, args, kwds), retries > 0, terms.worker)
+        leased = type(payload) is not bytes  # it holds blocks, or is large
+        if leased:
+            self._engine.sent(payload)
+        if terms.waits or worker is not None:
+            task_range = TaskRange(CALLS, 0, job.number, (payload,), retries, worker, limit)
+            del payload  # it holds what was lent for this call, and so does the range
+            if terms.waits:
+                self._engine.call(task_range)
+                if self._engine.results:
+                    self._pump()
+                del task_range
+                if leased:
+                    self._collect()
+            else:
+                self._engine.submit(task_range)
         else:
-            self._engine.submit(task_range)
+            self._engine.submit_call(job.number, payload, retries, limit)
 
     def _submit_each(
         self,
@@ -315,6 +330,24 @@ class Pool(AllWorkers):
         for i, exc in failed:
             self._deliver(job.number, i, False, exc)
 
+    def _submit_only(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        chunk: Any,
+        terms: Terms,
+    ) -> None:
+        plain = terms.timeout is None and not terms.retries and not terms.retry_on
+        if not (plain and self._direct) or self._gives_context or self._has_peers:
+            super()._submit_only(job, func, starred, chunked, chunk, terms)
+        elif chunked or starred:
+            how = (star_each if starred else each) if chunked else star
+            self._submit_call(job, how, (func, chunk), {}, terms)
+        else:
+            self._submit_call(job, func, (chunk,), {}, terms)
+
     def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> TaskRange:
         if terms.retry_on:
             call = (Retried(call[0], terms.retry_on), *call[1:])
@@ -347,10 +380,10 @@ class Pool(AllWorkers):
         return _Stream(self, job, flow, terms, owner).put
 
     def _withdraw(self, job: Job) -> None:
-        self._engine.withdraw(job.number)
+        self._engine.withdraw(*_place(job))
 
     def _runs(self, job: Job) -> bool:
-        return self._engine.runs(job.number)
+        return self._engine.runs(*_place(job))
 
     def _forget(self, job: Job) -> None:
         if job.func:
@@ -385,6 +418,11 @@ _MODES = {
     (True, False): Mode.STAR,
     (True, True): Mode.STARCHUNK,
 }
+
+
+def _place(job: Job) -> tuple[int, int | None]:
+    """Return what the engine knows a job by, and which item of that it is; None: all of them."""
+    return (CALLS, job.number) if job.is_call else (job.number, None)
 
 
 class _Stream:

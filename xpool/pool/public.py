@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from xpool.options import Exceptions, ManyOptions, MapOptions
-from xpool.pool.verbs import Verbs
+from xpool.pool.verbs import PLAIN, WAITING, Verbs
 from xpool.results import AsyncResult, MapResult
 from xpool.streams import IMapIterator, IMapUnorderedIterator
 
@@ -100,7 +100,9 @@ class PublicVerbs(Verbs):
         * ``retries``: how often the task may run again when its worker dies, or when it raises
           one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
         """
-        terms = self._terms(timeout, retries, retry_on, waits=True)
+        terms = WAITING
+        if timeout is not None or retries or retry_on or self._task_timeout is not None:
+            terms = self._terms(timeout, retries, retry_on, waits=True)
         value: T = self._call(func, args, kwds, None, None, terms).get()
         return value
 
@@ -124,7 +126,9 @@ class PublicVerbs(Verbs):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(timeout, retries, retry_on)
+        terms = PLAIN
+        if timeout is not None or retries or retry_on or self._task_timeout is not None:
+            terms = self._terms(timeout, retries, retry_on)
         return self._call(func, args, kwds, callback, error_callback, terms)
 
     @overload
@@ -180,7 +184,7 @@ class PublicVerbs(Verbs):
             WorkerDied, TaskTimeout: a worker died in a task; it took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(**options)
+        terms = self._terms(waits=True, **options)
         if terms.journal is not None:
             return self._map_recorded(func, iterable, terms)
         values: list[Any] = self._map(func, iterable, chunksize, False, None, None, terms).get()
@@ -255,7 +259,7 @@ class PublicVerbs(Verbs):
         **options: Unpack[MapOptions],
     ) -> list[Any]:
         """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
-        terms = self._terms(**options)
+        terms = self._terms(waits=True, **options)
         values: list[Any] = self._map(func, iterable, chunksize, True, None, None, terms).get()
         return values
 

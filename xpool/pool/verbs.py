@@ -30,9 +30,12 @@ from xpool.progress import Progress
 from xpool.results import AsyncResult, Job, MapResult, Unopened
 from xpool.streams import IMapIterator, Stream
 
-__all__ = ["Verbs"]
+__all__ = ["PLAIN", "WAITING", "Verbs"]
 
 It = TypeVar("It", bound=IMapIterator[Any])
+
+PLAIN, WAITING = Terms(), Terms(waits=True)
+"""Of calls without terms."""
 
 
 class Verbs(Hooks):
@@ -91,7 +94,8 @@ class Verbs(Hooks):
         error_callback: Callable[[BaseException], object] | None,
         terms: Terms,
     ) -> AsyncResult[Any]:
-        self._check_running()
+        if self._state is not PoolStates.RUN:
+            self._check_running()
         self._check_call(func, callback, error_callback)
         kwds = dict(kwds) if kwds else {}
         if type(args) is not tuple:
@@ -176,7 +180,11 @@ class Verbs(Hooks):
                 job.settled = True
                 self._complete(job)
                 return
-            self._submit_each(job, func, starred, size > 1, chunks, terms)
+            if size >= len(items):
+                chunk = items if size > 1 else items[0]
+                self._submit_only(job, func, starred, size > 1, chunk, terms)
+            else:
+                self._submit_each(job, func, starred, size > 1, chunks, terms)
         except BaseException as exc:
             self._give_up(job, exc)
 
@@ -365,6 +373,18 @@ class Verbs(Hooks):
                 if by_handler(exc):
                     raise
                 self._deliver(job.number, i, False, exc)
+
+    def _submit_only(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        chunk: Any,
+        terms: Terms,
+    ) -> None:
+        """As `_submit_each`, for a map that is a single task."""
+        self._submit_each(job, func, starred, chunked, (chunk,), terms)
 
     def _open_stream(
         self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms

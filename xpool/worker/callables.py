@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from xpool.worker.context import current_worker
@@ -11,7 +11,25 @@ if TYPE_CHECKING:
     from xpool.byvalue.globals_received import Entry
     from xpool.transport.outbox import Outbox
 
-__all__ = ["Exact", "InCall", "Prefixed", "Retried", "Ticking"]
+__all__ = [
+    "Exact", "InCall", "Prefixed", "Retried", "Ticking", "each", "star", "star_each",
+]  # fmt: skip
+
+
+def each(func: Callable[[Any], Any], chunk: Iterable[Any]) -> list[Any]:
+    """The function of a task that is a chunk of `map`."""
+    # `list(map(...))` would take a StopIteration that func raises for its end.
+    return [func(x) for x in chunk]
+
+
+def star(func: Callable[..., Any], args: Iterable[Any]) -> Any:
+    """The function of a task that is one item of `starmap`."""
+    return func(*args)
+
+
+def star_each(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) -> list[Any]:
+    """The function of a task that is a chunk of `starmap`."""
+    return [func(*args) for args in chunk]
 
 
 class Exact:

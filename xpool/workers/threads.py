@@ -38,7 +38,12 @@ SYSTEM_ATTEMPTS = 6
 LONGEST = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
 
-_OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "pool", "hooks.py"))
+_ROOT = os.path.dirname(os.path.dirname(__file__))
+_OURS = (
+    __file__,
+    os.path.join(_ROOT, "pool", "hooks.py"),
+    os.path.join(_ROOT, "worker", "callables.py"),
+)
 
 
 class Source:

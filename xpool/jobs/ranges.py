@@ -1,0 +1,139 @@
+"""Tasks as they wait and travel: ranges of consecutive ones, and batches that are cut from these.
+
+See `xpool.jobs.scheduler` for the words.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+__all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "piece"]
+
+CALLS = 0
+"""Stands for the job where each item is a job of its own: a call.  Its index is that job's number,
+so consecutive calls wait, travel and are answered together, as the items of one job."""
+
+Item = Any
+"""A payload as the channel takes it: bytes, for now always."""
+
+
+class Limit(NamedTuple):
+    """How long an item may run, and whether it is tried again when it ran longer."""
+
+    seconds: float
+    again: bool = False
+
+
+class Past(NamedTuple):
+    """What an item has been through: how often it was tried, and how many workers it killed."""
+
+    tries: int = 0
+    killed: int = 0
+
+
+_NEW = Past()
+
+
+class TaskRange:
+    """Consecutive items of one job that wait.  ``first`` is the index of the leftmost.
+
+    ``limit``: how long each may run, None: any time; for the engine, not looked at here.
+    """
+
+    __slots__ = (
+        "bound",
+        "first",
+        "func",
+        "input_reader",
+        "items",
+        "job",
+        "limit",
+        "past",
+        "queued",
+        "retries",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        job: int,
+        func: int,
+        first: int,
+        items: Iterable[Item],
+        retries: int = 0,
+        bound: int | None = None,
+        limit: Limit | None = None,
+        past: Past = _NEW,
+    ) -> None:
+        self.job = job
+        self.func = func
+        self.first = first
+        self.items: deque[Item] = deque(items)
+        self.retries = retries
+        self.bound = bound
+        self.limit = limit
+        self.past = past
+        # True while it stands in a queue of the scheduler.  An open range that ran dry leaves the
+        # queue, so that a slow iterable does not stand in front of other jobs.
+        self.queued = False
+        # Who appends to it, to be told how much was taken; for the engine, not looked at here.
+        self.input_reader: Any = None
+
+
+class Batch:
+    """A piece of a task range that one worker has.  ``seq``: the number of its first item there."""
+
+    __slots__ = (
+        "bound",
+        "done",
+        "first",
+        "func",
+        "input_reader",
+        "items",
+        "job",
+        "limit",
+        "past",
+        "retries",
+        "seq",
+        "taken",
+        "withdrawn",
+    )  # fmt: skip
+
+    def __init__(self, task_range: TaskRange, items: list[Item], seq: int) -> None:
+        self.job = task_range.job
+        self.func = task_range.func
+        self.first = task_range.first
+        self.items = items
+        self.retries = task_range.retries
+        self.bound = task_range.bound
+        self.input_reader = task_range.input_reader
+        self.limit = task_range.limit
+        self.past = task_range.past
+        # Its job has ended: none of its items is queued again.
+        self.withdrawn = False
+        self.seq = seq
+        self.done = 0
+        # Items from this one on were taken back: the worker will answer them as skipped.
+        self.taken = len(items)
+
+    def name(self, index: int) -> tuple[int, int]:
+        """Return job and index of an item as the pool knows them: of a call, its number and 0."""
+        return (index, 0) if self.job == CALLS else (self.job, index)
+
+    def cut(self, start: int, stop: int) -> Batch:
+        """Return a part of it, as a batch of its own that the worker has got."""
+        part = Batch(piece(self, start, stop), self.items[start:stop], self.seq + start)
+        part.input_reader, part.withdrawn = self.input_reader, self.withdrawn
+        part.done = min(max(self.done - start, 0), stop - start)
+        part.taken = min(max(self.taken - start, 0), stop - start)
+        return part
+
+
+def piece(one: Batch | TaskRange, start: int, stop: int) -> TaskRange:
+    """Return some items of a batch or a range as a range of their own."""
+    items = itertools.islice(one.items, start, stop)
+    return TaskRange(
+        one.job, one.func, one.first + start, items, one.retries, one.bound, one.limit, one.past
+    )
