@@ -13,6 +13,7 @@
 #   make nightly    many seeds, the slow tests, mixed load while workers are killed, the benchmark
 #   make coverage   what make test runs of the package, in workers too; with floors
 #   make docs       the site, in docs/_build: Sphinx, with what pip needs for it in DOCS_VENV
+#   make dist       wheel and sdist, checked
 #   make soak       mixed load while workers are killed, for MINUTES=10
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
@@ -60,7 +61,7 @@ xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
 .PHONY: help run test check faults rest cores test-all nightly coverage soak test-xla test-tpu lint core \
-	bench docs docs-states clean
+	bench dist docs docs-states clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -150,6 +151,14 @@ bench: .venv-bench/.bench
 # -W: a name that the site does not find is an error.
 docs: $(docs_venv)/.docs
 	"$(DOCS_VENV)/bin/python" -m sphinx -W --keep-going -b html docs docs/_build
+
+# Wheel and sdist, and what is wrong with them, in dist.
+dist: $(docs_venv)/.docs
+	$(call PIP,$(DOCS_VENV)) build twine check-wheel-contents
+	rm -rf dist
+	"$(DOCS_VENV)/bin/python" -m build --outdir dist
+	"$(DOCS_VENV)/bin/python" -m twine check --strict dist/*
+	"$(DOCS_VENV)/bin/check-wheel-contents" dist/*.whl
 
 docs-states: $(venv)/.run
 	"$(VENV)/bin/python" -m xpool.jobs.states > docs/states.md
