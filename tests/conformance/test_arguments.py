@@ -124,6 +124,7 @@ def test_empty_contexts(name):
         _class(name)(worker_contexts=[])
 
 
+@pytest.mark.starts
 def test_context_that_does_not_pickle():
     """A context that cannot be sent to its worker is refused in the constructor or by tasks."""
     import threading

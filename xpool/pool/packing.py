@@ -13,7 +13,6 @@ from xpool.codec.frame import Leased
 from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.interrupt import deliver, interruptible, pending
-from xpool.options import check_count
 from xpool.pickle import encode
 from xpool.pool.sight import Sight
 from xpool.shm.arena import Arena, Block
@@ -119,8 +118,6 @@ def find_arena(
     Raises:
         OptionError: tensors are to be shared, and there is no arena here.
     """
-    if limit is not None:
-        limit = check_count("memory_limit", limit, least=0)
     arena = Arena.own()
     if arena is None:
         if not copy_tensor:

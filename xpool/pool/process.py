@@ -118,26 +118,15 @@ class Pool(AllWorkers):
                 'if __name__ == "__main__":'
             )
         occupy_streams()
-        if _has_own_server(context):
-            ForkServer.get(wanted_modules()).start()
-        # Not before: while the server imports what a worker needs, the program imports the rest.
-        from xpool.pool import assembly
-
-        self._token = os.urandom(8).hex()
-        arena, limit, layout = assembly.find_arena(
-            is_copy_tensor, share_method, memory_limit, self._token
-        )
         self._recurse = is_recursive
         self._daemon = is_daemon
-        self._arena = arena
-        self._memory_limit = limit
-        self._packer = assembly.Packer(is_recursive, layout)
-        self._collect = assembly.cuda_ipc.collect
-        self._files = []
-        self._order = threading.RLock()
-        assembly.pools[self._token] = self
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
+        if memory_limit is not None:
+            memory_limit = check_count("memory_limit", memory_limit, least=0)
+        self._wanted_limit = memory_limit
+        self._files = []
+        self._order = threading.RLock()
         self._task_timeout = check_seconds("task_timeout", task_timeout)
         self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
         if restart_budget is not None:
@@ -153,9 +142,25 @@ class Pool(AllWorkers):
 
     # -- hooks -----------------------------------------------------------------------------------
 
+    def _start_server(self) -> None:
+        """Start the fork server, and import meanwhile what else a pool is put together from."""
+        if _has_own_server(self.context):
+            ForkServer.get(wanted_modules()).start()
+        # Not before: while the server imports what a worker needs, the program imports the rest.
+        from xpool.pool import assembly
+
+        self._token = os.urandom(8).hex()
+        self._arena, self._memory_limit, layout = assembly.find_arena(
+            self._copy_tensor, self._share_method, self._wanted_limit, self._token
+        )
+        self._packer = assembly.Packer(self._recurse, layout)
+        self._collect = assembly.cuda_ipc.collect
+        assembly.pools[self._token] = self
+
     @shielded
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
+        self._start_server()
         from xpool.pool import assembly
 
         launcher = _launcher(self.context)
