@@ -222,8 +222,8 @@ def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -
         request.getfixturevalue("warm")
     before = Snapshot.take(inside=not ALL_LEAKS)
     yield
-    # Threads for callbacks come when they are needed and go with the pool, which stays.
-    may_stay = r"xpool-\d+-callbacks.*" if "pool" in request.fixturenames else "(?!)"
+    # Threads for callbacks and logs come when they are needed and go with the pool, which stays.
+    may_stay = r"xpool-\d+-(callbacks|logs).*" if "pool" in request.fixturenames else "(?!)"
     left = before.leaks(LEAK_LIMIT, may_stay)
     if STDLIB:
         # Its pools close their descriptors when they are collected, which is after this.

@@ -55,13 +55,15 @@ def end_in_collection(how: str) -> str:
 def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
     """End when half of the message with the result is in the pipe."""
     from xpool.transport.wire import TO_PARENT
+    from xpool.worker.protocol import Replies
 
+    Replies.small = -1  # not into the outbox, where it would be whole
     write = os.write
 
     def half(fd: int, part: Any) -> int:
         view = memoryview(part)
-        if len(view) <= TO_PARENT.size:  # the head alone: what it announces comes next
-            return write(fd, view)
+        if len(view) == TO_PARENT.size and TO_PARENT.unpack(view)[3]:
+            return write(fd, view)  # the head alone: what it announces comes next
         os.write = write
         for begin in range(0, len(view) // 2, 4096):  # the pipe takes what the parent reads
             write(fd, view[begin : min(begin + 4096, len(view) // 2)])

@@ -187,7 +187,7 @@ class Answers:
         """Have a task run once more, after a pause."""
         when = self._reactor.now() + back_off(batch.past.tries + 1, self._random.random())
         self._sched.again(batch, position, killed=killed, when=when)
-        self._ledger.retried(batch.job, batch.first + position)
+        self._ledger.retried(batch, batch.first + position)
         self._reactor.call_at(when, self._queue)
 
     def _queue(self) -> None:

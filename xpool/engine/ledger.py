@@ -102,13 +102,13 @@ class Ledger:
                 self._slow(worker, batch, nanos)
             if self.events is not None:
                 seconds = nanos * 1e-9
-                what = self._describe(batch.job, batch.first + batch.done)
+                what = self._describe(*batch.name(batch.first + batch.done))
                 self._add(Event(self._now() - seconds, seconds, what, worker, tasks))
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
         kept = item if type(item) is bytes and len(item) <= ITEM else None
-        task = self._describe(batch.job, batch.first + batch.done)
+        task = self._describe(*batch.name(batch.first + batch.done))
         slow = Slow(nanos, next(self._numbers), task, worker, kept)
         if len(self.slowest) < SLOWEST:
             heapq.heappush(self.slowest, slow)
@@ -134,11 +134,11 @@ class Ledger:
         if self.events is not None:
             self._add(Event(self._now(), None, story, worker))
 
-    def retried(self, job: int, index: int) -> None:
+    def retried(self, batch: Batch, index: int) -> None:
         """A task is to be run once more."""
         self.retries += 1
         if self.events is not None:
-            self._add(Event(self._now(), None, f"{self._describe(job, index)} again", None))
+            self._add(Event(self._now(), None, f"{self._describe(*batch.name(index))} again", None))
 
     def work(self, worker: int, pid: int | None) -> Work:
         """Return what a worker has done, whose process of now has this id."""

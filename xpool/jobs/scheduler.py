@@ -446,8 +446,9 @@ class Scheduler:
 
     def clear(self) -> None:
         """Forget everything that waits and is held: the pool ends."""
-        self.shared.clear()
-        for queue in self.own:
+        for queue in (self.shared, *self.own):
+            for task_range in queue:
+                task_range.items.clear()  # whoever appends to it has it still
             queue.clear()
         self._bound = [0] * len(self.own)
         self.queued = 0

@@ -155,6 +155,7 @@ class Pool(AllWorkers):
         )
         self._packer = assembly.Packer(self._recurse, layout)
         self._collect = assembly.cuda_ipc.collect
+        self._exports = assembly.cuda_ipc.exports
         assembly.pools[self._token] = self
 
     @shielded
@@ -284,7 +285,7 @@ class Pool(AllWorkers):
                 if self._engine.results:
                     self._pump()
                 del task_range
-                if leased:
+                if leased or self._exports:
                     self._collect()
             else:
                 self._engine.submit(task_range)

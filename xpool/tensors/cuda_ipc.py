@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -105,6 +105,7 @@ _lock = threading.RLock()
 _exported: dict[
     _Key, tuple[_Exported, Any]
 ] = {}  # with the storage; those looked at last come last
+exports: Sized = _exported  # for others to see whether there are any
 _imported: weakref.WeakValueDictionary[_Key, _Imported] = weakref.WeakValueDictionary()
 
 
