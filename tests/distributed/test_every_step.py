@@ -21,7 +21,7 @@ from torch import nn
 
 import xpool
 from xpool import WorkerDied
-from xpool.distributed import GroupError, World
+from xpool.distributed import World
 from xpool.server import PushPullGradServerImpl, PushPullModelServerImpl
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
@@ -96,7 +96,7 @@ def in_steps(rank: int, address: str, again: str, last: int) -> tuple[str, float
     try:
         with World(f"w{rank}", rank, 3, dist_init_method=address, **LIMITS) as world:
             work(world)
-    except GroupError as exc:
+    except RuntimeError as exc:  # a GroupError, or torch's own from a call that was under way
         error = type(exc).__name__
     sys.settrace(None)
     threading.settrace(None)  # type: ignore[arg-type]

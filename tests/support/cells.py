@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from support import work
 from support.kinds import KINDS
+from support.waiting import eventually
 
 LIMIT = 0.3
 """Seconds that a task may take that is to be stopped."""
@@ -216,6 +217,7 @@ def main(name: str, method: str, stage: str, how: str) -> None:
     pool = kind(2, **options)
     others = [pool.apply_async(work.square, (i,)) for i in range(20)]
     assert [r.get(30) for r in others] == [i * i for i in range(20)]
+    eventually(lambda: None not in pool.statistics().get("pids", ()), "all workers")
     print(*pool.statistics().get("pids", ()), flush=True)
     others = [pool.apply_async(work.square, (i,)) for i in range(20)]
     if how == "hang" and stage in ("task pickle", "result unpickle", "callback"):
