@@ -100,7 +100,6 @@ class Orders:
             "share_method": self._share_method,
             "token": self._token,
             "peers": self._peers,
-            "relays": True,
             "levels": levels(),
             "output": self._output,
             "context": None

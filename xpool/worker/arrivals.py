@@ -1,4 +1,4 @@
-"""What a worker does at the moment when it first imports a certain module: seeds, the tracker.
+"""What a worker does at the moment when it first imports a module: seeds, the tracker, logging.
 
 One finder, the first of the import system, finds these modules, and has their loader call what
 waits for them.  Its first words about a module are its last: then it is gone from the books.

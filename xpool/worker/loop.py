@@ -12,7 +12,6 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol
 
 from xpool import errors
@@ -99,8 +98,7 @@ def run(
         if member is None:
             become(orders, lifeline)
         control = others.pop(0) if orders["peers"] else -1
-        if orders["relays"]:
-            open_relay(others.pop(0), orders)
+        open_relay(others.pop(0), orders)
         shared = _join(others, orders)
         worker = _Worker(orders, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:
@@ -358,6 +356,8 @@ class _Worker:
 def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Say that a result cannot be sent, and let go of it."""
     failing.ready()
+    from traceback import clear_frames  # imported just now
+
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
     failure = errors.ResultNotPicklable(reason or exc, _short_repr(value))
     payload = encode_exception(failure, _worker_traceback(exc))
@@ -367,7 +367,7 @@ def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
         one = raised.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            _clear_frames(one.__traceback__)
+            clear_frames(one.__traceback__)
             raised += [one.__cause__, one.__context__]
     return payload
 
@@ -378,15 +378,6 @@ def _worker_traceback(exc: BaseException) -> str:
     while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, callables.__file__):
         tb = tb.tb_next
     return failing.text_of(exc, tb)
-
-
-def _clear_frames(tb: TracebackType | None) -> None:
-    while tb is not None:
-        try:
-            tb.tb_frame.clear()
-        except RuntimeError:
-            pass  # it is running still
-        tb = tb.tb_next
 
 
 def _short_repr(value: Any) -> str:

@@ -7,16 +7,15 @@ up, the worker waits for a second, and then drops and counts until there is room
 
 from __future__ import annotations
 
-import importlib.machinery
 import os
 import pickle
 import socket
 import struct
 import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from xpool.worker.arrivals import when_imported
 from xpool.worker.context import current_worker
 from xpool.worker.lines import Lines
 
@@ -48,34 +47,8 @@ def open_relay(fd: int, orders: dict[str, Any]) -> None:
     _relay = relay = _Relay(fd, orders["index"], orders["levels"])
     if orders["output"] == "prefix":
         sys.stdout, sys.stderr = Lines.prefixed(sys.stdout), Lines.prefixed(sys.stderr)
-    for name, install in (("logging", relay.take_logging), ("warnings", relay.take_warnings)):
-        if name in sys.modules:
-            install(sys.modules[name])
-        else:
-            sys.meta_path.insert(0, _WhenImported(name, install))
-
-
-class _WhenImported:
-    """Calls a function with a module when that is imported, by whatever task: few import either."""
-
-    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
-        self._name, self._call = name, call
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Find the module for `sys.meta_path`."""
-        if name != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            call, load = self._call, spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                load(module)
-                call(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported("logging", relay.take_logging)
+    when_imported("warnings", relay.take_warnings)
 
 
 class _Relay:
