@@ -65,8 +65,11 @@ class EngineFace(WorkerBackend, Protocol):
     def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
         """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
 
-    def trace(self, on: bool) -> tuple[list[Event], float, int] | None:
-        """Begin to keep events, or return them, when that began, and how many are missing."""
+    def begin_trace(self) -> None:
+        """Begin to keep events."""
+
+    def end_trace(self) -> tuple[list[Event], float, int]:
+        """Return the events that were kept, when that began, and how many are missing."""
 
     def start_missing(self) -> bool:
         """Start a process for every worker that has none; return whether there was one."""

@@ -88,6 +88,7 @@ class Ledger:
         self.begun = now()
         self.events: list[Event] | None = None  # kept while a trace is written
         self.dropped = 0  # events that had no room
+        self._traced = 0.0  # since when they are kept
         self._floor = SHORTEST
         self._now, self._describe = now, describe
         self._numbers = itertools.count()
@@ -146,17 +147,16 @@ class Ledger:
         ready = a.lived + (0.0 if a.ready_at is None else self._now() - a.ready_at)
         return Work(worker, pid, a.tasks, a.busy * 1e-9, ready, a.deaths)
 
-    def trace(self, on: bool) -> tuple[list[Event], float, int] | None:
-        """Begin to keep events; or end it, and return them, when it began, how many are missing."""
-        if on:
-            if self.events is not None:
-                raise OptionError("a trace of this pool is being written already")
-            self.events, self.dropped, self._traced = [], 0, self._now()
-            return None
+    def begin_trace(self) -> None:
+        """Begin to keep events."""
+        if self.events is not None:
+            raise OptionError("a trace of this pool is being written already")
+        self.events, self.dropped, self._traced = [], 0, self._now()
+
+    def end_trace(self) -> tuple[list[Event], float, int]:
+        """Return the events that were kept, when that began, and how many had no room."""
         events, self.events = self.events or [], None
         return events, self._traced, self.dropped
-
-    _traced = 0.0
 
     def _add(self, event: Event) -> None:
         assert self.events is not None

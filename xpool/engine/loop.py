@@ -326,14 +326,19 @@ class Engine:
             out = sent + ledger.bytes_out
             return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
 
-    def trace(self, on: bool) -> tuple[list[Event], float, int] | None:
-        """Begin to keep events, or return them, with the time at which that began; None: begun.
+    def begin_trace(self) -> None:
+        """Begin to keep events.
 
         Raises:
             OptionError: they are kept already, for another.
         """
         with self.lock:
-            return self.ledger.trace(on)
+            self.ledger.begin_trace()
+
+    def end_trace(self) -> tuple[list[Event], float, int]:
+        """Return the events that were kept, when that began, and how many are missing."""
+        with self.lock:
+            return self.ledger.end_trace()
 
     @property
     def ended(self) -> bool:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from xpool.engine.reactor import Reactor
-from xpool.shm.system import available_memory
+from xpool.shm.system import available_memory, total_memory
 from xpool.workers.slot import Slot
 
 __all__ = ["MemoryGuard"]
@@ -32,14 +32,7 @@ def private_memory(pid: int) -> int:
 
 def used_memory() -> float:
     """Return the part of the machine's memory, or the cgroup's, that is in use: from 0 to 1."""
-    total = _PAGE * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            most = file.read().strip()
-        total = min(total, int(most)) if most.isdigit() else total
-    except OSError:
-        pass  # no cgroup of version 2 that says so
-    return 1 - available_memory() / total
+    return 1 - available_memory() / total_memory()
 
 
 class MemoryGuard:

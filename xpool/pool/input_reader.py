@@ -73,7 +73,8 @@ class FlowControl:
         self.taken_bytes = 0
         self._shelf = weakref.ref(shelf)  # of an iterator that may be dropped
 
-    def _open(self) -> bool:
+    def is_open(self) -> bool:
+        """Whether `reserve` would not wait."""
         if self.stopped:
             return True
         shelf = self._shelf()
@@ -93,10 +94,10 @@ class FlowControl:
 
     def reserve(self, most: int = 1) -> int:
         """Wait until items may be drawn, and say how many, of ``most``; 0: no more are wanted."""
-        if not self._open():
+        if not self.is_open():
             self._waiting = True
             try:
-                self._waiters.wait(self._open, None)
+                self._waiters.wait(self.is_open, None)
             finally:
                 self._waiting = False
         if self.stopped:
@@ -105,11 +106,6 @@ class FlowControl:
         if shelf is None or self._buffersize is None:
             return most
         return max(1, min(most, self._buffersize - self.drawn + shelf.handed_out))
-
-    @property
-    def open(self) -> bool:
-        """Whether `reserve` would not wait."""
-        return self._open()
 
     def added(self, size: int) -> None:
         """Note that a task of ``size`` bytes waits now."""
@@ -215,7 +211,9 @@ class InputReader:
                     flow.added(size)
                 self._index += 1
                 del task
-                if self._index >= most or (here and (flow.bytes_in > HERE_BYTES or not flow.open)):
+                if self._index >= most:
+                    return False
+                if here and (flow.bytes_in > HERE_BYTES or not flow.is_open()):
                     return False
         except BaseException as exc:
             if here:

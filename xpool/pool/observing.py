@@ -126,11 +126,11 @@ def trace(pool: BasePool, path: str | os.PathLike[str]) -> Iterator[None]:
     if engine is None:
         raise OptionError(f"trace() is for pools of processes, not {type(pool).__name__}")
     Path(path).write_text("[]", encoding="utf-8")  # refused now, not when all is done
-    engine.trace(True)
+    engine.begin_trace()
     try:
         yield
     finally:
-        events, begun, dropped = engine.trace(False)
+        events, begun, dropped = engine.end_trace()
         _write(Path(path), pool.name, pool.size(), events, begun, dropped)
 
 

@@ -414,9 +414,8 @@ class Pool(AllWorkers):
         )
 
 
-_IS_ASYNC = (
-    0x80 | 0x200
-)  # inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR, which take 10 ms to import
+# inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR: to import that takes 10 ms.
+_IS_ASYNC = 0x80 | 0x200
 
 _MODES = {
     (False, False): Mode.EACH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-__all__ = ["available_memory"]
+__all__ = ["available_memory", "total_memory"]
 
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = (
@@ -16,7 +16,16 @@ _LIMITS = (
 
 def available_memory() -> int:
     """Return how many bytes this process may hope to get: of the machine, and of its cgroup."""
-    return max(0, min([*_of_machine(), *_of_cgroup()]))
+    return max(0, min([*_of_machine(), *(most - now for most, now in _of_cgroup())]))
+
+
+def total_memory() -> int:
+    """Return how many bytes the machine has, or allows this process's cgroup."""
+    return min([_installed(), *(most for most, _ in _of_cgroup())])
+
+
+def _installed() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _of_machine() -> Iterator[int]:
@@ -28,10 +37,11 @@ def _of_machine() -> Iterator[int]:
                     return
     except OSError:
         pass  # no /proc: what the machine has will do
-    yield os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield _installed()
 
 
-def _of_cgroup() -> Iterator[int]:
+def _of_cgroup() -> Iterator[tuple[int, int]]:
+    """Yield what the cgroup allows, and what it has of that."""
     for limit, used in _LIMITS:
         try:
             with open(f"{_CGROUPS}/{limit}") as first, open(f"{_CGROUPS}/{used}") as second:
@@ -39,4 +49,4 @@ def _of_cgroup() -> Iterator[int]:
         except OSError:
             continue
         if most.isdigit() and now.isdigit():
-            yield int(most) - int(now)
+            yield int(most), int(now)

@@ -432,9 +432,6 @@ class ThreadWorkers:
         """Wait for all threads."""
         while not self.ended:
             self.wait()
-        for member in list(self._threads.values()):
-            if member.thread is not None:
-                member.thread.join()
 
     def close(self) -> None:
         """Nothing is held."""
