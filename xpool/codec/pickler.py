@@ -44,6 +44,9 @@ class _Sink:
     __slots__ = ("write",)
 
 
+_dump = pickle.Pickler.dump
+
+
 class _FastPickler(pickle.Pickler):
     """The C pickler, made to be used again and again."""
 
@@ -65,6 +68,13 @@ class _FastPickler(pickle.Pickler):
         super().__init__(sink, 5, buffer_callback=callback)  # type: ignore[arg-type]
 
     reducer_override = reducers.reducer_override
+
+    def dump(self, obj: Any) -> None:
+        try:
+            _dump(self, obj)
+        except BaseException:
+            _forget(self)
+            raise
 
 
 def _placer(
@@ -144,7 +154,6 @@ def encode(
         try:
             pickler.dump(obj)
         except Exception as error:
-            _forget(pickler)
             if by_handler(error):
                 raise
             result = _pickle(obj, layout, False, error)
@@ -303,7 +312,6 @@ def _pickle(
         try:
             fast.dump(obj)
         except Exception as first:
-            _forget(fast)
             if by_handler(first):
                 raise
             error = first
@@ -369,7 +377,7 @@ def _run_dill(
     slow.follow = follow
     try:
         slow.dump(obj)
-    except Exception:
+    except BaseException:
         slow.buffers = buffers
         _forget(slow)
         raise
@@ -436,6 +444,8 @@ def write_global(value: Any, out_of_band: bool) -> Written:
     try:
         pickler.dump(value)
     except Exception as error:
+        if by_handler(error):
+            raise
         return Written(_pickle(value, _COPY, False, error))
     written = Written(_finish(pickler, value, _COPY, False))
     if pickler.tensors is None and written.chunks is pickler.chunks and not pickler.buffers:
