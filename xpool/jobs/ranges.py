@@ -81,6 +81,12 @@ class TaskRange:
         # Who appends to it, to be told how much was taken; for the engine, not looked at here.
         self.input_reader: Any = None
 
+    def beside(self, first: int, items: Iterable[Item] = (), bound: int | None = None) -> TaskRange:
+        """Return a range with other items of the same job, run under the same terms."""
+        other = TaskRange(self.job, self.func, first, items, self.retries, bound, self.limit)
+        other.input_reader = self.input_reader
+        return other
+
 
 class Batch:
     """A piece of a task range that one worker has.  ``seq``: the number of its first item there."""

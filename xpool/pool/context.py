@@ -10,9 +10,10 @@ from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
 from xpool.options import check_iterable, resolve_processes
 from xpool.pool.context_verbs import C, ContextVerbs
-from xpool.pool.hooks import Hooks, Result, Task, each, star, star_each
+from xpool.pool.hooks import Hooks, Result, Task
 from xpool.pool.process import Pool
 from xpool.pool.thread import ThreadPool
+from xpool.worker.callables import each, star, star_each
 from xpool.worker.context import current_worker
 from xpool.worker.entry import MOST
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from xpool import errors
 from xpool.errors import WorkerDied
-from xpool.worker.callables import each, star, star_each
 from xpool.worker.context import current_worker
 
-__all__ = ["Carried", "Hooks", "Result", "Task", "each", "star", "star_each"]
+__all__ = ["Carried", "Hooks", "Result", "Task"]
 
 Task = tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Result = tuple[int, int, tuple[bool, Any]]

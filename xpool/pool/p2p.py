@@ -88,17 +88,7 @@ class P2PPool(Pool):
             return
         # The engine binds each item on its own, so they go to it one by one.
         for i, item in enumerate(task_range.items, task_range.first):
-            self._engine.submit(
-                TaskRange(
-                    task_range.job,
-                    task_range.func,
-                    i,
-                    (item,),
-                    task_range.retries,
-                    -1,
-                    task_range.limit,
-                )
-            )
+            self._engine.submit(task_range.beside(i, (item,), -1))
 
     def _open_stream(
         self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
@@ -106,18 +96,14 @@ class P2PPool(Pool):
         if not self._direct:
             return super()._open_stream(job, func, chunked, flow, terms)
         engine, packer = self._engine, self._packer
-        number, owner = self._learn(job, func, False, chunked, terms)
-        job.func = number
+        job.func, owner = self._learn(job, func, False, chunked, terms)
         bound = -1 if owner is None else owner
-        limit = limit_of(terms)
+        begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
+        begin.input_reader = flow
 
         def put(index: int, task: Any) -> int:
             payload, worker = packer.pack_task(task, terms.retries > 0, bound)
-            task_range = TaskRange(
-                job.number, number, index, (payload,), terms.retries, worker, limit
-            )
-            task_range.input_reader = flow
-            engine.submit(task_range)
+            engine.submit(begin.beside(index, (payload,), worker))
             return engine.sent(payload)
 
         return put

@@ -32,7 +32,7 @@ from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl
 from xpool.results import Job
 from xpool.transport.wire import Mode
-from xpool.worker.callables import Retried, each, star, star_each
+from xpool.worker.callables import Retried, applied
 from xpool.worker.main_module import imported_by_worker
 from xpool.workers.launch import (
     ForkServer,
@@ -305,8 +305,8 @@ class Pool(AllWorkers):
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
         job.func, owner = self._learn(job, func, starred, chunked, terms)
-        limit = limit_of(terms)
-        task_ranges = [TaskRange(job.number, job.func, 0, (), terms.retries, None, limit)]
+        begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
+        task_ranges = [begin]
         failed = []
         for i, chunk in enumerate(chunks):
             try:
@@ -316,20 +316,13 @@ class Pool(AllWorkers):
                     raise
                 # It fails alone; what comes after it is a task range of its own.
                 failed.append((i, error))
-                task_ranges.append(
-                    TaskRange(job.number, job.func, i + 1, (), terms.retries, None, limit)
-                )
+                task_ranges.append(begin.beside(i + 1))
                 continue
             self._engine.sent(payload)
             if worker is None:
                 task_ranges[-1].items.append(payload)
             else:
-                task_ranges.append(
-                    TaskRange(job.number, job.func, i, (payload,), terms.retries, worker, limit)
-                )
-                task_ranges.append(
-                    TaskRange(job.number, job.func, i + 1, (), terms.retries, None, limit)
-                )
+                task_ranges += begin.beside(i, (payload,), worker), begin.beside(i + 1)
         for task_range in task_ranges:
             if task_range.items:
                 self._submit_span(task_range)
@@ -348,11 +341,9 @@ class Pool(AllWorkers):
         plain = terms.timeout is None and not terms.retries and not terms.retry_on
         if not (plain and self._direct) or self._gives_context or self._has_peers:
             super()._submit_only(job, func, starred, chunked, chunk, terms)
-        elif chunked or starred:
-            how = (star_each if starred else each) if chunked else star
-            self._submit_call(job, how, (func, chunk), {}, terms)
         else:
-            self._submit_call(job, func, (chunk,), {}, terms)
+            call, before = applied(func, starred, chunked)
+            self._submit_call(job, call, (*before, chunk), {}, terms)
 
     def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> TaskRange:
         if terms.retry_on:
@@ -443,7 +434,6 @@ class _Stream:
         )
         self._task_range.input_reader = flow
         self._next = 0
-        self._flow = flow
         self._packer = pool._packer
         self._kept = terms.retries > 0
         self._owner = owner
@@ -452,25 +442,11 @@ class _Stream:
         payload, worker = self._packer.pack_task(task, self._kept, self._owner)
         task_range = self._task_range
         if worker is not None:
-            bound = TaskRange(
-                task_range.job,
-                task_range.func,
-                index,
-                (payload,),
-                task_range.retries,
-                worker,
-                task_range.limit,
-            )
-            bound.input_reader = self._flow
-            self._engine.submit(bound)
+            self._engine.submit(task_range.beside(index, (payload,), worker))
             return self._engine.sent(payload)
         if index != self._next:
             # An item between could not be sent: a task range has no gaps.
-            old = task_range
-            task_range = self._task_range = TaskRange(
-                old.job, old.func, index, (), old.retries, None, old.limit
-            )
-            task_range.input_reader = old.input_reader
+            task_range = self._task_range = task_range.beside(index)
         self._next = index + 1
         task_range.items.append(payload)
         # The engine looks at the items after it has marked a worker idle or the task range as not

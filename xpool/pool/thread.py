@@ -20,8 +20,9 @@ from xpool.options import (
     check_share_method,
 )
 from xpool.pool.base import BasePool
-from xpool.pool.hooks import Result, Task, each, star, star_each
+from xpool.pool.hooks import Result, Task
 from xpool.results import Job
+from xpool.worker.callables import applied, each, star_each
 from xpool.workers.threads import Entry, Source, ThreadWorkers
 
 __all__ = ["ThreadPool"]
@@ -176,12 +177,8 @@ class ThreadPool(BasePool):
             return
         # Snapshots: a list may change while threads take from it, and a generator runs.
         items = chunks if isinstance(chunks, (range, tuple, list)) else list(chunks)
-        before: tuple[Any, ...] = ()
-        if chunked:
-            func, before = star_each if starred else each, (func,)
-        elif starred:
-            func, before = star, (func,)
-        self._threads.put(Source(job, func, before, items), len(items))
+        call, before = applied(func, starred, chunked)
+        self._threads.put(Source(job, call, before, items), len(items))
 
     def _open_runs(
         self, job: Job, func: Callable[..., Any], terms: Terms

@@ -24,11 +24,12 @@ from xpool.options import (
     default_chunksize,
     label,
 )
-from xpool.pool.hooks import Hooks, each, star, star_each
+from xpool.pool.hooks import Hooks
 from xpool.pool.input_reader import FlowControl, InputReader
 from xpool.progress import Progress
 from xpool.results import AsyncResult, Job, MapResult, Unopened
 from xpool.streams import IMapIterator, Stream
+from xpool.worker.callables import applied
 
 __all__ = ["PLAIN", "WAITING", "Verbs"]
 
@@ -443,11 +444,8 @@ def _task(
     number: int, index: int, func: Callable[..., Any], starred: bool, chunked: bool, chunk: Any
 ) -> tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the tuple for one task of a map."""
-    if chunked:
-        return number, index, star_each if starred else each, (func, chunk), {}
-    if starred:
-        return number, index, star, (func, chunk), {}
-    return number, index, func, (chunk,), {}
+    call, before = applied(func, starred, chunked)
+    return number, index, call, (*before, chunk), {}
 
 
 def _length(iterable: Any) -> int | None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from xpool.transport.outbox import Outbox
 
 __all__ = [
-    "Exact", "InCall", "Prefixed", "Retried", "Ticking", "each", "star", "star_each",
+    "Exact", "InCall", "Prefixed", "Retried", "Ticking", "applied", "each", "star", "star_each",
 ]  # fmt: skip
 
 
@@ -30,6 +30,15 @@ def star(func: Callable[..., Any], args: Iterable[Any]) -> Any:
 def star_each(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) -> list[Any]:
     """The function of a task that is a chunk of `starmap`."""
     return [func(*args) for args in chunk]
+
+
+def applied(
+    func: Callable[..., Any], starred: bool, chunked: bool
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what a task of a map calls, and what comes before its item or chunk there."""
+    if chunked:
+        return star_each if starred else each, (func,)
+    return (star, (func,)) if starred else (func, ())
 
 
 class Exact:
