@@ -36,107 +36,76 @@ LIMIT = 120.0
 """Seconds that one program may take."""
 BEHIND = 1.1
 
+_AS_A_POOL = """
+        def run(pool, func, items):
+            return pool.map(func, items, 1)
+        def spread(pool, func, items):
+            return pool.map(func, items)
+        def star(pool, func, items):
+            return pool.starmap(func, items)
+        def notify(pool, func, items, callback):
+            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
+                one.get()
+        def stream(pool, func, items, chunk):
+            return pool.imap(func, items, chunk)
+        def finish(pool):
+            pool.close()
+            pool.join()
+"""
+
+_AS_AN_EXECUTOR = """
+        def run(pool, func, items):
+            return list(pool.map(func, items))
+        def spread(pool, func, items):
+            return list(pool.map(func, items, chunksize=max(1, len(items) // 8)))
+        def star(pool, func, items):
+            return list(pool.map(func, *zip(*items), chunksize=max(1, len(items) // 8)))
+        def notify(pool, func, items, callback):
+            for item in items:
+                pool.submit(func, item).add_done_callback(lambda one: callback(one.result()))
+            pool.shutdown()
+        def stream(pool, func, items, chunk):
+            return pool.map(func, items, chunksize=chunk)
+        def finish(pool):
+            pool.shutdown()
+"""
+
 PEERS = {
     "xpool": """
         import xpool
         from xpool import Pool
         def start(n, **options):
             return Pool(n, **options)
-        def run(pool, func, items):
-            return pool.map(func, items, 1)
-        def spread(pool, func, items):
-            return pool.map(func, items)
-        def star(pool, func, items):
-            return pool.starmap(func, items)
-        def notify(pool, func, items, callback):
-            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
-                one.get()
-        def stream(pool, func, items, chunk):
-            return pool.imap(func, items, chunk)
-        def finish(pool):
-            pool.close()
-            pool.join()
-    """,
+    """
+    + _AS_A_POOL,
     "fork": """
         import multiprocessing.pool
         def start(n, **options):
             return multiprocessing.get_context("fork").Pool(n, **options)
-        def run(pool, func, items):
-            return pool.map(func, items, 1)
-        def spread(pool, func, items):
-            return pool.map(func, items)
-        def star(pool, func, items):
-            return pool.starmap(func, items)
-        def notify(pool, func, items, callback):
-            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
-                one.get()
-        def stream(pool, func, items, chunk):
-            return pool.imap(func, items, chunk)
-        def finish(pool):
-            pool.close()
-            pool.join()
-    """,
+    """
+    + _AS_A_POOL,
     "forkserver": """
         import multiprocessing.pool
         def start(n, **options):
             return multiprocessing.get_context("forkserver").Pool(n, **options)
-        def run(pool, func, items):
-            return pool.map(func, items, 1)
-        def spread(pool, func, items):
-            return pool.map(func, items)
-        def star(pool, func, items):
-            return pool.starmap(func, items)
-        def notify(pool, func, items, callback):
-            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
-                one.get()
-        def stream(pool, func, items, chunk):
-            return pool.imap(func, items, chunk)
-        def finish(pool):
-            pool.close()
-            pool.join()
-    """,
+    """
+    + _AS_A_POOL,
     "futures": """
         from concurrent.futures import ProcessPoolExecutor
         def start(n, maxtasksperchild=None):
             if maxtasksperchild is not None:
                 unable()
             return ProcessPoolExecutor(n)
-        def run(pool, func, items):
-            return list(pool.map(func, items))
-        def spread(pool, func, items):
-            return list(pool.map(func, items, chunksize=max(1, len(items) // 8)))
-        def star(pool, func, items):
-            return list(pool.map(func, *zip(*items), chunksize=max(1, len(items) // 8)))
-        def notify(pool, func, items, callback):
-            for item in items:
-                pool.submit(func, item).add_done_callback(lambda one: callback(one.result()))
-            pool.shutdown()
-        def stream(pool, func, items, chunk):
-            return pool.map(func, items, chunksize=chunk)
-        def finish(pool):
-            pool.shutdown()
-    """,
+    """
+    + _AS_AN_EXECUTOR,
     "loky": """
         import loky
         def start(n, maxtasksperchild=None):
             if maxtasksperchild is not None:
                 unable()
             return loky.ProcessPoolExecutor(n)
-        def run(pool, func, items):
-            return list(pool.map(func, items))
-        def spread(pool, func, items):
-            return list(pool.map(func, items, chunksize=max(1, len(items) // 8)))
-        def star(pool, func, items):
-            return list(pool.map(func, *zip(*items), chunksize=max(1, len(items) // 8)))
-        def notify(pool, func, items, callback):
-            for item in items:
-                pool.submit(func, item).add_done_callback(lambda one: callback(one.result()))
-            pool.shutdown()
-        def stream(pool, func, items, chunk):
-            return pool.map(func, items, chunksize=chunk)
-        def finish(pool):
-            pool.shutdown()
-    """,
+    """
+    + _AS_AN_EXECUTOR,
     "mpire": """
         import mpire
         def start(n, maxtasksperchild=None):

@@ -38,7 +38,7 @@ class Program:
 
     def join(self, limit: int = LIMIT) -> Arena:
         """Return the arena as another process sees it."""
-        attachment = self.own.take_seat()
+        attachment = self.own.take_attachment()
         assert attachment is not None
         fd = os.dup(self.own.file.fd)
         other = Arena.join(fd, self.own.facts(attachment, limit))
@@ -435,11 +435,11 @@ def test_many_blocks_of_a_dead_process() -> None:
 def test_seats_run_out() -> None:
     """There are 479 attachments besides the own; a buried one is given away again."""
     with program() as one:
-        attachments = [one.own.take_seat() for _ in range(HOLDS - 1)]
+        attachments = [one.own.take_attachment() for _ in range(HOLDS - 1)]
         assert None not in attachments and len(set(attachments)) == HOLDS - 1
-        assert one.own.take_seat() is None
+        assert one.own.take_attachment() is None
         one.own.reclaim(attachments[3])  # type: ignore[arg-type]
-        assert one.own.take_seat() == attachments[3]
+        assert one.own.take_attachment() == attachments[3]
         for attachment in attachments:
             one.own.reclaim(attachment)  # type: ignore[arg-type]
 

@@ -344,7 +344,7 @@ def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
 def test_more_workers_than_seats(make_pool: Callable[..., Any], calm: None) -> None:
     """Workers past the last attachment get whole messages."""
     attachments = []
-    while (attachment := arena().take_seat()) is not None:
+    while (attachment := arena().take_attachment()) is not None:
         attachments.append(attachment)
     arena().reclaim(attachments.pop())
     try:

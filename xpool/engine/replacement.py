@@ -105,14 +105,14 @@ class Replacement:
         if self.ending:
             return
         recipe, slots = self._recipe, (slot, *slot.siblings)
-        arena, attachment = self._tidying.take_seat()
+        arena, attachment = self._tidying.take_attachment()
         try:
             # Before there is a process: when this fails, the slot is as it was.
             orders = [recipe.orders(one.index, one.generation + 1, attachment) for one in slots]
             name = f"{recipe.name}-worker-{slot.index}"
             slot.start(recipe.launcher, name, recipe.daemon, recipe.inherited, arena)
         except BaseException:
-            self._tidying.free_seat(attachment)
+            self._tidying.free_attachment(attachment)
             raise
         slot.attachment = attachment
         assert slot.handle is not None
@@ -262,7 +262,7 @@ class Replacement:
             self._switchboard.ended(slot)
         slot.gone()
         # All that it has sent is held here by now.
-        self._tidying.free_seat(slot.attachment)
+        self._tidying.free_attachment(slot.attachment)
         slot.attachment = None
 
     def _make_accounts(self, ended: list[Slot], exitcode: int | None) -> None:

@@ -25,12 +25,12 @@ class Tidying:
         if arena is not None:
             arena.begin()
 
-    def take_seat(self) -> tuple[Arena | None, int | None]:
+    def take_attachment(self) -> tuple[Arena | None, int | None]:
         """Return the arena and a place in it for a new process, None: there is no more."""
-        attachment = None if self._arena is None else self._arena.take_seat()
+        attachment = None if self._arena is None else self._arena.take_attachment()
         return (self._arena if attachment is not None else None), attachment
 
-    def free_seat(self, attachment: int | None) -> None:
+    def free_attachment(self, attachment: int | None) -> None:
         """The process that had this attachment has ended, or was not started."""
         if attachment is not None:
             self._pending_reclaim.append(attachment)

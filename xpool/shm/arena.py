@@ -218,7 +218,7 @@ class Arena:
         self._catch_up()
 
     @shielded
-    def take_seat(self) -> int | None:
+    def take_attachment(self) -> int | None:
         """Return an attachment for a process to come; None when all are taken."""
         with self._lock:
             for attachment in reversed(self._attachments):

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 FIRST_FOREIGN = 224
-"""Guests sit down from the last attachment to this one, workers from the first on."""
+"""Foreign arenas take numbers from the last down to this one, workers from the first on."""
 
 _SPAN = 1 << 40
 _FLOCK = struct.Struct("@hhqqi4x")
