@@ -23,10 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from support import work
 from support.kinds import KINDS, PROCESS_KINDS, START_METHODS, STDLIB, THREAD_KINDS, Kind
 from support.leaks import Snapshot, mark_this_run
-from support.limits import TEST_LIMIT
+from support.limits import TEST_LIMIT, WAIT
 from support.waiting import Gate, Mailbox
 
-LEAK_LIMIT = float(os.environ.get("XPOOL_TEST_LEAK_LIMIT", "5"))
 ALL_LEAKS = bool(os.environ.get("XPOOL_TEST_LEAKS"))
 """Look for processes and shared memory after each test, to find the one that leaves them."""
 
@@ -203,7 +202,7 @@ def module_leaves_nothing() -> Iterator[None]:
     """Fail the last test of a module after which processes or names in /dev/shm are left."""
     before = Snapshot.take()
     yield
-    left = [] if STDLIB else before.leaks(LEAK_LIMIT)
+    left = [] if STDLIB else before.leaks(WAIT)
     left = [what for what in left if what.startswith(("process", "/dev/shm"))]
     if left:
         pytest.fail(
@@ -224,7 +223,7 @@ def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -
     yield
     # Threads for callbacks and logs come when they are needed and go with the pool, which stays.
     may_stay = r"xpool-\d+-(callbacks|logs).*" if "pool" in request.fixturenames else "(?!)"
-    left = before.leaks(LEAK_LIMIT, may_stay)
+    left = before.leaks(WAIT, may_stay)
     if STDLIB:
         # Its pools close their descriptors when they are collected, which is after this.
         left = [what for what in left if what.startswith(("process", "thread"))]
@@ -308,7 +307,7 @@ class Shared:
             box.lines(2)
             gate.open(2)
             for result in results:
-                result.get(20)
+                result.get(WAIT)
         finally:
             gate.close()
             box.close()
@@ -332,7 +331,7 @@ def _shared(kind: Kind, warm: None, tmp_path_factory: pytest.TempPathFactory) ->
     shared.pool.join()
     shared.pool = None
     # The last test's arguments still hold the pool; the standard library's needs to be collected.
-    left = [] if STDLIB else before.leaks(LEAK_LIMIT)
+    left = [] if STDLIB else before.leaks(WAIT)
     if left:
         pytest.fail(f"left over by the shared {kind!r}:\n  " + "\n  ".join(left), pytrace=False)
 

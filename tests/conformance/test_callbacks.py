@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.waiting import eventually
 
 CALLS = {
@@ -159,8 +160,8 @@ def test_callbacks_may_submit(pool):
         submitted.set()
 
     pool.apply_async(work.square, (2,), callback=more)
-    assert submitted.wait(20)
-    assert later[0].get(20) == 16  # type: ignore[attr-defined]
+    assert submitted.wait(WAIT)
+    assert later[0].get(WAIT) == 16  # type: ignore[attr-defined]
 
 
 @pytest.mark.xpool_only
@@ -174,8 +175,8 @@ def test_callbacks_may_wait_for_more_work(pool):
         got.append(pool.map(work.square, [1, 2]))
         done.set()
 
-    assert pool.apply_async(work.square, (2,), callback=more).get(30) == 4
-    assert done.wait(30)
+    assert pool.apply_async(work.square, (2,), callback=more).get(WAIT) == 4
+    assert done.wait(WAIT)
     assert got == [16, [1, 4]]
 
 
@@ -187,15 +188,15 @@ def test_slow_callback_does_not_hold_up_other_results(pool):
 
     def wait(_):
         inside.set()
-        hold.wait(20)
+        hold.wait(WAIT)
 
     slow = pool.apply_async(work.square, (2,), callback=wait)
     try:
-        assert inside.wait(20)
-        assert pool.apply_async(work.square, (3,)).get(20) == 9
+        assert inside.wait(WAIT)
+        assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
     finally:
         hold.set()
-    assert slow.get(20) == 4
+    assert slow.get(WAIT) == 4
 
 
 @pytest.mark.xpool_only

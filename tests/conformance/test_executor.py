@@ -10,6 +10,7 @@ import threading
 
 import pytest
 from support import work
+from support.limits import PROGRAM_LIMIT, WAIT
 
 from xpool import Executor, Pool, ThreadPool, WorkerDied
 
@@ -31,7 +32,7 @@ def executor(request):
 
 def test_submit(executor):
     """A call's value, or its exception, is its future's."""
-    assert executor.submit(pow, 2, exp=5).result(60) == 32
+    assert executor.submit(pow, 2, exp=5).result(WAIT) == 32
     failed = executor.submit(divmod, 1, 0)
     assert isinstance(failed.exception(60), ZeroDivisionError)
     assert failed.done() and not failed.running() and not failed.cancelled()
@@ -41,9 +42,9 @@ def test_as_completed_and_wait(executor):
     """The module's functions take these futures, since they are its own."""
     made = {executor.submit(work.square, n): n for n in range(20)}
     assert all(isinstance(future, futures.Future) for future in made)
-    for future in futures.as_completed(made, timeout=60):
+    for future in futures.as_completed(made, timeout=WAIT):
         assert future.result() == made[future] ** 2
-    done, pending = futures.wait(made, timeout=60)
+    done, pending = futures.wait(made, timeout=WAIT)
     assert done == set(made) and not pending
 
 
@@ -51,7 +52,7 @@ def test_callbacks(executor):
     """A callback added to a future is called with it, also when it is done already."""
     future, seen = executor.submit(work.square, 3), threading.Event()
     future.add_done_callback(lambda done: done is future and seen.set())
-    assert seen.wait(60)
+    assert seen.wait(WAIT)
     late = []
     future.add_done_callback(late.append)
     assert late == [future]
@@ -108,17 +109,17 @@ def test_cancel():
     """What waits can be cancelled, what runs cannot, and what is cancelled never runs."""
     with ThreadPool(1) as pool:
         executor, gate, began = pool.executor(), threading.Event(), threading.Event()
-        running = executor.submit(lambda: (began.set(), gate.wait(60)))
+        running = executor.submit(lambda: (began.set(), gate.wait(WAIT)))
         waiting = [executor.submit(work.square, n) for n in range(3)]
-        assert began.wait(60)
+        assert began.wait(WAIT)
         assert running.running() and not running.cancel()
         assert waiting[0].cancel() and waiting[0].cancelled() and waiting[0].cancel()
         with pytest.raises(futures.CancelledError):
-            waiting[0].result(60)
+            waiting[0].result(WAIT)
         executor.shutdown(wait=False, cancel_futures=True)
         assert not futures.wait(waiting, 60).not_done and all(f.cancelled() for f in waiting)
         gate.set()
-        assert running.result(60)
+        assert running.result(WAIT)
         pool.close()
         pool.join()
 
@@ -128,7 +129,7 @@ def test_a_worker_dies():
     with Executor(1) as executor:
         lost, kept = executor.submit(os._exit, 3), executor.submit(work.square, 4)
         assert isinstance(lost.exception(60), WorkerDied)
-        assert kept.result(60) == 16
+        assert kept.result(WAIT) == 16
 
 
 def test_a_pool_that_was_closed():
@@ -150,6 +151,10 @@ def test_the_program_ends():
         "e.submit(pow, 2, 3).add_done_callback(lambda f: print(f.result(), flush=True))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_LIMIT,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")

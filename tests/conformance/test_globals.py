@@ -6,6 +6,7 @@ import json
 
 import pytest
 from support import scripts
+from support.limits import WAIT
 from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
@@ -158,25 +159,25 @@ def _done(out: str) -> None:
 def test_guarded_script(tmp_path, method):
     """Functions of a guarded script see the values that the program has when they are called."""
     text = PROGRAM + GUARD.format(OWN, repr(method))
-    _done(scripts.run_ok([scripts.write(tmp_path / "guarded.py", text)], limit=120))
+    _done(scripts.run_ok([scripts.write(tmp_path / "guarded.py", text)]))
 
 
 @pytest.mark.parametrize("guarded", [True, *also(False)])
 def test_fork(tmp_path, guarded):
     """Forked workers see the same, and have what cannot be pickled from the fork."""
     text = PROGRAM + (GUARD.format({}, repr("fork")) if guarded else "\nmain({}, 'fork')\n")
-    _done(scripts.run_ok([scripts.write(tmp_path / "forked.py", text)], limit=120))
+    _done(scripts.run_ok([scripts.write(tmp_path / "forked.py", text)]))
 
 
 def test_script_without_the_guard(tmp_path):
     """Without the guard nothing is run again: what cannot be pickled is missing, and says so."""
     text = PROGRAM + f"\nmain({NONE})\n"
-    _done(scripts.run_ok([scripts.write(tmp_path / "unguarded.py", text)], limit=120))
+    _done(scripts.run_ok([scripts.write(tmp_path / "unguarded.py", text)]))
 
 
 def test_standard_input():
     """The same for ``python -``."""
-    _done(scripts.run_ok(["-"], PROGRAM + f"\nmain({NONE})\n", limit=120))
+    _done(scripts.run_ok(["-"], PROGRAM + f"\nmain({NONE})\n"))
 
 
 def test_package_run_as_a_module(tmp_path):
@@ -189,7 +190,7 @@ def test_package_run_as_a_module(tmp_path):
         "from .other import triple\n" + PROGRAM + GUARD.format(OWN, None)
     )
     done = scripts.popen(["-m", "runpackage.program"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=120)
+    out, err = done.communicate(timeout=WAIT)
     assert (out, err) == ("done\n", "")
 
 
@@ -200,7 +201,7 @@ def test_notebook(tmp_path):
     (tmp_path / "cells.json").write_text(json.dumps([PROGRAM, f"main({NONE})"]))
     (tmp_path / "notebook.py").write_text(scripts.NOTEBOOK)
     done = scripts.popen(["notebook.py"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=120)
+    out, err = done.communicate(timeout=WAIT)
     assert out.splitlines() == ["done"], err
 
 
@@ -234,7 +235,7 @@ def main(method):
 def test_initializer_that_is_inherited(tmp_path, method):
     """Where initargs can only be inherited, the initializer sees the program's globals, too."""
     text = INHERITED + f'\nif __name__ == "__main__":\n    main("{method}")\n'
-    out = scripts.run_ok([scripts.write(tmp_path / "inherited.py", text)], limit=60)
+    out = scripts.run_ok([scripts.write(tmp_path / "inherited.py", text)])
     assert out.splitlines() == ["[(2, 2)]", "[(2, 3)]"]
 
 
@@ -377,7 +378,7 @@ def test_large(tmp_path):
 
     Where there is no shared memory as well: it lies in a file then.
     """
-    out = scripts.run_ok([scripts.write(tmp_path / "large.py", LARGE)], limit=60)
+    out = scripts.run_ok([scripts.write(tmp_path / "large.py", LARGE)])
     assert out.splitlines() == [
         "1",
         "[(500000, 0)] 2",
@@ -424,7 +425,7 @@ if __name__ == "__main__":
 @pytest.mark.torch
 def test_arrays_and_tensors(tmp_path):
     """What is changed in a large array, tensor or model is noticed; what a worker writes stays."""
-    out = scripts.run_ok([scripts.write(tmp_path / "arrays.py", ARRAYS)], limit=60)
+    out = scripts.run_ok([scripts.write(tmp_path / "arrays.py", ARRAYS)])
     assert out.splitlines() == [
         "0.0 0.0",
         "1000000.0 500000.0 1000000.0 1000.0",

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from support import work
+from support.limits import WAIT
 
 from xpool.errors import TaskNotPicklable
 
@@ -77,9 +78,9 @@ def test_next_with_timeout(pool, gate):
     with pytest.raises(multiprocessing.TimeoutError):
         results.next(timeout=0)
     gate.open()
-    assert results.next(timeout=20) is None
+    assert results.next(timeout=WAIT) is None
     with pytest.raises(StopIteration):
-        results.next(timeout=20)
+        results.next(timeout=WAIT)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -193,11 +194,11 @@ def test_results_come_while_the_input_waits(pool):
 
     def slow_input():
         yield 1
-        feed.wait(20)
+        feed.wait(WAIT)
         yield 2
 
     results = pool.imap(work.square, slow_input())
-    assert results.next(timeout=20) == 1
+    assert results.next(timeout=WAIT) == 1
     feed.set()
     assert list(results) == [4]
 
@@ -208,14 +209,14 @@ def test_an_input_that_waits_does_not_block_other_calls(pool):
 
     def slow_input():
         yield 1
-        feed.wait(20)
+        feed.wait(WAIT)
 
     results = pool.imap(work.square, slow_input())
     assert next(results) == 1
     try:
         if type(pool).__module__.startswith("multiprocessing"):
             pytest.skip("the standard library's task thread waits with the iterable")
-        assert pool.apply_async(work.square, (5,)).get(timeout=20) == 25
+        assert pool.apply_async(work.square, (5,)).get(timeout=WAIT) == 25
     finally:
         feed.set()
     assert list(results) == []
@@ -350,7 +351,7 @@ def test_threads_take_from_one_input_together(make_pool):
     together = threading.Barrier(3)
     pool = make_pool(ThreadPool, 3)
     for verb in (pool.map, pool.imap):
-        assert sorted(verb(lambda _: together.wait(20), range(3), 1)) == [0, 1, 2]
+        assert sorted(verb(lambda _: together.wait(WAIT), range(3), 1)) == [0, 1, 2]
     seen: list[int] = []
     assert list(pool.imap_unordered(seen.append, range(3000))) == [None] * 3000
     assert sorted(seen) == list(range(3000))

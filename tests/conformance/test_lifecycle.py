@@ -15,6 +15,7 @@ import pytest
 from support import work
 from support.kinds import STDLIB
 from support.leaks import descendants
+from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
 SUBMIT = {
@@ -86,7 +87,7 @@ def test_join_waits_for_a_running_task(kind, make_pool, mailbox, gate):
     joiner.join(0.1)
     assert joiner.is_alive()
     gate.open()
-    joiner.join(20)
+    joiner.join(WAIT)
     assert not joiner.is_alive() and result.get(0) == "done"
 
 
@@ -167,7 +168,7 @@ def test_terminate_from_another_thread(process_kind, make_pool, mailbox):
     stopper.start()
     with pytest.raises(XPoolError):
         pool.map(work.post_and_spin, [mailbox.path] * 4, chunksize=1)
-    stopper.join(20)
+    stopper.join(WAIT)
     assert not stopper.is_alive()
 
 
@@ -244,7 +245,7 @@ def test_deleted_after_close_does_not_warn(kind, make_pool):
         warnings.simplefilter("error")
         del pool
         gc.collect()
-    assert result.get(20) == 9
+    assert result.get(WAIT) == 9
 
 
 @pytest.mark.xpool_only
@@ -257,7 +258,7 @@ def test_result_outlives_the_variable(kind):
         result = kind(1).apply_async(work.square, (3,))
         gc.collect()
         try:
-            assert result.get(20) == 9
+            assert result.get(WAIT) == 9
         except XPoolError:
             assert result.ready() and not result.successful()
         gc.collect()

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 from support import work
+from support.limits import WAIT
 
 
 class StopHere(Exception):
@@ -65,14 +66,14 @@ def test_empty_input(pool, chunksize):
     """Nothing in, nothing out, at once."""
     assert pool.map(work.square, [], chunksize) == []
     assert pool.starmap(work.add, [], chunksize) == []
-    assert pool.map_async(work.square, [], chunksize).get(timeout=20) == []
+    assert pool.map_async(work.square, [], chunksize).get(timeout=WAIT) == []
     assert pool.map(work.square, iter(()), chunksize) == []
 
 
 def test_empty_result_is_ready_and_successful(pool):
     """The result of an empty map is ready and successful."""
     result = pool.map_async(work.square, [])
-    result.wait(20)
+    result.wait(WAIT)
     assert result.ready() and result.successful()
 
 

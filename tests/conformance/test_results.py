@@ -9,6 +9,7 @@ import time
 import pytest
 from support import work
 from support.kinds import STDLIB
+from support.limits import WAIT
 
 
 def test_ready_follows_the_task(pool, gate):
@@ -27,7 +28,7 @@ def test_wait_with_timeout(pool, gate):
     result.wait(0.1)
     assert 0.09 <= time.monotonic() - begin < 5 and not result.ready()
     gate.open()
-    result.wait(20)
+    result.wait(WAIT)
     assert result.ready()
 
 
@@ -66,7 +67,7 @@ def test_get_with_timeout(pool, gate, timeout):
     with pytest.raises(multiprocessing.TimeoutError):
         result.get(timeout=timeout)
     gate.open()
-    assert result.get(timeout=20) == "late"
+    assert result.get(timeout=WAIT) == "late"
     assert result.get(timeout=0) == "late"
 
 

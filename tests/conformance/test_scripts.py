@@ -7,6 +7,7 @@ import py_compile
 
 import pytest
 from support import scripts
+from support.limits import WAIT
 
 pytestmark = pytest.mark.xpool_only
 
@@ -73,7 +74,7 @@ def test_script_without_the_guard(tmp_path, method):
     """A script without the guard works, or ends soon with one error that says what to add."""
     text = PROGRAM.replace("(10,))", f"(10,), context={method!r})")
     path = scripts.write(tmp_path / "unguarded.py", text + "\nmain()\n")
-    done = scripts.run([path], limit=40)
+    done = scripts.run([path])
     if done.returncode == 0:
         assert done.stdout.splitlines() == EXPECTED and done.stderr == ""
     else:
@@ -92,14 +93,14 @@ def test_what_multiprocessing_does_not_run_again(tmp_path, how, method):
     else:
         source = scripts.write(tmp_path / "guarded.py", text + GUARD)
         path = py_compile.compile(source, cfile=str(tmp_path / "guarded.pyc"), doraise=True)
-    assert scripts.run_ok([str(path)], limit=60).splitlines() == EXPECTED
+    assert scripts.run_ok([str(path)]).splitlines() == EXPECTED
 
 
 def test_script_run_as_a_module(tmp_path):
     """``python -m`` works as well, with functions of the module that is run."""
     (tmp_path / "runme.py").write_text(PROGRAM + GUARD)
     done = scripts.popen(["-m", "runme"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=30)
+    out, err = done.communicate(timeout=WAIT)
     assert (out.splitlines(), err) == (EXPECTED, "")
 
 
@@ -118,7 +119,7 @@ def test_package_run_as_a_module(tmp_path):
         "    pool.join()\n"
     )
     done = scripts.popen(["-m", "runpackage"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=30)
+    out, err = done.communicate(timeout=WAIT)
     assert (out, err) == ("[4, 7] [3]\n", "")
 
 
@@ -171,7 +172,7 @@ def test_torch_in_a_script(tmp_path):
             pool.join()
     """
     path = scripts.write(tmp_path / "tensors.py", text)
-    lines = scripts.run_ok([path], limit=90).splitlines()  # importing torch takes its time
+    lines = scripts.run_ok([path]).splitlines()  # importing torch takes its time
     assert lines == ["[tensor(2.), tensor(0.)]", "tensor([1., 1.])"]
 
 
@@ -182,5 +183,5 @@ def test_notebook(tmp_path):
     (tmp_path / "cells.json").write_text(json.dumps([PROGRAM, "main()"]))
     (tmp_path / "notebook.py").write_text(scripts.NOTEBOOK)
     done = scripts.popen(["notebook.py"], cwd=str(tmp_path))
-    out, err = done.communicate(timeout=60)
+    out, err = done.communicate(timeout=WAIT)
     assert out.splitlines() == EXPECTED, err

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.waiting import Gate, Mailbox
 
 from xpool import CtxPool, OptionError, WorkerDied, xla
@@ -278,7 +279,7 @@ def test_numbers_of_processes(monkeypatch: pytest.MonkeyPatch):
     context = xla.spawn(ordinals, (0,), nprocs=4, join=False)
     with pytest.raises(OptionError, match=r"each of the 4 devices.*devices\('xla', n\)"):
         xla.spawn(ordinals, (0,), nprocs=3)
-    while not context.join(timeout=20):
+    while not context.join(timeout=WAIT):
         pass
     assert [one[0] for one in context.results()] == [0, 1, 2, 3]
 

@@ -8,6 +8,7 @@ import os
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.waiting import Gate, eventually
 
 from xpool import Pool, TaskCancelled, ThreadPool
@@ -148,7 +149,7 @@ def test_cancelling_the_task_cancels_the_work(tmp_path):
     with Pool(1) as pool:
         result = asyncio.run(main(pool))
         with pytest.raises(TaskCancelled):
-            result.get(30)
+            result.get(WAIT)
         assert pool.apply(work.square, (2,)) == 4
         pool.close()
         pool.join()
@@ -171,7 +172,7 @@ def test_cancelling_in_trio(tmp_path):
     with Pool(1) as pool:
         result = trio.run(main, pool)
         with pytest.raises(TaskCancelled):
-            result.get(30)
+            result.get(WAIT)
         pool.close()
         pool.join()
     gate.close()

@@ -6,13 +6,17 @@ import json
 import subprocess
 import sys
 
+from support.limits import PROGRAM_LIMIT
+
 import xpool
 from xpool import __main__ as program
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "xpool", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False
+    )
 
 
 def test_the_whole_program():

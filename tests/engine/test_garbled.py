@@ -11,7 +11,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.limits import PROGRAM_LIMIT
+from support.limits import PROGRAM_LIMIT, WAIT
 from support.waiting import eventually
 
 import xpool
@@ -194,8 +194,8 @@ def test_a_worker_that_writes_nonsense(make_pool, garbage):
     task = pool.apply_async(write_to_the_parent, (garbage,))
     after = [pool.apply_async(abs, (-i,)) for i in range(20)]
     with pytest.raises(InternalError, match="was killed since it wrote nonsense"):
-        task.get(20)
-    assert [r.get(20) for r in before + after] == [*range(20), *range(20)]
+        task.get(WAIT)
+    assert [r.get(WAIT) for r in before + after] == [*range(20), *range(20)]
     with pytest.raises(InternalError, match="write_to_the_parent"):  # its caller receives himself
         pool.apply(write_to_the_parent, (garbage,))
     assert pool.map(abs, range(100), chunksize=1) == list(range(100))
@@ -208,8 +208,8 @@ def test_nonsense_in_the_shared_page(make_pool):
     task = pool.apply_async(scribble)
     rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
     with pytest.raises((InternalError, xpool.WorkerDied)):
-        task.get(20)
-    assert [r.get(20) for r in rest] == list(range(20))
+        task.get(WAIT)
+    assert [r.get(WAIT) for r in rest] == list(range(20))
 
 
 def scribble() -> None:
@@ -247,7 +247,7 @@ def write_to_the_parent(garbage: bytes) -> None:
     os.write(replies._write.args[0], garbage)  # type: ignore[attr-defined]
     import threading
 
-    threading.Event().wait(20)
+    threading.Event().wait()
 
 
 NO_LISTENER = """

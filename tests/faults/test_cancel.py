@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
 from .test_saboteurs import check_usable
@@ -32,7 +33,7 @@ def test_a_running_task(process_kind, make_pool, how, log, mailbox, gate):
     rest = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
     assert all(victim.cancel() for victim in victims)
     assert all(cancelled(victim) for victim in victims)
-    assert [r.get(30) for r in rest] == list(range(20))
+    assert [r.get(WAIT) for r in rest] == list(range(20))
     assert sorted(map(int, log.read_text().split())) == list(range(20))
     check_usable(pool, mailbox, gate, 2)
 
@@ -61,10 +62,10 @@ def test_a_stopped_process(process_kind, make_pool, mailbox):
 def test_twice_and_too_late(pool):
     """The second `cancel` says the same as the first; a finished task has its result."""
     result = pool.apply_async(work.square, (3,))
-    result.wait(30)
+    result.wait(WAIT)
     assert not result.cancel() and not result.cancel() and result.get() == 9
     failed = pool.apply_async(work.fail)
-    failed.wait(30)
+    failed.wait(WAIT)
     assert not failed.cancel()
     with pytest.raises(KeyError):
         failed.get()
@@ -87,7 +88,7 @@ def test_a_map(kind, make_pool, log, mailbox, gate):
     other = pool.map_async(work.square, range(50), 1)
     mailbox.lines(2)
     assert mapped.cancel() and cancelled(mapped)
-    assert other.get(30) == [i * i for i in range(50)]
+    assert other.get(WAIT) == [i * i for i in range(50)]
     assert mailbox.empty()
 
 
@@ -138,7 +139,7 @@ def test_the_callback(kind, make_pool, mailbox, gate):
     )  # fmt: skip
     mailbox.line()
     assert victim.cancel()
-    victim.wait(30)
+    victim.wait(WAIT)
     assert not good and len(bad) == 1 and isinstance(bad[0], TaskCancelled)
 
 
@@ -153,7 +154,7 @@ def test_whoever_waits_wakes(kind, make_pool, mailbox, gate):
 
     def wait():
         try:
-            victim.get(30)
+            victim.get(WAIT)
         except TaskCancelled as error:
             caught.append(error)
 
@@ -189,7 +190,7 @@ def test_while_it_is_answered(kind, make_pool):
         ended = {}
         for i, result in enumerate(results):
             try:
-                assert result.get(30) == i * i
+                assert result.get(WAIT) == i * i
                 ended[i] = False
             except TaskCancelled:
                 ended[i] = True
@@ -215,7 +216,7 @@ def test_close_does_not_wait_for_it(kind, make_pool, mailbox, gate):
     mailbox.lines(2)
     assert all(victim.cancel() for victim in victims)
     pool.close()
-    pool.join(20)
+    pool.join(WAIT)
 
 
 def test_what_waits_for_its_next_try(kind, make_pool, log):
@@ -228,7 +229,7 @@ def test_what_waits_for_its_next_try(kind, make_pool, log):
     assert victim.cancel() and cancelled(victim)
     assert pool.apply(work.square, (3,)) == 9
     pool.close()
-    pool.join(20)
+    pool.join(WAIT)
 
 
 def test_one_of_many_calls_that_wait_together(process_kind, make_pool, log, gate):
@@ -241,9 +242,9 @@ def test_one_of_many_calls_that_wait_together(process_kind, make_pool, log, gate
     assert all(calls[i].cancel() for i in victims)
     assert all(cancelled(calls[i]) for i in victims)
     gate.open(2)
-    assert [r.get(30) for r in held] == [0, 1]
+    assert [r.get(WAIT) for r in held] == [0, 1]
     wanted = [i for i in range(300) if i not in victims]
-    assert [calls[i].get(30) for i in wanted] == wanted
+    assert [calls[i].get(WAIT) for i in wanted] == wanted
     assert sorted(map(int, log.read_text().split())) == wanted
 
 
@@ -255,7 +256,7 @@ def test_calls_cancelled_while_they_are_run(process_kind, make_pool):
         calls = [pool.apply_async(work.same, (i,)) for i in range(300)]
         gone = {i for i in draw.sample(range(300), 40) if calls[i].cancel()}
         assert all(cancelled(calls[i]) for i in gone)
-        assert [calls[i].get(30) for i in range(300) if i not in gone] == [
+        assert [calls[i].get(WAIT) for i in range(300) if i not in gone] == [
             i for i in range(300) if i not in gone
         ]
     assert pool.statistics()["jobs"] == 0

@@ -10,6 +10,7 @@ import types
 
 import pytest
 from support import work
+from support.limits import WAIT
 
 from .test_saboteurs import story
 
@@ -30,7 +31,7 @@ def start_failure(make_pool, kind, *args, **kwds):
 
     try:
         pool = make_pool(kind, *args, **kwds)
-        pool.apply_async(work.square, (3,)).get(40)
+        pool.apply_async(work.square, (3,)).get(WAIT)
     except WorkerStartFailed as error:
         return error
     except PoolClosed as error:
@@ -72,9 +73,9 @@ def test_everything_pending_is_answered(process_kind, make_pool, log):
         pytest.skip("the pool had already stopped when the tasks were submitted")
     for result in results:
         with pytest.raises(WorkerStartFailed):
-            result.get(40)
+            result.get(WAIT)
     with pytest.raises(XPoolError):
-        mapped.get(40)
+        mapped.get(WAIT)
     with pytest.raises(XPoolError):
         list(lazily)
     with pytest.raises(XPoolError):
@@ -93,7 +94,7 @@ def test_initializer_that_fails_in_threads(thread_kind, make_pool):
 def test_initializer_that_fails_once(process_kind, make_pool, tmp_path, how):
     """A start that fails once is tried again, and the pool works."""
     pool = make_pool(process_kind, 1, work.end_once, (how, str(tmp_path / "flag")))
-    assert pool.apply_async(work.square, (3,)).get(30) == 9
+    assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
 
 
 def test_replacement_that_cannot_start(process_kind, make_pool, tmp_path):
@@ -107,7 +108,7 @@ def test_replacement_that_cannot_start(process_kind, make_pool, tmp_path):
     with pytest.raises(WorkerDied):
         pool.apply(work.end, ("SIGKILL",))
     with pytest.raises(XPoolError) as caught:
-        pool.apply_async(work.square, (3,)).get(40)
+        pool.apply_async(work.square, (3,)).get(WAIT)
     assert "broken" in story(caught.value)
 
 
@@ -152,14 +153,14 @@ def test_initializer_whose_exception_blocks_in_the_parent(process_kind, make_poo
 
     def ask() -> None:
         with pytest.raises(WorkerStartFailed) as caught:
-            result.get(40)
+            result.get(WAIT)
         str(caught.value.__cause__)
         found.append(caught.value)
 
     asking = threading.Thread(target=ask)
     asking.start()
     try:
-        assert work.Away.entered.wait(40)
+        assert work.Away.entered.wait(WAIT)
         assert result.ready() and pool.state.name == "TERMINATE"
         assert pool.statistics()["jobs"] == 0
         pool.terminate()
@@ -213,7 +214,7 @@ def test_initargs_that_do_not_pickle(process_kind, make_pool):
 
     with pytest.raises(XPoolError) as caught:
         pool = make_pool(process_kind, 1, work.remember, (threading.Lock(),))
-        pool.apply_async(work.square, (3,)).get(40)
+        pool.apply_async(work.square, (3,)).get(WAIT)
     assert "lock" in story(caught.value)
 
 
@@ -240,7 +241,7 @@ def test_failure_reaches_the_error_callback(process_kind, make_pool):
     bad: list[BaseException] = []
     try:
         pool = make_pool(process_kind, 1, work.end, ("raise",))
-        pool.apply_async(work.square, (3,), error_callback=bad.append).wait(40)
+        pool.apply_async(work.square, (3,), error_callback=bad.append).wait(WAIT)
     except XPoolError:
         pytest.skip("the pool had already stopped when the task was submitted")
     assert len(bad) == 1 and isinstance(bad[0], WorkerStartFailed)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import cells, scripts, work
 from support.kinds import KINDS, STDLIB
-from support.limits import PROGRAM_LIMIT
+from support.limits import PROGRAM_LIMIT, WAIT
 from support.waiting import eventually, wait_gone
 
 from . import matrix
@@ -111,7 +111,7 @@ def test_in_a_worker(make_pool, kind, method, stage, how, expected, mailbox, gat
     victim = pool.apply_async(func, args, timeout=limit)
     after = [pool.apply_async(work.square, (i,)) for i in range(10, 20)]
     assert cells.outcome(victim) == expected
-    assert [r.get(30) for r in before + after] == [i * i for i in range(20)]
+    assert [r.get(WAIT) for r in before + after] == [i * i for i in range(20)]
     check_usable(pool, mailbox, gate, 2)
     pool.terminate()
     pool.join()
@@ -147,7 +147,7 @@ def test_in_an_idle_worker(make_pool, kind, method, stage, how, expected, mailbo
         assert wait_gone([victim]) == []
     # At once, so that each worker gets some: of one after the other, a quick one may do all.
     results = pool.map_async(work.square, range(8), chunksize=1, timeout=cells.LIMIT)
-    assert results.get(30) == [i * i for i in range(8)]
+    assert results.get(WAIT) == [i * i for i in range(8)]
     assert (expected, wait_gone([victim])) == ("replaced", [])
     check_usable(pool, mailbox, gate, 2)
 

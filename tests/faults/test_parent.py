@@ -194,7 +194,7 @@ if __name__ == "__main__":
             assert pool.map(work.square, range(10)) == [i * i for i in range(10)]
             if attempt == 1:
                 try:
-                    pool.apply_async(work.end, ("SIGKILL",)).get(20)
+                    pool.apply_async(work.end, ("SIGKILL",)).get()
                 except xpool.XPoolError:
                     pass
         except xpool.XPoolError as error:

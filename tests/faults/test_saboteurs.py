@@ -10,6 +10,7 @@ import traceback
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
 pytestmark = pytest.mark.xpool_only
@@ -75,12 +76,12 @@ def run_matrix(pool, stage, how, log, mailbox, gate, workers):
     victim = STAGES[stage](pool, how)
     after = [pool.apply_async(work.logged, (str(log), i)) for i in range(20, 40)]
     with pytest.raises(Exception) as caught:
-        victim.get(30)
+        victim.get(WAIT)
     if how == "raise":
         assert "sabotage" in story(caught.value)
     else:
         check_death(caught.value, how, workers)
-    assert [r.get(30) for r in before + after] == list(range(40))
+    assert [r.get(WAIT) for r in before + after] == list(range(40))
     assert sorted(map(int, log.read_text().split())) == list(range(40))
     check_usable(pool, mailbox, gate, workers)
 
@@ -112,7 +113,7 @@ def test_in_the_middle_of_a_map(process_kind, make_pool, how, chunksize, log):
     task = functools.partial(work.end_or_return, how, 17, str(log))
     result = pool.map_async(task, range(40), chunksize)
     with pytest.raises(Exception) as caught:
-        result.get(30)
+        result.get(WAIT)
     check_death(caught.value, how, 2)
     ran = collections.Counter(map(int, log.read_text().split()))
     lost = set(range(18, 20)) if chunksize == 5 else set()
@@ -154,9 +155,9 @@ def test_several_saboteurs(process_kind, make_pool, log, mailbox, gate):
     for x, result in enumerate(results):
         if x % 10 == 0:
             with pytest.raises(WorkerDied):
-                result.get(30)
+                result.get(WAIT)
         else:
-            assert result.get(30) == x
+            assert result.get(WAIT) == x
     assert sorted(map(int, log.read_text().split())) == list(range(100))
     check_usable(pool, mailbox, gate, 2)
 
@@ -169,7 +170,7 @@ def test_only_saboteurs(process_kind, make_pool):
     results = [pool.apply_async(work.end, ("os._exit",)) for _ in range(20)]
     for result in results:
         with pytest.raises(WorkerDied):
-            result.get(30)
+            result.get(WAIT)
     assert pool.apply(work.square, (3,)) == 9
 
 
@@ -181,9 +182,9 @@ def test_single_worker(process_kind, make_pool, log):
     victim = pool.apply_async(work.end, ("SIGKILL",))
     rest = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
     with pytest.raises(WorkerDied) as caught:
-        victim.get(30)
+        victim.get(WAIT)
     assert caught.value.worker == 0
-    assert [r.get(30) for r in rest] == list(range(20))
+    assert [r.get(WAIT) for r in rest] == list(range(20))
     assert sorted(map(int, log.read_text().split())) == list(range(20))
     assert pool.apply(work.who)[0] == 0
 
@@ -209,7 +210,7 @@ def test_death_reaches_the_error_callback(process_kind, make_pool):
     pool = make_pool(process_kind, 1)
     bad: list[BaseException] = []
     result = pool.apply_async(work.end, ("os._exit",), error_callback=bad.append)
-    result.wait(30)
+    result.wait(WAIT)
     assert len(bad) == 1 and isinstance(bad[0], WorkerDied)
 
 
@@ -220,8 +221,8 @@ def test_result_that_raises_when_unpickled_here(process_kind, make_pool, log):
     victim = pool.apply_async(work.make_ends_when_unpickled, ("raise",))
     after = [pool.apply_async(work.logged, (str(log), i)) for i in range(10, 20)]
     with pytest.raises(Exception, match="sabotage"):
-        victim.get(30)
-    assert [r.get(30) for r in before + after] == list(range(20))
+        victim.get(WAIT)
+    assert [r.get(WAIT) for r in before + after] == list(range(20))
     with pytest.raises(Exception, match="sabotage"):
         pool.map(work.make_ends_when_unpickled, ["raise"] * 3, 1)
     assert pool.apply(work.square, (3,)) == 9
@@ -262,7 +263,7 @@ def test_garbage_collection(process_kind, make_pool, how, mailbox, gate):
     lost = 0
     for result in results:
         try:
-            result.get(30)
+            result.get(WAIT)
         except WorkerDied:
             lost += 1
     assert lost <= 1
@@ -290,7 +291,7 @@ def test_retries_of_maps(process_kind, make_pool, tmp_path):
         task = functools.partial(work.end_once, "SIGKILL", str(tmp_path / str(n)))
         items = [(i,) for i in range(10)] if verb == "starmap" else range(10)
         results = getattr(pool, verb)(task, items, chunksize=1, retries=1)
-        results = results.get(30) if verb == "map_async" else list(results)
+        results = results.get(WAIT) if verb == "map_async" else list(results)
         assert sorted(results) == list(range(10))
 
 
@@ -327,9 +328,9 @@ def test_a_death_among_many_calls_costs_one(process_kind, make_pool):
     for i, call in enumerate(calls):
         if i in deadly:
             with pytest.raises(WorkerDied, match="exit"):
-                call.get(30)
+                call.get(WAIT)
         else:
-            assert call.get(30) == i
+            assert call.get(WAIT) == i
     assert pool.statistics()["deaths"] == 4
 
 
@@ -338,5 +339,5 @@ def test_calls_of_one_worker_run_in_order(process_kind, make_pool, log):
     pool = make_pool(process_kind, 1)
     terms = [{}, {"timeout": 30}, {"retries": 2}, {}]
     calls = [pool.apply_async(work.logged, (str(log), i), **terms[i % 4]) for i in range(100)]
-    assert [call.get(30) for call in calls] == list(range(100))
+    assert [call.get(WAIT) for call in calls] == list(range(100))
     assert [int(line) for line in log.read_text().split()] == list(range(100))

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support import work
+from support.limits import WAIT
 
 from .test_saboteurs import story
 
@@ -48,7 +49,7 @@ def test_verbs(kind, make_pool, tmp_path, chunksize):
         task = functools.partial(raise_once, str(tmp_path / verb))
         items = [(i,) for i in range(9)] if verb.startswith("starmap") else range(9)
         results = getattr(pool, verb)(task, items, chunksize, retries=chunksize, retry_on=OSError)
-        results = results.get(30) if verb.endswith("async") else list(results)
+        results = results.get(WAIT) if verb.endswith("async") else list(results)
         assert sorted(results) == list(range(9))
 
 
@@ -113,7 +114,7 @@ def test_others_run_in_the_pause(kind, make_pool, log):
     )
     assert pool.map(work.square, range(500), 1) == [i * i for i in range(500)]
     assert not again.ready()
-    assert again.get(30) == "fifth"
+    assert again.get(WAIT) == "fifth"
 
 
 def test_the_culprit(process_kind, make_pool, log):
@@ -143,7 +144,7 @@ def test_a_pool_whose_workers_die_and_die(process_kind, make_pool):
     errors = []
     for result in results:
         with pytest.raises((WorkerDied, PoolBroken)) as caught:
-            result.get(30)
+            result.get(WAIT)
         errors.append(caught.value)
     assert 5 <= sum(isinstance(error, WorkerDied) for error in errors) <= 6
     broken = errors[-1]
@@ -185,5 +186,5 @@ def test_stopping_tasks_costs_no_budget(process_kind, make_pool):
 def test_workers_killed_while_they_start(process_kind, make_pool, log, times):
     """Who kills a worker in its initializer a few times, from outside, does not stop the pool."""
     pool = make_pool(process_kind, 1, work.killed_times, (str(log), times))
-    assert pool.apply_async(work.square, (3,)).get(40) == 9
+    assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
     assert log.read_text().count("ran") == times + 1

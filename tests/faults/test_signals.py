@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.waiting import wait_gone
 
 from .test_saboteurs import check_usable
@@ -24,7 +25,7 @@ def workers_of(pool, mailbox, gate, count):
     pids = [int(line) for line in mailbox.lines(count)]
     gate.open(count)
     for result in results:
-        result.get(30)
+        result.get(WAIT)
     return pids
 
 
@@ -51,7 +52,7 @@ def test_idle_worker_killed_as_tasks_come(process_kind, make_pool, mailbox, gate
         lost = 0
         for i, result in enumerate(results):
             try:
-                assert result.get(30) == i * i
+                assert result.get(WAIT) == i * i
             except WorkerDied:
                 lost += 1
         assert lost <= 1
@@ -77,7 +78,7 @@ def test_busy_worker_killed(process_kind, make_pool, mailbox):
     victim = int(mailbox.line())
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
-        result.get(30)
+        result.get(WAIT)
     assert caught.value.pid == victim and caught.value.signal == "SIGKILL"
     assert "post_and_spin" in caught.value.task
     assert pool.apply(work.square, (3,)) == 9
@@ -95,10 +96,10 @@ def test_killed_while_it_writes_a_large_result(process_kind, make_pool, mailbox,
     os.kill(victim, signal.SIGKILL)
     # It was not fast enough to be killed if the result is there and whole.
     try:
-        assert result.get(30) == size
+        assert result.get(WAIT) == size
     except WorkerDied as error:
         assert error.pid == victim
-    assert [r.get(30) for r in others] == [i * i for i in range(20)]
+    assert [r.get(WAIT) for r in others] == [i * i for i in range(20)]
     check_usable(pool, mailbox, gate, 2)
 
 
@@ -114,7 +115,7 @@ def test_killed_while_it_reads_a_large_task(process_kind, make_pool, mailbox, ga
     lost = 0
     for result in results:
         try:
-            assert result.get(30) == 30_000_000
+            assert result.get(WAIT) == 30_000_000
         except WorkerDied:
             lost += 1
     assert lost <= 1
@@ -130,11 +131,11 @@ def test_stopped_worker_does_not_hold_up_the_others(make_pool, mailbox, gate):
     os.kill(stopped, signal.SIGSTOP)
     try:
         large = [pool.apply_async(len, (bytes(20_000_000),), worker=0) for _ in range(2)]
-        assert [pool.apply_async(work.pid, worker=1).get(20) for _ in range(20)] == [running] * 20
+        assert [pool.apply_async(work.pid, worker=1).get(WAIT) for _ in range(20)] == [running] * 20
         assert not any(r.ready() for r in large)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    assert [r.get(30) for r in large] == [20_000_000] * 2
+    assert [r.get(WAIT) for r in large] == [20_000_000] * 2
 
 
 def test_stopped_worker_is_killed(process_kind, make_pool, mailbox, gate, log):
@@ -149,7 +150,7 @@ def test_stopped_worker_is_killed(process_kind, make_pool, mailbox, gate, log):
     lost = []
     for i, result in enumerate(results):
         try:
-            assert result.get(30) == i
+            assert result.get(WAIT) == i
         except WorkerDied:
             lost.append(i)
     assert len(lost) <= 1
@@ -185,7 +186,7 @@ def test_kill_after_kill(process_kind, make_pool, mailbox):
     pool = make_pool(process_kind, 2)
 
     def killer():
-        while (line := mailbox.line(40)) != "stop":
+        while (line := mailbox.line(WAIT)) != "stop":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(line), signal.SIGKILL)
 
@@ -195,12 +196,12 @@ def test_kill_after_kill(process_kind, make_pool, mailbox):
         results = [pool.apply_async(work.post_pid, (mailbox.path,)) for _ in range(60)]
         for result in results:
             try:
-                assert isinstance(result.get(30), int)
+                assert isinstance(result.get(WAIT), int)
             except WorkerDied:
                 continue
     finally:
         work.post(mailbox.path, "stop")
-        thread.join(10)
+        thread.join(WAIT)
     assert pool.apply(work.square, (3,)) == 9
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from support import scripts, work
-from support.limits import PROGRAM_LIMIT
+from support.limits import PROGRAM_LIMIT, WAIT
 from support.waiting import eventually, wait_gone
 
 from .test_limits import script
@@ -55,7 +55,7 @@ def test_workers_kill_each_other(process_kind, make_pool, tmp_path, workers):
         tasks.append(pool.apply_async(kill_another, ((str(path), i),)))
     for i, task in enumerate(tasks):
         try:
-            assert task.get(50) == i
+            assert task.get(WAIT) == i
         except WorkerDied as error:
             assert error.signal == "SIGKILL"
     assert pool.map(work.square, range(100)) == [i * i for i in range(100)]
@@ -208,13 +208,13 @@ def test_workers_at_their_memory_limit(process_kind, make_pool):
 
     pool = make_pool(process_kind, 2, limit_addresses, (64,))
     tasks = [pool.apply_async(take_memory, (n,)) for n in (1000, 1 << 30, 2000, 1 << 32)]
-    assert tasks[0].get(30) == 1000 and tasks[2].get(30) == 2000
+    assert tasks[0].get(WAIT) == 1000 and tasks[2].get(WAIT) == 2000
     for task in tasks[1::2]:
         with pytest.raises((MemoryError, XPoolError)):
-            task.get(30)
+            task.get(WAIT)
     large = pool.map_async(work.large, [40 << 20] * 4, 1)
     try:
-        assert [len(x) for x in large.get(40)] == [40 << 20] * 4
+        assert [len(x) for x in large.get(WAIT)] == [40 << 20] * 4
     except (MemoryError, ResultNotPicklable) as error:
         assert "MemoryError" in repr(error) or "memory" in str(error)
     assert pool.map(work.square, range(50)) == [i * i for i in range(50)]
@@ -239,7 +239,7 @@ def test_the_parent_at_its_memory_limit(tmp_path):
                 print(pool.apply(work.square, (3,)))
             pool.join()
     """
-    assert script(tmp_path, text, limit=50) == ["True", "refused", "9"]
+    assert script(tmp_path, text) == ["True", "refused", "9"]
 
 
 def test_the_signal_of_the_oom_killer(process_kind, make_pool):
@@ -292,7 +292,7 @@ def test_the_clock_jumps(tmp_path):
             print(pool.map(work.square, range(4), timeout=20, retries=2))
             begin = time.monotonic()
             try:
-                pool.apply_async(work.spin, timeout=0.3).get(20)
+                pool.apply_async(work.spin, timeout=0.3).get()
             except xpool.TaskTimeout as error:
                 print(error.seconds, time.monotonic() - begin >= 0.3)
             try:
@@ -300,7 +300,7 @@ def test_the_clock_jumps(tmp_path):
             except xpool.TimeoutError:
                 print("not yet")
             pool.terminate()
-            pool.join(20)
+            pool.join()
     """
     assert script(tmp_path, text) == ["[0, 1, 4, 9]", "0.3 True", "not yet"]
 
@@ -326,7 +326,7 @@ def test_a_hundred_pools(tmp_path):
                 pool.join()
             print(before.leaks(5))
     """
-    assert script(tmp_path, text, limit=50) == ["[]"]
+    assert script(tmp_path, text) == ["[]"]
 
 
 def test_used_after_a_fork(tmp_path):
@@ -350,7 +350,7 @@ def test_used_after_a_fork(tmp_path):
                     print(mine.apply(work.square, (3,)), flush=True)
                 mine.join()
                 os._exit(0)
-            print(os.wait()[1], len(pending.get(20)), pool.apply(work.square, (4,)))
+            print(os.wait()[1], len(pending.get()), pool.apply(work.square, (4,)))
             pool.close()
             pool.join()
     """
@@ -393,7 +393,7 @@ def test_values_held_at_the_end(tmp_path, holder):
                 ).start()
             print("bye")
     """
-    assert script(tmp_path, text, holder, limit=20) == ["bye"]
+    assert script(tmp_path, text, holder) == ["bye"]
 
 
 def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):
@@ -408,7 +408,7 @@ def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):
             results = [pool.apply_async(work.square, (j,)) for j in range(20)]
             os.kill(os.getpid(), signal.SIGUSR1)
             assert pool.map(work.square, range(20)) == [j * j for j in range(20)]
-            assert [r.get(30) for r in results] == [j * j for j in range(20)]
+            assert [r.get(WAIT) for r in results] == [j * j for j in range(20)]
             eventually(lambda i=i: len(got) == i + 1, "the handler has its answer")
     finally:
         signal.signal(signal.SIGUSR1, before)

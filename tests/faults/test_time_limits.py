@@ -11,6 +11,7 @@ import threading
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.waiting import eventually, wait_gone
 
 from .test_saboteurs import check_usable, story
@@ -26,7 +27,7 @@ def stopped(result, seconds=LIMIT):
     from xpool import TaskTimeout
 
     with pytest.raises(TaskTimeout) as caught:
-        result.get(30)
+        result.get(WAIT)
     assert caught.value.seconds == seconds
     return caught.value
 
@@ -46,7 +47,7 @@ def test_a_stuck_task_is_stopped(process_kind, make_pool, how, log, mailbox, gat
     assert error.stack.startswith(f'  File "{work.__file__}"'), error.stack  # the user's frame
     assert STUCK[how].__name__ in error.task and error.stack in str(error)
     assert 0 <= error.worker < 2 and error.pid not in (None, os.getpid())
-    assert [r.get(30) for r in before + after] == list(range(40))
+    assert [r.get(WAIT) for r in before + after] == list(range(40))
     assert sorted(map(int, log.read_text().split())) == list(range(40))
     check_usable(pool, mailbox, gate, 2)
 
@@ -106,7 +107,7 @@ def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate
     waiting.wait(2 * LIMIT)
     assert not waiting.ready()
     gate.open(1)
-    assert waiting.get(30) == 9 and held.get(30) is None
+    assert waiting.get(WAIT) == 9 and held.get(WAIT) is None
 
 
 def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
@@ -159,9 +160,9 @@ def test_many_stuck_tasks(process_kind, make_pool, log):
     for i, result in enumerate(results):
         if i % 8 == 0:
             with pytest.raises(TaskTimeout):
-                result.get(30)
+                result.get(WAIT)
         else:
-            assert result.get(30) == i
+            assert result.get(WAIT) == i
     assert sorted(map(int, log.read_text().split())) == [i for i in range(32) if i % 8]
 
 
@@ -184,7 +185,7 @@ def test_at_the_limit(process_kind, make_pool):
     late = 0
     for i, result in enumerate(results):
         try:
-            assert result.get(30) == i * i
+            assert result.get(WAIT) == i * i
         except TaskTimeout as error:
             late += 1
             assert error.seconds == 0.02
@@ -258,7 +259,7 @@ def test_tasks_behind_a_stuck_one_bound_to_a_worker(make_pool, log):
     victim = pool.apply_async(work.spin_in_c, worker=1, timeout=LIMIT)
     behind = [pool.apply_async(work.who, worker=1, timeout=30) for _ in range(10)]
     assert stopped(victim).worker == 1
-    assert {r.get(30)[0] for r in behind} == {1}
+    assert {r.get(WAIT)[0] for r in behind} == {1}
 
 
 # Threads -----------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def test_an_initializer_that_does_not_end(process_kind, make_pool, log):
 
     pool = make_pool(process_kind, 1, work.count_up, (str(log),), initializer_timeout=LIMIT)
     with pytest.raises(WorkerStartFailed) as caught:
-        pool.apply_async(work.square, (3,)).get(40)
+        pool.apply_async(work.square, (3,)).get(WAIT)
     error = caught.value
     assert "count_up" in story(error) and error.attempts >= 2
     assert isinstance(error.__cause__, TaskTimeout) and error.__cause__.seconds == LIMIT
@@ -331,7 +332,7 @@ def test_an_initializer_that_does_not_end_at_first(process_kind, make_pool, tmp_
     pool = make_pool(
         process_kind, 1, work.spin_once, (str(tmp_path / "flag"),), initializer_timeout=LIMIT
     )
-    assert pool.apply_async(work.square, (3,)).get(30) == 9
+    assert pool.apply_async(work.square, (3,)).get(WAIT) == 9
 
 
 def test_an_initializer_that_is_quick_enough(process_kind, make_pool):
@@ -346,7 +347,7 @@ def test_an_initializer_that_does_not_end_in_threads(thread_kind, make_pool, gat
 
     pool = make_pool(thread_kind, 1, work.pass_gate, (gate.path,), initializer_timeout=LIMIT)
     with pytest.raises(WorkerStartFailed, match="pass_gate") as caught:
-        pool.apply_async(work.square, (3,)).get(40)
+        pool.apply_async(work.square, (3,)).get(WAIT)
     assert isinstance(caught.value.__cause__, TaskTimeout)
 
 
@@ -363,7 +364,7 @@ def test_join_with_a_limit(pool_of_its_own, mailbox, gate):
     with pytest.raises(TimeoutError):
         pool.join(timeout=0)
     gate.open(1)
-    pool.join(30)
+    pool.join(WAIT)
     assert held.get(0) == 3
 
 

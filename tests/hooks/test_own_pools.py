@@ -10,6 +10,7 @@ import threading
 import pytest
 from support import work
 from support.kinds import STDLIB, VERBS
+from support.limits import WAIT
 from support.waiting import eventually
 
 import xpool
@@ -55,7 +56,7 @@ def test_verbs_that_do_not_wait(shared):
         shared.map_async(work.square, range(3), callback=got.append),
         shared.starmap_async(work.add, [(1, 2)], callback=got.append),
     ]
-    assert [r.get(20) for r in results] == [9, [0, 1, 4], [3]]
+    assert [r.get(WAIT) for r in results] == [9, [0, 1, 4], [3]]
     assert sorted(map(str, got)) == sorted(["9", "[0, 1, 4]", "[3]"])
 
 
@@ -74,7 +75,7 @@ def test_errors(shared):
     with pytest.raises(ValueError, match="3"):
         shared.map(work.fail_on_three, range(10), 1)
     bad: list[BaseException] = []
-    shared.apply_async(work.fail, ("y",), error_callback=bad.append).wait(20)
+    shared.apply_async(work.fail, ("y",), error_callback=bad.append).wait(WAIT)
     assert isinstance(bad[0], KeyError)
     assert shared.apply(work.square, (2,)) == 4
 
@@ -85,7 +86,7 @@ def test_unpicklable_result(own, make_pool):
         pytest.skip("threads send references")
     pool = make_pool(own, 1)
     with pytest.raises(multiprocessing.pool.MaybeEncodingError):  # type: ignore[attr-defined]
-        pool.apply_async(work.unpicklable).get(20)
+        pool.apply_async(work.unpicklable).get(WAIT)
     assert pool.apply(work.square, (2,)) == 4
 
 
@@ -136,7 +137,7 @@ def test_terminate(own, make_pool, mailbox, gate):
     opener.join()
     assert pool.state == PoolStates.TERMINATE
     with pytest.raises(XPoolError):
-        pending.get(20)
+        pending.get(WAIT)
     pool.join()
 
 
@@ -177,7 +178,7 @@ def test_put_that_raises(own, make_pool, monkeypatch):
 
     monkeypatch.setattr(type(pool), "pool_inqueue_put", refuse)
     with pytest.raises(Exception, match="the queue is broken"):
-        pool.apply_async(work.same, ("refuse",)).get(20)
+        pool.apply_async(work.same, ("refuse",)).get(WAIT)
     assert pool.apply(work.same, ("accept",)) == "accept"
 
 
@@ -313,7 +314,7 @@ class LateStarter(QueueThreadPool):
     def repopulate_pool(self):
         if self.started:
             self.replacing.set()
-            self.terminated.wait(20)
+            self.terminated.wait(WAIT)
         super().repopulate_pool()
 
     def terminate_workers(self):
@@ -325,7 +326,7 @@ def test_a_worker_started_during_terminate_ends_too(make_pool):
     """`terminate` in one thread while another replaces a worker leaves nobody behind."""
     pool = make_pool(LateStarter, 1, maxtasksperchild=1)
     assert pool.apply(work.square, (3,)) == 9
-    assert pool.replacing.wait(20)
+    assert pool.replacing.wait(WAIT)
     pool.terminate()
     pool.join()
     assert not any(thread.is_alive() for thread in pool.workers)

@@ -21,6 +21,7 @@ pytest.importorskip("torch")
 import torch
 from support import tensor_work as tasks
 from support.leaks import descendants
+from support.limits import WAIT
 from support.scripts import popen, run_ok, write
 from support.waiting import eventually, wait_gone
 
@@ -107,7 +108,7 @@ def test_killed_parent_leaves_nothing(tmp_path: Path) -> None:
         victims = [process.pid, *pids] if i % 2 else [process.pid]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        process.communicate(timeout=20)
+        process.communicate(timeout=WAIT)
         assert wait_gone(pids, 10) == []
     eventually(lambda: not _mapped_elsewhere(), "the files gone")
     assert set(os.listdir("/dev/shm")) <= before

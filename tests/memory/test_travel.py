@@ -12,6 +12,7 @@ import pytest
 from support import tensor_work as tasks
 from support.kinds import START_METHODS
 from support.leaks import descriptors
+from support.limits import PROGRAM_LIMIT
 from support.memory import block_bytes
 from support.scripts import run_ok
 from support.tiers import also
@@ -337,7 +338,9 @@ def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
     )
     if probe.returncode:
         pytest.skip(f"no mount namespace here: {probe.stderr.strip()}")
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=50)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=PROGRAM_LIMIT
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")
 
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from hooks.own_pools import QueueProcessPool, QueueThreadPool
-from support.limits import PROGRAM_LIMIT
+from support.limits import PROGRAM_LIMIT, WAIT
 
 from xpool import Pool
 from xpool.testing import LeakError, check_channel, check_hooks, no_leaks, sabotage
@@ -156,7 +156,7 @@ def test_sabotage(make_pool, stage, how):
     pool = make_pool(Pool, 1)
     victim = pool.apply_async(*sabotage(stage, how))
     with pytest.raises(Exception) as caught:
-        victim.get(20)
+        victim.get(WAIT)
     if how != "raise":
         assert isinstance(caught.value, WorkerDied) and caught.value.exitcode == EXITS[how]
     assert pool.apply(len, ((1, 2),)) == 2

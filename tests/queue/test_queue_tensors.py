@@ -250,7 +250,7 @@ def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
         """,
     )
     os.environ["PARTS"] = os.path.dirname(parts.__file__)
-    assert scripts.run_ok([path], limit=50).strip() == "True"
+    assert scripts.run_ok([path]).strip() == "True"
 
 
 def test_descriptors_on_their_way(tmp_path: Any):

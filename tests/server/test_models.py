@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="xpool.server stands on torch.distributed")
 
 import torch
+from support.limits import WAIT
 from support.ranks import Ranks
 from support.tiers import also
 from torch import nn
@@ -119,7 +120,7 @@ def reduced(world: World, method: str) -> Any:
         group.barrier()
         impl.start()
         impl.start()
-        assert steps.acquire(timeout=30)
+        assert steps.acquire(timeout=WAIT)
         impl.watch()
         impl.stop()
         impl.stop()
@@ -166,7 +167,7 @@ def tree(world: World) -> Any:
         with pytest.raises(GroupError, match="No gradient to push for weight"):
             access.push(model())
     if world.rank == 0:
-        assert all(steps.acquire(timeout=30) for _ in range(12))
+        assert all(steps.acquire(timeout=WAIT) for _ in range(12))
         impl.stop()
     group.barrier()
     mine = model()
@@ -200,7 +201,7 @@ def reducer_dies(world: World) -> Any:
             push(ReduceType.REDUCE_SECONDARY)
         except GroupError:
             pass  # it was busy with one when the primary died, and has noticed
-        thread.join(30)
+        thread.join(WAIT)
         with pytest.raises(PeerLost, match="'w0' has died"):
             impl.watch()
         with pytest.raises(GroupError, match="has stopped: PeerLost"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.tiers import also
 from support.waiting import Gate, Mailbox, wait_gone
 
@@ -107,7 +108,7 @@ def test_ends_out_of_order(mailbox: Mailbox, gates: list[Gate]):
     for i in (2, 0, 1):
         assert context.join(timeout=0.01) is False
         gates[i].open()
-    while not context.join(timeout=20):
+    while not context.join(timeout=WAIT):
         pass
     assert context.results() == [0, 10, 20]
     assert context.join() is True

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import work
+from support.limits import WAIT
 from support.tiers import also
 from support.waiting import Gate, Mailbox
 
@@ -81,9 +82,9 @@ def test_who_dies_lets_go(make_pool: Callable[..., Any], mailbox: Mailbox, gate:
     pid = int(mailbox.line())
     waiting = pool.apply_async(log_turn, (executor, str(log), 1))
     os.kill(pid, signal.SIGKILL)
-    assert waiting.get(20) == 1
+    assert waiting.get(WAIT) == 1
     with pytest.raises(WorkerDied):
-        held.get(20)
+        held.get(WAIT)
 
 
 def test_what_the_function_raises_comes_out():

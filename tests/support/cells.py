@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 from support import work
 from support.kinds import KINDS
+from support.limits import WAIT
 from support.waiting import eventually
 
 LIMIT = 0.3
@@ -160,7 +161,7 @@ def strike_in_collection(how: str) -> str:
     return "collected"
 
 
-def outcome(result: Any, limit: float = 30) -> str:
+def outcome(result: Any, limit: float = WAIT) -> str:
     """Say what became of a task, in the words of the matrix."""
     try:
         result.get(limit)
@@ -216,19 +217,19 @@ def main(name: str, method: str, stage: str, how: str) -> None:
         return
     pool = kind(2, **options)
     others = [pool.apply_async(work.square, (i,)) for i in range(20)]
-    assert [r.get(30) for r in others] == [i * i for i in range(20)]
+    assert [r.get(WAIT) for r in others] == [i * i for i in range(20)]
     eventually(lambda: None not in pool.statistics().get("pids", ()), "all workers")
     print(*pool.statistics().get("pids", ()), flush=True)
     others = [pool.apply_async(work.square, (i,)) for i in range(20)]
     if how == "hang" and stage in ("task pickle", "result unpickle", "callback"):
         thread = threading.Thread(target=struck, args=(pool, stage, how), daemon=True)
         thread.start()
-        assert entered.wait(30)
+        assert entered.wait(WAIT)
         said = "waits"
     else:
         said = struck(pool, stage, how)
     others += [pool.apply_async(work.square, (i,)) for i in range(20)]
-    assert [r.get(30) for r in others] == [i * i for i in range(20)] * 2
+    assert [r.get(WAIT) for r in others] == [i * i for i in range(20)] * 2
     assert pool.map(work.square, range(50), 1) == [i * i for i in range(50)]
     if said == "waits":
         assert thread.is_alive()
@@ -236,7 +237,7 @@ def main(name: str, method: str, stage: str, how: str) -> None:
     print("usable", flush=True)
     pool.terminate()
     if said != "waits":
-        pool.join(20)
+        pool.join(WAIT)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.limits import PROGRAM_LIMIT
 from support.waiting import wait_gone
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -31,7 +32,7 @@ def show(message):
 kernel, client = start_new_kernel(kernel_name="python3")
 try:
     for cell in json.load(open("cells.json")):
-        client.execute_interactive(cell, timeout=60, output_hook=show)
+        client.execute_interactive(cell, timeout=90, output_hook=show)
 finally:
     client.stop_channels()
     kernel.shutdown_kernel(now=True)
@@ -64,25 +65,25 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def run(
-    arguments: Sequence[str], text: str | None = None, limit: float = 30
-) -> subprocess.CompletedProcess[str]:
+def run(arguments: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run to the end; `text` goes to standard input (for ``python -``)."""
     process = popen(arguments)
     try:
-        out, err = process.communicate(None if text is None else textwrap.dedent(text), limit)
+        out, err = process.communicate(
+            None if text is None else textwrap.dedent(text), PROGRAM_LIMIT
+        )
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
         raise AssertionError(
-            f"the script did not end within {limit:g} s\n--- out\n{out}\n--- err\n{err}"
+            f"the script did not end within {PROGRAM_LIMIT:g} s\n--- out\n{out}\n--- err\n{err}"
         ) from None
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
-def run_ok(arguments: Sequence[str], text: str | None = None, limit: float = 30) -> str:
+def run_ok(arguments: Sequence[str], text: str | None = None) -> str:
     """Run to the end, expect exit code 0 and silence on stderr; return the output."""
-    done = run(arguments, text, limit)
+    done = run(arguments, text)
     assert done.returncode == 0 and not done.stderr, (
         f"exit code {done.returncode}\n--- out\n{done.stdout}\n--- err\n{done.stderr}"
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.leaks import Snapshot
+from support.limits import WAIT
 from support.waiting import Gate, Mailbox, eventually, wait_gone
 from xpool.testing import leaks
 
@@ -165,5 +166,5 @@ def test_mailbox_and_gate(mailbox: Mailbox, gate: Gate):
     thread.join(0.05)
     assert thread.is_alive()
     gate.open()
-    thread.join(10)
+    thread.join(WAIT)
     assert not thread.is_alive()

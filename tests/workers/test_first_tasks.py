@@ -54,7 +54,7 @@ FAILING = """
 def test_a_first_task_fails_where_nothing_can_be_imported(tmp_path):
     """It is answered with its own exception, also without descriptors or a path for imports."""
     path = scripts.write(tmp_path / "failing.py", FAILING)
-    assert scripts.run_ok([path], limit=60).splitlines() == [
+    assert scripts.run_ok([path]).splitlines() == [
         "ValueError True",
         "ValueError True",
         "ResultNotPicklable True",

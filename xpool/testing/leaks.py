@@ -200,7 +200,7 @@ class Snapshot:
             if thread.is_alive():
                 found.append(f"thread {thread.name}")
         try:
-            eventually(lambda: not self.more_fds(), "descriptors", min(left(), 2.0))
+            eventually(lambda: not self.more_fds(), "descriptors", left())
         except AssertionError:
             found += [f"descriptor {fd}: {to}" for fd, to in sorted(self.more_fds().items())]
         # A stranger's that was made just now is not mapped yet, and one may be put away just now.
