@@ -14,6 +14,7 @@ from support.limits import PROGRAM_LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")])
 GUIDE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
 
 Block = tuple[str, str]  # language, text
@@ -74,19 +75,22 @@ def test_commands_exist():
     assert named <= targets
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/migrating.md"])
-def test_links_lead_somewhere(page: str):
-    """Links to files lead to files that exist, links within a page to its headings."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^a-z0-9_ -]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.+)$", text, re.M)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """Return what links may name of a page: its headings, as GitHub and the site name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^a-z0-9_ -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    """Links to files lead to files that exist, links to headings to headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" not in target:
+            name, _, anchor = target.partition("#")
+            there = (page.parent / name).resolve() if name else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), target
 
 
 @pytest.mark.parametrize(
