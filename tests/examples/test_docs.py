@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
-BLOCK = re.compile(r"(?:^<!-- ((?:(?!-->).)*) -->\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"(?:^<!-- ((?:(?!-->).)*) -->\n)?^```([^\n]*)\n(.*?)^```$", re.M | re.S)
 
 
 @dataclass

@@ -200,6 +200,32 @@ def test_tpu_sweep_is_the_same_with_4_workers():
     assert len(ends[0]) == 7
 
 
+GALLERY = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+SHOWN = re.findall(r"^\$ python examples/(\w+\.py)\n(.*?)^```$", GALLERY, re.M | re.S)
+
+
+def test_gallery_has_every_example():
+    """The gallery shows each program there is, its text and what it prints."""
+    names = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    assert sorted(name for name, _ in SHOWN) == names
+    assert sorted(re.findall(r"literalinclude} \.\./examples/(\S+)$", GALLERY, re.M)) == names
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "shown"), SHOWN, ids=[name for name, _ in SHOWN])
+def test_gallery_shows_what_is_printed(folder: Path, name: str, shown: str):
+    """But for its numbers, each line that the gallery shows is one that the program prints."""
+    out = [f"--out={folder / 'shown'}.png"] if name in ("preprocess.py", "versions.py") else []
+    printed = {without_numbers(line) for line in run_example(name, *out).splitlines()}
+    assert {without_numbers(line) for line in shown.splitlines()} - {"..."} <= printed
+
+
+def without_numbers(line: str) -> str:
+    """Return a line without what differs from run to run."""
+    line = re.sub(r"^(picture|plot): .*|(sha256) \w+", r"\1\2", line)
+    return " ".join(re.sub(r"[\d,.]*\d( and \d)?", " 0 ", line).split())
+
+
 def test_no_workers():
     """A number of workers that makes no sense ends in the library's own message."""
     done = subprocess.run(
