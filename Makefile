@@ -14,6 +14,7 @@
 #   make coverage   what make test runs of the package, in workers too; with floors
 #   make docs       the site, in docs/_build: Sphinx, with what pip needs for it in DOCS_VENV
 #   make dist       wheel and sdist, checked
+#   make notes      what the changelog says of TAG=v1.2.3, for the text of a release
 #   make soak       mixed load while workers are killed, for MINUTES=10
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
@@ -51,6 +52,7 @@ MAKE_VENV = "$(PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 1
 # Folder of the environment without torch: one for each Python version.
 CORE_VENV = .venv-core/$(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
+DIST_VENV = .venv-dist
 DOCS_VENV ?= .venv-docs
 XLA_VENV ?= .venv-xla
 TPU_SITE ?= .venv-tpu
@@ -61,7 +63,7 @@ xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
 .PHONY: help run test check faults rest cores test-all nightly coverage soak test-xla test-tpu lint core \
-	bench dist docs docs-states clean
+	bench dist notes docs docs-states clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -153,18 +155,20 @@ docs: $(docs_venv)/.docs
 	"$(DOCS_VENV)/bin/python" -m sphinx -W --keep-going -b html docs docs/_build
 
 # Wheel and sdist, and what is wrong with them, in dist.
-dist: $(docs_venv)/.docs
-	$(call PIP,$(DOCS_VENV)) build twine check-wheel-contents
+dist: $(DIST_VENV)/.dist
 	rm -rf dist
-	"$(DOCS_VENV)/bin/python" -m build --outdir dist
-	"$(DOCS_VENV)/bin/python" -m twine check --strict dist/*
-	"$(DOCS_VENV)/bin/check-wheel-contents" dist/*.whl
+	"$(DIST_VENV)/bin/python" -m build --outdir dist
+	"$(DIST_VENV)/bin/python" -m twine check --strict dist/*
+	"$(DIST_VENV)/bin/check-wheel-contents" dist/*.whl
+
+notes:
+	@"$(PYTHON)" tests/support/release_notes.py "$(TAG)"
 
 docs-states: $(venv)/.run
 	"$(VENV)/bin/python" -m xpool.jobs.states > docs/states.md
 
 clean:
-	rm -rf "$(VENV)" .venv-core .venv-bench "$(DOCS_VENV)" "$(XLA_VENV)" "$(TPU_SITE)" examples/out \
+	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(XLA_VENV)" "$(TPU_SITE)" examples/out \
 		docs/_build
 
 # Environments.  A stamp says what has been installed, so the second time is quick.
@@ -191,6 +195,11 @@ $(docs_venv)/.docs: pyproject.toml
 	$(call MAKE_VENV,$(DOCS_VENV))
 	$(call PIP,$(DOCS_VENV)) $(TORCH)
 	$(call PIP,$(DOCS_VENV)) --editable ".[docs,joblib]"
+	touch "$@"
+
+$(DIST_VENV)/.dist:
+	$(call MAKE_VENV,$(DIST_VENV))
+	$(call PIP,$(DIST_VENV)) build twine check-wheel-contents
 	touch "$@"
 
 $(CORE_VENV)/.core: pyproject.toml

@@ -1,0 +1,32 @@
+"""Print what the changelog says of the version that a tag names; refuse another tag or version."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def notes(tag: str, project: str, changelog: str) -> str:
+    """Return the section of the version ``tag`` (``"v1.2.3"``), without its title.
+
+    ``project`` and ``changelog`` are the texts of pyproject.toml and CHANGELOG.md. Raises
+    `SystemExit` where the project has another version, or the changelog no section of it.
+    """
+    found = re.search(r'^version = "(.+)"$', project, re.M)
+    version = found[1] if found else ""
+    if tag != f"v{version}":
+        raise SystemExit(f"the tag is {tag!r}, and pyproject.toml has version {version!r}")
+    section = re.search(
+        rf"^## \[{re.escape(version)}\][^\n]*\n(.*?)(?=^## \[|\Z)", changelog, re.M | re.S
+    )
+    if section is None or not section[1].strip():
+        raise SystemExit(f"CHANGELOG.md says nothing of {version}: run towncrier build first")
+    return section[1].strip()
+
+
+if __name__ == "__main__":
+    files = (ROOT / name for name in ("pyproject.toml", "CHANGELOG.md"))
+    print(notes(sys.argv[1], *(path.read_text(encoding="utf-8") for path in files)))
