@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import collections
+import copy
 import dataclasses
 import datetime
 import enum
@@ -488,6 +489,29 @@ def test_class_that_changed(receiver: Receiver) -> None:
     Config.level = 3
     assert type(receiver.call(echo, Config())) is Config
     assert Config.level == 3
+
+
+@pytest.mark.parametrize("make", CHECKS, ids=lambda make: make.__name__)
+def test_class_of_any_kind_that_changed(receiver: Receiver, make: Callable[[], Any]) -> None:
+    """An attribute that was set since takes nothing away of what the kind of class brings."""
+    one = make()
+    assert receiver.call(apply, CHECKS[make], one)
+    try:
+        type(one).set_later = 3
+    except TypeError:
+        pytest.skip("a class that forbids it")
+    assert receiver.call(lambda: type(one).set_later) == 3
+    assert receiver.call(apply, CHECKS[make], one)
+    assert CHECKS[make](receiver.call(echo, one))
+
+
+def test_class_is_defined_once(receiver: Receiver) -> None:
+    """What Python itself notes in a class that is pickled is no change of its definition."""
+    for make in CHECKS:
+        one = make()
+        before = encode(one)
+        copy.copy(one)
+        assert encode(one) == before, make.__name__
 
 
 def test_classes_are_not_kept_alive() -> None:

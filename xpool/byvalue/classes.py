@@ -74,7 +74,9 @@ def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
 
 
 def _mark(cls: type) -> Any:
-    return tuple((name, id(value)) for name, value in list(vars(cls).items()))
+    return tuple(
+        (name, id(value)) for name, value in list(vars(cls).items()) if name not in _CACHES
+    )
 
 
 def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
@@ -110,7 +112,7 @@ def _written_out(cls: type) -> Any:
             break
     else:
         make, args, skip = _make, _shell(cls, token), frozenset()
-    state = (version, _state(cls, skip))
+    state = (version, _state(cls, skip), skip)
     return make, args, state, None, None, _fill
 
 
@@ -148,7 +150,7 @@ def _is_python(function: Any) -> bool:
 def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     state = {}
     for name, value in list(vars(cls).items()):
-        if name in skip or name in _MADE_BY_TYPE:
+        if name in skip or name in _MADE_BY_PYTHON:
             continue
         if isinstance(value, (MemberDescriptorType, GetSetDescriptorType)) and (
             value.__objclass__ is cls
@@ -158,7 +160,6 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     if "__annotate_func__" in state or "__annotate__" in state:
         state.pop("__annotate_func__", None)
         state.pop("__annotate__", None)
-        state.pop("__annotations_cache__", None)
         try:
             state["__annotations__"] = dict(cls.__annotations__)
         except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
@@ -170,10 +171,13 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     return state
 
 
-_MADE_BY_TYPE = frozenset(
-    {"__module__", "__qualname__", "__slots__", "__orig_bases__", "__dict__", "__weakref__"}
-    | {"_abc_impl", "__classcell__"}
-)
+#: What Python notes in a class when it, or one of its instances, is first pickled.
+_CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
+
+_MADE_BY_PYTHON = _CACHES | {
+    "__module__", "__qualname__", "__slots__", "__orig_bases__", "__dict__", "__weakref__",
+    "_abc_impl", "__classcell__", "__classdictcell__",
+}  # fmt: skip
 
 
 # -- making it from what was written ----------------------------------------------------------
@@ -222,8 +226,8 @@ def _muted(bases: tuple[type, ...], known_only: bool) -> Iterator[None]:
             type.__setattr__(one, "__init_subclass__", hook)
 
 
-def _fill(cls: Any, versioned: tuple[int, dict[str, Any]]) -> None:
-    version, state = versioned
+def _fill(cls: Any, versioned: tuple[int, dict[str, Any], frozenset[str]]) -> None:
+    version, state, skipped = versioned
     entry = registry.known(cls)
     if entry is None or entry.own or entry.version >= version:
         return
@@ -231,8 +235,9 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any]]) -> None:
     for key, extra in state.pop("_member_map_", {}).items():
         vars(cls._member_map_[key]).update(extra)
     if entry.version >= 0:
-        for name in [name for name in vars(cls) if name not in state]:
-            if name not in _MADE_BY_TYPE and isinstance(vars(cls)[name], FunctionType):
+        gone = set(vars(cls)) - state.keys() - skipped - _MADE_BY_PYTHON
+        for name in gone:
+            if isinstance(vars(cls)[name], FunctionType):
                 type.__delattr__(cls, name)
     for name, value in state.items():
         # Not setattr: a metaclass may forbid or redirect it.

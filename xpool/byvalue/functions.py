@@ -231,6 +231,16 @@ def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
     return _lru, (options["maxsize"], options["typed"], obj.__wrapped__)
 
 
+@register(functools.partialmethod)
+def _reduce_partialmethod(pickler: Context, obj: Any) -> Any:
+    """From Python 3.14 on it has a ``__new__`` that asks for its function."""
+    return _partialmethod, (obj.func, obj.args, obj.keywords)
+
+
+def _partialmethod(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return functools.partialmethod(func, *args, **keywords)
+
+
 @register(MappingProxyType)
 def _reduce_proxy(pickler: Context, obj: Any) -> Any:
     return _make_proxy, (dict(obj),)
