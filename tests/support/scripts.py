@@ -32,7 +32,7 @@ def show(message):
 kernel, client = start_new_kernel(kernel_name="python3")
 try:
     for cell in json.load(open("cells.json")):
-        client.execute_interactive(cell, timeout=90, output_hook=show)
+        client.execute_interactive(cell, output_hook=show)
 finally:
     client.stop_channels()
     kernel.shutdown_kernel(now=True)
