@@ -271,6 +271,7 @@ def pictures() -> dict[str, str]:
     return {
         "trace.svg": trace(events),
         "rates.svg": rates(page),
+        "sizes.svg": sizes(page),
     }
 
 
