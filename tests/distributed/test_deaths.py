@@ -199,6 +199,35 @@ def test_calls(ranks: Ranks):
     assert all(isinstance(waited, float) and waited < SECONDS for waited in alive), alive
 
 
+class Mortal:
+    """What a reference is to, in a process that dies when it is called."""
+
+    def die(self) -> None:
+        die()
+
+
+def by_reference(world: World, how: str) -> str:
+    """Call what is in rank 1, which dies while it runs."""
+    group = world.create_rpc_group("group", world.get_members())
+    if world.rank == 1:
+        threading.Event().wait()
+    with pytest.raises(PeerLost) as error:
+        if how == "to_here":
+            group.remote("w1", die).to_here()
+        else:
+            result = getattr(group.remote("w1", Mortal), how)().die()
+            result.wait() if how == "rpc_async" else result.to_here()
+    assert type(error.value.__cause__) is RuntimeError  # what torch has said
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["to_here", *also("rpc_sync", "rpc_async", "remote")])
+def test_references(ranks: Ranks, how: str):
+    """A reference to what was in a process that has died says who that was, not what torch says."""
+    outcomes = ranks.world(2, by_reference, how, rpc_timeout=TIMEOUT)
+    assert "no answer from 'w1': 'w1' has died" in outcomes[0], outcomes
+
+
 def waits_while_one_dies(world: World, what: str) -> str:
     group = world.create_rpc_group("group", world.get_members())
     if world.rank == 1:

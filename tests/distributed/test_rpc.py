@@ -69,6 +69,10 @@ def calls(world: World) -> None:
         rref = group.remote("w1", torch.add, args=(tensor, 1))
         assert rref.owner_name() == "w1"
         assert group.rpc_sync("w2", lambda one: one.to_here().sum().item(), args=(rref,)) == 21
+        assert rref.rpc_sync().size(0) == rref.rpc_async().size(0).wait() == 2
+        assert rref.remote().size(1).to_here(timeout=30) == 3
+        assert rref.confirmed_by_owner() and not rref.is_owner()
+        assert repr(rref) == "<RRef to a value in 'w1'>"
     group.barrier()
 
 
@@ -97,6 +101,13 @@ def errors(world: World) -> None:
         with pytest.raises(ValueError, match="invalid literal") as error:
             group.remote("w1", int, args=("x",)).to_here()
         assert "Traceback" in str(error.value)
+        for raised in (
+            group.remote("w1", fail).to_here,
+            group.remote("w1", Counter).rpc_sync().fail,
+        ):
+            with pytest.raises(RuntimeError, match="of its own") as error:
+                raised()
+            assert type(error.value) is RuntimeError and error.value.__cause__ is None
         with pytest.raises(GroupError, match=r"SystemExit\(3\)"):
             group.rpc_sync("w1", leave)
         with pytest.raises(TypeError, match="pickle"):
@@ -188,11 +199,18 @@ def test_values(ranks: Ranks):
     ranks.good_world(2, values)
 
 
+def fail() -> None:
+    raise RuntimeError("of its own")
+
+
 class Counter:
     """What a service may be: a method that keeps something."""
 
     def __init__(self) -> None:
         self.count = 20
+
+    def fail(self) -> None:
+        fail()
 
     def add(self, n: int = 1) -> int:
         self.count += n

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import signal
 import socket
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from support.ranks import Ranks
 from support.scripts import popen, write
 from support.tiers import also
 
+import xpool.distributed.rendezvous as rendezvous
+from xpool import WorkerDied
 from xpool.distributed import (
     GroupError,
     GroupKeyError,
@@ -57,6 +60,25 @@ def at_tcp(rank: int, address: str) -> float:
 def test_tcp(ranks: Ranks):
     """Ranks meet at a TCP address, which both kinds of group share."""
     assert ranks.run(3, at_tcp, f"tcp://127.0.0.1:{free_port()}") == [3, 3, 3]
+
+
+def loses_the_store(rank: int, address: str) -> str:
+    """Rank 0, which keeps the store, dies when all have found it."""
+    if rank == 0:
+        rendezvous.exchange_names = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as error:
+        World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=600)
+    assert isinstance(error.value.__cause__, RuntimeError)  # what torch has said
+    return str(error.value)
+
+
+def test_the_store_dies(ranks: Ranks):
+    """Ranks that meet at rank 0's TCP address learn at once that it has died."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    dead, *others = ranks.run(3, loses_the_store, address)
+    assert isinstance(dead, WorkerDied)
+    for text in others:
+        assert text.startswith(f"The store at {address} is gone, and with it rank 0"), text
 
 
 def at_environment(rank: int, port: int) -> float:

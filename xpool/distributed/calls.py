@@ -13,6 +13,7 @@ from torch.futures import Future
 from xpool.byvalue.names import goes_by_name
 from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
+from xpool.distributed.faults import connection_lost, first_line
 from xpool.errors import RemoteTraceback
 from xpool.pickle import decode, dumps, encode_exception, loads
 
@@ -108,7 +109,7 @@ def settle(outer: Future[Any], done: Future[Any], to: str, what: Any, timeout: f
 
 def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Exception:
     """Say what became of a call that got no answer."""
-    text = str(exc).strip().partition("\n")[0]
+    text = first_line(exc)
     name = getattr(what, "__qualname__", None) or repr(what)
     if "ran for more than set timeout" in text:
         seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout
@@ -118,10 +119,13 @@ def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Excep
         )
     if type(exc) is not RuntimeError:
         return exc  # torch's own, from unpickling on the other side
-    if "tensorpipe" in text:
+    error: GroupError
+    if connection_lost(exc):
         peers = the_world().peers
         peers.lose(to, DIED)
-        return PeerLost(f"{name} has no answer from {to!r}: {peers.describe(to)} ({text})")
+        error = PeerLost(f"{name} has no answer from {to!r}: {peers.describe(to)} ({text})")
+        error.__cause__ = exc
+        return error
     error = GroupError(f"{name} has no answer from {to!r}: {text}")
     error.__cause__ = RemoteTraceback(str(exc))
     return error

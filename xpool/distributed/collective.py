@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from xpool.distributed.errors import GroupError, GroupTimeout, NotAMember, PeerLost
+from xpool.distributed.faults import connection_lost, first_line, timed_out
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
@@ -113,10 +114,9 @@ class _Watch:
     def __exit__(self, kind: Any, exc: BaseException | None, tb: Any) -> None:
         if not isinstance(exc, RuntimeError) or isinstance(exc, GroupError):
             return
-        text = str(exc)
-        if self._launching and "transport" not in text and not isinstance(exc, dist.DistError):
+        if self._launching and not (connection_lost(exc) or isinstance(exc, dist.DistError)):
             return  # the caller's arguments: nothing has been sent
-        raise self._group._explain(self._what, text) from None
+        raise self._group._explain(self._what, exc) from exc
 
 
 class CollectiveGroup:
@@ -430,10 +430,10 @@ class CollectiveGroup:
             if self._succeeded == before:
                 self._succeeded += 1
 
-    def _explain(self, what: str, text: str) -> GroupError:
+    def _explain(self, what: str, exc: RuntimeError) -> GroupError:
         """Break the group for what torch says; return the error to raise."""
         names = tuple(self._world.names[rank] for rank in self._ranks)
-        self._break(explain(self._world, names, text, self._timeout))
+        self._break(explain(self._world, names, exc, self._timeout))
         return self._error(what)
 
     def _error(self, what: str) -> GroupError:
@@ -508,19 +508,19 @@ class CollectiveGroup:
         return pending if async_op else pending.wait() and None
 
 
-def explain(world: World, names: tuple[str, ...], text: str, timeout: float) -> GroupError:
+def explain(world: World, names: tuple[str, ...], exc: RuntimeError, timeout: float) -> GroupError:
     """Say in our words why torch gave up something among these members."""
-    timed_out = "imed out" in text or "imeout" in text
-    lost = world.peers.wait_lost(list(names), 0 if timed_out or not world.has_rpc else _HEARSAY)
+    late = timed_out(exc)
+    lost = world.peers.wait_lost(list(names), 0 if late or not world.has_rpc else _HEARSAY)
     if lost:
         return PeerLost("; ".join(world.peers.describe(name) for name in lost))
     members = ", ".join(names)
-    if timed_out:
+    if late:
         return GroupTimeout(
             f"not all of {members} took part within {timeout:g} s, or the timeout that was given"
         )
-    story = text.strip().partition("\n")[0]
-    if "transport" in text:
+    story = first_line(exc)
+    if connection_lost(exc):
         return PeerLost(f"a member (of {members}) has died, or left the group ({story[:200]})")
     return GroupError(story)
 

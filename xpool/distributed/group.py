@@ -13,6 +13,7 @@ from xpool.distributed.calls import call, portable
 from xpool.distributed.current import get_cur_name, get_world, the_world
 from xpool.distributed.errors import GroupKeyError, NotAMember
 from xpool.distributed.peers import meet
+from xpool.distributed.rref import RRef
 
 __all__ = ["RpcGroup"]
 
@@ -76,14 +77,13 @@ class RpcGroup:
         timeout: float = -1,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> rpc.RRef[Any]:
-        """Run ``func`` in ``to``, leave its result there, and return torch's ``RRef`` to it.
+    ) -> RRef:
+        """Run ``func`` in ``to``, leave its result there, and return a reference to it.
 
         ``to_here()`` raises what it raised, of the same class where that takes one text: torch
         makes it anew, with the remote traceback in its message.
         """
-        the_world().peers.check(self._member(to))
-        return rpc.remote(to, _call, args=(portable(func), args, kwargs or {}), timeout=timeout)
+        return _remote(self._member(to), _call, (portable(func), args, kwargs or {}), timeout)
 
     # -- values -------------------------------------------------------------------------------
 
@@ -104,15 +104,14 @@ class RpcGroup:
         """Whether a member has paired this key."""
         return self._holder("value", key)[0] is not None
 
-    def get_paired(self, key: Hashable) -> rpc.RRef[Any]:
-        """Return torch's ``RRef`` to a paired value; ``to_here()`` fetches a copy of it.
+    def get_paired(self, key: Hashable) -> RRef:
+        """Return a reference to a paired value; ``to_here()`` fetches a copy of it.
 
         Raises:
             GroupKeyError: nobody has paired this key; the message says which there are.
         """
         holder = self._must_hold("value", key)
-        the_world().peers.check(holder)
-        return rpc.remote(holder, _offered, args=(self.group_name, "value", key))
+        return _remote(holder, _offered, (self.group_name, "value", key), -1)
 
     # -- services -----------------------------------------------------------------------------
 
@@ -167,12 +166,10 @@ class RpcGroup:
         kwargs: dict[str, Any] | None = None,
         *,
         timeout: float = -1,
-    ) -> rpc.RRef[Any]:
-        """As `registered_sync`, and return an ``RRef`` to the result, which stays there."""
+    ) -> RRef:
+        """As `registered_sync`, and return a reference to the result, which stays there."""
         holder = self._must_hold("service", key)
-        the_world().peers.check(holder)
-        sent = (self.group_name, key, args, kwargs or {})
-        return rpc.remote(holder, _serve, args=sent, timeout=timeout)
+        return _remote(holder, _serve, (self.group_name, key, args, kwargs or {}), timeout)
 
     # -- the group ----------------------------------------------------------------------------
 
@@ -284,6 +281,11 @@ class RpcGroup:
         if holder is None:
             raise _not_found(self.group_name, kind, key, keys)
         return holder
+
+
+def _remote(to: str, func: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> RRef:
+    the_world().peers.check(to)
+    return RRef(rpc.remote(to, func, args=args, timeout=timeout))
 
 
 def _not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupKeyError:

@@ -10,14 +10,14 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
-from xpool.distributed.errors import GroupTimeout
+from xpool.distributed.errors import GroupTimeout, PeerLost
+from xpool.distributed.faults import connection_lost, first_line
 from xpool.errors import OptionError
 
 __all__ = [
     "beside",
     "default_address",
     "exchange_names",
-    "first_line",
     "open_store",
     "place",
 ]
@@ -60,11 +60,19 @@ def beside(address: str) -> str:
 
 
 def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
-    """Open the store at an address; raises `GroupTimeout` where nobody answers."""
+    """Open the store at an address.
+
+    Raises:
+        GroupTimeout: nobody answers.
+        PeerLost: it was there, and is gone.
+        OptionError: this is no address of a store.
+    """
     limit = timedelta(seconds=timeout)
     try:
         store, _, _ = next(dist.rendezvous(address, rank, world_size, timeout=limit))
     except dist.DistError as exc:
+        if connection_lost(exc):
+            raise _store_lost(address, exc) from exc
         raise GroupTimeout(
             f"Rank {rank} found no store at {address} within {timeout:g} s: {first_line(exc)}. "
             "Rank 0 opens it: see that rank 0 runs, and that its port is free and the same "
@@ -79,9 +87,10 @@ def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
     return store
 
 
-def first_line(exc: BaseException) -> str:
-    """What torch says, without the stack of its C++ side."""
-    return str(exc).strip().partition("\n")[0].rstrip(". ")
+def _store_lost(address: str, exc: Exception) -> PeerLost:
+    return PeerLost(
+        f"The store at {address} is gone, and with it rank 0, which kept it: {first_line(exc)}."
+    )
 
 
 def exchange_names(
@@ -92,8 +101,17 @@ def exchange_names(
     Raises:
         OptionError: a rank or a name is taken twice.
         GroupTimeout: ranks did not come within the timeout; the message names them.
+        PeerLost: the store is gone, and with it rank 0.
     """
-    store = dist.PrefixStore("names", store)
+    try:
+        return _exchange(dist.PrefixStore("names", store), address, name, rank, world_size, timeout)
+    except dist.DistNetworkError as exc:
+        raise _store_lost(address, exc) from exc
+
+
+def _exchange(
+    store: Any, address: str, name: str, rank: int, world_size: int, timeout: float
+) -> list[str]:
     if store.add(f"claims/{rank}", 1) > 1:
         raise OptionError(
             f"Rank {rank} at {address} is taken already: give each process a rank of its own, "

@@ -132,7 +132,7 @@ class World:
         except GroupError:
             raise
         except RuntimeError as exc:
-            error = explain(self, tuple(self.names), str(exc), limit)
+            error = explain(self, tuple(self.names), exc, limit)
             raise type(error)(f"{self.name!r} could not join the world: {error}.") from exc
         _joined[address] = earlier + 1
         self.started = True
@@ -226,7 +226,7 @@ class World:
             try:
                 group = dist.new_group(ranks, limit, backend, use_local_synchronization=True)
             except RuntimeError as exc:
-                error = explain(self, names, str(exc), timeout)
+                error = explain(self, names, exc, timeout)
                 raise type(error)(
                     f"The group of {', '.join(names)} could not be made: {error}. All of them have "
                     "to make it, in the same order as other groups."
