@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ pytest.importorskip("torch", reason="xpool.distributed stands on torch.distribut
 
 import torch
 from support.ranks import Ranks
+from support.tiers import also
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.distributed import PeerLost, World
+from xpool.distributed import GroupError, PeerLost, World
 from xpool.distributed.peers import LEFT, Meetings
+from xpool.testing.waiting import eventually
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
@@ -142,3 +145,53 @@ def both_barriers(world: World) -> None:
     group = world.create_rpc_group("group", world.get_members())
     collective.barrier()
     group.barrier()
+
+
+def sends_and_leaves(
+    rank: int, address: str, init_rpc: bool, how: str, leaving: str
+) -> list[float]:
+    """Rank 0 keeps nothing of what it sends, and is on its way out before rank 1 looks at it."""
+    world = World(f"w{rank}", rank, 2, dist_init_method=address, init_rpc=init_rpc)
+    group = world.create_collective_group([0, 1], timeout=TIMEOUT)
+    group.barrier()
+    if rank == 0:
+        for i in range(3):
+            group.isend(torch.full((100_000,), float(i)), 1)
+        Path(leaving).touch()
+        if how == "destroy":
+            group.destroy()
+        world.stop()
+        return []
+    eventually(Path(leaving).exists, "rank 0 leaves")
+    received = [torch.zeros(100_000) for _ in range(3)]
+    for tensor in received:
+        group.recv(tensor, 0)
+    world.stop()
+    return [tensor[-1].item() for tensor in received]
+
+
+@pytest.mark.parametrize("init_rpc", [False, *also(True)])
+@pytest.mark.parametrize("how", ["stop", *also("destroy")])
+def test_leaving_after_isend(ranks: Ranks, tmp_path: Path, init_rpc: bool, how: str):
+    """What a rank has sent, and not waited for, is received before the rank is gone."""
+    told = str(tmp_path / "leaving")
+    outcomes = ranks.run(2, sends_and_leaves, ranks.address(), init_rpc, how, told)
+    assert outcomes == [[], [0, 1, 2]], outcomes
+
+
+def sends_in_vain(world: World) -> None:
+    everyone = world.create_rpc_group("everyone", world.get_members())
+    group = world.create_collective_group([0, 1], timeout=1 if world.rank == 0 else TIMEOUT)
+    if world.rank == 0:
+        for _ in range(2):
+            group.isend(torch.ones(1), 1)
+        with pytest.warns(ResourceWarning, match="lost: 2 messages, to rank 1"):
+            group.destroy()
+        with pytest.raises(GroupError):
+            group.isend(torch.ones(1), 1)
+    everyone.barrier()
+
+
+def test_what_nobody_receives(ranks: Ranks):
+    """A group that ends before others have received what was sent to them says so, in time."""
+    ranks.good_world(2, sends_in_vain)

@@ -4,7 +4,7 @@ The names are those of ``machin.parallel.distributed``; docs/distributed.md is t
 Importing this imports torch.
 """
 
-from xpool.distributed.collective import CollectiveGroup, Pending
+from xpool.distributed.collective import CollectiveGroup
 from xpool.distributed.current import get_cur_name, get_cur_rank, get_world, is_world_initialized
 from xpool.distributed.errors import (
     GroupError,
@@ -14,6 +14,7 @@ from xpool.distributed.errors import (
     PeerLost,
 )
 from xpool.distributed.group import RpcGroup
+from xpool.distributed.pending import Pending
 from xpool.distributed.world import World, join
 
 __all__ = [

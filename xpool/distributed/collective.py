@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,107 +18,18 @@ from torch import Tensor
 
 from xpool.distributed.errors import GroupError, GroupTimeout, NotAMember, PeerLost
 from xpool.distributed.faults import connection_lost, first_line, timed_out
+from xpool.distributed.pending import Pending, ReceivingAny, Watch
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
     from xpool.distributed.world import World
 
-__all__ = ["CollectiveGroup", "Pending", "explain"]
+__all__ = ["CollectiveGroup", "explain"]
 
 _ABORT_TAG = 0x7AB0  # of a message that nobody sends
 _HEARSAY = 0.5  # seconds for the news of a death to come, so that the error can name who died
 _MESSAGES = ("isend", "irecv")
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-
-
-class Pending:
-    """An operation under way; what ``async_op=True``, `isend` and `irecv` return.
-
-    It has the attributes of torch's ``Work`` too.
-    """
-
-    def __init__(self, group: CollectiveGroup, what: str, work: Any) -> None:
-        self._group, self._what, self._work = group, what, work
-        self._then: Callable[[], object] | None = None  # what is left to do here
-        self._src: int | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> Any:
-        """Wait for the end, at most ``timeout``, else the group's own.
-
-        Returns True; for `irecv`, the rank of the sender.
-
-        Raises:
-            PeerLost: a member of the group has died.
-            GroupTimeout: it took longer; the group is broken then.
-        """
-        with self._group._watched(self._what):
-            self._work.wait(*(() if timeout is None else (timeout,)))
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-        return True if self._src is None else self._src
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-    def __repr__(self) -> str:
-        return f"<Pending {self._what} of {self._group!r}>"
-
-
-class _ReceivingAny(Pending):
-    """`irecv` from any rank: gloo would not end it when a member dies.
-
-    So a thread waits for the message, and the caller for that thread or the group's end.
-    """
-
-    def __init__(self, group: CollectiveGroup, what: str, work: Any) -> None:
-        super().__init__(group, what, work)
-        self._received = False
-        self._error: Exception | None = None
-        self._over = group._over_event()
-        threading.Thread(target=self._receive, name="xpool-irecv", daemon=True).start()
-
-    def _receive(self) -> None:
-        try:
-            self._work.wait()
-            self._received = True
-        except RuntimeError as exc:
-            self._error = exc
-        self._over.set()
-
-    def is_completed(self) -> bool:
-        """Whether a message has come."""
-        return self._received
-
-    def wait(self, timeout: timedelta | None = None) -> int:
-        in_time = self._over.wait(None if timeout is None else timeout.total_seconds())
-        self._group._forget(self._over)
-        with self._group._watched("irecv"):
-            if not in_time:
-                raise RuntimeError("Timed out waiting")
-            if self._error is not None:
-                raise self._error
-            if not self._received:
-                raise RuntimeError("the group is broken")
-        sender: int = self._group._ranks[self._work._source_rank()]
-        return sender
-
-
-class _Watch:
-    """Turns an error of torch's into the group's end, with a reason."""
-
-    def __init__(self, group: CollectiveGroup, what: str, launching: bool) -> None:
-        self._group, self._what, self._launching = group, what, launching
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, exc: BaseException | None, tb: Any) -> None:
-        if not isinstance(exc, RuntimeError) or isinstance(exc, GroupError):
-            return
-        if self._launching and not (connection_lost(exc) or isinstance(exc, dist.DistError)):
-            return  # the caller's arguments: nothing has been sent
-        raise self._group._explain(self._what, exc) from exc
 
 
 class CollectiveGroup:
@@ -160,6 +73,9 @@ class CollectiveGroup:
         # holds the `Pending` any more; messages end with it.
         self._works: deque[Any] = deque()
         self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
+        # Guarded by _lock, a set in order: messages that were sent, and not waited for.  torch
+        # drops a message of which nobody holds the work, and the next one then goes astray.
+        self._sent: dict[Pending, None] = {}
 
     # -- two ranks --------------------------------------------------------------------------
 
@@ -173,9 +89,17 @@ class CollectiveGroup:
         return sender
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Pending:
-        """Begin to send to rank ``dst``; leave the tensor alone until ``wait()`` has returned."""
+        """Begin to send to rank ``dst``; leave the tensor alone until ``wait()`` has returned.
+
+        A message that nobody waits for is kept until it is received, at the latest by `destroy`
+        or `World.stop`: these wait for it.
+        """
         self._check_rank("dst", dst)
-        return self._launch("isend", lambda: dist.isend(_input(tensor), dst, self.group, tag))
+        pending = self._launch("isend", lambda: dist.isend(_input(tensor), dst, self.group, tag))
+        pending._dst = dst
+        with self._lock:
+            self._sent[pending] = None
+        return pending
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Pending:
         """Begin to receive from rank ``src``, or from any; ``wait()`` returns the sender's rank."""
@@ -185,7 +109,7 @@ class CollectiveGroup:
             pending = self._launch("irecv", lambda: dist.irecv(into, src, self.group, tag))
             pending._src = src
             return pending
-        return self._launch("irecv", lambda: self.group.recv_anysource([into], tag), _ReceivingAny)
+        return self._launch("irecv", lambda: self.group.recv_anysource([into], tag), ReceivingAny)
 
     # -- all ranks --------------------------------------------------------------------------
 
@@ -340,7 +264,18 @@ class CollectiveGroup:
             raise
 
     def destroy(self) -> None:
-        """Let go of the group's connections; the group is of no use afterwards."""
+        """Let go of the group's connections; the group is of no use afterwards.
+
+        First it waits, for the group's timeout at most, until the others have received what was
+        sent; a `ResourceWarning` says what they have not.
+        """
+        try:
+            self._send_out(self._timeout)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """Destroy the group as it is: what was sent and not received is lost."""
         busy = self._is_busy()
         self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=False)
         self._close(abort=busy)
@@ -349,6 +284,8 @@ class CollectiveGroup:
             if self.current_rank is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
             self.group = None
+        with self._lock:
+            self._sent.clear()
         self._world._forget_group(self)
 
     def __reduce__(self) -> Any:
@@ -419,6 +356,31 @@ class CollectiveGroup:
                 break  # whoever waits for it is told so
         self._close()
 
+    def _taken(self, pending: Pending) -> None:
+        """Its message has been received, if it was one."""
+        if pending._dst is not None:
+            with self._lock:
+                self._sent.pop(pending, None)
+
+    def _send_out(self, seconds: float) -> None:
+        """Wait until what was sent is received, before the connections end; say what is not."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            sent = list(self._sent) if self._broken is None else []
+        try:
+            for pending in sent:
+                # torch cannot be asked: what was not waited for never counts as completed.
+                pending.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+        except GroupError:
+            with self._lock:
+                lost = [str(one._dst) for one in self._sent]
+            warnings.warn(
+                f"{self!r} ends in {self._world.name!r}, and what was sent there and not received "
+                f"is lost: {len(lost)} messages, to rank {', '.join(sorted(set(lost)))}.",
+                ResourceWarning,
+                stacklevel=3,
+            )
+
     def _retire(self) -> None:
         """Take out the works that have ended; under the lock."""
         while self._works and self._works[0].is_completed():
@@ -446,8 +408,8 @@ class CollectiveGroup:
             "are left, and make a new one of them."
         )
 
-    def _watched(self, what: str, launching: bool = False) -> _Watch:
-        return _Watch(self, what, launching)
+    def _watched(self, what: str, launching: bool = False) -> Watch:
+        return Watch(self, what, launching)
 
     def _over_event(self) -> threading.Event:
         event = threading.Event()

@@ -19,7 +19,7 @@ from xpool.distributed.current import get_world, the_world
 from xpool.distributed.errors import GroupTimeout, PeerLost
 from xpool.errors import OptionError
 
-__all__ = ["Meetings", "Peers", "meet"]
+__all__ = ["MOMENT", "Meetings", "Peers", "meet"]
 
 LEFT = "has left the world"
 MOMENT = 5.0  # seconds for what is said in passing: it improves messages, no more

@@ -17,7 +17,7 @@ import xpool.distributed.rendezvous as rendezvous
 from xpool.distributed.collective import CollectiveGroup, explain
 from xpool.distributed.errors import GroupError, NotAMember, PeerLost
 from xpool.distributed.group import Register, RpcGroup
-from xpool.distributed.peers import Farewell, Meetings, Peers, meet
+from xpool.distributed.peers import MOMENT, Farewell, Meetings, Peers, meet
 from xpool.errors import OptionError
 
 __all__ = ["World", "join"]
@@ -308,7 +308,9 @@ class World:
         """Leave the world; this process may then join another.
 
         With RPC it waits until all who are still there have called it, so that nobody's call finds
-        a process gone. ``graceful=False`` does not wait: the others lose this process.
+        a process gone. In any case it waits, for a group's timeout at most, until the others have
+        received what was sent in collective groups; a `ResourceWarning` says what they have not.
+        ``graceful=False`` waits for nothing: the others lose this process.
 
         Raises:
             GroupError: the world has been stopped already.
@@ -316,8 +318,14 @@ class World:
         self._check_started(True, "", "")
         if graceful and self.has_rpc:
             graceful = not self._last_meeting()
-        self.started = False
-        self._tear_down(graceful)
+        try:
+            if graceful:
+                for group in list(self._collective):
+                    # Whoever has come to the last meeting receives no more.
+                    group._send_out(MOMENT if self.has_rpc else group._timeout)
+        finally:
+            self.started = False
+            self._tear_down(graceful)
 
     def _last_meeting(self) -> list[str]:
         """Wait for all who are still there to stop; return those who are not."""
@@ -336,7 +344,7 @@ class World:
                 self.peers.leave(None if graceful else self._farewell)
                 agent.shut_down(graceful)
             for group in list(self._collective):
-                group.destroy()
+                group._end()
             if "dist" in self._running and dist.is_initialized():
                 dist.destroy_process_group()
         finally:
