@@ -218,6 +218,7 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
     del pool
     fds = len(os.listdir("/proc/self/fd"))
     bell = Bell(seed)
+    at_interrupt = signal.getsignal(signal.SIGINT)  # ignored, where a shell put it in the background
     errors: Counter[str] = Counter()
     pools = 0
     begin = time.monotonic()
@@ -240,7 +241,7 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
         storm.end()
         del pool, storm
         # Whatever was put in their place while books were kept is gone.
-        check(signal.getsignal(signal.SIGINT), signal.default_int_handler)
+        check(signal.getsignal(signal.SIGINT), at_interrupt)
         check(signal.getsignal(signal.SIGALRM), bell._ring)
     return {
         "kind": kind, "alarms": bell.heard, "seen": bell.seen, "in finalizers": bell.unseen,

@@ -15,7 +15,7 @@ from typing import Any
 from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.engine.start_limit import TASK_GRACE
-from xpool.errors import TaskTimeout, WorkerDied
+from xpool.errors import OptionError, TaskTimeout, WorkerDied
 from xpool.jobs.scheduler import CALLS, Limit, TaskRange
 from xpool.jobs.states import WorkerStates
 from xpool.transport.outbox import entries
@@ -33,6 +33,8 @@ PATIENCE = 0.1
 """Seconds within which an answer must be delivered, and a surplus must be shared out."""
 
 MOST_TURNS = 20_000
+
+MOST_WORKERS = 4
 
 
 class _Plan:
@@ -131,7 +133,8 @@ class EngineWorld(World):
         self.pids = itertools.count(2)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
-        self.failed_starts = [0] * n
+        self.failed_starts = [0] * MOST_WORKERS
+        self.resizes = 0.0 if siblings else self.one_of([0.0, 0.0, 0.02, 0.1])
         launcher: Any = None
         self.engine = Engine(
             n,
@@ -234,6 +237,8 @@ class EngineWorld(World):
                 acts.append(self.feed)
             if acts and self.deaths and self.chance(self.deaths):
                 acts.append(self.accident)
+            if acts and self.resizes and self.chance(self.resizes):
+                acts.append(self.resize)
             if self.cancellable and self.chance(0.01):
                 acts.append(self.cancel)
             if self.violent_end and self.jobs > 1 and self.chance(0.02):
@@ -268,7 +273,7 @@ class EngineWorld(World):
         takes = self.one_of([1e-6, 5e-5, 1e-3, 0.02, 0.0, 0.0, 0.0])
         bound: int | None = None
         if kind == "bound":
-            bound = self.one_of([-1, *range(len(self.engine.slots))])
+            bound = self.one_of([-1, *range(self.engine.sched.size)])
         limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if self.chance(0.25) else None
         for _ in range(self.one_of([1, 1, 4, 25]) if kind == "calls" else 1):
             self.jobs += 1
@@ -351,6 +356,19 @@ class EngineWorld(World):
             self.withdrawn.add(job)
             self.engine.withdraw(CALLS, job)
 
+    def resize(self) -> None:
+        """Somebody wants another number of workers."""
+        size = 1 + self.below(MOST_WORKERS)
+        self.note(f"{self.now:.6f}", "resize to", size)
+        bound = any(task.bound is not None for task in map(self.known.get, self.unanswered) if task)
+        try:
+            self.engine.resize(size)
+        except OptionError:
+            if not bound:
+                self.wrong("nothing is bound to any worker, and it cannot be resized")
+        except OSError:
+            self.note("a worker is refused")
+
     def close(self) -> None:
         """All is answered, and nothing more will come."""
         self.note(f"{self.now:.6f}", "close")
@@ -421,6 +439,8 @@ class EngineWorld(World):
         self, slot: SimSlot, tasks: Pipe, answers: Pipe, page: Page, siblings: list[Worker]
     ) -> Handle:
         """Start a worker in a slot; it joins those of its process."""
+        if slot.index >= self.engine.sched.size:
+            self.wrong(f"worker {slot.index} is one of {self.engine.sched.size}")
         worker = Worker(self, slot, tasks, answers, page, siblings)
         self.workers.append(worker)
         self.note(f"{self.now:.6f}", "worker", slot.index, "starts as", worker.pid)
@@ -583,8 +603,14 @@ class EngineWorld(World):
             self.wrong(f"the pool gives up without a reason: {self.engine.failure}")
 
     def check_idle(self) -> None:
-        """Before the engine's thread waits: nobody is idle while something waits for anyone."""
+        """Before the engine's thread waits: nobody is idle while something waits for anyone.
+
+        Nor does anybody serve who is one too many.
+        """
         sched = self.engine.sched
+        for slot in self.engine.slots[sched.size :]:
+            if slot.state.serves or slot.state is WorkerStates.STARTING:
+                self.wrong(f"worker {slot.index} is {slot.state.name}, one of {sched.size}")
         fed = {task_range.job for task_range in (*self.open.values(), *self.to_feed)}
         waits = [
             task_range.job

@@ -375,3 +375,18 @@ def _(patch: Patch) -> None:
             replacement._kills.cancel(slot)
 
     wrap(patch, Replacement, "terminate", terminate)
+
+
+@mutant("a worker that is over is replaced when it has ended")
+def _(patch: Patch) -> None:
+    patch.setattr(Replacement, "_left_over", lambda replacement, slot: False)
+
+
+@mutant("a worker that is over goes on getting tasks")
+def _(patch: Patch) -> None:
+    patch.setattr(Service, "dismiss", nothing)
+
+
+@mutant("a worker with tasks of its own is dismissed")
+def _(patch: Patch) -> None:
+    patch.setattr(Scheduler, "bound_from", lambda sched, w: False)

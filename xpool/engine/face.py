@@ -74,6 +74,9 @@ class EngineFace(WorkerBackend, Protocol):
     def start_missing(self) -> bool:
         """Start a process for every worker that has none; return whether there was one."""
 
+    def resize(self, size: int) -> None:
+        """Have so many workers: new ones start, or those with the highest numbers end."""
+
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""
 

@@ -117,6 +117,10 @@ class Ledger:
             heapq.heapreplace(self.slowest, slow)
             self._floor = self.slowest[0].nanos
 
+    def open_account(self) -> None:
+        """There is one more worker."""
+        self.accounts.append(Account())
+
     def ready(self, worker: int) -> None:
         """A process can take tasks."""
         self.accounts[worker].ready_at = self._now()

@@ -42,7 +42,7 @@ from xpool.engine.replacement import Recipe, Replacement
 from xpool.engine.service import Service
 from xpool.engine.switchboard import Switchboard
 from xpool.engine.tidying import Tidying
-from xpool.errors import XPoolError
+from xpool.errors import OptionError, XPoolError
 from xpool.interrupt import deliver, interruptible, pending
 from xpool.jobs.budget import RestartBudget
 from xpool.jobs.scheduler import CALLS, Limit, Scheduler, TaskRange
@@ -86,6 +86,7 @@ class Engine:
     ) -> None:
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
+        self._slot = slot
         self.slots = [slot(i) for i in range(workers)]
         for workers_of_one in processes:
             for i in workers_of_one:
@@ -314,7 +315,7 @@ class Engine:
                 "waiting": sched.waiting() + sent - running,
                 "running": running,
                 "deaths": sum(account.deaths for account in self.ledger.accounts),
-                "pids": [slot.pid for slot in slots],
+                "pids": [slot.pid for slot in slots[: sched.size]],
             }
 
     def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
@@ -349,6 +350,41 @@ class Engine:
         """Start a process in every empty slot; True when there was one."""
         with self.lock:
             return self._replacement.start_missing()
+
+    def resize(self, size: int) -> None:
+        """Have so many workers: new ones start, or those with the highest numbers end.
+
+        These answer what they have in hand before.
+
+        Raises:
+            OptionError: something is bound to one of these.
+            OSError: the system refuses a process; there are as many workers as before.
+        """
+        with self.lock:
+            self._leave_signal_handler()
+            if self._replacement.ending:
+                return
+            if self.sched.bound_from(size):
+                raise OptionError(
+                    f"a function of run_all runs in a worker that is not among the first {size}, "
+                    "or is to run there; call resize() when that has returned"
+                )
+            for i in range(len(self.slots), size):
+                slot = self._slot(i)
+                if self._relay is not None:
+                    slot.relay = self._relay.theirs.fileno()
+                self.slots.append(slot)
+                self.ledger.open_account()
+            before = self.sched.size
+            self.sched.resize(size)
+            try:
+                self._replacement.resize()
+            except BaseException:
+                self.sched.resize(before)
+                self._replacement.resize()
+                raise
+            finally:
+                self._reactor.wake()
 
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""

@@ -86,7 +86,7 @@ class Replacement:
         self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
         self._service, self._tidying, self._budget = service, tidying, budget
         self._recipe, self._ledger = recipe, ledger
-        self._starts = [Starts() for _ in slots]
+        self._starts = {slot.index: Starts() for slot in slots}
         self._kills = Alarms(reactor, lambda slot: slot.kill())
         self._restarts = Alarms(reactor, self._start_again)
 
@@ -94,15 +94,17 @@ class Replacement:
 
     def start_missing(self) -> bool:
         """Start a process in every empty slot; return whether there was one."""
-        missing = [slot for slot in self._slots if slot.state is WorkerStates.ABSENT]
+        wanted = self._slots[: self._sched.size]
+        missing = [slot for slot in wanted if slot.state is WorkerStates.ABSENT]
         for slot in missing:
-            if slot.state is WorkerStates.ABSENT:  # else it came with a sibling
+            # Else it came with a sibling, or comes after a pause.
+            if slot.state is WorkerStates.ABSENT and not self._restarts.pending(slot):
                 self._start(slot)
         return bool(missing)
 
     def _start(self, slot: Slot) -> None:
         """Start the process of a worker and its siblings."""
-        if self.ending:
+        if self.ending or self._left_over(slot):
             return
         recipe, slots = self._recipe, (slot, *slot.siblings)
         arena, attachment = self._tidying.take_attachment()
@@ -156,6 +158,17 @@ class Replacement:
             self._start_again(slot)
 
     # -- ending ------------------------------------------------------------------------------------
+
+    def resize(self) -> None:
+        """Start the workers that are missing by now, and let those end that are left over."""
+        for slot in self._slots:
+            self._starts.setdefault(slot.index, Starts())
+            if self._left_over(slot) and (slot.state is WorkerStates.STARTING or slot.state.serves):
+                self._service.dismiss(slot)
+        self.start_missing()
+
+    def _left_over(self, slot: Slot) -> bool:
+        return slot.index >= self._sched.size
 
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""
@@ -218,7 +231,9 @@ class Replacement:
             self._put_away(one)
         if self.ending:
             return
-        if not started:
+        if self._left_over(slot):
+            pass  # nobody takes its place
+        elif not started:
             killed = failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM)
             self._start_later(failed, self._starts[failed.index].failed(killed), exitcode)
         else:

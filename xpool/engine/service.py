@@ -70,7 +70,7 @@ class Service:
         self._slots, self._sched, self._reactor = slots, sched, reactor
         self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
         self._ledger = ledger
-        self._deadlines = [Deadlines() for _ in slots]
+        self._deadlines = {slot.index: Deadlines() for slot in slots}
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
         self._looks = Alarms(reactor, self._look)
@@ -108,6 +108,12 @@ class Service:
         slot.happens(WorkerEvent.RETIRE)
         self._sched.retire(slot.index)
         self._dispatcher.send(slot, stop_frame())
+
+    def dismiss(self, slot: Slot) -> None:
+        """Let a worker end after the task that it is in; others get what it has not begun."""
+        if self._sched.in_flight[slot.index].size:
+            self._recall(slot, slot.box.began)
+        self.retire(slot)
 
     def condemn(self, slot: Slot) -> None:
         """Kill a worker; it gets nothing more, and is looked at no more."""

@@ -71,6 +71,7 @@ class Scheduler:
     """The queue in front of the workers, and what each of them holds."""
 
     def __init__(self, workers: int) -> None:
+        self.size = workers  # those from here on get no more tasks: see `resize`
         self.in_flight = [InFlight() for _ in range(workers)]
         self.shared: deque[TaskRange] = deque()
         self.own: list[deque[TaskRange]] = [deque() for _ in range(workers)]
@@ -116,7 +117,26 @@ class Scheduler:
         def load(w: int) -> tuple[int, bool]:
             return self.in_flight[w].size + self._bound[w], not self.in_flight[w].accepting
 
-        return min(range(len(self.in_flight)), key=load)
+        return min(range(self.size), key=load)
+
+    def resize(self, size: int) -> None:
+        """Have so many workers; the caller retires those whose numbers are past it.
+
+        Nothing may be bound to them: see `bound_from`.
+        """
+        self.size = size
+        while len(self.in_flight) < size:
+            self.in_flight.append(InFlight())
+            self.own.append(deque())
+            self._bound.append(0)
+
+    def bound_from(self, w: int) -> bool:
+        """Whether something is bound to worker ``w`` or one after it."""
+        if any(self.own[w:]):
+            return True
+        held = (batch.bound for in_flight in self.in_flight[w:] for batch in in_flight.held)
+        later = (task_range.bound for _, _, task_range in self._later)
+        return any(bound is not None and bound >= w for bound in itertools.chain(held, later))
 
     def waiting(self) -> int:
         """Return how many items wait for a worker."""
@@ -233,7 +253,7 @@ class Scheduler:
             return 1
         n = min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
         if shared:
-            n = min(n, -(-waiting // len(self.in_flight)))
+            n = min(n, -(-waiting // self.size))
         if in_flight.left is not None:
             n = min(n, in_flight.left)
         return max(1, n)

@@ -98,16 +98,19 @@ class AllWorkers(BasePool):
     ) -> list[Any]:
         """``patience``: seconds in which the others may end by themselves when one has failed."""
         terms = self._terms(timeout, 0, ())
-        job = AllWorkersResult(0, name or label(func), self, self._size)
-        job.terms = terms
+        job: AllWorkersResult | None = None
         try:
-            with self._order:  # the workers come to the calls by number
-                job.number = next(self._job_numbers)
+            with self._order:  # the workers come to the calls by number, and are as many as now
+                number = next(self._job_numbers)
+                job = AllWorkersResult(number, name or label(func), self, self._size)
+                job.terms = terms
                 self._start_on_all(job, (func, args, {}), terms)
             return job.get()
         except PoolClosed:
             raise
         except BaseException as exc:
+            if job is None:
+                raise
             if isinstance(exc, Exception):
                 job.wait(patience)
             self._cancel(job)

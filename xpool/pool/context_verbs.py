@@ -13,4 +13,6 @@ C = TypeVar("C")
 
 
 class ContextVerbs(Generic[C]):
-    """Nothing but a name for `CtxPool` and `CtxThreadPool` of contexts of one type."""
+    """What `CtxPool` and `CtxThreadPool` of contexts of one type have in common."""
+
+    _fixed_size = "it has a worker for each of its contexts"

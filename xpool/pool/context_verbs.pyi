@@ -16,6 +16,8 @@ C = TypeVarWithDefault("C", default=Any)
 Ts = TypeVarTuple("Ts")
 
 class ContextVerbs(Generic[C]):
+    _fixed_size: str
+
     def apply(
         self,
         func: Callable[Concatenate[C, ...], T],

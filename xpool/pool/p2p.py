@@ -30,6 +30,7 @@ class P2PPool(Pool):
     ``recv(peer)``, see `WorkerInfo` and docs/peers.md.
     """
 
+    _fixed_size = "its workers, and who gives them tasks, know them by their numbers"
     _has_peers = sys.platform == "linux"
 
     def apply(

@@ -246,6 +246,14 @@ class Pool(AllWorkers):
         while not self._engine.ended:
             self._engine.wait()
 
+    @shielded
+    def _resize(self, size: int) -> None:
+        with self._order:  # what is to run in all workers is submitted to all there are
+            if self._group is not None:
+                raise OptionError("a pool with a create_group cannot be resized")
+            self._engine.resize(size)
+            self._size = size
+
     # -- shortcuts ---------------------------------------------------------------------------------
 
     def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from xpool.options import Exceptions, ManyOptions, MapOptions
+from xpool.errors import OptionError
+from xpool.options import Exceptions, ManyOptions, MapOptions, resolve_processes
 from xpool.pool.verbs import PLAIN, WAITING, Verbs
 from xpool.results import AsyncResult, MapResult
 from xpool.streams import IMapIterator, IMapUnorderedIterator
@@ -32,6 +33,7 @@ class PublicVerbs(Verbs):
     """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each."""
 
     _born: float
+    _fixed_size = ""  # why there cannot be more workers, or fewer
 
     def executor(self) -> PoolExecutor:
         """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
@@ -301,6 +303,33 @@ class PublicVerbs(Verbs):
         """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
         terms = self._terms(**options)
         return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
+
+    def resize(self, processes: int | None = None) -> None:
+        """Have so many workers from now on, while the pool works; returns at once.
+
+        New workers start like the first.  When there are to be fewer, those with the highest
+        numbers end after the task that they are in, and others get what they have not begun.  A
+        `ThreadPool` lets the threads go that are free first.  Not for pools whose workers differ
+        from each other: a `CtxPool`, a `P2PPool`, or one with a `create_group`.
+
+        Args:
+            processes: the number of workers; None: as many as the pool would have by default.
+
+        Raises:
+            OptionError (a `ValueError`): the workers of this pool cannot change in number, or it
+                gets smaller while a function of `run_all` waits or runs in a worker that would go.
+            PoolClosed: the pool takes no more work.
+            OSError, RuntimeError: the system has no process, or thread, for us; the pool keeps
+                the number of workers that it had.
+        """
+        size = resolve_processes(processes)
+        self._check_running()
+        if self._fixed_size:
+            raise OptionError(f"a {type(self).__name__} cannot be resized: {self._fixed_size}")
+        self._resize(size)
+
+    def _resize(self, size: int) -> None:
+        raise OptionError(f"a {type(self).__name__} cannot be resized: its class does not say how")
 
     @overload
     def imap(

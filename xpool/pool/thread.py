@@ -161,6 +161,12 @@ class ThreadPool(BasePool):
         """Wait for the threads."""
         self._threads.join()
 
+    @shielded
+    def _resize(self, size: int) -> None:
+        with self._lock:  # one after the other
+            self._threads.resize(size)
+            self._size = size
+
     # -- shortcuts ---------------------------------------------------------------------------------
 
     def _submit_each(

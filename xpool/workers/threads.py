@@ -35,6 +35,9 @@ __all__ = ["Entry", "Source", "ThreadWorkers"]
 SYSTEM_ATTEMPTS = 6
 """Times that the system may refuse to start a thread, at intervals that grow to three seconds."""
 
+_LOOK = object()
+"""In the queue: what wakes a thread so that it sees whether it is still wanted."""
+
 LONGEST = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
 
@@ -103,7 +106,7 @@ class Entry:
 class _Member:
     """One thread of the backend."""
 
-    __slots__ = ("index", "job", "left", "source", "thread")
+    __slots__ = ("index", "job", "left", "over", "source", "thread")
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -111,6 +114,7 @@ class _Member:
         self.thread: threading.Thread | None = None
         self.job = 0  # of which it runs a task; 0: none
         self.left = False  # to itself: it ends when it has done what it does
+        self.over = False  # more than are wanted by now: it ends
 
 
 class ThreadWorkers:
@@ -159,6 +163,7 @@ class ThreadWorkers:
         self._lock = threading.Lock()
         self._threads: dict[int, _Member] = {}
         self._left = 0
+        self._over = 0  # of these threads, those that end since fewer are wanted
         self._alarm: float | None = None
         self._later: list[tuple[float, int, Entry]] = []
 
@@ -169,8 +174,11 @@ class ThreadWorkers:
             RuntimeError: the system has no thread for us.
         """
         with self._lock:
-            for index in range(self._size):
-                if index not in self._threads and not self._ending:
+            missing = self._size - len(self._threads) + self._over
+            # The lowest numbers that are free: after a `resize` other threads have stayed.
+            for index in range(len(self._threads) + missing):
+                if missing > 0 and index not in self._threads and not self._ending:
+                    missing -= 1
                     member = self._threads[index] = _Member(index)
                     member.thread = threading.Thread(
                         target=self._run,
@@ -214,7 +222,7 @@ class ThreadWorkers:
             leave()
             with self._lock:
                 if not me.left:
-                    del self._threads[index]
+                    self._remove(me)
             if me.source is not None:
                 self.tasks.put(me.source)  # it has lived its life: another thread goes on
             if not me.left and not self._ending and self.failure is None:
@@ -240,6 +248,8 @@ class ThreadWorkers:
 
         def get() -> Any:
             while not me.left:
+                if len(self._threads) > self._size and self._goes(me):
+                    return None
                 if me.source is not None:
                     task = me.source.next()
                     if task is not None:
@@ -249,6 +259,8 @@ class ThreadWorkers:
                 task = tasks.get()
                 if task is None:
                     return None
+                if task is _LOOK:
+                    continue
                 entry = None
                 if type(task) is Source:
                     me.source = task
@@ -276,6 +288,13 @@ class ThreadWorkers:
             answer(result)
 
         return get, put
+
+    def _goes(self, me: _Member) -> bool:
+        """Whether a thread ends since fewer are wanted."""
+        with self._lock:
+            me.over = not me.left and len(self._threads) - self._over > self._size
+            self._over += me.over
+        return me.over
 
     def _hold(self, me: _Member, entry: Entry) -> int:
         """Note what a thread begins; return the key of the note."""
@@ -315,6 +334,42 @@ class ThreadWorkers:
             self.failure = failure
 
     # -- in the engine's thread, or a caller's -----------------------------------------------------
+
+    def resize(self, size: int) -> None:
+        """Have so many threads: new ones start, or those end that are free first.
+
+        Raises:
+            RuntimeError: the system has no thread for us; there are as many as before.
+        """
+        before, self._size = self._size, size
+        try:
+            self.start_missing()
+        except BaseException:
+            self._size = before
+            raise
+        finally:
+            with self._lock:
+                running = [one.source for one in self._threads.values() if one.source is not None]
+                surplus = len(self._threads) - self._over - self._size
+            for _ in range(surplus):
+                self.tasks.put(_LOOK)
+        if size > before:
+            self._spread(running, size - before)
+
+    def _spread(self, running: list[Source], more: int) -> None:
+        """Let so many more threads take from each source, those that wait too."""
+        waiting = []
+        try:
+            while True:
+                waiting.append(self.tasks.get_nowait())
+        except queue.Empty:
+            pass  # these are all: what comes now comes behind them, or is run already
+        seen: set[int] = set()
+        for task, waits in [*((one, 0) for one in running), *((one, 1) for one in waiting)]:
+            fresh = type(task) is Source and id(task) not in seen
+            seen.add(id(task))
+            for _ in range(waits + more * fresh):
+                self.tasks.put(task)
 
     def put(self, source: Source, tasks: int) -> None:
         """Let the threads take from a source; it has this number of tasks."""
@@ -380,9 +435,13 @@ class ThreadWorkers:
         with self._lock:
             for member in members:
                 if self._threads.get(member.index) is member:
-                    del self._threads[member.index]
+                    self._remove(member)
                     member.left = True
                     self._left += 1
+
+    def _remove(self, member: _Member) -> None:
+        del self._threads[member.index]
+        self._over -= member.over
 
     def withdraw(self, job: int) -> None:
         """Leave the threads to themselves that run something of this job; it has ended."""
@@ -410,7 +469,7 @@ class ThreadWorkers:
         """Let each thread end when the queue is empty."""
         self._ending = True
         # One that is left to itself may just have come to wait for a task, as the others.
-        for _ in range(self._size + self._left):
+        for _ in range(max(self._size, len(self._threads)) + self._left):
             self.tasks.put(None)
 
     def terminate(self) -> None:

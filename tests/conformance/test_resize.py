@@ -1,0 +1,238 @@
+"""`resize`: more workers, or fewer, while the pool works."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+
+import pytest
+from support import work
+from support.kinds import START_METHODS
+from support.limits import WAIT
+from support.waiting import eventually, wait_gone
+
+import xpool
+from xpool import OptionError, Pool, PoolClosed, ThreadPool, WorkerDied
+from xpool.workers.slot import Slot
+
+pytestmark = pytest.mark.xpool_only
+
+BOTH = pytest.mark.parametrize("kind", [Pool, ThreadPool])
+
+
+def at_gate(pool, mailbox, gate, count):
+    """Have so many tasks wait at the gate; return their results and the workers that run them."""
+    results = [pool.apply_async(work.who_at_gate, (mailbox.path, gate.path)) for _ in range(count)]
+    mailbox.lines(count)
+    return results
+
+
+@BOTH
+def test_larger_and_smaller(kind, make_pool, mailbox, gate):
+    """Tasks run at once on as many workers as there are to be, and on no more."""
+    pool = make_pool(kind, 1)
+    for size in (3, 4, 2, 1, 2):
+        pool.resize(size)
+        assert pool.size() == size and pool.statistics()["workers"] == size
+        held = at_gate(pool, mailbox, gate, size)
+        behind = pool.apply_async(work.square, (3,))
+        assert not behind.ready()
+        gate.open(size)
+        assert len({result.get(WAIT)[0] for result in held}) == size
+        assert behind.get(WAIT) == 9
+
+
+@pytest.mark.parametrize("kind", START_METHODS)
+def test_with_each_start_method(kind, make_pool):
+    """New workers run the initializer, and those that are over leave nothing."""
+    pool = make_pool(kind, 1, work.remember, (5,))
+    pool.resize(3)
+    eventually(lambda: pool.statistics()["ready"] == 3, "three workers")
+    assert pool.map(work.recall, range(30), 1) == [[(5,)]] * 30
+    pids = pool.statistics()["pids"]
+    pool.resize(1)
+    assert wait_gone(pids[1:]) == []
+    assert pool.statistics()["pids"] == pids[:1]
+    assert pool.map(work.recall, range(5), 1) == [[(5,)]] * 5
+
+
+@BOTH
+def test_a_map_under_way(kind, make_pool, gate, mailbox):
+    """It goes on with the workers that come, and on those that stay."""
+    pool = make_pool(kind, 1)
+    first = pool.apply_async(work.gated, (gate.path,))
+    mapped = pool.map_async(
+        functools.partial(work.post_and_gate, mailbox.path, gate.path), range(12), 1
+    )
+    waits = pool.imap(work.square, range(500))
+    pool.resize(3)
+    mailbox.lines(2)  # by workers that were not there
+    gate.open(100)
+    first.get(WAIT)
+    pool.resize(2)
+    assert mapped.get(WAIT) == list(range(12))
+    pool.resize(1)
+    assert list(waits) == [x * x for x in range(500)]
+
+
+def test_a_worker_that_is_over_ends_what_it_runs(make_pool, mailbox, gate):
+    """Its task has its answer; those that it has in hand are run by others meanwhile."""
+    pool = make_pool(Pool, 2)
+    assert pool.map(work.square, range(200), 1) == [x * x for x in range(200)]  # short ones
+    held = at_gate(pool, mailbox, gate, 2)
+    rest = [pool.apply_async(work.square, (i,)) for i in range(100)]
+    pool.resize(1)
+    gate.open()  # one of them, whichever
+    eventually(lambda: any(result.ready() for result in held), "one has passed")
+    if not held[0].ready() or held[0].get()[0] == 1:
+        gate.open()
+    assert [result.get(WAIT) for result in rest] == [i * i for i in range(100)]
+    gate.open()
+    assert {result.get(WAIT)[0] for result in held} == {0, 1}
+
+
+@BOTH
+def test_to_and_fro_without_a_pause(kind, make_pool):
+    """A pool that changes all the time loses nothing and runs nothing twice."""
+    pool = make_pool(kind, 2)
+    stop = threading.Event()
+
+    def fidget():
+        for i in range(10**9):
+            if stop.is_set():
+                return
+            pool.resize(1 + i % 4)
+
+    thread = threading.Thread(target=fidget)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert pool.map(work.square, range(300), 3) == [x * x for x in range(300)]
+            assert list(pool.imap(work.square, range(300))) == [x * x for x in range(300)]
+            calls = [pool.apply_async(work.square, (i,)) for i in range(50)]
+            assert [call.get(WAIT) for call in calls] == [i * i for i in range(50)]
+            assert pool.apply(work.square, (7,)) == 49
+    finally:
+        stop.set()
+        thread.join(WAIT)
+    pool.resize(2)
+    assert pool.map(work.square, range(10)) == [x * x for x in range(10)]
+
+
+def test_killed_on_its_way_out(make_pool, mailbox, gate):
+    """A worker that is over and is killed costs its task, and nobody takes its place."""
+    pool = make_pool(Pool, 3)
+    held = at_gate(pool, mailbox, gate, 3)
+    pids = pool.statistics()["pids"]
+    pool.resize(1)
+    os.kill(pids[2], signal.SIGKILL)
+    assert wait_gone(pids[2:]) == []
+    gate.open(3)
+    outcomes = []
+    for result in held:
+        try:
+            outcomes.append(result.get(WAIT)[0])
+        except WorkerDied as exc:
+            outcomes.append(f"{exc.worker} died")
+    assert sorted(map(str, outcomes)) == ["0", "1", "2 died"]
+    assert pool.map(work.square, range(5)) == [x * x for x in range(5)]
+    assert len(pool.statistics()["pids"]) == 1
+
+
+def test_larger_again_before_it_has_ended(make_pool, mailbox, gate):
+    """A worker that is wanted again while it still ends is replaced by a new process."""
+    pool = make_pool(Pool, 2)
+    held = at_gate(pool, mailbox, gate, 2)
+    before = pool.statistics()["pids"]
+    pool.resize(1)
+    pool.resize(2)
+    gate.open(2)
+    for result in held:
+        result.get(WAIT)
+    eventually(lambda: pool.statistics()["ready"] == 2, "both")
+    after = pool.statistics()["pids"]
+    assert after[0] == before[0] and after[1] != before[1]
+
+
+def test_with_run_all(make_pool, gate, mailbox):
+    """A worker that a function of run_all waits for stays; larger is possible at any time."""
+    pool = make_pool(Pool, 2)
+    found = []
+    thread = threading.Thread(
+        target=lambda: found.append(pool.run_all(work.who_at_gate, mailbox.path, gate.path))
+    )
+    thread.start()
+    mailbox.lines(2)
+    with pytest.raises(OptionError, match="a function of run_all runs in a worker"):
+        pool.resize(1)
+    pool.resize(3)
+    gate.open(2)
+    thread.join(WAIT)
+    assert [worker for worker, *_ in found[0]] == [0, 1]
+    gate.open(3)
+    assert [w for w, *_ in pool.run_all(work.who_at_gate, mailbox.path, gate.path)] == [0, 1, 2]
+    pool.resize(1)
+    assert [worker for worker, *_ in pool.run_all(work.who)] == [0]
+
+
+@pytest.mark.parametrize("kind", [xpool.P2PPool, xpool.CtxPool, xpool.CtxThreadPool])
+def test_pools_whose_workers_differ(kind, make_pool):
+    """They cannot be resized, and say why."""
+    pool = make_pool(kind, 2)
+    with pytest.raises(OptionError, match="cannot be resized: "):
+        pool.resize(3)
+    assert pool.size() == 2
+
+
+@BOTH
+def test_nonsense(kind, make_pool):
+    """What is no number of workers is refused, and so is a pool that has ended."""
+    pool = make_pool(kind, 2)
+    for wrong in (0, -1, "3", 1.5):
+        with pytest.raises((TypeError, OptionError)):
+            pool.resize(wrong)
+    pool.resize()
+    assert pool.size() == len(os.sched_getaffinity(0))
+    pool.close()
+    with pytest.raises(PoolClosed):
+        pool.resize(3)
+
+
+def test_the_system_refuses_a_process(make_pool, monkeypatch):
+    """The error is raised, and the pool is as large as it was."""
+    pool = make_pool(Pool, 1)
+    start, calls = Slot.start, []
+
+    def refuse(self, *args):
+        calls.append(self.index)
+        if self.index == 2:
+            raise OSError(11, "no more processes")
+        start(self, *args)
+
+    monkeypatch.setattr(Slot, "start", refuse)
+    with pytest.raises(OSError, match="no more processes"):
+        pool.resize(3)
+    assert calls == [1, 2] and pool.size() == 1
+    monkeypatch.undo()
+    assert pool.map(work.square, range(9), 1) == [x * x for x in range(9)]
+    pool.resize(3)
+    eventually(lambda: pool.statistics()["ready"] == 3, "three workers")
+
+
+def test_the_system_refuses_a_thread(make_pool, monkeypatch):
+    """The error is raised, and the pool is as large as it was."""
+    pool = make_pool(ThreadPool, 1)
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            pool.resize(3)
+    assert pool.size() == 1
+    assert pool.map(work.square, range(9), 1) == [x * x for x in range(9)]
+    pool.resize(2)
+    assert pool.size() == 2
