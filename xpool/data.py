@@ -263,7 +263,10 @@ class _Epoch(Iterator[Any]):
                 raise RuntimeError(f"DataLoader timed out after {loader.timeout} seconds")
             del self._pending[place]
             self._submit()
-            batch = result.get()
+            try:
+                batch = result.get()
+            finally:
+                del result  # the traceback of its error has this frame
             if type(batch) is str and batch == _END:
                 progress.ended.add(number)
                 continue

@@ -224,7 +224,10 @@ class AsyncResult(Job, Generic[T]):
         if self._success:
             value: T = self._value
             return value
-        raise self._value
+        try:
+            raise self._value
+        finally:
+            del self  # its traceback has this frame: no circle, so the result goes with its name
 
     def __await__(self) -> Generator[Any, None, T]:
         """Await the result in a loop of asyncio or trio; who is cancelled has it cancelled."""

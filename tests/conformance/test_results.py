@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import threading
 import time
+import weakref
 
 import pytest
 from support import work
 from support.kinds import STDLIB
 from support.limits import WAIT
+from support.waiting import eventually
 
 
 def test_ready_follows_the_task(pool, gate):
@@ -170,3 +174,20 @@ def test_timeout_of_a_task(process_kind, make_pool, mailbox, how):
             pool.apply_async(work.post_and_spin, (mailbox.path,), timeout=0.5).get()
     mailbox.line()
     assert pool.apply(work.square, (3,)) == 9
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", ["apply_async", "map_async"])
+def test_a_failed_result_goes_with_its_name(pool, verb):
+    """What was caught and dropped leaves nothing that only the garbage collector could free."""
+    result = getattr(pool, verb)(work.fail, ((),) if verb == "apply_async" else [()])
+    reference = weakref.ref(result)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyError):
+            result.get(WAIT)
+        del result
+        eventually(lambda: reference() is None, "it is freed")
+    finally:
+        gc.enable()
