@@ -218,7 +218,8 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
     del pool
     fds = len(os.listdir("/proc/self/fd"))
     bell = Bell(seed)
-    at_interrupt = signal.getsignal(signal.SIGINT)  # ignored, where a shell put it in the background
+    # Ignored, where a shell has put this in the background.
+    at_interrupt = signal.getsignal(signal.SIGINT)
     errors: Counter[str] = Counter()
     pools = 0
     begin = time.monotonic()

@@ -271,6 +271,31 @@ CALLBACKS = """
         finish(pool)
 """
 
+BUSY = """
+    def nap(x):
+        time.sleep(0.005)
+        return x
+    if __name__ == "__main__":
+        import threading
+        pool = start(2)
+        run(pool, nap, range(9))
+        over = []
+        def compute():
+            n = 0
+            while not over:
+                n += 1
+        thread = threading.Thread(target=compute)
+        thread.start()
+        begin = time.perf_counter()
+        got = list(run(pool, nap, range(200)))
+        seconds = time.perf_counter() - begin
+        over.append(True)
+        thread.join()
+        tell(seconds)
+        assert len(got) == 200
+        finish(pool)
+"""
+
 TESTED = """
     import pytest
     class TestWithPools:
@@ -412,6 +437,7 @@ ROWS = [
         needs="numpy",
     ),
     Row("2,000 callbacks", _program(CALLBACKS)),
+    Row("200 tasks of 5 ms, program computes", _program(BUSY)),
     Row(
         "4,000 arrays of 1 KB there",
         _data("[numpy.ones(128) + i for i in range(4_000)]", "spread", "size"),

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from xpool import InternalError
 from xpool.jobs.budget import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, RestartBudget, back_off
 from xpool.jobs.scheduler import (
+    LONG_SECONDS,
     MOST_BYTES,
     MOST_ITEMS,
-    PREFETCH_SECONDS,
     Limit,
     Past,
     Scheduler,
@@ -59,12 +59,28 @@ def test_short_tasks_come_by_the_handful():
 
 
 def test_long_tasks_are_not_held():
-    """A task that takes longer than a handful stands alone in its hand."""
+    """A task that takes long stands alone in its worker's hand."""
     sched = ready(1)
     sched.put(task_range(n=5))
     sched.next_batches()
-    sched.answered(0, 1, seconds=PREFETCH_SECONDS)
+    sched.answered(0, 1, seconds=2 * LONG_SECONDS)
     assert [len(g.items) for g in sched.refill(0)] == [1]
+
+
+def test_long_tasks_are_held_where_many_wait():
+    """As many as bridge the time in which the parent computes; with others' shares left to them."""
+    for cost, held in (1e-3, 11), (0.005, 5), (0.02, 2), (0.2, 2), (0.3, 1):
+        sched = ready(2)
+        sched.put(task_range(n=100))
+        sched.next_batches()
+        sched.answered(0, 1, seconds=cost)
+        sched.refill(0)
+        assert len(sched.in_flight[0].held) == held
+        sched.answered(1, 1, seconds=cost)
+        while len(sched.shared[0].items) > 2:
+            sched.shared[0].items.pop()
+        sched.refill(1)
+        assert len(sched.in_flight[1].held) == (2 if cost == 1e-3 else 1)
 
 
 def test_a_grant_is_no_larger_than_a_pipe():
@@ -179,7 +195,7 @@ def test_withdrawing():
     sched.next_batches()
     sched.withdraw(1)
     assert sched.waiting() == 2 and sched.in_flight[0].size == 1
-    sched.answered(0, 1, PREFETCH_SECONDS)
+    sched.answered(0, 1, 2 * LONG_SECONDS)
     assert [g.job for g in sched.refill(0)] == [2]
     assert sched.least_loaded() == 0
 

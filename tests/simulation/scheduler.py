@@ -6,12 +6,16 @@ to skip, and die at any step.  After the events the scheduler's books are compar
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from xpool.jobs.scheduler import (
+    AHEAD_SECONDS,
+    LONG_SECONDS,
     MOST_BYTES,
     MOST_ITEMS,
     PREFETCH_SECONDS,
+    SHORT_SECONDS,
     Batch,
     Scheduler,
     TaskRange,
@@ -371,12 +375,23 @@ class SchedulerWorld(World):
         if in_flight.size == 0 and in_flight.paused:
             worker.told = worker.limit = FAR
             self.sched.resume(w)
+        cost = self.sched.cost
+        held = len(set(worker.messages[worker.answered :]))
+        most = 1 if 2 * cost > PREFETCH_SECONDS else 2
+        if SHORT_SECONDS < cost <= LONG_SECONDS:
+            # More where so many wait that others have enough, or nobody else may run them.
+            n = 1 if 2 * cost > PREFETCH_SECONDS else int(PREFETCH_SECONDS / 2 / cost)
+            ahead = math.ceil(AHEAD_SECONDS / (n * cost))
+            waiting = max((len(t) for _, t in self.queues[None]), default=0)
+            if any(t for _, t in self.queues[w]):
+                most = 1 + ahead
+            else:
+                most = max(most, 1 + min(ahead, waiting // (n * len(self.workers))))
         batches = self.sched.refill(w)
         for batch in batches:
             self.given(w, batch)
-        held = len(set(worker.messages[worker.answered :]))
-        if held > (1 if batches and 2 * self.sched.cost > PREFETCH_SECONDS else 2):
-            self.wrong(f"worker {w} holds {held} messages of {self.sched.cost} s a task")
+        if batches and held + len(batches) > most:
+            self.wrong(f"worker {w} holds {held} and {len(batches)} messages of {cost} s a task")
         if in_flight.size == 0 and in_flight.left == 0:
             self.note("worker", w, "has lived its life")
             self.sched.retire(w)

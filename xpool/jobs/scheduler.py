@@ -11,9 +11,11 @@ The words used here and in the engine:
 
 How much is in flight?  As much as the worker runs in `PREFETCH_SECONDS`, judged by how long the
 last tasks took, in two batches, so that the next is there when the first is done.  A worker that
-may run long gets one item.  A share of what waits is the upper bound, so that the last items of a
-map are spread over all workers.  When the guess was wrong and a worker sits on items behind a long
-one, the engine takes them back (`surplus`, `take_back`) as soon as another worker has nothing.
+may run long gets one item, and some more where many wait: it need not wait for the parent, whose
+engine gets the interpreter late while the program computes.  A share of what waits is the upper
+bound, so that the last items of a map are spread over all workers.  When the guess was wrong and a
+worker sits on items behind a long one, the engine takes them back (`surplus`, `take_back`) as soon
+as another worker has nothing.
 
 Tasks that are tried again wait their time in a heap; the clock is the caller's.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 
 from xpool.errors import InternalError
@@ -34,6 +37,14 @@ __all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Past", "Scheduler", "
 
 PREFETCH_SECONDS = 0.004
 """Seconds of work in flight at a worker.  Ten times the time a busy parent takes to answer."""
+
+AHEAD_SECONDS = 0.020
+"""Seconds of work that a worker has beside the item that it runs, where these are not short and
+many wait.  Four times as long as a thread that computes keeps the interpreter."""
+
+SHORT_SECONDS, LONG_SECONDS = 1e-4, 0.25
+"""Of items between these: for shorter ones it is the parent that cannot keep up, and with longer
+ones the time between two does not count."""
 
 MOST_ITEMS = 512
 """Items in one batch at most: what is decoded ahead of a consumer stays small."""
@@ -195,17 +206,25 @@ class Scheduler:
         """Bring what a worker has in flight up to the aim; called when it has answered."""
         in_flight = self.in_flight[w]
         batches: list[Batch] = []
-        while self.queued and in_flight.accepting and len(in_flight.held) < 2:
-            if in_flight.held and not self._worth_holding():
-                break
+        held = in_flight.held
+        while self.queued and in_flight.accepting and len(held) < self._most_held(w):
             batch = self._cut(w)
             if batch is None:
                 break
             batches.append(batch)
         return batches
 
-    def _worth_holding(self) -> bool:
-        return 2 * self.cost <= PREFETCH_SECONDS
+    def _most_held(self, w: int) -> int:
+        """Return how many batches worker ``w`` may hold."""
+        if SHORT_SECONDS < self.cost <= LONG_SECONDS:
+            n = self._handful()
+            more = math.ceil(AHEAD_SECONDS / (n * self.cost))
+            if self._bound[w]:
+                return 1 + more
+            share = len(self.shared[0].items) // (n * self.size) if self.shared else 0
+            if share:
+                return 1 + min(more, share)
+        return 2 if 2 * self.cost <= PREFETCH_SECONDS else 1
 
     def _cut(self, w: int) -> Batch | None:
         """Cut the next batch for a worker, or None when nothing waits that it may run."""
@@ -248,10 +267,14 @@ class Scheduler:
             return True
         return False
 
-    def _share(self, waiting: int, in_flight: InFlight, shared: bool) -> int:
-        if not self._worth_holding():
+    def _handful(self) -> int:
+        """Return how many items make a batch, by what they cost."""
+        if 2 * self.cost > PREFETCH_SECONDS:
             return 1
-        n = min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
+        return min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
+
+    def _share(self, waiting: int, in_flight: InFlight, shared: bool) -> int:
+        n = self._handful()
         if shared:
             n = min(n, -(-waiting // self.size))
         if in_flight.left is not None:
