@@ -16,6 +16,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from support.tiers import also
 from support.waiting import eventually
 
 from xpool import OptionError, Pool, current_worker
@@ -207,7 +208,18 @@ if __name__ == "__main__":
     )
 
 
-def test_lines_of_workers_do_not_run_into_a_bar(tmp_path):
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pool.map(f, range(3), 1, progress='bar')",
+        "pool.map(f, range(3), 3, progress='bar')",
+        *also(
+            "list(pool.imap(f, range(3), progress='bar'))",
+            "pool.starmap(f, [(0,), (1,), (2,)], 3, progress='bar')",
+        ),
+    ],
+)
+def test_lines_of_workers_do_not_run_into_a_bar(tmp_path, call):
     """On a terminal, a line that a task prints stands by itself, and the bar goes on below."""
     pytest.importorskip("tqdm")
     script = tmp_path / "script.py"
@@ -217,7 +229,7 @@ def test_lines_of_workers_do_not_run_into_a_bar(tmp_path):
         "    print('line', x)\n"
         "if __name__ == '__main__':\n"
         "    with Pool(1) as pool:\n"
-        "        pool.map(f, range(3), 1, progress='bar')\n"
+        f"        {call}\n"
     )
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))

@@ -97,7 +97,7 @@ class P2PPool(Pool):
         if not self._direct:
             return super()._open_stream(job, func, chunked, flow, terms)
         engine, packer = self._engine, self._packer
-        job.func, owner = self._learn(job, func, False, chunked, terms)
+        job.func, owner = self._learn(func, False, chunked, terms)
         bound = -1 if owner is None else owner
         begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
         begin.input_reader = flow

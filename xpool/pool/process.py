@@ -312,7 +312,7 @@ class Pool(AllWorkers):
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
             return
-        job.func, owner = self._learn(job, func, starred, chunked, terms)
+        job.func, owner = self._learn(func, starred, chunked, terms)
         begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
         task_ranges = [begin]
         failed = []
@@ -361,17 +361,18 @@ class Pool(AllWorkers):
         return TaskRange(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
 
     def _learn(
-        self, job: Job, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
+        self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
     ) -> tuple[int, int | None]:
         """Have the engine keep a function for the workers, or for one, if it holds handles."""
-        if job.progress is not None and job.progress.on_terminal:
-            from xpool.worker.lines import Clearing  # only here: few programs have a terminal
-
-            func = Clearing(func)
         if terms.retry_on:
             func = Retried(func, terms.retry_on)
         payload, owner = self._packer.pack_task(func, True, None)
         return self._engine.learn(_MODES[starred, chunked], payload), owner
+
+    def _beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        from xpool.worker.lines import Clearing  # only here: few programs have a terminal
+
+        return Clearing(func)
 
     def _submit_span(self, task_range: TaskRange) -> None:
         self._engine.submit(task_range)
@@ -381,7 +382,7 @@ class Pool(AllWorkers):
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, chunked, flow, terms)
-        job.func, owner = self._learn(job, func, False, chunked, terms)
+        job.func, owner = self._learn(func, False, chunked, terms)
         return _Stream(self, job, flow, terms, owner).put
 
     def _withdraw(self, job: Job) -> None:

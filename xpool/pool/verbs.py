@@ -175,8 +175,7 @@ class Verbs(Hooks):
         else:
             chunks = (items[i : i + size] for i in range(0, len(items), size))
         try:
-            if job.progress is not None:
-                job.progress.begin()
+            func = self._begin_progress(job, func)
             if not items:
                 job.settled = True
                 self._complete(job)
@@ -231,8 +230,7 @@ class Verbs(Hooks):
             job.release()
             raise
         try:
-            if job.progress is not None:
-                job.progress.begin()
+            func = self._begin_progress(job, func)
             put = job.around(self._open_stream(job, func, size > 1, flow, terms))
             put_run = self._open_runs(job, func, terms) if terms.journal is None else None
         except BaseException as exc:
@@ -374,6 +372,18 @@ class Verbs(Hooks):
                 if by_handler(exc):
                     raise
                 self._deliver(job.number, i, False, exc)
+
+    def _begin_progress(self, job: Job, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Show the job's progress, if it is to be; return what the workers call for it."""
+        if job.progress is None:
+            return func
+        beside_bar = job.progress.on_terminal
+        job.progress.begin()
+        return self._beside_bar(func) if beside_bar else func
+
+    def _beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a function whose workers share the terminal of a bar with it."""
+        return func
 
     def _submit_only(
         self,
