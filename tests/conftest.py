@@ -200,10 +200,9 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 @pytest.fixture(autouse=True, scope="module")
 def module_leaves_nothing() -> Iterator[None]:
     """Fail the last test of a module after which processes or names in /dev/shm are left."""
-    before = Snapshot.take()
+    before = Snapshot.take(outside=True)
     yield
     left = [] if STDLIB else before.leaks(WAIT)
-    left = [what for what in left if what.startswith(("process", "/dev/shm"))]
     if left:
         pytest.fail(
             "left over by the tests of this module (XPOOL_TEST_LEAKS=1 says by which):\n  "

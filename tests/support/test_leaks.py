@@ -168,3 +168,21 @@ def test_mailbox_and_gate(mailbox: Mailbox, gate: Gate):
     gate.open()
     thread.join(WAIT)
     assert not thread.is_alive()
+
+
+def test_what_is_outside(tmp_path):
+    """A snapshot of what is outside of this process waits for nothing that lives on in it."""
+    before = Snapshot.take(outside=True)
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="stays")
+    thread.start()
+    with open(tmp_path / "open", "w"):
+        assert before.leaks(0.1) == []
+        name = Path("/dev/shm", f"xpool-test-{os.getpid()}")
+        name.touch()
+        try:
+            assert before.leaks(0.1) == [str(name)]
+        finally:
+            name.unlink()
+    stop.set()
+    thread.join()

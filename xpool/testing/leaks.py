@@ -147,17 +147,25 @@ class Snapshot:
 
     inside: bool = False
     """Whether this is about threads and descriptors of this process only."""
+    outside: bool = False
+    """Whether it is about processes and names in /dev/shm only."""
 
     @classmethod
-    def take(cls, inside: bool = False) -> Snapshot:
-        """Look now; only at this process itself, which takes a tenth of the time, if ``inside``."""
+    def take(cls, inside: bool = False, outside: bool = False) -> Snapshot:
+        """Look now; only at this process itself, which takes a tenth of the time, if ``inside``.
+
+        ``outside`` is the opposite: what lives on in this process is not waited for.
+        """
         threads, fds = set(threading.enumerate()), descriptors()
         if inside:
             return cls(set(), list(_servers), threads, fds, set(), inside)
-        return cls(descendants(), servers(), threads, fds, set(os.listdir("/dev/shm")))
+        shm = set(os.listdir("/dev/shm"))
+        return cls(descendants(), servers(), threads, fds, shm, outside=outside)
 
     def more_fds(self) -> dict[int, str]:
         """Return descriptors opened since, if there are more than there were."""
+        if self.outside:
+            return {}
         now = descriptors()
         new = {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
         # A server is started anew when the program has come to use more modules.
@@ -175,7 +183,7 @@ class Snapshot:
         end = time.monotonic() + limit
         new = [
             thread
-            for thread in threading.enumerate()
+            for thread in ([] if self.outside else threading.enumerate())
             if thread not in self.threads and not re.fullmatch(ignore, thread.name)
         ]
         processes = set() if self.inside else descendants() - self.processes
