@@ -1,0 +1,78 @@
+"""The pool on Ray, made of hooks alone: its verbs, errors, and a worker that dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support.limits import PROGRAM_LIMIT
+
+pytest.importorskip("ray", reason="ray is not installed: pip install xpool[ray]")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# On loopback alone, and without what nobody looks at.
+CLUSTER = """
+import ray
+ray.init(
+    num_cpus=2, _node_ip_address="127.0.0.1", include_dashboard=False, log_to_driver=False,
+    logging_level="ERROR",
+)
+"""
+
+
+def run(code: str) -> list[str]:
+    """Run code with a cluster of its own; return what it prints, without what Ray adds."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLUSTER + textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])},
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "(raylet)" not in line]
+
+
+def test_the_example():
+    """It prints what the gallery shows."""
+    shown = (ROOT / "docs/gallery.md").read_text(encoding="utf-8").split("pool_on_ray.py\n")[1]
+    assert run("import pool_on_ray; pool_on_ray.main()") == (shown.partition("```")[0].splitlines())
+
+
+def test_the_verbs():
+    """Results, their order, callbacks, errors, lambdas, an initializer, and a death among them."""
+    out = run(
+        """
+        import os
+        from pool_on_ray import RayPool
+        from xpool import WorkerDied
+
+        def begin(x):
+            os.environ["STARTED"] = x
+
+        with RayPool(2, begin, ("yes",)) as pool:
+            assert pool.map(lambda x: x * 5, range(50)) == [5 * x for x in range(50)]
+            assert list(pool.imap(lambda x: x + 1, range(20))) == list(range(1, 21))
+            assert sorted(pool.imap_unordered(lambda x: -x, range(20))) == list(range(-19, 1))
+            assert pool.starmap(divmod, [(7, 2), (9, 4)]) == [(3, 1), (2, 1)]
+            seen = []
+            pool.apply_async(divmod, (9, 2), callback=seen.append).wait()
+            results = pool.map(lambda x: 1 // x, [1, 0], on_error="return")
+            for task in (lambda: {}["key"], lambda: os._exit(3)):
+                try:
+                    pool.apply(task)
+                except (KeyError, WorkerDied) as error:
+                    print(type(error).__name__)
+            assert pool.map(lambda x: os.environ["STARTED"], range(20)) == ["yes"] * 20
+            assert pool.executor().submit(pow, 2, 5).result() == 32
+            print(seen, results)
+        """
+    )
+    assert out == [
+        "KeyError",
+        "WorkerDied",
+        "[(4, 1)] [1, ZeroDivisionError('integer division or modulo by zero')]",
+    ]
