@@ -390,6 +390,22 @@ SEARCH = """
 """
 
 
+JOBS = """
+    def nap(x):
+        time.sleep(0.001)
+        return x
+    if __name__ == "__main__":
+        import joblib
+        {importing}
+        with joblib.parallel_config({backend!r}, n_jobs=2):
+            joblib.Parallel()(joblib.delayed(nap)(x) for x in range(100))
+            begin = time.perf_counter()
+            got = joblib.Parallel()(joblib.delayed(nap)(x) for x in range(10_000))
+            tell(time.perf_counter() - begin)
+        assert got == list(range(10_000))
+"""
+
+
 def _program(main: str, top: str = "") -> str:
     return top + textwrap.dedent(TASKS) + textwrap.dedent(main)
 
@@ -409,10 +425,18 @@ _LOADERS = {
     "xpool": "from xpool.data import DataLoader\n" + textwrap.dedent(IMAGES),
     "torch": "from torch.utils.data import DataLoader\n" + textwrap.dedent(IMAGES),
 }
-_SEARCHES = {
-    "xpool": textwrap.dedent(SEARCH.format(importing="import xpool.joblib", backend="xpool")),
-    "joblib": textwrap.dedent(SEARCH.format(importing="", backend="loky")),
-}
+
+
+def _with_joblib(program: str) -> Mapping[str, str]:
+    return MappingProxyType(
+        {
+            "xpool": textwrap.dedent(
+                program.format(importing="import xpool.joblib", backend="xpool")
+            ),
+            "joblib": textwrap.dedent(program.format(importing="", backend="loky")),
+        }
+    )
+
 
 ROWS = [
     Row("whole script: Pool(2), map of 9", _program(WHOLE), whole=True),
@@ -459,7 +483,8 @@ ROWS = [
         "192 photos into batches", "", needs="torch PIL sklearn",
         programs=MappingProxyType(_LOADERS),
     ),
-    Row("grid search", "", needs="joblib sklearn", programs=MappingProxyType(_SEARCHES)),
+    Row("grid search", "", needs="joblib sklearn", programs=_with_joblib(SEARCH)),
+    Row("10,000 joblib calls of 1 ms", "", needs="joblib", programs=_with_joblib(JOBS)),
     Row(
         "memory, map of 1,000,000: parent", _memory(1_000_000, MAPPED, OF_PARENT),
         unit="B/task", once=True,

@@ -266,3 +266,20 @@ def test_arguments():
     loader.load_state_dict({"random": torch.get_rng_state(), "taken": 1})
     with pytest.raises(ValueError, match="takes workers"):
         iter(loader)
+
+
+def test_batches_are_made_in_common_memory():
+    """What torch's collation makes in a worker takes no shared file: it travels in ours."""
+    shared = []
+
+    def collate(items):
+        batch = theirs.default_collate(items)
+        shared.append(batch.is_shared())
+        return batch, torch.tensor(any(shared)), theirs.get_worker_info() is not None
+
+    loader = DataLoader(
+        Each(lambda i: torch.full((100,), i), 6), 2, num_workers=1, collate_fn=collate
+    )
+    for n, (batch, any_shared, has_info) in enumerate(loader):
+        assert batch[:, 0].tolist() == [2 * n, 2 * n + 1]
+        assert not any_shared and has_info
