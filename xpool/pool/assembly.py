@@ -51,8 +51,8 @@ class Orders:
             self._contexts = [
                 pool._packer.pack_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
             ]
-        # By worker; without contexts it is the same for all, however many there come to be.
-        self.binds = [dict(getattr(c, "env", None) or {}) for c in contexts or (None,)]
+        every = contexts or [None] * pool._size
+        self.binds = [dict(getattr(context, "env", None) or {}) for context in every]
         self._cpus = [tuple(getattr(c, "cpus", None) or ()) for c in contexts or ()]
         self._initializer = initializer
         self._bare = launcher.bare
@@ -78,7 +78,8 @@ class Orders:
             "pool": self._pool,
             "name": f"{self._pool}-worker-{index}",
             "environ": _environment(),
-            "bind": self.binds[index if self._contexts is not None else 0],
+            # Those that came by `resize` have no context.
+            "bind": self.binds[index] if index < len(self.binds) else {},
             "cpus": (self._cpus[index] if self._cpus else ()) or _own_cpus(),
             "cwd": _folder(),
             "pid": os.getpid(),
