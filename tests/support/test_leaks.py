@@ -13,6 +13,7 @@ import pytest
 
 from support.leaks import Snapshot
 from support.limits import WAIT
+from support.scripts import run_ok
 from support.waiting import Gate, Mailbox, eventually, wait_gone
 from xpool.testing import leaks
 
@@ -186,3 +187,23 @@ def test_what_is_outside(tmp_path):
             name.unlink()
     stop.set()
     thread.join()
+
+
+@pytest.mark.xpool_only
+def test_kept_servers():
+    """What this process has open to a server that is kept is no leak, whoever's server that is."""
+    run_ok(
+        ["-"],
+        """
+        from multiprocessing import forkserver, resource_tracker
+        import xpool
+        from support.leaks import Snapshot
+        for start in (
+            resource_tracker.ensure_running, forkserver.ensure_running,
+            lambda: xpool.preload("json"),
+        ):
+            before = Snapshot.take()
+            start()
+            assert before.more_fds() == {} and before.leaks(0.1) == []
+        """,
+    )

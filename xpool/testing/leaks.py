@@ -169,10 +169,12 @@ class Snapshot:
         now = descriptors()
         new = {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
         # A server is started anew when the program has come to use more modules.
-        for _ in set(servers()) - set(self.servers) if new else ():
-            socket = next((fd for fd, to in new.items() if to.startswith("socket:")), None)
-            if socket is not None:
-                del new[socket], now[socket]
+        # This process has an end of a socket to it, to those of multiprocessing of a pipe.
+        for pid in set(servers()) - set(self.servers) if new else ():
+            kind = "socket:" if KEPT[0] in command(pid) else "pipe:"
+            end = next((fd for fd, to in new.items() if to.startswith(kind)), None)
+            if end is not None:
+                del new[end], now[end]
         return new if len(now) > len(self.fds) else {}
 
     def leaks(self, limit: float, ignore: str = "(?!)") -> list[str]:
