@@ -18,7 +18,7 @@ from xpool.engine.dispatcher import Dispatcher
 from xpool.engine.replacement import Replacement
 from xpool.engine.service import Service
 from xpool.jobs.ranges import piece
-from xpool.jobs.scheduler import PREFETCH_SECONDS, Scheduler
+from xpool.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool.transport.outbox import Outbox
 from xpool.transport.pipes import FrameReader
@@ -122,7 +122,16 @@ def _(patch: Patch) -> None:
 
 @mutant("a long task gets others behind it", "scheduler")
 def _(patch: Patch) -> None:
-    patch.setattr(Scheduler, "_worth_holding", lambda sched: sched.cost <= PREFETCH_SECONDS)
+    wrap(patch, Scheduler, "_most_held", lambda original, sched, w: original(sched, w) + 1)
+
+
+@mutant("more are held ahead than wait for each", "scheduler")
+def _(patch: Patch) -> None:
+    def most(original: Any, sched: Scheduler, w: int) -> int:
+        n: int = original(sched, w)
+        return max(n, 8) if SHORT_SECONDS < sched.cost <= LONG_SECONDS else n
+
+    wrap(patch, Scheduler, "_most_held", most)
 
 
 @mutant("items that were taken back are taken for held", "scheduler")
