@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import importlib.util
 import os
+import re
 import signal
 import sys
 import uuid
@@ -220,9 +221,10 @@ def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -
         request.getfixturevalue("warm")
     before = Snapshot.take(inside=not ALL_LEAKS)
     yield
-    # Threads for callbacks and logs come when they are needed and go with the pool, which stays.
-    may_stay = r"xpool-\d+-(callbacks|logs).*" if "pool" in request.fixturenames else "(?!)"
-    left = before.leaks(WAIT, may_stay)
+    # Threads for callbacks and logs come when they are needed and go with the pool: those of a
+    # pool stay that was there before.
+    pools = [name[:-7] for t in before.threads if (name := t.name).endswith("-engine")]
+    left = before.leaks(WAIT, rf"({'|'.join(map(re.escape, pools))})-(callbacks|logs).*")
     if STDLIB:
         # Its pools close their descriptors when they are collected, which is after this.
         left = [what for what in left if what.startswith(("process", "thread"))]

@@ -149,7 +149,7 @@ def structure(context: DeviceContext) -> Any:
 def total(context: DeviceContext, tensors: Any, model: Any) -> tuple[list[str], float]:
     """Compute with what arrived, on the worker's own device."""
     x = tensors["x"].to(context.device)
-    return [str(tensors["x"].device), str(x.device)], float(model.to(context.device)(x).sum())
+    return [str(tensors["x"].device), str(x.device)], model.to(context.device)(x).sum().item()
 
 
 def test_xla_tensors_as_results_and_arguments(two: CtxPool):
