@@ -44,10 +44,11 @@ def find(name: str) -> Any:
     return getattr(home, name)
 
 
-class Begun(xpool.Executor):
+class Executor(xpool.Executor):
     """An executor that cancels what has not begun when something has.
 
     Their tests count on it: theirs call a future running when it is handed to a worker's queue.
+    Their scripts import it by its name.
     """
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +70,7 @@ def over_xpool(name: str) -> Any:
     bases = (find(name), find("BaseTestCase"))
     if not issubclass(bases[0], find("ExecutorMixin")):
         bases = (find("ExecutorMixin"), *bases)
-    return type(name, bases, {"executor_type": Begun})
+    return type(name, bases, {"executor_type": Executor})
 
 
 def install_in_scripts() -> None:
