@@ -93,6 +93,8 @@ class Answers:
                 self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
             else:
                 self._split(slot, data, boxed, plain and boxed <= together, seconds)
+        elif count and mark != slot.box.head:
+            raise ValueError(f"outbox mark {mark} where all up to {slot.box.head} is taken")
         if body:
             self._answer(slot, bool(errors & BODY_ERROR), body, seconds, bool(errors & BODY_AGAIN))
 
