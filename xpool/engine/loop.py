@@ -86,8 +86,8 @@ class Engine:
     ) -> None:
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
-        self._slot = slot
-        self.slots = [slot(i) for i in range(workers)]
+        self._slot, self._relay = slot, relay
+        self.slots = [self._new_slot(i) for i in range(workers)]
         for workers_of_one in processes:
             for i in workers_of_one:
                 siblings = tuple(self.slots[k] for k in workers_of_one if k != i)
@@ -125,11 +125,14 @@ class Engine:
         )  # fmt: skip
         self._spin = Spin()
         self._calls = TaskRange(CALLS, 0, 0, ())  # the last one that calls were appended to
-        self._relay = relay
         if relay is not None:
-            for one in self.slots:
-                one.relay = relay.theirs.fileno()
             reactor.add(relay.fileno(), self._relay_has_something)
+
+    def _new_slot(self, index: int) -> Slot:
+        slot = self._slot(index)
+        if self._relay is not None:
+            slot.relay = self._relay.theirs.fileno()
+        return slot
 
     def _relay_has_something(self, fd: int) -> None:
         assert self._relay is not None
@@ -354,7 +357,7 @@ class Engine:
     def resize(self, size: int) -> None:
         """Have so many workers: new ones start, or those with the highest numbers end.
 
-        These answer what they have in hand before.
+        These end after the task that they are in; others get what they have not begun.
 
         Raises:
             OptionError: something is bound to one of these.
@@ -370,10 +373,7 @@ class Engine:
                     "or is to run there; call resize() when that has returned"
                 )
             for i in range(len(self.slots), size):
-                slot = self._slot(i)
-                if self._relay is not None:
-                    slot.relay = self._relay.theirs.fileno()
-                self.slots.append(slot)
+                self.slots.append(self._new_slot(i))
                 self.ledger.open_account()
             before = self.sched.size
             self.sched.resize(size)
