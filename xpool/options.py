@@ -1,6 +1,6 @@
 """The arguments of the constructors and verbs, checked in one place."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import math
 import os

@@ -131,6 +131,21 @@ def test_imports_point_one_way():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+@pytest.mark.starts
+def test_the_fields_of_named_tuples_are_no_texts():
+    """What each pool imports makes no texts of a NamedTuple's fields: to compile them takes ms."""
+    imported = run_python("import xpool.pool.assembly, xpool.worker.loop, xpool.byvalue.units")
+    wrong = []
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        bases = {base.id for one in classes for base in one.bases if isinstance(base, ast.Name)}
+        texts = "__future__" in {target for _, target in imports(tree)}
+        if "NamedTuple" in bases and texts and module_name(path) in imported:
+            wrong.append(str(path.relative_to(PACKAGE.parent)))
+    assert not wrong, f"leave `from __future__ import annotations` out of {wrong}"
+
+
 def test_rooms_form_no_circle():
     """Rooms of one row may import one another, but never in a circle."""
     graph: dict[str, set[str]] = defaultdict(set)

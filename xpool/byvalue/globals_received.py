@@ -8,7 +8,7 @@ what its run of the script made, if that pickles to the same bytes: other object
 it too, and may compare by identity.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import contextlib
 import pickle

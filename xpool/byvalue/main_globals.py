@@ -23,7 +23,7 @@ why.
 `globals_received` has the other side.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import functools
 import itertools

@@ -16,7 +16,7 @@ globals as a whole (`globals`, `exec`), or imports ``*``, all of it is run, as i
 analysis has nothing to say.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import ast
 import builtins

@@ -6,7 +6,7 @@ in it, and of tasks that take more than a millisecond each has a message to itse
 Guarded by the engine's lock.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import heapq
 import itertools

@@ -8,7 +8,7 @@ process is started anew, for all of them.
 Called with the engine's lock held.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import signal
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ as long as a limit it has not done what is no task and takes no time, read what 
 it, or send an answer.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import enum
 from typing import Any, NamedTuple

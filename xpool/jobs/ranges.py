@@ -3,7 +3,7 @@
 See `xpool.jobs.scheduler` for the words.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import itertools
 from collections import deque
@@ -81,7 +81,9 @@ class TaskRange:
         # Who appends to it, to be told how much was taken; for the engine, not looked at here.
         self.input_reader: Any = None
 
-    def beside(self, first: int, items: Iterable[Item] = (), bound: int | None = None) -> TaskRange:
+    def beside(
+        self, first: int, items: Iterable[Item] = (), bound: int | None = None
+    ) -> "TaskRange":
         """Return a range with other items of the same job, run under the same terms."""
         other = TaskRange(self.job, self.func, first, items, self.retries, bound, self.limit)
         other.input_reader = self.input_reader
@@ -128,7 +130,7 @@ class Batch:
         """Return job and index of an item as the pool knows them: of a call, its number and 0."""
         return (index, 0) if self.job == CALLS else (self.job, index)
 
-    def cut(self, start: int, stop: int) -> Batch:
+    def cut(self, start: int, stop: int) -> "Batch":
         """Return a part of it, as a batch of its own that the worker has got."""
         part = Batch(piece(self, start, stop), self.items[start:stop], self.seq + start)
         part.input_reader, part.withdrawn = self.input_reader, self.withdrawn
@@ -137,7 +139,7 @@ class Batch:
         return part
 
 
-def piece(one: Batch | TaskRange, start: int, stop: int) -> TaskRange:
+def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
     """Return some items of a batch or a range as a range of their own."""
     items = itertools.islice(one.items, start, stop)
     return TaskRange(

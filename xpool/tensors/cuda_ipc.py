@@ -11,7 +11,7 @@ One who has imported memory sends on the facts that it has got, and the exporter
 of hops lead to the one memory, and back to the exporter's own storage.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import errno
 import os

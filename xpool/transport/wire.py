@@ -35,7 +35,7 @@ An entry in the outbox, and in the body of several answers: size u32 (top bit: i
 payload.  Answers come in the order in which the worker was given the items: no names are needed.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import struct
 from typing import NamedTuple
@@ -89,7 +89,7 @@ class Refusal(NamedTuple):
         return ENTRY.pack(len(line)) + line + self.pickled
 
     @classmethod
-    def unpacked(cls, body: bytes | memoryview) -> Refusal:
+    def unpacked(cls, body: bytes | memoryview) -> "Refusal":
         """Return what `packed` has made; raise an `Exception` for anything else."""
         end = ENTRY.size + ENTRY.unpack_from(body)[0]
         if end > len(body):
