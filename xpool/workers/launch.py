@@ -101,7 +101,7 @@ _NUMPY = ("numpy", "numpy.random")
 _preloaded: set[str] = set()  # what `preload` was asked for
 
 _START = (
-    "import os, sys; sys.path[:] = {path!r}; "
+    "import gc, os, sys; gc.disable(); sys.path[:] = {path!r}; "
     "from xpool.worker.server import main; os._exit(main({fd}, {preload!r}, {later!r}))"
 )
 
