@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
     from xpool.pool.executor import Executor as Executor
     from xpool.pool.p2p import P2PPool as P2PPool
+    from xpool.pool.preloading import preload as preload
     from xpool.pool.process import Pool as Pool
     from xpool.pool.spawn import ProcessContext as ProcessContext
     from xpool.pool.spawn import spawn as spawn
@@ -79,7 +80,6 @@ if TYPE_CHECKING:
     from xpool.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool.tensors.handles import TensorHandle as TensorHandle
     from xpool.worker.context import current_worker as current_worker
-    from xpool.workers.launch import preload as preload
 
 _homes = {
     "xpool.errors": (
@@ -93,10 +93,10 @@ _homes = {
     "xpool.pool.context": "CtxPool CtxThreadPool",
     "xpool.pool.executor": "Executor",
     "xpool.pool.p2p": "P2PPool",
+    "xpool.pool.preloading": "preload",
     "xpool.pool.process": "Pool",
     "xpool.pool.spawn": "ProcessContext spawn start_processes",
     "xpool.pool.thread": "ThreadPool",
-    "xpool.workers.launch": "preload",
     "xpool.results": "AsyncResult MapResult",
     "xpool.streams": "IMapIterator IMapUnorderedIterator",
     "xpool.worker.context": "current_worker",

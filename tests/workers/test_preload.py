@@ -70,6 +70,26 @@ def test_preloaded_torch_is_the_one(tmp_path):
     assert scripts.run_ok([path]) == ""
 
 
+READY = """
+    import sys
+    import xpool
+
+    if __name__ == "__main__":
+        xpool.preload("json")
+        before = set(sys.modules)
+        with xpool.Pool(1) as pool:
+            assert pool.apply(abs, (-3,)) == 3
+        pool.join()
+        print(sorted(name for name in set(sys.modules) - before if name.startswith("xpool")))
+"""
+
+
+def test_the_program_has_imported_what_a_pool_needs(tmp_path):
+    """Making a pool imports nothing of xpool's engine, which takes long once torch is there."""
+    done = scripts.run([scripts.write(tmp_path / "ready.py", READY)])
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stdout + done.stderr
+
+
 UNKNOWN = """
     import xpool
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -29,8 +30,8 @@ __all__ = [
     "Launcher",
     "ProcessLauncher",
     "occupy_streams",
-    "preload",
     "search_path",
+    "start_early",
     "wanted_modules",
 ]
 
@@ -98,7 +99,7 @@ LATER = (
 
 _NUMPY = ("numpy", "numpy.random")
 
-_preloaded: set[str] = set()  # what `preload` was asked for
+_preloaded: set[str] = set()  # what `xpool.preload` was asked for
 
 _START = (
     "import gc, os, sys; gc.disable(); sys.path[:] = {path!r}; "
@@ -106,32 +107,8 @@ _START = (
 )
 
 
-def preload(*modules: str) -> None:
-    """Start the fork server now, in the background, and have it import these modules.
-
-    Call it first of all in a program that will import what takes long: the server, from which all
-    workers are forked, imports the same at the same time, and the first pool need not wait for it.
-    Without this the server is started with the first pool, and has torch, or numpy, if the program
-    has imported it.  Workers share the memory of what the server has imported.
-
-        import xpool
-
-        if __name__ == "__main__":
-            xpool.preload("torch")
-            import torch
-
-    Args:
-        modules: names, as in an ``import`` statement, of modules that start no threads and open no
-            devices when they are imported; the program need not import them.  What cannot be
-            imported the server says on stderr, and workers raise it where they need it.
-
-    Raises:
-        TypeError: something is not a name.
-        OSError: no process can be started.
-    """
-    for name in modules:
-        if not isinstance(name, str):
-            raise TypeError(f"preload takes names of modules, such as 'torch', not {name!r}")
+def start_early(modules: Iterable[str]) -> None:
+    """Start the server that has these modules and what was asked for before, in the background."""
     _preloaded.update(modules)
     if sys.platform == "linux":
         ForkServer.get(wanted_modules()).start()

@@ -1,0 +1,42 @@
+"""`preload`: the fork server starts before there is a pool, and imports while the program does."""
+
+from __future__ import annotations
+
+import importlib
+
+from xpool.workers.launch import start_early
+
+__all__ = ["preload"]
+
+
+def preload(*modules: str) -> None:
+    """Start the fork server now, in the background, and have it import these modules.
+
+    Call it first of all in a program that will import what takes long: the server, from which all
+    workers are forked, imports the same at the same time, and the first pool need not wait for it.
+    Without this the server is started with the first pool, and has torch, or numpy, if the program
+    has imported it.  Workers share the memory of what the server has imported.
+
+        import xpool
+
+        if __name__ == "__main__":
+            xpool.preload("torch")
+            import torch
+
+    Args:
+        modules: names, as in an ``import`` statement, of modules that start no threads and open no
+            devices when they are imported; the program need not import them.  What cannot be
+            imported the server says on stderr, and workers raise it where they need it.
+
+    Raises:
+        TypeError: something is not a name.
+        OSError: no process can be started.
+    """
+    for name in modules:
+        if not isinstance(name, str):
+            raise TypeError(f"preload takes names of modules, such as 'torch', not {name!r}")
+    start_early(modules)
+    # What a pool needs, before the program has the objects of torch: importing it afterwards starts
+    # a collection of garbage, which looks at all of these for 150 ms.
+    for needed in "xpool.pool.process", "xpool.pool.assembly", "xpool.byvalue.units":
+        importlib.import_module(needed)
