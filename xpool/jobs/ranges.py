@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "piece"]
+__all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "covers", "piece"]
 
 CALLS = 0
 """Stands for the job where each item is a job of its own: a call.  Its index is that job's number,
@@ -145,3 +145,11 @@ def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
     return TaskRange(
         one.job, one.func, one.first + start, items, one.retries, one.bound, one.limit, one.past
     )
+
+
+def covers(part: Batch | TaskRange, job: int, index: int | None) -> bool:
+    """Whether a range waits, or a batch is in flight, with items of a job, or a certain one."""
+    if part.job != job or index is None:
+        return part.job == job
+    first = part.first + part.done if isinstance(part, Batch) else part.first
+    return first <= index < part.first + len(part.items)

@@ -25,13 +25,13 @@ without it.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections import deque
 
 from xpool.errors import InternalError
-from xpool.jobs.ranges import CALLS, Batch, Item, Limit, Past, TaskRange, piece
+from xpool.jobs.ranges import CALLS, Batch, Item, Limit, Past, TaskRange, covers, piece
+from xpool.jobs.waiting import Waiting
 
 __all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Past", "Scheduler", "TaskRange"]
 
@@ -78,44 +78,20 @@ class InFlight:
         return self.sent - self.answered
 
 
-class Scheduler:
+class Scheduler(Waiting):
     """The queue in front of the workers, and what each of them holds."""
 
     def __init__(self, workers: int) -> None:
+        super().__init__(workers)
         self.size = workers  # those from here on get no more tasks: see `resize`
         self.in_flight = [InFlight() for _ in range(workers)]
-        self.shared: deque[TaskRange] = deque()
-        self.own: list[deque[TaskRange]] = [deque() for _ in range(workers)]
         # Ready workers with nothing in flight, oldest first.  Input readers read its truth without
         # the lock.
         self.idle: dict[int, None] = {}
-        # Items that wait in `own`, for each worker; and task ranges that stand in any queue.
-        self._bound = [0] * workers
-        self.queued = 0
-        # Spans that wait for their time, then for a worker: (when, a number, task range).
-        self._later: list[tuple[float, int, TaskRange]] = []
-        self._numbers = itertools.count()
         self.cost = float("inf")
         """Seconds a task takes, by the last answers; what a handful is measured with."""
 
     # -- work comes in ---------------------------------------------------------------------
-
-    def put(self, task_range: TaskRange) -> None:
-        """Queue a task range, behind what waits already."""
-        self._queue(task_range).append(task_range)
-
-    def put_back(self, task_range: TaskRange) -> None:
-        """Queue a task range in front: its items have waited their turn before."""
-        self._queue(task_range).appendleft(task_range)
-
-    def _queue(self, task_range: TaskRange) -> deque[TaskRange]:
-        task_range.queued = True
-        self.queued += 1
-        if task_range.bound is None:
-            return self.shared
-        self._bound[task_range.bound] += len(task_range.items)
-        return self.own[task_range.bound]
-
     def least_loaded(self, newest: bool = False) -> int:
         """Return the worker with the fewest items in flight and bound to it.
 
@@ -138,21 +114,13 @@ class Scheduler:
         self.size = size
         while len(self.in_flight) < size:
             self.in_flight.append(InFlight())
-            self.own.append(deque())
-            self._bound.append(0)
+        self.extend(size)
 
     def bound_from(self, w: int) -> bool:
         """Whether something is bound to worker ``w`` or one after it."""
-        if any(self.own[w:]):
-            return True
         held = (batch.bound for in_flight in self.in_flight[w:] for batch in in_flight.held)
-        later = (task_range.bound for _, _, task_range in self._later)
-        return any(bound is not None and bound >= w for bound in itertools.chain(held, later))
-
-    def waiting(self) -> int:
-        """Return how many items wait for a worker."""
-        queued = sum(len(s.items) for q in (self.shared, *self.own) for s in q)
-        return queued + sum(len(task_range.items) for _, _, task_range in self._later)
+        bounds = itertools.chain(held, self.bounds())
+        return any(bound is not None and bound >= w for bound in bounds)
 
     # -- work goes out ---------------------------------------------------------------------
 
@@ -232,40 +200,15 @@ class Scheduler:
         if not in_flight.accepting:
             return None
         for queue in (self.own[w], self.shared):
-            while queue:
-                task_range = queue[0]
-                if not task_range.items and not self._dry(queue, task_range):
-                    continue
+            task_range = self.first_of(queue)
+            if task_range is not None:
                 n = self._share(len(task_range.items), in_flight, queue is self.shared)
-                items: list[Item] = []
-                size = 0
-                while len(items) < n and task_range.items:
-                    size += len(task_range.items[0])
-                    if items and size > MOST_BYTES:
-                        break
-                    items.append(task_range.items.popleft())
-                if task_range.bound is not None:
-                    self._bound[w] -= len(items)
+                items = self.take(queue, n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
-                task_range.first += len(items)
-                if not task_range.items:
-                    self._dry(queue, task_range)
+                batch.first -= len(items)
                 self._hold(w, batch)
                 return batch
         return None
-
-    def _dry(self, queue: deque[TaskRange], task_range: TaskRange) -> bool:
-        """Take an empty range off its queue; False when it was.  A reader may append meanwhile."""
-        queue.popleft()
-        task_range.queued = False
-        self.queued -= 1
-        # The input reader appends first and looks at `queued` then; so one of us sees the other.
-        if task_range.items:
-            task_range.queued = True
-            self.queued += 1
-            queue.appendleft(task_range)
-            return True
-        return False
 
     def _handful(self) -> int:
         """Return how many items make a batch, by what they cost."""
@@ -361,13 +304,7 @@ class Scheduler:
         if when is None:
             self.put_back(task_range)
         else:
-            heapq.heappush(self._later, (when, next(self._numbers), task_range))
-
-    def due(self, now: float) -> float | None:
-        """Queue what has waited until ``now``; return when the next is due, None: nothing waits."""
-        while self._later and self._later[0][0] <= now:
-            self.put_back(heapq.heappop(self._later)[2])
-        return self._later[0][0] if self._later else None
+            self.put_later(when, task_range)
 
     # -- taking back from a worker that sits on its items -----------------------------------
 
@@ -447,16 +384,10 @@ class Scheduler:
 
         Returns the workers that hold some of it: they will answer it.
         """
-        for queue in (self.shared, *self.own):
-            if any(task_range.job == job for task_range in queue):
-                kept = [part for one in queue for part in self._without(one, job, index)]
-                queue.clear()
-                queue.extend(kept)
-        self._later = [entry for entry in self._later if not _covers(entry[2], job, index)]
-        heapq.heapify(self._later)
+        self.strike(job, index)
         holders = []
         for w, in_flight in enumerate(self.in_flight):
-            found = [batch for batch in in_flight.held if _covers(batch, job, index)]
+            found = [batch for batch in in_flight.held if covers(batch, job, index)]
             for batch in found:
                 if index is not None and len(batch.items) > 1:
                     batch = _single_out(in_flight.held, batch, index - batch.first)
@@ -465,49 +396,13 @@ class Scheduler:
                 holders.append(w)
         return holders
 
-    def _without(self, task_range: TaskRange, job: int, index: int | None) -> list[TaskRange]:
-        """Return what is left of a queued range, which stays the one that is appended to."""
-        if not _covers(task_range, job, index):
-            return [task_range]
-        if index is None:
-            task_range.queued = False
-            self.queued -= 1
-            if task_range.bound is not None:
-                self._bound[task_range.bound] -= len(task_range.items)
-            return []
-        if task_range.bound is not None:
-            self._bound[task_range.bound] -= 1
-        n = index - task_range.first
-        before = [task_range.items.popleft() for _ in range(n + 1)][:n]
-        task_range.first += n + 1
-        if not before:
-            return [task_range]
-        self.queued += 1
-        front = piece(task_range, 0, 0)
-        front.first, front.items, front.queued = index - n, deque(before), True
-        return [front, task_range]
-
     def clear(self) -> None:
         """Forget everything that waits and is held: the pool ends."""
-        for queue in (self.shared, *self.own):
-            for task_range in queue:
-                task_range.items.clear()  # whoever appends to it has it still
-            queue.clear()
-        self._bound = [0] * len(self.own)
-        self.queued = 0
-        self._later.clear()
+        super().clear()
         for w, in_flight in enumerate(self.in_flight):
             self.retire(w)
             in_flight.held.clear()
             in_flight.answered = in_flight.sent
-
-
-def _covers(part: Batch | TaskRange, job: int, index: int | None) -> bool:
-    """Whether a range waits, or a batch is in flight, with items of a job, or a certain one."""
-    if part.job != job or index is None:
-        return part.job == job
-    first = part.first + part.done if isinstance(part, Batch) else part.first
-    return first <= index < part.first + len(part.items)
 
 
 def _single_out(held: deque[Batch], batch: Batch, position: int) -> Batch:

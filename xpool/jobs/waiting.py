@@ -1,0 +1,155 @@
+"""What waits for a worker: the queues in front of all, and of each.
+
+The lock of who has it guards it, except `TaskRange.items`, to which an input reader appends without
+it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+from xpool.jobs.ranges import Item, TaskRange, covers, piece
+
+__all__ = ["Waiting"]
+
+
+class Waiting:
+    """Task ranges in queues: one for any worker, one for each, and those that wait for a time."""
+
+    def __init__(self, workers: int) -> None:
+        self.shared: deque[TaskRange] = deque()
+        self.own: list[deque[TaskRange]] = [deque() for _ in range(workers)]
+        # Items that wait in `own`, for each worker; and task ranges that stand in any queue.
+        self._bound = [0] * workers
+        self.queued = 0
+        # Ranges that wait for their time, then for a worker: (when, a number, task range).
+        self._later: list[tuple[float, int, TaskRange]] = []
+        self._numbers = itertools.count()
+
+    def extend(self, workers: int) -> None:
+        """Have queues for so many workers, at least."""
+        while len(self.own) < workers:
+            self.own.append(deque())
+            self._bound.append(0)
+
+    def put(self, task_range: TaskRange) -> None:
+        """Queue a task range, behind what waits already."""
+        self._queue(task_range).append(task_range)
+
+    def put_back(self, task_range: TaskRange) -> None:
+        """Queue a task range in front: its items have waited their turn before."""
+        self._queue(task_range).appendleft(task_range)
+
+    def _queue(self, task_range: TaskRange) -> deque[TaskRange]:
+        task_range.queued = True
+        self.queued += 1
+        if task_range.bound is None:
+            return self.shared
+        self._bound[task_range.bound] += len(task_range.items)
+        return self.own[task_range.bound]
+
+    def put_later(self, when: float, task_range: TaskRange) -> None:
+        """Queue a task range, in front, when it is time: see `due`."""
+        heapq.heappush(self._later, (when, next(self._numbers), task_range))
+
+    def due(self, now: float) -> float | None:
+        """Queue what has waited until ``now``; return when the next is due, None: nothing waits."""
+        while self._later and self._later[0][0] <= now:
+            self.put_back(heapq.heappop(self._later)[2])
+        return self._later[0][0] if self._later else None
+
+    def waiting(self) -> int:
+        """Return how many items wait for a worker."""
+        queued = sum(len(s.items) for q in (self.shared, *self.own) for s in q)
+        return queued + sum(len(task_range.items) for _, _, task_range in self._later)
+
+    def bounds(self) -> Iterator[int]:
+        """Yield the workers to which something is bound that waits."""
+        yield from (w for w, queue in enumerate(self.own) if queue)
+        yield from (one.bound for _, _, one in self._later if one.bound is not None)
+
+    def strike(self, job: int, index: int | None) -> None:
+        """Forget what waits of a job, or this item of it alone."""
+        for queue in (self.shared, *self.own):
+            if any(task_range.job == job for task_range in queue):
+                kept = [part for one in queue for part in self._without(one, job, index)]
+                queue.clear()
+                queue.extend(kept)
+        self._later = [entry for entry in self._later if not covers(entry[2], job, index)]
+        heapq.heapify(self._later)
+
+    def _without(self, task_range: TaskRange, job: int, index: int | None) -> list[TaskRange]:
+        """Return what is left of a queued range, which stays the one that is appended to."""
+        if not covers(task_range, job, index):
+            return [task_range]
+        if index is None:
+            task_range.queued = False
+            self.queued -= 1
+            if task_range.bound is not None:
+                self._bound[task_range.bound] -= len(task_range.items)
+            return []
+        if task_range.bound is not None:
+            self._bound[task_range.bound] -= 1
+        n = index - task_range.first
+        before = [task_range.items.popleft() for _ in range(n + 1)][:n]
+        task_range.first += n + 1
+        if not before:
+            return [task_range]
+        self.queued += 1
+        front = piece(task_range, 0, 0)
+        front.first, front.items, front.queued = index - n, deque(before), True
+        return [front, task_range]
+
+    def first_of(self, queue: deque[TaskRange]) -> TaskRange | None:
+        """Return the first range of a queue that has items; None: nothing waits there."""
+        while queue:
+            task_range = queue[0]
+            if task_range.items or self._dry(queue, task_range):
+                return task_range
+        return None
+
+    def take(self, queue: deque[TaskRange], n: int, nbytes: int) -> list[Item]:
+        """Take items off the first range of a queue, which has some.
+
+        ``n`` at most, and of no more than ``nbytes`` bytes in all, unless one alone is larger.
+        """
+        task_range = queue[0]
+        items: list[Item] = []
+        size = 0
+        while len(items) < n and task_range.items:
+            size += len(task_range.items[0])
+            if items and size > nbytes:
+                break
+            items.append(task_range.items.popleft())
+        if task_range.bound is not None:
+            self._bound[task_range.bound] -= len(items)
+        task_range.first += len(items)
+        if not task_range.items:
+            self._dry(queue, task_range)
+        return items
+
+    def _dry(self, queue: deque[TaskRange], task_range: TaskRange) -> bool:
+        """Take an empty range off its queue; False when it was.  A reader may append meanwhile."""
+        queue.popleft()
+        task_range.queued = False
+        self.queued -= 1
+        # The input reader appends first and looks at `queued` then; so one of us sees the other.
+        if task_range.items:
+            task_range.queued = True
+            self.queued += 1
+            queue.appendleft(task_range)
+            return True
+        return False
+
+    def clear(self) -> None:
+        """Forget everything that waits: the pool ends."""
+        for queue in (self.shared, *self.own):
+            for task_range in queue:
+                task_range.items.clear()  # whoever appends to it has it still
+            queue.clear()
+        self._bound = [0] * len(self.own)
+        self.queued = 0
+        self._later.clear()
