@@ -14,7 +14,8 @@
     |   `-- TaskCancelled
     |-- the worker --------------------------------------------------------------
     |   |-- WorkerDied          it ended while it ran the task
-    |   |   `-- TensorLost      it ended, and a tensor on its device with it
+    |   |   |-- TensorLost      it ended, and a tensor on its device with it
+    |   |   `-- HostLost        the whole host is gone
     |   |-- PeerLost            it ended while another worked with it
     |   |-- WorkerStartFailed   it cannot be started: the pool is stopped
     |   `-- PoolBroken          workers die and nothing gets done: the pool is stopped
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeviceError",
+    "HostLost",
     "InternalError",
     "OptionError",
     "PeerLost",
@@ -107,7 +109,8 @@ class TaskTimeout(XPoolError, TimeoutError):
     Fields: ``seconds`` (the limit), ``worker`` (index of the slot), ``pid`` (of the worker; None:
     not known), ``task`` (what ran, as text), ``stack`` (where it was then, as text: the call that
     was made last comes first; empty when the worker could not tell), ``stopped`` (False: it ran in
-    a thread of this process, which cannot be stopped, and runs on).
+    a thread of this process, which cannot be stopped, and runs on), ``host`` (name of the host that
+    it ran on; empty: this one).
     """
 
     def __init__(
@@ -118,10 +121,11 @@ class TaskTimeout(XPoolError, TimeoutError):
         task: str,
         stack: str = "",
         stopped: bool = True,
+        host: str = "",
     ) -> None:
-        super().__init__(seconds, worker, pid, task, stack, stopped)
+        super().__init__(seconds, worker, pid, task, stack, stopped, host)
         self.seconds, self.worker, self.pid, self.task = seconds, worker, pid, task
-        self.stack, self.stopped = stack, stopped
+        self.stack, self.stopped, self.host = stack, stopped, host
 
     def __str__(self) -> str:
         where = (
@@ -130,7 +134,7 @@ class TaskTimeout(XPoolError, TimeoutError):
             else ("Where it was is not known: the worker did not answer a signal.")
         )
         end = (
-            f"(pid {self.pid}) and was stopped"
+            f"(pid {self.pid}){f' on host {self.host}' if self.host else ''} and was stopped"
             if self.stopped
             else "and runs on: a thread cannot be stopped, another has taken its place"
         )
@@ -160,7 +164,8 @@ class WorkerDied(XPoolError):
     negative for a signal, None when unknown), ``worker`` (index of the slot), ``task``
     (what it was running, as text), ``killed`` (how many workers have died of this task by
     now: with ``retries=`` it may be several; 0: it is innocent), ``beside`` (where workers are
-    threads of one process: what the others have to do with its end, as text, or empty).
+    threads of one process: what the others have to do with its end, as text, or empty), ``host``
+    (name of the host that it was on; empty: this one).
     """
 
     def __init__(
@@ -171,10 +176,11 @@ class WorkerDied(XPoolError):
         task: str,
         killed: int = 1,
         beside: str = "",
+        host: str = "",
     ) -> None:
-        super().__init__(pid, exitcode, worker, task, killed, beside)
+        super().__init__(pid, exitcode, worker, task, killed, beside, host)
         self.pid, self.exitcode, self.worker, self.task = pid, exitcode, worker, task
-        self.killed, self.beside = killed, beside
+        self.killed, self.beside, self.host = killed, beside, host
 
     @property
     def signal(self) -> str | None:
@@ -187,7 +193,11 @@ class WorkerDied(XPoolError):
         reason = exit_reason(self.exitcode)
         itself = "" if self.beside else "The task itself ended the process."
         hint = _HINTS.get(self.exitcode, itself)
-        story = f"Worker {self.worker} (pid {self.pid}) died, {reason}, while it ran {self.task}. "
+        where = f" on host {self.host}" if self.host else ""
+        story = (
+            f"Worker {self.worker} (pid {self.pid}){where} died, {reason}, while it ran "
+            f"{self.task}. "
+        )
         if self.killed > 1:
             return (
                 f"{story}{hint} This task has killed {self.killed} workers, one after the other: "
@@ -210,6 +220,25 @@ class TensorLost(WorkerDied):
         return (
             f"{self.task} is lost: worker {self.worker} (pid {self.pid}), which held it, has "
             "ended. Make it again in the worker that is there now, or keep a copy: handle.cpu()."
+        )
+
+
+class HostLost(WorkerDied):
+    """The host that had this task is gone, and may have run it.
+
+    Fields as of `WorkerDied`, and ``reason`` (what is known of its end, as text); ``worker`` is -1
+    where any of the host's may have run the task, ``pid`` and ``exitcode`` are None.
+    """
+
+    def __init__(self, host: str, reason: str, task: str, worker: int = -1) -> None:
+        super().__init__(None, None, worker, task, 0, "", host)
+        self.args = (host, reason, task, worker)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"Host {self.host} is lost, and may have run {self.task}: {self.reason}. Pass "
+            "retries=n to have it run again on another."
         )
 
 

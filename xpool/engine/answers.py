@@ -56,15 +56,17 @@ class Answers:
         ledger: Ledger,
         give_idle: Callable[[], None],
         leased: Callable[[], None],
+        hands_back: bool = False,
     ) -> None:
         # What happened, for the pool to deliver: appended under the lock, popped without.
-        self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
+        self.results: deque[tuple[int, int, tuple[Any, Any]]] = deque()
         self.describe = describe
         self._sched = sched
         self._reactor = reactor
         self._budget = budget
         self._ledger = ledger
         self._give_idle, self._leased = give_idle, leased
+        self._hands_back = hands_back
         self._random = random.Random()  # not the program's: it may have been seeded
 
     def announced(
@@ -157,7 +159,7 @@ class Answers:
             number, index = (index, 0) if batch.job == CALLS else (batch.job, index)
             self.results.append((number, index, (not error, Encoded(payload, 1, False))))
 
-    def _result(self, batch: Batch, index: int, ok: bool, value: Any) -> None:
+    def _result(self, batch: Batch, index: int, ok: bool | None, value: Any) -> None:
         self.results.append((*batch.name(index), (ok, value)))
 
     def _over(self, slot: Slot) -> str:
@@ -187,6 +189,9 @@ class Answers:
 
     def _again(self, batch: Batch, position: int, killed: bool) -> None:
         """Have a task run once more, after a pause."""
+        if self._hands_back:
+            self._result(batch, batch.first + position, None, killed)
+            return
         when = self._reactor.now() + back_off(batch.past.tries + 1, self._random.random())
         self._sched.again(batch, position, killed=killed, when=when)
         self._ledger.retried(batch, batch.first + position)

@@ -16,7 +16,7 @@ from xpool.results import Parcel
 if TYPE_CHECKING:
     from xpool.engine.ledger import Event, Slow, Work
 
-__all__ = ["EngineFace", "WorkerBackend"]
+__all__ = ["EngineFace", "LocalEngine", "WorkerBackend"]
 
 
 class WorkerBackend(Protocol):
@@ -111,3 +111,10 @@ class EngineFace(WorkerBackend, Protocol):
 
     def statistics(self) -> dict[str, Any]:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
+
+
+class LocalEngine(EngineFace, Protocol):
+    """An engine that has its workers here, and may work for a driver elsewhere."""
+
+    def take_back(self, task_range: TaskRange) -> int:
+        """Take the items of a range that no worker has, the last ones of it; return how many."""

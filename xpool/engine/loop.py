@@ -62,7 +62,8 @@ class Engine:
 
     ``processes``: workers that are threads of one process, by index; each of the others has a
     process of its own.  ``together``: the death of one worker is the end of all.  ``peers``: the
-    workers can have channels to each other.
+    workers can have channels to each other.  ``hands_back``: whom it works for tries tasks again:
+    one that is to be is a result whose ``ok`` is None, and says whether it has killed its worker.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Engine:
         relay: Relay | None = None,
         worker_memory: int | None = None,
         memory_high: float | None = None,
+        hands_back: bool = False,
     ) -> None:
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
@@ -108,6 +110,7 @@ class Engine:
             self.ledger,
             lambda: self._service.give_idle(),
             self._tidying.later,
+            hands_back,
         )
         self.results = self._answers.results
         self._service = Service(
@@ -208,6 +211,14 @@ class Engine:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
         with self.lock:
             self._service.withdraw(job, index)
+
+    def take_back(self, task_range: TaskRange) -> int:
+        """Take the items of a range that no worker has, the last ones of it; return how many."""
+        with self.lock:
+            count = len(task_range.items) if task_range.queued else 0
+            if count:
+                task_range.items.clear()  # it leaves its queue when somebody looks there
+            return count
 
     def runs(self, job: int, index: int | None = None) -> bool:
         """Whether a worker is in a task of this job now, or in that task."""

@@ -1,0 +1,1 @@
+"""Pools whose workers are on many hosts: docs/hosts.md.  `xpool.ray` places them."""

@@ -1,0 +1,90 @@
+"""What a `HostEngine` needs of the system that has the hosts, and what it is told by it.
+
+A fleet places an agent on each host and carries calls to it.  A call may fail, be late, or have run
+although it failed: the engine numbers what it sends, and makes it good.  `xpool.ray` has one; the
+simulated world has another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+__all__ = ["Dead", "Draining", "Fleet", "Joined", "Pulled", "Pushed", "Refused", "Unreached"]
+
+
+class Joined(NamedTuple):
+    """An agent is there, with so many workers; ``name``: of its host, for people."""
+
+    host: int
+    workers: int
+    name: str
+
+
+class Pushed(NamedTuple):
+    """The agent has all messages up to number ``got``."""
+
+    host: int
+    first: int
+    got: int
+
+
+class Pulled(NamedTuple):
+    """The agent's answer to a pull: messages from number ``first`` on."""
+
+    host: int
+    pull: int
+    first: int
+    messages: list[Any]
+
+
+class Unreached(NamedTuple):
+    """A call did not come back, and may have run.  ``first``: of a push; None: it was a pull."""
+
+    host: int
+    first: int | None
+
+
+class Draining(NamedTuple):
+    """A host is going to go."""
+
+    host: int
+
+
+class Dead(NamedTuple):
+    """An agent is gone for good, whatever its workers do until their lease is over."""
+
+    host: int
+    reason: str
+
+
+class Refused(NamedTuple):
+    """The fleet can have no hosts, or not this one: the pool fails with this error."""
+
+    error: BaseException
+
+
+class Fleet(Protocol):
+    """Agents on hosts.  No method may block; what becomes of a call is told to the engine."""
+
+    def start(self, tell: Callable[[Any], object]) -> list[int]:
+        """Begin to place agents; call ``tell(event)`` with what happens, from any thread.
+
+        Returns how many workers each of them will have: of hosts 0, 1 and so on.  Each will be
+        `Joined`, or `Dead`.  Others may join later.
+        """
+
+    def push(self, host: int, first: int, messages: list[Any]) -> None:
+        """Send messages, numbered from ``first`` on; `Pushed` or `Unreached` follows."""
+
+    def pull(self, host: int, pull: int, got: int) -> None:
+        """Ask for messages past number ``got``; `Pulled` or `Unreached` follows.
+
+        ``pull``: number of this call.  The agent may take its time, a second or so.
+        """
+
+    def stop(self, host: int) -> None:
+        """End an agent and its workers now, also one that has not joined; `Dead` follows."""
+
+    def close(self) -> None:
+        """Let go of everything; all agents are dead."""

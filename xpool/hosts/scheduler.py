@@ -1,0 +1,469 @@
+"""Which host gets which tasks, and which of them it may begin: a pure policy.
+
+The words, beside those of `xpool.jobs.scheduler`:
+
+* A **lot** is a batch of consecutive items that was *staged* at a host: its payloads are there.
+* A lot is **permitted** when the host may begin it.  What is permitted and not answered is what a
+  host that vanishes may have run; what was only staged goes elsewhere, and costs nobody a try.
+
+How much is permitted?  As many items as the host has workers, and what its workers do in
+`AHEAD_SECONDS`, since the next permission is a round trip away.  How much is staged?  What they do
+in `STAGED_SECONDS`, but not more than `STAGED_BYTES`.  A share of what waits is the upper bound of
+each lot, so that the last items of a map are spread over all hosts.  Where nothing waits in the
+queue, a host with room gets what another has staged; where nothing is staged, another is asked to
+give back what it has been permitted and has not begun.
+
+Methods return messages, each with the host that it is for.  Nothing here knows a clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go, Stage
+from xpool.jobs.ranges import CALLS, Past, TaskRange, piece
+from xpool.jobs.waiting import Waiting
+
+__all__ = ["Host", "HostScheduler", "Lost", "Message"]
+
+AHEAD_SECONDS = 0.05
+"""Seconds of work for which a host may begin without another word of the driver."""
+
+STAGED_SECONDS = 1.0
+STAGED_BYTES = 64 * 1024 * 1024
+"""What is sent ahead to a host, at most: in seconds of its work, and in bytes."""
+
+LOT_SECONDS = 0.004
+"""Seconds of one worker's work in a lot."""
+
+LONG_SECONDS = 0.25
+"""Of items that take longer none is permitted ahead: a round trip is short beside them."""
+
+MOST_ITEMS = 512
+"""Items in one lot at most."""
+
+MOST_AHEAD = 8192
+"""Items that a host may have been permitted at most, unless it has more workers."""
+
+LOT_BYTES = 256 * 1024
+"""Bytes in one lot at most, unless one item alone is more."""
+
+Message = tuple[int, Any]
+"""A host, and a message for its agent."""
+
+
+class Lost(NamedTuple):
+    """An item that a lost host may have run, as a range of its own, and whether another try is
+    permitted."""
+
+    item: TaskRange
+    again: bool
+
+    @property
+    def name(self) -> tuple[int, int]:
+        """Job and index, as the pool knows them."""
+        return _name(self.item, self.item.first)
+
+
+def _name(one: TaskRange, index: int) -> tuple[int, int]:
+    return (index, 0) if one.job == CALLS else (one.job, index)
+
+
+class Lot:
+    """Items that were staged at a host."""
+
+    __slots__ = ("asked", "items", "left", "nbytes", "number")
+
+    def __init__(self, number: int, items: TaskRange) -> None:
+        self.number = number
+        self.items = items
+        self.nbytes = sum(map(len, items.items))
+        self.left = len(items.items)  # without an answer
+        self.asked = False  # to give back what is not begun
+
+
+class Host:
+    """What one host holds."""
+
+    def __init__(self, number: int, first: int, workers: int) -> None:
+        self.number = number
+        self.first, self.workers = first, workers  # the pool's indices of its workers
+        self.accepting = False  # it has not joined yet, or is about to go
+        self.leaving = False
+        self.known: set[int] = set()  # functions that it has
+        self.staged: deque[Lot] = deque()  # not permitted, oldest first
+        self.lots: dict[int, Lot] = {}  # permitted, and not all answered; oldest first
+        self.permitted: dict[tuple[int, int], Lot] = {}  # items by name
+        self.ahead = 0  # permitted items that any of its workers may run
+        self.nbytes = 0  # of what is staged and what is permitted
+        self.asked: Lot | None = None  # what it was asked to give back
+
+
+class HostScheduler(Waiting):
+    """The queue in front of the hosts, and what each of them holds."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.hosts: dict[int, Host] = {}
+        self.workers = 0  # of all hosts that accept
+        self.cost = float("inf")
+        """Seconds that an item takes, by the last answers."""
+        # Hosts that may be permitted something, longest first.  Input readers read its truth
+        # without the lock.
+        self.hungry: dict[int, None] = {}
+        self._of: list[int] = []  # the host of each worker
+        self._bound_ahead: list[int] = []  # items bound to each worker that were permitted
+        self._functions: dict[int, tuple[int, Any]] = {}
+        self._numbers_of_lots = 0
+
+    # -- hosts come and go -------------------------------------------------------------------------
+
+    def expect(self, number: int, workers: int) -> Host:
+        """Number the workers of a host that is to join, after those that there are."""
+        host = self.hosts[number] = Host(number, len(self._of), workers)
+        self._of += [number] * workers
+        self._bound_ahead += [0] * workers
+        self.extend(len(self._of))
+        return host
+
+    def join(self, number: int) -> None:
+        """Take a host into service."""
+        host = self.hosts[number]
+        host.accepting = True
+        self.workers += host.workers
+        self.hungry[number] = None
+
+    def drain(self, number: int) -> list[Message]:
+        """Permit this host nothing more: it is about to go.  What is only staged there goes
+        elsewhere."""
+        host = self.hosts[number]
+        host.leaving = True
+        if not host.accepting:
+            return []
+        host.accepting = False
+        self.workers -= host.workers
+        self.hungry.pop(number, None)
+        lots = list(host.staged)
+        self._unstage(host, lots)
+        return [(number, Drop([lot.number for lot in lots]))] if lots else []
+
+    def lost(self, number: int) -> list[Lost]:
+        """Forget a host that is gone.
+
+        Returns what it may have run, oldest first, and what waited for a worker of it.  What was
+        only staged there waits again, in front.
+        """
+        self.drain(number)
+        host = self.hosts.pop(number)
+        found = []
+        for name, lot in host.permitted.items():
+            part = self._item(lot, name)
+            found.append(Lost(part, part.retries > 0 and part.bound is None))
+        for w in range(host.first, host.first + host.workers):
+            self._bound_ahead[w] = 0
+            while (task_range := self.first_of(self.own[w])) is not None:
+                job, func, first = task_range.job, task_range.func, task_range.first
+                items = self.take(self.own[w], len(task_range.items), 1 << 62)
+                found += [
+                    Lost(TaskRange(job, func, first + i, (item,), 0, w), False)
+                    for i, item in enumerate(items)
+                ]
+        return found
+
+    def _item(self, lot: Lot, name: tuple[int, int]) -> TaskRange:
+        """Return one item of a lot as a range of its own."""
+        position = (name[0] if lot.items.job == CALLS else name[1]) - lot.items.first
+        part = piece(lot.items, position, position + 1)
+        part.bound = lot.items.bound
+        return part
+
+    def is_there(self, worker: int) -> bool:
+        """Whether the host of a worker is in service, or is to be."""
+        host = self.hosts.get(self._of[worker])
+        return host is not None and not host.leaving
+
+    def host_of(self, worker: int) -> int:
+        """Return the number of the host that a worker is, or was, on."""
+        return self._of[worker]
+
+    def least_loaded(self) -> int:
+        """Return the worker with the fewest items bound to it.
+
+        Raises:
+            LookupError: no host is in service.
+        """
+        there = [w for w in range(len(self._of)) if self.is_there(w)]
+        if not there:
+            raise LookupError("no host is in service")
+        return min(there, key=lambda w: (self._bound_ahead[w] + self._bound[w], w))
+
+    # -- functions ---------------------------------------------------------------------------------
+
+    def learn(self, number: int, mode: int, payload: Any) -> None:
+        """Keep a function for the hosts."""
+        self._functions[number] = mode, payload
+
+    def forget(self, number: int) -> list[Message]:
+        """Let go of a function, here and at the hosts that have it."""
+        self._functions.pop(number, None)
+        found = []
+        for host in self.hosts.values():
+            if number in host.known:
+                host.known.discard(number)
+                found.append((host.number, Forget(number)))
+        return found
+
+    # -- work goes out -----------------------------------------------------------------------------
+
+    def give(self) -> list[Message]:
+        """Permit what waits to the hosts that have room, and stage more of it there."""
+        found: list[Message] = []
+        while self.hungry and self._turn(found):
+            continue
+        for host in list(self.hosts.values()):
+            if not self.queued:
+                break
+            self._stage_ahead(host, found)
+        return found
+
+    def _turn(self, found: list[Message]) -> bool:
+        """Permit one lot to each host that has room; return whether there was any."""
+        some = False
+        for number in list(self.hungry):
+            host = self.hosts[number]
+            room = self._room(host)
+            if room <= 0 and not any(self.own[host.first : host.first + host.workers]):
+                del self.hungry[number]  # answers bring it back
+                continue
+            lot = self._next(host, room, found)
+            if lot is not None:
+                self._permit(host, lot, found)
+                self.hungry[number] = self.hungry.pop(number)
+                some = True
+        return some
+
+    def _next(self, host: Host, room: int, found: list[Message]) -> Lot | None:
+        """Return the next lot for a host, staged there; None: it gets nothing now."""
+        for w in range(host.first, host.first + host.workers):
+            if self.own[w] and self._bound_ahead[w] < 1 + self._extra():
+                return self._stage(host, self.own[w], 1 + self._extra(), found)
+        if room <= 0:
+            return None
+        if host.staged:
+            return host.staged.popleft()
+        lot = self._stage(host, self.shared, room, found)
+        if lot is None and host.ahead < host.workers:
+            lot = self._from_another(host, room, found)
+        return lot
+
+    def _from_another(self, host: Host, room: int, found: list[Message]) -> Lot | None:
+        """Take what another host has staged, or ask one for what it has not begun."""
+        others = [one for one in self.hosts.values() if one is not host]
+        rich = max(others, key=lambda one: len(one.staged), default=None)
+        if rich is not None and rich.staged:
+            lots = [rich.staged[-1]]
+            self._unstage(rich, lots)
+            found.append((rich.number, Drop([lot.number for lot in lots])))
+            return self._stage(host, self.shared, room, found)
+        busy = [one for one in others if one.asked is None and one.ahead > one.workers]
+        rich = max(busy, key=lambda one: one.ahead / one.workers, default=None)
+        if rich is not None:
+            for lot in reversed(rich.lots.values()):
+                if lot.items.bound is None and not lot.asked:
+                    lot.asked = True
+                    rich.asked = lot
+                    found.append((rich.number, Back(lot.number)))
+                    break
+        return None
+
+    def _unstage(self, host: Host, lots: Iterable[Lot]) -> None:
+        """Queue staged lots again, in front."""
+        for lot in reversed(list(lots)):
+            host.staged.remove(lot)
+            host.nbytes -= lot.nbytes
+            self.put_back(lot.items)
+
+    def _permit(self, host: Host, lot: Lot, found: list[Message]) -> None:
+        items = lot.items
+        host.lots[lot.number] = lot
+        for index in range(items.first, items.first + len(items.items)):
+            host.permitted[_name(items, index)] = lot
+        if items.bound is None:
+            host.ahead += lot.left
+        else:
+            self._bound_ahead[items.bound] += lot.left
+        last = found[-1] if found else None
+        if last is not None and last[0] == host.number and type(last[1]) is Go:
+            last[1].batches.append(lot.number)
+        else:
+            found.append((host.number, Go([lot.number])))
+
+    def _stage_ahead(self, host: Host, found: list[Message]) -> None:
+        """Send a host what it will be permitted next; its part of what waits, at most."""
+        if not host.accepting or math.isinf(self.cost):
+            return
+        aim = host.workers * math.ceil(STAGED_SECONDS / self.cost)
+        staged = sum(lot.left for lot in host.staged)
+        while staged < aim and host.nbytes < STAGED_BYTES:
+            first = self.first_of(self.shared)
+            # The rest is for who has room first.
+            if first is None or len(first.items) <= self.workers:
+                return
+            lot = self._stage(host, self.shared, aim - staged, found)
+            if lot is None:
+                return
+            host.staged.append(lot)
+            staged += lot.left
+
+    def _stage(
+        self, host: Host, queue: deque[TaskRange], most: int, found: list[Message]
+    ) -> Lot | None:
+        """Cut a lot of ``most`` items from a queue and send it to a host; None: nothing waits."""
+        first = self.first_of(queue)
+        if first is None:
+            return None
+        n = min(most, self._handful())
+        if first.bound is None:
+            n = min(n, -(-len(first.items) // (self.workers or 1)))
+        items = self.take(queue, max(1, n), LOT_BYTES)
+        part = TaskRange(
+            first.job, first.func, first.first - len(items), items, first.retries, first.bound,
+            first.limit, first.past,
+        )  # fmt: skip
+        if first.input_reader is not None:
+            first.input_reader.taken(items)
+        self._numbers_of_lots += 1
+        lot = Lot(self._numbers_of_lots, part)
+        host.nbytes += lot.nbytes
+        if part.func and part.func not in host.known and part.func in self._functions:
+            host.known.add(part.func)
+            found.append((host.number, Func(part.func, *self._functions[part.func])))
+        bound = None if part.bound is None else part.bound - host.first
+        stage = Stage(
+            lot.number, part.job, part.func, part.first, items, part.retries > 0, bound,
+            part.limit, part.past,
+        )  # fmt: skip
+        found.append((host.number, stage))
+        return lot
+
+    def _handful(self) -> int:
+        if 2 * self.cost > LOT_SECONDS:
+            return 1
+        return min(MOST_ITEMS, int(LOT_SECONDS / self.cost))
+
+    def _extra(self) -> int:
+        """Return how many items each worker may have beside the one that it runs."""
+        if self.cost > LONG_SECONDS:
+            return 0
+        return min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / self.cost))
+
+    def _room(self, host: Host) -> int:
+        """Return how many more items a host may be permitted."""
+        if not host.accepting:
+            return 0
+        most = max(host.workers, min(MOST_AHEAD, host.workers * (1 + self._extra())))
+        return most - host.ahead
+
+    # -- answers come ------------------------------------------------------------------------------
+
+    def answered(self, number: int, job: int, first: int, tasks: int) -> bool:
+        """Note an answer to so many consecutive items; return whether they were awaited."""
+        host = self.hosts.get(number)
+        if host is None:
+            return False
+        lots = [host.permitted.pop((job, i), None) for i in range(first, first + tasks)]
+        for lot in lots:
+            if lot is not None:
+                self._answered(host, lot)
+        if host.accepting:
+            self.hungry.setdefault(number)
+        return None not in lots
+
+    def _answered(self, host: Host, lot: Lot) -> None:
+        bound = lot.items.bound
+        if bound is None:
+            host.ahead -= 1
+        else:
+            self._bound_ahead[bound] -= 1
+        lot.left -= 1
+        if not lot.left:
+            del host.lots[lot.number]
+            host.nbytes -= lot.nbytes
+            if host.asked is lot:
+                host.asked = None
+
+    def again(
+        self, number: int, job: int, item: int, killed: bool, when: Callable[[int], float]
+    ) -> None:
+        """Queue an item once more that failed: for ``when(n)``, where it was tried ``n`` times."""
+        host = self.hosts.get(number)
+        lot = None if host is None else host.permitted.get((job, item))
+        if lot is not None:
+            part = self._item(lot, (job, item))
+            self.answered(number, job, item, 1)
+            self.put_again(part, killed, when(part.past.tries + 1))
+
+    def put_again(self, item: TaskRange, killed: bool, when: float) -> None:
+        """Queue an item that was run once more, for ``when``: it costs one of its retries."""
+        item.retries -= 1
+        item.past = Past(item.past.tries + 1, item.past.killed + killed)
+        self.put_later(when, item)
+
+    def given_back(self, number: int, batch: int, tasks: int) -> None:
+        """Queue again what a host was asked for and had not begun: the last items of a lot."""
+        host = self.hosts.get(number)
+        lot = None if host is None else host.lots.get(batch)
+        if host is None or lot is None:
+            return
+        host.asked = None
+        n = len(lot.items.items)
+        back: list[TaskRange] = []
+        for index in range(lot.items.first + n - tasks, lot.items.first + n):
+            name = _name(lot.items, index)
+            if host.permitted.pop(name, None) is not None:
+                back.append(self._item(lot, name))
+                self._answered(host, lot)
+        for part in reversed(back):
+            self.put_back(part)
+        if host.accepting:
+            self.hungry.setdefault(number)
+
+    def withdraw(self, job: int, index: int | None = None) -> list[Message]:
+        """Forget a job that has ended, or one item of it; stop what runs of it."""
+        self.strike(job, index)
+        found: list[Message] = []
+        for host in self.hosts.values():
+            for lot in [lot for lot in host.staged if lot.items.job == job]:
+                self._withdraw_staged(host, lot, index, found)
+            names = [
+                name
+                for name, lot in host.permitted.items()
+                if lot.items.job == job and (index is None or name[job != CALLS] == index)
+            ]
+            for name in names:
+                self.answered(host.number, *name, 1)
+            if names:
+                found.append((host.number, Cancel(job, index)))
+        return found
+
+    def _withdraw_staged(
+        self, host: Host, lot: Lot, index: int | None, found: list[Message]
+    ) -> None:
+        first, n = lot.items.first, len(lot.items.items)
+        if index is not None and not first <= index < first + n:
+            return
+        self._unstage(host, [lot])
+        found.append((host.number, Drop([lot.number])))
+        self.strike(job=lot.items.job, index=index)
+
+    def clear(self) -> None:
+        """Forget everything: the pool ends."""
+        super().clear()
+        for host in self.hosts.values():
+            host.staged.clear()
+            host.lots.clear()
+            host.permitted.clear()
+            host.ahead = host.nbytes = 0
