@@ -26,13 +26,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool.codec.policy import BY_PIPE, Layout, in_block
+from xpool.codec.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
 from xpool.shm.arena import MISSING, Arena, Block
 from xpool.shm.buffers import HUGE_PAGES_FROM, new_buffer
 
 __all__ = [
-    "ALIGN", "FRAMED", "PLAIN", "Leased", "addressed", "adopt", "inline", "pack", "tokens",
-    "unpack", "weight",
+    "ALIGN", "FRAMED", "PLAIN", "Leased", "addressed", "adopt", "inline", "lodge", "pack",
+    "tokens", "unpack", "weight",
 ]  # fmt: skip
 
 PLAIN = 0x80
@@ -329,3 +329,22 @@ def inline(message: bytes | memoryview) -> bytes | memoryview:
         return message
     pickled, buffers = unpack(message)
     return pack([pickled], buffers, BY_PIPE, {})
+
+
+def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
+    """Return the message with its large parts in blocks: what `inline` has undone, elsewhere.
+
+    It is not opened.  One that is small, or names blocks, is returned as bytes.
+    """
+    view = memoryview(message).cast("B")
+    if len(view) < INLINE_BELOW or (view[0] == FRAMED and tokens(view)):
+        return bytes(view)
+    if view[0] != FRAMED:
+        return pack([view], [], layout, {})
+    _, table, end = _table(view)
+    parts: list[memoryview] = []
+    for _, size, _, _ in table:
+        begin = end + -end % ALIGN if parts else end
+        end = begin + size
+        parts.append(view[begin:end])
+    return pack(parts[:1], parts[1:], layout, {})

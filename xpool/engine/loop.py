@@ -239,6 +239,11 @@ class Engine:
                 self._tidying.later()
         return weight(payload)
 
+    @property
+    def cost(self) -> float:
+        """Seconds that a task takes, by the last answers; inf: not known."""
+        return self.sched.cost
+
     # -- a caller that waits for one answer receives it himself: see `direct` ----------------------
 
     def call(self, task_range: TaskRange) -> None:

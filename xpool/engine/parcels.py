@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pickle import PickleBuffer
 from typing import Any
 
-from xpool.codec.frame import weight
+from xpool.codec.frame import inline, weight
+from xpool.codec.policy import INLINE_BELOW
 from xpool.errors import WorkerStartFailed
 from xpool.interrupt import by_handler
 from xpool.pickle import decode
@@ -23,6 +25,12 @@ class Encoded(Parcel):
         self._data = data
         self._run = run
         self.count = count
+
+    def __reduce__(self) -> Any:
+        """For another host: all of it, beside the pickle where it is large."""
+        data = inline(self._data)
+        large = len(data) >= INLINE_BELOW
+        return Encoded, (PickleBuffer(data) if large else bytes(data), self.count, self._run)
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +83,9 @@ class StartFailure(Parcel):
 
     def __str__(self) -> str:
         return str(self._error)
+
+    def __reduce__(self) -> Any:
+        return StartFailure, (self._error, bytes(self._pickled))
 
     @property
     def nbytes(self) -> int:

@@ -381,6 +381,11 @@ class HostEngine:
         kind = type(event)
         if kind is f.Joined:
             self._joined(event)
+        elif kind is f.Coming:
+            self.sched.expect(event.host, event.workers)
+            self._expected.add(event.host)
+            if self._ending:
+                self._fleet.stop(event.host)
         elif kind is f.Refused:
             self._fail(event.error)
         elif kind is f.Dead:

@@ -10,7 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Dead", "Draining", "Fleet", "Joined", "Pulled", "Pushed", "Refused", "Unreached"]
+__all__ = [
+    "Coming",
+    "Dead",
+    "Draining",
+    "Fleet",
+    "Joined",
+    "Pulled",
+    "Pushed",
+    "Refused",
+    "Unreached",
+]
+
+
+class Coming(NamedTuple):
+    """One more agent is being placed: it will be `Joined`, or `Dead`."""
+
+    host: int
+    workers: int
 
 
 class Joined(NamedTuple):

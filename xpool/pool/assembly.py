@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import pickle
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import xpool.pool_errors  # noqa: F401 - when a task has failed, no descriptor may be left for it
 from xpool.byvalue.main import main_is_importable, main_location, units
@@ -21,6 +22,7 @@ from xpool.engine.replacement import Recipe
 from xpool.options import default_processes
 from xpool.pool.packing import Packer, find_arena
 from xpool.pool.sight import Sight
+from xpool.shm.arena import Arena
 from xpool.tensors import cuda_ipc
 from xpool.workers.launch import Launcher, search_path
 from xpool.workers.relay import Relay, levels
@@ -30,82 +32,141 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine",
+    "Main",
     "Orders",
     "Packer",
     "Recipe",
     "Relay",
     "Sight",
+    "WorkerSpec",
     "find_arena",
     "cuda_ipc",
     "pools",
 ]
 
 
-class Orders:
-    """Makes the first message to each worker: what it is to be."""
+class WorkerSpec(NamedTuple):
+    """What the workers of a pool are to be, wherever they start: agents on other hosts get it, too.
 
-    def __init__(self, pool: Pool, launcher: Launcher, initializer: bytes | None) -> None:
+    ``contexts``: of each worker, pickled; ``binds`` and ``cpus``: the variables and the cores that
+    they name.
+    """
+
+    pool: str
+    initializer: bytes | None
+    contexts: list[bytes] | None
+    binds: list[dict[str, str | None]]
+    cpus: list[tuple[int, ...]]
+    daemon: bool
+    recurse: bool
+    seed: bytes
+    copy_tensor: bool
+    share_method: str | None
+    token: str
+    peers: int
+    output: str | None
+    threads: int
+
+    @classmethod
+    def of(cls, pool: Pool, initializer: bytes | None) -> WorkerSpec:
+        """Return what a pool's options say."""
         contexts = pool._worker_contexts()
-        self._contexts: list[bytes] | None = None
-        if contexts is not None:
-            self._contexts = [
-                pool._packer.pack_option(f"worker_contexts[{i}]", c) for i, c in enumerate(contexts)
-            ]
         every = contexts or [None] * pool._size
-        self.binds = [dict(getattr(context, "env", None) or {}) for context in every]
-        self._cpus = [tuple(getattr(c, "cpus", None) or ()) for c in contexts or ()]
-        self._initializer = initializer
-        self._bare = launcher.bare
-        self._pool = pool.name
-        self._daemon = pool._daemon
-        self._recurse = pool._recurse
-        self._seed = pool._seed
-        self._arena = pool._arena
-        self._limit = pool._memory_limit
-        self._copy_tensor = pool._copy_tensor
-        self._share_method = pool._share_method
-        self._token = pool._token
-        self._peers = pool._size if pool._has_peers else 0
-        self._forked = launcher.forks
-        self._output = pool._output
-        self._threads = max(1, default_processes() // pool._size)
+        return cls(
+            pool=pool.name,
+            initializer=initializer,
+            contexts=None
+            if contexts is None
+            else [
+                pool._packer.pack_option(f"worker_contexts[{i}]", context)
+                for i, context in enumerate(contexts)
+            ],
+            binds=[dict(getattr(context, "env", None) or {}) for context in every],
+            cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts or ()],
+            daemon=pool._daemon,
+            recurse=pool._recurse,
+            seed=pool._seed,
+            copy_tensor=pool._copy_tensor,
+            share_method=pool._share_method,
+            token=pool._token,
+            peers=pool._size if pool._has_peers else 0,
+            output=pool._output,
+            threads=max(1, default_processes() // pool._size),
+        )
+
+
+class Main(NamedTuple):
+    """What workers know of the program: its script, if that can be run again, and its loggers."""
+
+    location: tuple[str, str] | None
+    units: bytes | None
+    levels: dict[str, int] | None
+    argv: list[str]
+
+    @classmethod
+    def now(cls) -> Main:
+        """Return what this program is now."""
+        location = main_location() if main_is_importable() else None
+        return cls(location, units(), levels(), _arguments())
+
+
+class Orders:
+    """Makes the first message to each worker: what it is to be.
+
+    ``main`` says what the program is when a worker starts; an agent was told when it began.
+    ``first``: the pool's number of the first worker, on the host with this name.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        launcher: Launcher,
+        arena: Arena | None,
+        limit: int,
+        main: Callable[[], Main] = Main.now,
+        first: int = 0,
+        host: str = "",
+    ) -> None:
+        self._spec, self._arena, self._limit, self._main = spec, arena, limit, main
+        self._first, self._host = first, host
+        self._bare, self._forked = launcher.bare, launcher.forks
 
     def __call__(self, index: int, generation: int, attachment: int | None) -> bytes:
-        arena = self._arena
+        spec, arena, main = self._spec, self._arena, self._main()
         process = multiprocessing.current_process()
+        index += self._first
         orders = {
             "index": index,
-            "pool": self._pool,
-            "name": f"{self._pool}-worker-{index}",
+            "host": self._host,
+            "pool": spec.pool,
+            "name": f"{spec.pool}-worker-{index}",
             "environ": _environment(),
             # Those that came by `resize` have no context.
-            "bind": self.binds[index] if index < len(self.binds) else {},
-            "cpus": (self._cpus[index] if self._cpus else ()) or _own_cpus(),
+            "bind": spec.binds[index] if index < len(spec.binds) else {},
+            "cpus": (spec.cpus[index] if spec.cpus else ()) or _own_cpus(),
             "cwd": _folder(),
             "pid": os.getpid(),
             "path": search_path(),
-            "argv": _arguments(),
+            "argv": main.argv,
             "bare": self._bare,
-            "main": main_location() if main_is_importable() else None,
-            "units": units(),
-            "daemon": self._daemon,
+            "main": main.location,
+            "units": main.units,
+            "daemon": spec.daemon,
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),
-            "recurse": self._recurse,
-            "seed": self._seed + f"/{index}/{generation}".encode(),
-            "threads": self._threads,
+            "recurse": spec.recurse,
+            "seed": spec.seed + f"/{index}/{generation}".encode(),
+            "threads": spec.threads,
             "forked": self._forked,
-            "initializer": _plain(self._initializer, attachment),
+            "initializer": _plain(spec.initializer, attachment),
             "arena": None if arena is None else arena.facts(attachment or 0, self._limit),
-            "copy_tensor": self._copy_tensor,
-            "share_method": self._share_method,
-            "token": self._token,
-            "peers": self._peers,
-            "levels": levels(),
-            "output": self._output,
-            "context": None
-            if self._contexts is None
-            else _plain(self._contexts[index], attachment),
+            "copy_tensor": spec.copy_tensor,
+            "share_method": spec.share_method,
+            "token": spec.token,
+            "peers": spec.peers,
+            "levels": main.levels,
+            "output": spec.output,
+            "context": None if spec.contexts is None else _plain(spec.contexts[index], attachment),
         }
         return pickle.dumps(orders)
 

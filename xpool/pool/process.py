@@ -76,6 +76,8 @@ class Pool(AllWorkers):
             says so, or is run again with ``retries=``.
         memory_high: a number from 0 to 1.  While a larger part of the machine's memory, or of the
             cgroup's, is in use, no worker gets a new task, but for one where none has any.
+        hosts: where the workers are, as `xpool.ray.hosts` says; None: on this machine.  With it,
+            leave ``processes`` and ``context`` out (docs/hosts.md).
         name: of the pool, its threads and its workers; made up by default.
 
     Raises:
@@ -103,6 +105,7 @@ class Pool(AllWorkers):
         output: str | None = None,
         worker_memory: int | None = None,
         memory_high: float | None = None,
+        hosts: Any = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
@@ -135,6 +138,12 @@ class Pool(AllWorkers):
         self._seed = os.urandom(16) if seed is None else str(seed).encode()
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = type(self).pool_inqueue_put is Pool.pool_inqueue_put
+        self._hosts = hosts
+        if hosts is not None:
+            from xpool.hosts.assembly import check_options  # here: most pools are on one machine
+
+            self._nodes = check_options(self, processes, context)
+            processes = sum(node.workers for node in self._nodes)
         super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
 
     _keeps_terms = True
@@ -161,6 +170,11 @@ class Pool(AllWorkers):
     @shielded
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
+        if self._hosts is not None:
+            from xpool.hosts.assembly import make_engine
+
+            self._engine = self._backend = make_engine(self, self._hosts, self._nodes)
+            return
         self._start_server()
         from xpool.pool import assembly
 
@@ -186,8 +200,9 @@ class Pool(AllWorkers):
                 "processes are not allowed to have children; give is_daemon=False to the outer "
                 "pool, or to this one neither a context nor what only a context can pass on"
             )
-        orders = assembly.Orders(self, launcher, blob)
-        self._packer.see(assembly.Sight(orders.binds))
+        spec = assembly.WorkerSpec.of(self, blob)
+        self._packer.see(assembly.Sight(spec.binds))
+        orders = assembly.Orders(spec, launcher, self._arena, self._memory_limit)
         engine = assembly.Engine(
             self._size,
             assembly.Recipe(launcher, orders, self.name, self._daemon, inherited),

@@ -14,17 +14,21 @@ class WorkerInfo:
     """The worker that runs the current task.
 
     ``index`` counts from 0 and outlives the process: a replacement has the index of the one
-    it replaces.  ``context`` is this worker's context (`CtxPool`), else None.
+    it replaces.  ``context`` is this worker's context (`CtxPool`), else None.  ``host`` is the name
+    of the host that it is on, in a pool over several; else it is empty.
     """
 
     index: int
     pool: str
     context: Any
     peers: Any
+    host: str
 
     # By hand: `dataclasses` imports what takes as long as a third of this package.
-    def __init__(self, index: int, pool: str, context: Any = None, peers: Any = None) -> None:
-        self.__dict__.update(index=index, pool=pool, context=context, peers=peers)
+    def __init__(
+        self, index: int, pool: str, context: Any = None, peers: Any = None, host: str = ""
+    ) -> None:
+        self.__dict__.update(index=index, pool=pool, context=context, peers=peers, host=host)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name} cannot be set: a worker is what its pool has made it")

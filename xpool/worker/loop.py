@@ -179,7 +179,8 @@ class _Worker:
         if orders["context"] is not None:
             context = decode(orders["context"])
             self._prefix = (context,)
-        enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers))
+        host = orders["host"]
+        enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers, host))
         _use_threads(orders["threads"], orders["forked"])
         if hasattr(context, "env"):
             bound: Any = context

@@ -1,0 +1,275 @@
+"""The agent of a host: an engine with its workers, and what carries words to and from the driver.
+
+Whatever places it calls `push` and `pull`.  It never opens what a user has pickled: payloads go on
+as they are, large ones by way of the arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pickle import PickleBuffer
+from typing import Any, NamedTuple
+
+from xpool.codec.frame import lodge
+from xpool.codec.policy import INLINE_BELOW
+from xpool.errors import OptionError
+from xpool.hosts import messages as m
+from xpool.hosts.desk import Desk
+from xpool.hosts.link import Link
+from xpool.options import default_processes
+from xpool.pool.assembly import (
+    Engine,
+    Main,
+    Orders,
+    Recipe,
+    Relay,
+    WorkerSpec,
+    find_arena,
+)  # fmt: skip
+from xpool.workers.launch import ForkServer
+
+__all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]
+
+PULL_BYTES = 8 * 1024 * 1024
+"""Bytes of an answer to a pull, at most, unless one message is larger."""
+
+PATIENCE = 1.0
+"""Seconds after which a pull is answered although there is nothing to say."""
+
+NEWS = 0.05
+"""Seconds between two messages about what the workers do, at least."""
+
+
+class Charge(NamedTuple):
+    """What an agent is to be, as its driver says."""
+
+    spec: WorkerSpec
+    main: Main
+    script: bytes | None  # the program's, where that can be run again
+    modules: tuple[str, ...]  # what the fork server imports
+    lifetime: int | None
+    restart_budget: int
+    initializer_timeout: float | None
+    memory_limit: int | None
+    worker_memory: int | None
+    memory_high: float | None
+    lease: float
+    facts: dict[str, str]
+
+
+def facts(modules: Sequence[str]) -> dict[str, str]:
+    """Return what must be the same on all hosts, by name: of these modules, if they are there."""
+    import importlib.metadata
+
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("xpool", *modules):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def packed(messages: list[Any]) -> list[Any]:
+    """Return messages as one pickle, and what is large beside it."""
+    buffers: list[PickleBuffer] = []
+    data = pickle.dumps([_apart(one) for one in messages], 5, buffer_callback=buffers.append)
+    return [data, *(buffer.raw() for buffer in buffers)]
+
+
+def unpacked(parts: Sequence[Any]) -> list[Any]:
+    """Undo `packed`; the buffers are used in place."""
+    messages: list[Any] = pickle.loads(parts[0], buffers=parts[1:])
+    return messages
+
+
+def _apart(message: Any) -> Any:
+    kind = type(message)
+    if kind is m.Stage:
+        return message._replace(items=[_beside(item) for item in message.items])
+    if kind is m.Func or kind is m.Blob:
+        return message._replace(payload=_beside(message.payload))
+    return message
+
+
+def _beside(payload: bytes | memoryview) -> Any:
+    large = len(payload) >= INLINE_BELOW
+    return PickleBuffer(payload) if large else bytes(payload)
+
+
+class Agent:
+    """An engine that works for a driver elsewhere.
+
+    Args:
+        charge: what it is to be.
+        host: name of this host.
+        first, workers: the pool's number of the first worker here, and how many there are.
+        notify: called, in any thread, when a pull that waits can be answered.
+        ended: called when it is over: the workers have ended.
+
+    Raises:
+        OptionError: the versions of Python or of a package differ from the driver's.
+    """
+
+    def __init__(
+        self,
+        charge: Charge,
+        host: str,
+        first: int,
+        workers: int,
+        notify: Callable[[], None],
+        ended: Callable[[], None],
+    ) -> None:
+        _compare(host, charge.facts)
+        cores = max(1, default_processes() // workers)
+        spec, self._token = charge.spec._replace(threads=cores), os.urandom(8).hex()
+        launcher = ForkServer.get(charge.modules)
+        launcher.start()
+        arena, limit, layout = find_arena(True, None, charge.memory_limit, self._token)
+        self._layout = layout._replace(book=None, publisher=None)
+        self._folder = tempfile.TemporaryDirectory(prefix="xpool-")
+        main = charge.main
+        if charge.script is not None and main.location is not None:
+            path = os.path.join(self._folder.name, os.path.basename(main.location[1]))
+            with open(path, "wb") as file:
+                file.write(charge.script)
+            main = main._replace(location=("path", path))
+        orders = Orders(spec, launcher, arena, limit, lambda: main, first, host)
+        self._engine = Engine(
+            workers,
+            Recipe(launcher, orders, spec.pool, spec.daemon, None),
+            arena=arena,
+            lifetime=charge.lifetime,
+            describe=lambda job, index: f"task {index}",
+            restart_budget=charge.restart_budget,
+            initializer_timeout=charge.initializer_timeout,
+            relay=Relay(spec.pool),
+            worker_memory=charge.worker_memory,
+            memory_high=charge.memory_high,
+            hands_back=True,
+        )
+        self._lock = threading.Lock()  # guards the desk, the link and what follows
+        self._desk = Desk(self._engine, charge.lease, time.monotonic())
+        self._link = Link()
+        self._said: m.Status | None = None
+        self._said_at = 0.0
+        self._notify, self._at_end = notify, ended
+        self._thread = threading.Thread(target=self._run, name=f"{spec.pool}-agent", daemon=True)
+
+    def start(self) -> None:
+        """Start the workers.
+
+        Raises:
+            OSError: the system refuses a process.
+        """
+        self._engine.start_missing()
+        self._thread.start()
+
+    # -- called by the driver ----------------------------------------------------------------------
+
+    def push(self, first: int, parts: Sequence[Any]) -> int:
+        """Take messages from number ``first`` on; return the number up to which all have come."""
+        messages = [self._lodged(one) for one in unpacked(parts)]
+        with self._lock:
+            for message in self._link.receive(first, messages):
+                for reply in self._desk.do(message):
+                    self._link.send(reply)
+            got = self._link.got
+        self._take()
+        return got
+
+    def _lodged(self, message: Any) -> Any:
+        kind = type(message)
+        if kind is m.Stage:
+            return message._replace(items=[lodge(item, self._layout) for item in message.items])
+        if kind is m.Func:
+            kept = self._layout._replace(kept=True)
+            return message._replace(payload=lodge(message.payload, kept))
+        return message
+
+    def renew(self, pull: int, got: int) -> None:
+        """Note that the driver has all messages up to ``got``, and answers to pulls before this."""
+        with self._lock:
+            self._desk.renewed(pull - 1)
+            self._link.acknowledge(got)
+
+    def answer(self, pull: int, got: int) -> tuple[int, list[Any]] | None:
+        """Return what follows number ``got``, packed, and its first number; None: nothing."""
+        with self._lock:
+            found = self._link.take(got, PULL_BYTES, _weight)
+            if not found:
+                return None
+            self._desk.answering(pull, time.monotonic())
+            return got + 1, packed(found)
+
+    def nothing(self, pull: int, got: int) -> tuple[int, list[Any]]:
+        """Return the answer to a pull for which nothing has come in `PATIENCE` seconds."""
+        with self._lock:
+            self._desk.answering(pull, time.monotonic())
+            self._say(time.monotonic())
+        return got + 1, packed([])
+
+    # -- the agent's thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        engine = self._engine
+        over = False
+        while not engine.ended:
+            left = self._desk.until - time.monotonic()
+            if left <= 0 and not over:
+                over = True
+                engine.terminate()
+            engine.wait(None if over else min(left, PATIENCE))
+            self._take()
+        self._take()
+        engine.close()
+        if over:
+            self.end()
+
+    def end(self) -> None:
+        """Let go of everything, and say that it is over."""
+        self._folder.cleanup()
+        self._at_end()
+
+    def _take(self) -> None:
+        """Send on what the engine has answered."""
+        with self._lock:
+            found = self._desk.answers()
+            for message in found:
+                self._link.send(message)
+            if found:
+                self._say(time.monotonic())
+        if found:
+            self._notify()
+
+    def _say(self, now: float) -> None:
+        """Tell what the workers do, if that is news and not the last was just now."""
+        cost = self._engine.cost
+        last = self._said
+        near = last is not None and last.cost / 2 <= cost <= last.cost * 2
+        if near and now < self._said_at + NEWS:
+            return
+        status = m.Status(cost, self._engine.statistics(), self._engine.report())
+        if last is None or status != last:
+            self._said, self._said_at = status, now
+            self._link.send(status)
+
+
+def _weight(message: Any) -> int:
+    return 64 + message.value.nbytes if type(message) is m.Answer and message.ok else 64
+
+
+def _compare(host: str, wanted: dict[str, str]) -> None:
+    here = facts([name for name in wanted if name not in ("Python", "xpool")])
+    for name, version in wanted.items():
+        found = here.get(name, "none")
+        if found != version:
+            raise OptionError(
+                f"host {host} has {name} {found}, and the program has {name} {version}: all hosts "
+                f"of a pool need the same; install it there, or give it in runtime_env="
+            )

@@ -1,0 +1,389 @@
+"""Pools over the hosts of a Ray cluster.  docs/hosts.md.
+
+    import xpool.ray
+    from xpool import Pool
+
+    with Pool(hosts=xpool.ray.hosts()) as pool:     # every core of the cluster
+        ...
+
+Ray places an agent on each host, watches it, and carries the bytes; each agent has an engine of
+xpool's with its workers.  Needs ``pip install xpool[ray]``; nothing of Ray is imported before it is
+used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from xpool.errors import OptionError, XPoolError
+from xpool.hosts import fleet as f
+from xpool.hosts.agent import PATIENCE, Agent, Charge, packed, unpacked
+from xpool.options import check_count
+from xpool.pool.context import CtxPool as _CtxPool
+from xpool.pool.process import Pool as _Pool
+
+__all__ = ["CtxPool", "Hosts", "Pool", "hosts"]
+
+LOOK = 1.0
+"""Seconds between two looks at which hosts the cluster has."""
+
+PLACING = 60.0
+"""Seconds that a host may take to have the agent's share of it free."""
+
+
+class Hosts(NamedTuple):
+    """Which hosts of which cluster a pool uses, and how much of each.  Made by `hosts`."""
+
+    address: str | None = None
+    n: int | None = None
+    per_host: int | None = None
+    resources: Mapping[str, float] | None = None
+    labels: Mapping[str, str] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+
+    def find(self) -> list[Node]:
+        """Connect to the cluster, and return the hosts that fit.
+
+        Raises:
+            OptionError: there is no Ray, no cluster, or no host in it that fits.
+        """
+        ray = _ray()
+        if ray.util.client.ray.is_connected():
+            raise OptionError(
+                "this program is a Ray Client driver, which carries 0.2 GB/s: run it on a host of "
+                "the cluster (ray job submit), or connect without ray://"
+            )
+        if not ray.is_initialized():
+            try:
+                ray.init(address=self.address, configure_logging=False)
+            except ConnectionError as exc:
+                raise OptionError(
+                    f"no Ray cluster is at address={self.address!r}: start one (ray start --head), "
+                    "or leave address out for one on this machine alone"
+                ) from exc
+        return self.living()
+
+    def fleet(self, nodes: list[Node], charge: Charge) -> RayFleet:
+        """Return the agents that a pool will have on these hosts."""
+        return RayFleet(self, nodes, charge)
+
+    def living(self) -> list[Node]:
+        """Return the hosts that fit and are there now, those with the most workers first."""
+        found = [self._node(one) for one in _ray().nodes() if one["Alive"]]
+        fit = sorted((one for one in found if one is not None), key=lambda one: -one.workers)
+        if not fit and not found:
+            raise OptionError("the Ray cluster has no living host")
+        if not fit:
+            raise OptionError(
+                f"none of the {len(found)} hosts of the Ray cluster has "
+                f"{self.per_host or 1} CPUs, resources={dict(self.resources or {})} and "
+                f"labels={dict(self.labels or {})}: ask for less, or add a host"
+            )
+        return fit[: self.n]
+
+    def _node(self, about: dict[str, Any]) -> Node | None:
+        has, labels = about["Resources"], about.get("Labels") or {}
+        cpus = int(has.get("CPU", 0))
+        workers = self.per_host or cpus
+        wanted = dict(self.resources or {})
+        if not 0 < workers <= cpus or any(has.get(k, 0) < v for k, v in wanted.items()):
+            return None
+        if any(labels.get(k) != v for k, v in (self.labels or {}).items()):
+            return None
+        name = about["NodeManagerHostname"]
+        return Node(about["NodeID"], f"{name} ({about['NodeManagerAddress']})", workers)
+
+
+class Node(NamedTuple):
+    """A host of the cluster, and how many workers it is to have."""
+
+    id: str
+    name: str
+    workers: int
+
+
+def hosts(
+    address: str | None = None,
+    *,
+    n: int | None = None,
+    per_host: int | None = None,
+    resources: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+) -> Hosts:
+    """Say which hosts of a Ray cluster a pool is to use: ``Pool(hosts=xpool.ray.hosts())``.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it; None: the one that the program is connected
+            to, or that RAY_ADDRESS names, or a new one on this machine alone.
+        n: how many hosts, at most; None: all, and those that join while the pool works.
+        per_host: workers on each; None: as many as it has CPUs.
+        resources: what each host must have beside CPUs, as Ray names it, such as ``{"GPU": 4}``;
+            that much is reserved.
+        labels: what each host must be labelled with.
+        runtime_env: as `ray.init` takes it: how code, packages and variables get to the hosts.
+
+    Raises:
+        OptionError: ``n`` or ``per_host`` is not a positive int.
+    """
+    if n is not None:
+        check_count("n", n)
+    if per_host is not None:
+        check_count("per_host", per_host)
+    return Hosts(address, n, per_host, resources, labels, runtime_env)
+
+
+def _ray() -> Any:
+    try:
+        import ray
+        import ray.util.client
+    except ImportError as exc:
+        raise OptionError(
+            "Ray is not installed, and pools over hosts need it: pip install xpool[ray]"
+        ) from exc
+    return ray
+
+
+# -- on each host ------------------------------------------------------------------------------
+
+
+class HostAgent:
+    """The actor on a host.  Its calls run in Ray's event loop; the engine has a thread."""
+
+    def __init__(self) -> None:
+        self._news = asyncio.Event()
+        self._agent: Agent | None = None
+
+    async def begin(self, charge: bytes, host: str, first: int, workers: int) -> None:
+        """Start the workers."""
+        _drop_thread_limit()
+        loop, news = asyncio.get_running_loop(), self._news
+
+        def notify() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        self._agent = Agent(
+            pickle.loads(charge),
+            host,
+            first,
+            workers,
+            notify,
+            functools.partial(os._exit, 0),
+        )
+        self._agent.start()
+
+    async def push(self, first: int, parts: list[Any]) -> int:
+        """Take messages."""
+        assert self._agent is not None
+        return self._agent.push(first, [memoryview(one) for one in parts])
+
+    async def pull(self, pull: int, got: int) -> list[Any]:
+        """Return messages, as soon as there are any."""
+        agent, until = self._agent, time.monotonic() + PATIENCE
+        assert agent is not None
+        agent.renew(pull, got)
+        while (found := agent.answer(pull, got)) is None:
+            self._news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._news.wait(), until - time.monotonic())
+                continue
+            found = agent.answer(pull, got) or agent.nothing(pull, got)
+            break
+        first, parts = found
+        return [first, *_arrays(parts)]
+
+
+def _drop_thread_limit() -> None:
+    """Forget OMP_NUM_THREADS if Ray has set it, to the CPUs of the agent: it is for no worker."""
+    import ray
+
+    given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ", "rb") as file:
+        if b"\0OMP_NUM_THREADS=" not in b"\0" + file.read() and "OMP_NUM_THREADS" not in given:
+            os.environ.pop("OMP_NUM_THREADS", None)
+
+
+def _arrays(parts: Sequence[Any]) -> list[Any]:
+    """Return buffers as arrays, which Ray does not copy into its pickles."""
+    import numpy
+
+    return [parts[0], *(numpy.frombuffer(one, "uint8") for one in parts[1:])]
+
+
+# -- in the driver -----------------------------------------------------------------------------
+
+
+class RayFleet:
+    """The agents of one pool.
+
+    Args:
+        where: which hosts.
+        nodes: those that there are.
+        charge: what each agent is to be.
+    """
+
+    def __init__(self, where: Hosts, nodes: list[Node], charge: Charge) -> None:
+        self._where, self._first_nodes, self._charge = where, nodes, pickle.dumps(charge)
+        self._lock = threading.Lock()  # guards what follows
+        self._actors: dict[int, Any] = {}
+        self._nodes: dict[str, int] = {}  # hosts that have an agent, by Ray's id
+        self._closed = threading.Event()
+        self._tell: Callable[[Any], object] = id
+        self._workers = 0
+
+    def start(self, tell: Callable[[Any], object]) -> list[int]:
+        """Place an agent on each host."""
+        self._tell = tell
+        for node in self._first_nodes:
+            self._place(node)
+        if self._where.n is None:
+            threading.Thread(target=self._watch, name="xpool-hosts", daemon=True).start()
+        return [node.workers for node in self._first_nodes]
+
+    def _place(self, node: Node) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = self._where
+        options: dict[str, Any] = {
+            "num_cpus": node.workers,
+            "resources": dict(where.resources or {}),
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
+        }
+        gpus = options["resources"].pop("GPU", None)
+        if gpus is not None:
+            options["num_gpus"] = gpus
+        if where.runtime_env is not None:
+            options["runtime_env"] = dict(where.runtime_env)
+        actor = ray.remote(HostAgent).options(**options).remote()
+        with self._lock:
+            number = len(self._actors)
+            first, self._workers = self._workers, self._workers + node.workers
+            self._actors[number] = actor
+            self._nodes[node.id] = number
+        began = actor.begin.remote(self._charge, node.name, first, node.workers)
+        self._when_done(began, functools.partial(self._began, number, node))
+
+    def _watch(self) -> None:
+        """Place an agent on each host that joins the cluster."""
+        while not self._closed.wait(LOOK):
+            with contextlib.suppress(Exception):  # no cluster for a moment: it is looked at again
+                for node in self._where.living():
+                    if node.id not in self._nodes and not self._closed.is_set():
+                        self._tell(f.Coming(len(self._actors), node.workers))
+                        self._place(node)
+
+    def _when_done(self, ref: Any, call: Callable[[Any, BaseException | None], object]) -> None:
+        def done(future: Any) -> None:
+            error = future.exception()
+            call(None if error is not None else future.result(), error)
+
+        ref.future().add_done_callback(done)
+
+    def _began(self, number: int, node: Node, result: Any, error: BaseException | None) -> None:
+        if error is None:
+            self._tell(f.Joined(number, node.workers, node.name))
+        elif self._is_dead(error):
+            self._tell(f.Dead(number, _reason(error)))
+        else:
+            cause = getattr(error, "cause", None) or error
+            wrong = cause if isinstance(cause, XPoolError) else _not_there(node.name, cause)
+            self._tell(f.Refused(wrong))
+            self.stop(number)
+
+    def _is_dead(self, error: BaseException) -> bool:
+        from ray import exceptions
+
+        if isinstance(error, exceptions.ActorUnavailableError):
+            return False
+        return isinstance(error, exceptions.RayActorError)
+
+    def push(self, host: int, first: int, messages: list[Any]) -> None:
+        """Send messages."""
+        ref = self._actors[host].push.remote(first, _arrays(packed(messages)))
+
+        def done(got: Any, error: BaseException | None) -> None:
+            self._tell(
+                self._failed(host, first, error)
+                if error is not None
+                else f.Pushed(host, first, got)
+            )
+
+        self._when_done(ref, done)
+
+    def pull(self, host: int, pull: int, got: int) -> None:
+        """Ask for messages."""
+        ref = self._actors[host].pull.remote(pull, got)
+
+        def done(found: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self._tell(self._failed(host, None, error))
+                return
+            first, *parts = found
+            self._tell(f.Pulled(host, pull, first, unpacked([memoryview(one) for one in parts])))
+
+        self._when_done(ref, done)
+
+    def _failed(self, host: int, first: int | None, error: BaseException) -> Any:
+        if self._is_dead(error):
+            return f.Dead(host, _reason(error))
+        from ray import exceptions
+
+        if isinstance(error, exceptions.RayTaskError):  # what the agent raised is a bug of ours
+            return f.Refused(getattr(error, "cause", error))
+        return f.Unreached(host, first)
+
+    def stop(self, host: int) -> None:
+        """End an agent and its workers."""
+        import ray
+
+        with contextlib.suppress(Exception):  # it is gone already
+            ray.kill(self._actors[host], no_restart=True)
+
+    def close(self) -> None:
+        """Look for hosts no more, and let go of the agents."""
+        self._closed.set()
+        self._actors.clear()
+
+
+def _reason(error: BaseException) -> str:
+    """Return what Ray says of an actor's end, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [
+        line for line in lines if not line.startswith(("class_name", "actor_id", "pid", "name"))
+    ]
+    return " ".join(said)[:400] or type(error).__name__
+
+
+def _not_there(host: str, cause: BaseException) -> XPoolError:
+    return XPoolError(
+        f"no agent could be started on host {host}: {type(cause).__name__}: {cause}. All hosts "
+        "need xpool and what the program imports; runtime_env={'pip': [...], 'working_dir': ...} "
+        "of xpool.ray.hosts() brings it there"
+    )
+
+
+class Pool(_Pool):
+    """`xpool.Pool` on every core of a Ray cluster: for who changes the import line alone."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.setdefault("hosts", hosts())
+        super().__init__(*args, **options)
+
+
+class CtxPool(_CtxPool[Any]):
+    """`xpool.CtxPool` on the hosts of a Ray cluster."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.setdefault("hosts", hosts())
+        super().__init__(*args, **options)
