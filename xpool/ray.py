@@ -13,19 +13,18 @@ used.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xpool.errors import OptionError, XPoolError
 from xpool.hosts import fleet as f
-from xpool.hosts.agent import PATIENCE, Agent, Charge, packed, unpacked
+from xpool.hosts.agent import Agent, Charge, packed, unpacked
+from xpool.hosts.engine import CALLS_IN_FLIGHT
 from xpool.options import check_count
 from xpool.pool.context import CtxPool as _CtxPool
 from xpool.pool.process import Pool as _Pool
@@ -35,8 +34,7 @@ __all__ = ["CtxPool", "Hosts", "Pool", "hosts"]
 LOOK = 1.0
 """Seconds between two looks at which hosts the cluster has."""
 
-PLACING = 60.0
-"""Seconds that a host may take to have the agent's share of it free."""
+NOTHING = pickle.dumps([])
 
 
 class Hosts(NamedTuple):
@@ -156,49 +154,25 @@ def _ray() -> Any:
 
 
 class HostAgent:
-    """The actor on a host.  Its calls run in Ray's event loop; the engine has a thread."""
+    """The actor on a host.  Its calls wait in threads of Ray's; the engine has one of its own."""
 
     def __init__(self) -> None:
-        self._news = asyncio.Event()
         self._agent: Agent | None = None
 
-    async def begin(self, charge: bytes, host: str, first: int, workers: int) -> None:
+    def begin(self, charge: bytes, host: str, first: int, workers: int) -> None:
         """Start the workers."""
         _drop_thread_limit()
-        loop, news = asyncio.get_running_loop(), self._news
-
-        def notify() -> None:
-            loop.call_soon_threadsafe(news.set)
-
-        self._agent = Agent(
-            pickle.loads(charge),
-            host,
-            first,
-            workers,
-            notify,
-            functools.partial(os._exit, 0),
-        )
+        ended = functools.partial(os._exit, 0)
+        self._agent = Agent(pickle.loads(charge), host, first, workers, ended)
         self._agent.start()
 
-    async def push(self, first: int, parts: list[Any]) -> int:
-        """Take messages."""
+    def call(self, *call: Any) -> list[Any]:
+        """Do what a call says; return the reply when there is something to say."""
         assert self._agent is not None
-        return self._agent.push(first, [memoryview(one) for one in parts])
-
-    async def pull(self, pull: int, got: int) -> list[Any]:
-        """Return messages, as soon as there are any."""
-        agent, until = self._agent, time.monotonic() + PATIENCE
-        assert agent is not None
-        agent.renew(pull, got)
-        while (found := agent.answer(pull, got)) is None:
-            self._news.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._news.wait(), until - time.monotonic())
-                continue
-            found = agent.answer(pull, got) or agent.nothing(pull, got)
-            break
-        first, parts = found
-        return [first, *_arrays(parts)]
+        told = f.Call(*call)
+        parts = [memoryview(one) for one in told.messages]
+        taken, first, found = self._agent.call(told._replace(messages=parts))
+        return [taken, first, *_arrays(found)]
 
 
 def _drop_thread_limit() -> None:
@@ -256,6 +230,7 @@ class RayFleet:
         options: dict[str, Any] = {
             "num_cpus": node.workers,
             "resources": dict(where.resources or {}),
+            "max_concurrency": CALLS_IN_FLIGHT + 2,  # those that were lost may run still
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
@@ -308,40 +283,31 @@ class RayFleet:
             return False
         return isinstance(error, exceptions.RayActorError)
 
-    def push(self, host: int, first: int, messages: list[Any]) -> None:
-        """Send messages."""
-        ref = self._actors[host].push.remote(first, _arrays(packed(messages)))
-
-        def done(got: Any, error: BaseException | None) -> None:
-            self._tell(
-                self._failed(host, first, error)
-                if error is not None
-                else f.Pushed(host, first, got)
-            )
-
-        self._when_done(ref, done)
-
-    def pull(self, host: int, pull: int, got: int) -> None:
-        """Ask for messages."""
-        ref = self._actors[host].pull.remote(pull, got)
+    def call(self, host: int, call: f.Call) -> None:
+        """Call an agent."""
+        parts = _arrays(packed(call.messages)) if call.messages else [NOTHING]
+        ref = self._actors[host].call.remote(*call._replace(messages=parts))
 
         def done(found: Any, error: BaseException | None) -> None:
             if error is not None:
-                self._tell(self._failed(host, None, error))
+                self._tell(self._failed(host, call.number, error))
                 return
-            first, *parts = found
-            self._tell(f.Pulled(host, pull, first, unpacked([memoryview(one) for one in parts])))
+            taken, first, data, *large = found
+            # Copied, so that the object store has its room again; to memory that may be written to,
+            # so that this is the last copy.
+            messages = unpacked([data, *(memoryview(bytearray(one)) for one in large)])
+            self._tell(f.Replied(host, call.number, taken, first, messages))
 
         self._when_done(ref, done)
 
-    def _failed(self, host: int, first: int | None, error: BaseException) -> Any:
+    def _failed(self, host: int, number: int, error: BaseException) -> Any:
         if self._is_dead(error):
             return f.Dead(host, _reason(error))
         from ray import exceptions
 
         if isinstance(error, exceptions.RayTaskError):  # what the agent raised is a bug of ours
             return f.Refused(getattr(error, "cause", error))
-        return f.Unreached(host, first)
+        return f.Unreached(host, number)
 
     def stop(self, host: int) -> None:
         """End an agent and its workers."""

@@ -1,7 +1,7 @@
 """The agent of a host: an engine with its workers, and what carries words to and from the driver.
 
-Whatever places it calls `push` and `pull`.  It never opens what a user has pickled: payloads go on
-as they are, large ones by way of the arena.
+Whatever places it makes its calls, each in a thread.  It never opens what a user has pickled:
+payloads go on as they are, large ones by way of the arena.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from xpool.codec.policy import INLINE_BELOW
 from xpool.errors import OptionError
 from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
-from xpool.hosts.link import Link
+from xpool.hosts.fleet import Call
 from xpool.options import default_processes
 from xpool.pool.assembly import (
     Engine,
@@ -37,11 +37,14 @@ from xpool.workers.launch import ForkServer
 
 __all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]
 
-PULL_BYTES = 8 * 1024 * 1024
-"""Bytes of an answer to a pull, at most, unless one message is larger."""
+REPLY_BYTES = 8 * 1024 * 1024
+"""Bytes of a reply, at most, unless one message is larger."""
 
 PATIENCE = 1.0
-"""Seconds after which a pull is answered although there is nothing to say."""
+"""Seconds after which a call has its reply although there is nothing to say."""
+
+MOST_WAITING = 2
+"""Calls that wait for something to say, at most."""
 
 NEWS = 0.05
 """Seconds between two messages about what the workers do, at least."""
@@ -109,7 +112,6 @@ class Agent:
         charge: what it is to be.
         host: name of this host.
         first, workers: the pool's number of the first worker here, and how many there are.
-        notify: called, in any thread, when a pull that waits can be answered.
         ended: called when it is over: the workers have ended.
 
     Raises:
@@ -122,7 +124,6 @@ class Agent:
         host: str,
         first: int,
         workers: int,
-        notify: Callable[[], None],
         ended: Callable[[], None],
     ) -> None:
         _compare(host, charge.facts)
@@ -153,12 +154,12 @@ class Agent:
             memory_high=charge.memory_high,
             hands_back=True,
         )
-        self._lock = threading.Lock()  # guards the desk, the link and what follows
+        self._news = threading.Condition()  # guards the desk and what follows
         self._desk = Desk(self._engine, charge.lease, time.monotonic())
-        self._link = Link()
+        self._waiting: list[int] = []  # calls without a reply, oldest first
         self._said: m.Status | None = None
         self._said_at = 0.0
-        self._notify, self._at_end = notify, ended
+        self._at_end = ended
         self._thread = threading.Thread(target=self._run, name=f"{spec.pool}-agent", daemon=True)
 
     def start(self) -> None:
@@ -172,16 +173,32 @@ class Agent:
 
     # -- called by the driver ----------------------------------------------------------------------
 
-    def push(self, first: int, parts: Sequence[Any]) -> int:
-        """Take messages from number ``first`` on; return the number up to which all have come."""
-        messages = [self._lodged(one) for one in unpacked(parts)]
-        with self._lock:
-            for message in self._link.receive(first, messages):
-                for reply in self._desk.do(message):
-                    self._link.send(reply)
-            got = self._link.got
-        self._take()
-        return got
+    def call(self, call: Call) -> tuple[int, int, list[Any]]:
+        """Do what a call says, and wait for something to say; return the reply, packed."""
+        messages = [self._lodged(one) for one in unpacked(call.messages)]
+        with self._news:
+            self._waiting.append(call.number)
+            self._desk.called(call._replace(messages=messages))
+            self._collect()
+            self._news.notify_all()
+            until = time.monotonic() + PATIENCE
+            while not self._may_reply(call.number) and (left := until - time.monotonic()) > 0:
+                self._news.wait(left)
+            self._waiting.remove(call.number)
+            if not self._desk.has_news:
+                self._say(time.monotonic())
+            taken, first, found = self._desk.reply(
+                call.number, time.monotonic(), REPLY_BYTES, _weight
+            )
+            if self._desk.has_news:
+                self._news.notify_all()
+        return taken, first, packed(found)
+
+    def _may_reply(self, number: int) -> bool:
+        """Whether a call has its reply now: the oldest takes what there is to say, and too many
+        that wait would be in the way of the next."""
+        waiting = self._waiting
+        return waiting[0] == number and (self._desk.has_news or len(waiting) > MOST_WAITING)
 
     def _lodged(self, message: Any) -> Any:
         kind = type(message)
@@ -191,28 +208,6 @@ class Agent:
             kept = self._layout._replace(kept=True)
             return message._replace(payload=lodge(message.payload, kept))
         return message
-
-    def renew(self, pull: int, got: int) -> None:
-        """Note that the driver has all messages up to ``got``, and answers to pulls before this."""
-        with self._lock:
-            self._desk.renewed(pull - 1)
-            self._link.acknowledge(got)
-
-    def answer(self, pull: int, got: int) -> tuple[int, list[Any]] | None:
-        """Return what follows number ``got``, packed, and its first number; None: nothing."""
-        with self._lock:
-            found = self._link.take(got, PULL_BYTES, _weight)
-            if not found:
-                return None
-            self._desk.answering(pull, time.monotonic())
-            return got + 1, packed(found)
-
-    def nothing(self, pull: int, got: int) -> tuple[int, list[Any]]:
-        """Return the answer to a pull for which nothing has come in `PATIENCE` seconds."""
-        with self._lock:
-            self._desk.answering(pull, time.monotonic())
-            self._say(time.monotonic())
-        return got + 1, packed([])
 
     # -- the agent's thread ------------------------------------------------------------------------
 
@@ -237,15 +232,14 @@ class Agent:
         self._at_end()
 
     def _take(self) -> None:
-        """Send on what the engine has answered."""
-        with self._lock:
-            found = self._desk.answers()
-            for message in found:
-                self._link.send(message)
-            if found:
-                self._say(time.monotonic())
-        if found:
-            self._notify()
+        """Say what the engine has answered."""
+        with self._news:
+            self._collect()
+
+    def _collect(self) -> None:
+        if self._desk.collect():
+            self._say(time.monotonic())
+            self._news.notify_all()
 
     def _say(self, now: float) -> None:
         """Tell what the workers do, if that is news and not the last was just now."""
@@ -257,11 +251,11 @@ class Agent:
         status = m.Status(cost, self._engine.statistics(), self._engine.report())
         if last is None or status != last:
             self._said, self._said_at = status, now
-            self._link.send(status)
+            self._desk.say(status)
 
 
 def _weight(message: Any) -> int:
-    return 64 + message.value.nbytes if type(message) is m.Answer and message.ok else 64
+    return 64 + getattr(message.value, "nbytes", 0) if type(message) is m.Answer else 64
 
 
 def _compare(host: str, wanted: dict[str, str]) -> None:

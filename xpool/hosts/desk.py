@@ -1,9 +1,10 @@
 """The agent of a host, as far as it is a matter of messages: it has an engine, and no network.
 
 The driver's words come as messages and become calls of the engine; what the engine answers becomes
-messages.  No time is looked at but the lease: the driver's permission to go on, which each of its
-pulls renews.  It counts from the moment at which the agent sent what the driver has received since,
-by the agent's own clock; so the driver, which received it later, knows by its own when it is over.
+messages, which the next reply takes along.  No time is looked at but the lease: the driver's
+permission to go on, which each of its calls renews.  It counts from the moment at which the agent
+sent what the driver has received since, by the agent's own clock; so the driver, which received it
+later, knows by its own when it is over.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from xpool.engine.face import LocalEngine
 from xpool.hosts import messages as m
+from xpool.hosts.fleet import Call
+from xpool.hosts.link import Link
 from xpool.jobs.ranges import TaskRange
 
 __all__ = ["Desk"]
@@ -29,7 +32,9 @@ class Desk:
         self.until = now + lease
         """When the lease is over, if nothing renews it."""
         self._lease = lease
-        self._sent: dict[int, float] = {}  # when each answer to a pull was sent
+        self._replied: dict[int, float] = {}  # when each call had its reply
+        self._link = Link()
+        self._sent = 0  # number of the last message that is under way, or there
         self._staged: dict[int, m.Stage] = {}
         self._given: dict[int, TaskRange] = {}  # what the engine was given, while it may wait
         self._functions: dict[int, int] = {}  # the engine's numbers, by the driver's
@@ -37,10 +42,20 @@ class Desk:
 
     # -- the driver's word -------------------------------------------------------------------------
 
-    def do(self, message: Any) -> list[Any]:
-        """Do what a message says; return the replies."""
+    def called(self, call: Call) -> None:
+        """Do what a call says."""
+        replied = self._replied.get(call.heard)
+        if replied is not None:
+            self.until = max(self.until, replied + self._lease)
+            self._replied = {k: when for k, when in self._replied.items() if k >= call.heard}
+        self._link.acknowledge(call.got)
+        if call.again:
+            self._sent = call.got
+        for message in self._link.receive(call.first, call.messages):
+            self._do(message)
+
+    def _do(self, message: Any) -> None:
         kind, engine = type(message), self.engine
-        replies: list[Any] = []
         if kind is m.Stage:
             self._staged[message.batch] = message
         elif kind is m.Go:
@@ -49,7 +64,7 @@ class Desk:
             for batch in message.batches:
                 del self._staged[batch]
         elif kind is m.Back:
-            replies.append(self._back(message.batch))
+            self.say(self._back(message.batch))
         elif kind is m.Cancel:
             engine.withdraw(message.job, message.item)
         elif kind is m.Func:
@@ -61,7 +76,6 @@ class Desk:
             engine.retire_all()
         else:
             raise ValueError(f"a message of unknown kind {kind.__name__}")
-        return replies
 
     def _range(self, batch: int) -> TaskRange:
         stage = self._staged.pop(batch)
@@ -83,10 +97,27 @@ class Desk:
         task_range = self._given.pop(batch, None)
         return m.Given(batch, 0 if task_range is None else self.engine.take_back(task_range))
 
-    # -- what the engine says ----------------------------------------------------------------------
+    # -- what there is to say ----------------------------------------------------------------------
 
-    def answers(self) -> list[Any]:
-        """Return messages about what the engine has answered since, oldest first."""
+    def say(self, message: Any) -> None:
+        """Queue a message for the driver."""
+        self._link.send(message)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to say that is not under way."""
+        return self._sent < self._link.last
+
+    def reply(self, number: int, now: float, most: int, weight: Any) -> tuple[int, int, list[Any]]:
+        """Return the reply to a call: what a `Replied` has after the number."""
+        self._replied[number] = now
+        messages = self._link.take(self._sent, most, weight)
+        first = self._sent + 1
+        self._sent += len(messages)
+        return self._link.got, first, messages
+
+    def collect(self) -> bool:
+        """Queue what the engine has answered since, oldest first; return whether there was any."""
         found: list[Any] = []
         results = self.engine.results
         while results:
@@ -102,17 +133,6 @@ class Desk:
         if self.engine.ended and not self._ended:
             self._ended = True
             found.append(m.Ended())
-        return found
-
-    # -- the lease ---------------------------------------------------------------------------------
-
-    def answering(self, pull: int, now: float) -> None:
-        """Note that this pull is answered now."""
-        self._sent[pull] = now
-
-    def renewed(self, pull: int) -> None:
-        """Note that the driver has the answer to this pull."""
-        sent = self._sent.get(pull)
-        if sent is not None:
-            self.until = max(self.until, sent + self._lease)
-            self._sent = {k: when for k, when in self._sent.items() if k > pull}
+        for message in found:
+            self.say(message)
+        return bool(found)

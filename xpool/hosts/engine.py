@@ -12,6 +12,7 @@ the engine's thread takes in `wait`.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import queue
@@ -43,10 +44,13 @@ DRIFT = 1.02
 """How much slower than the driver's an agent's clock may run."""
 
 CALLS_IN_FLIGHT = 4
-"""Pushes to a host that are under way at one time, at most."""
+"""Calls to a host that are under way at one time, at most."""
 
-PUSH_BYTES = 4 * 1024 * 1024
-"""Bytes of one push, at most, unless one message is larger."""
+CALL_BYTES = 4 * 1024 * 1024
+"""Bytes of one call, at most, unless one message is larger."""
+
+BEAT = 1.0
+"""Seconds after which a host is called that has nothing to do: its lease must not end."""
 
 RETRY = 0.2
 """Seconds after which a call that did not come back is made again."""
@@ -60,9 +64,11 @@ class _Agent:
         self.first = first  # index of its first worker
         self.link = Link()
         self.sent = 0  # number of the last message that is under way, or there
-        self.pushing: set[int] = set()  # pushes under way, by their first number
-        self.pulls = 0
-        self.heard = now  # when the last answer to a pull came: its lease counts from before that
+        self.calls: dict[int, int] = {}  # calls under way: the first message of each, by number
+        self.numbers = itertools.count(1)  # of calls
+        self.lost = False  # a reply was lost: the agent is to say it again
+        self.replied = 0  # number of the last call that has a reply
+        self.heard = now  # when the last reply came: the agent's lease counts from before that
         self.status = m.Status(float("inf"), {})
         self.ended = False
 
@@ -106,6 +112,8 @@ class HostEngine:
         self._expected: set[int] = set()  # hosts that have neither joined nor died
         self._ending = self._retiring = False
         self._deaths = 0
+        self._beating = False
+        self._touched: dict[int, None] = {}  # hosts that may have to be called, at a turn's end
         self._functions = itertools.count(1)
         self._calls = TaskRange(CALLS, 0, 0, ())
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -294,6 +302,7 @@ class HostEngine:
             for number, agent in self._agents.items():
                 if not agent.ended:
                     self._send([(number, m.Retire())])
+            self._give()
         self._events.put(None)
 
     def terminate(self) -> None:
@@ -323,12 +332,11 @@ class HostEngine:
         if self._timers:
             left = max(0.0, self._timers[0][0] - self._now())
             timeout = left if timeout is None else min(timeout, left)
-        try:
-            events = [self._events.get(timeout=timeout)]
+        events: list[Any] = []
+        with contextlib.suppress(queue.Empty):
+            events.append(self._events.get(timeout=timeout))
             while True:
                 events.append(self._events.get_nowait())
-        except queue.Empty:
-            pass
         with self.lock:
             for event in events:
                 if event is not None:
@@ -351,29 +359,49 @@ class HostEngine:
         heapq.heappush(self._timers, (self._now() + seconds, next(self._numbers), call))
 
     def _give(self) -> None:
-        if self.sched.queued or self.sched.hungry:
+        """Permit and stage what there is, and call the hosts that are to hear something."""
+        if self.sched.queued:
             self._send(self.sched.give())
+        while self._touched:
+            self._flush(self._touched.popitem()[0])
 
     def _send(self, found: list[Message]) -> None:
         for number, message in found:
             self._agents[number].link.send(message)
-        for number in dict.fromkeys(number for number, _ in found):
-            self._flush(number)
+            self._touched[number] = None
 
     def _flush(self, number: int) -> None:
-        """Push what is queued for a host, as far as calls are free."""
+        """Send what is queued for a host, as far as calls are free; have one there for answers."""
         agent = self._agents[number]
-        while len(agent.pushing) < CALLS_IN_FLIGHT and agent.sent < agent.link.last:
-            messages = agent.link.take(agent.sent, PUSH_BYTES, _weight)
-            first = agent.sent + 1
-            agent.sent += len(messages)
-            agent.pushing.add(first)
-            self._fleet.push(number, first, messages)
+        if agent.ended:
+            return
+        while len(agent.calls) < CALLS_IN_FLIGHT and agent.sent < agent.link.last:
+            self._call(number, agent, agent.link.take(agent.sent, CALL_BYTES, _weight))
+        if not agent.calls and self._is_due(number, agent):
+            self._call(number, agent, [])
 
-    def _pull(self, number: int) -> None:
-        agent = self._agents[number]
-        agent.pulls += 1
-        self._fleet.pull(number, agent.pulls, agent.link.got)
+    def _is_due(self, number: int, agent: _Agent) -> bool:
+        """Whether a host may have something to say, or must hear that it is not forgotten."""
+        host = self.sched.hosts[number]
+        expects = bool(host.permitted) or host.asked is not None or self._retiring
+        return expects or self._now() >= agent.heard + BEAT
+
+    def _call(self, number: int, agent: _Agent, messages: list[Any]) -> None:
+        serial, first = next(agent.numbers), agent.sent + 1
+        agent.sent += len(messages)
+        agent.calls[serial] = first
+        got, again, agent.lost = agent.link.got, agent.lost, False
+        self._fleet.call(number, f.Call(serial, first, messages, got, again, agent.replied))
+
+    def _beat(self) -> None:
+        """Call the hosts that have nothing to do; give up those that say nothing."""
+        for number, agent in self._agents.items():
+            if not agent.ended:
+                self._flush(number)
+                if self._now() > agent.heard + self._lease:
+                    self._fleet.stop(number)
+        if not self.ended:
+            self._later(BEAT, self._beat)
 
     # -- what the fleet tells ----------------------------------------------------------------------
 
@@ -392,26 +420,18 @@ class HostEngine:
             self._dead(event.host, event.reason)
         elif (agent := self._agents.get(event.host)) is None or agent.ended:
             return
-        elif kind is f.Pushed:
-            agent.pushing.discard(event.first)
-            agent.link.acknowledge(event.got)
-            self._flush(event.host)
-        elif kind is f.Pulled:
-            self._pulled(event, agent)
+        elif kind is f.Replied:
+            self._replied(event, agent)
         elif kind is f.Draining:
             self._send(self.sched.drain(event.host))
         else:
             self._later(RETRY, lambda: self._once_more(event, agent))
 
     def _once_more(self, event: f.Unreached, agent: _Agent) -> None:
-        """Make a call again that did not come back; what had arrived is dropped there."""
-        if agent.ended:
-            return
-        if event.first is None:
-            self._pull(event.host)
-        else:
-            agent.pushing.discard(event.first)
-            agent.sent = min(agent.sent, event.first - 1)
+        """Say again what a call that did not come back has said; what had arrived is dropped."""
+        first = agent.calls.pop(event.number, None)
+        if first is not None and not agent.ended:
+            agent.sent, agent.lost = min(agent.sent, first - 1), True
             self._flush(event.host)
 
     def _joined(self, event: f.Joined) -> None:
@@ -424,16 +444,19 @@ class HostEngine:
             self._fleet.stop(event.host)
             return
         self.sched.join(event.host)
-        self._pull(event.host)
+        if not self._beating:
+            self._beating = True
+            self._beat()
         if self._retiring:
             self._send([(event.host, m.Retire())])
 
-    def _pulled(self, event: f.Pulled, agent: _Agent) -> None:
-        agent.heard = self._now()
+    def _replied(self, event: f.Replied, agent: _Agent) -> None:
+        agent.calls.pop(event.number, None)
+        agent.heard, agent.replied = self._now(), max(agent.replied, event.number)
+        self._touched[event.host] = None
+        agent.link.acknowledge(event.taken)
         for message in agent.link.receive(event.first, event.messages):
             self._heard(event.host, agent, message)
-        if not agent.ended:
-            self._pull(event.host)
 
     def _heard(self, host: int, agent: _Agent, message: Any) -> None:
         kind = type(message)

@@ -11,16 +11,32 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 __all__ = [
+    "Call",
     "Coming",
     "Dead",
     "Draining",
     "Fleet",
     "Joined",
-    "Pulled",
-    "Pushed",
     "Refused",
+    "Replied",
     "Unreached",
 ]
+
+
+class Call(NamedTuple):
+    """What a driver says to an agent: ``messages``, from number ``first`` on.
+
+    ``number``: of the call.  ``got``: all messages of the agent's up to this number have come;
+    ``again``: what it sent after that is lost, and to be sent again.  ``heard``: the last of its
+    replies that came was to the call of this number.
+    """
+
+    number: int
+    first: int
+    messages: list[Any]
+    got: int
+    again: bool
+    heard: int
 
 
 class Coming(NamedTuple):
@@ -38,28 +54,22 @@ class Joined(NamedTuple):
     name: str
 
 
-class Pushed(NamedTuple):
-    """The agent has all messages up to number ``got``."""
+class Replied(NamedTuple):
+    """The agent's reply to a call: it has all messages up to number ``taken``; its own follow, from
+    number ``first`` on."""
 
     host: int
-    first: int
-    got: int
-
-
-class Pulled(NamedTuple):
-    """The agent's answer to a pull: messages from number ``first`` on."""
-
-    host: int
-    pull: int
+    number: int
+    taken: int
     first: int
     messages: list[Any]
 
 
 class Unreached(NamedTuple):
-    """A call did not come back, and may have run.  ``first``: of a push; None: it was a pull."""
+    """A call did not come back, and may have run."""
 
     host: int
-    first: int | None
+    number: int
 
 
 class Draining(NamedTuple):
@@ -91,13 +101,10 @@ class Fleet(Protocol):
         `Joined`, or `Dead`.  Others may join later.
         """
 
-    def push(self, host: int, first: int, messages: list[Any]) -> None:
-        """Send messages, numbered from ``first`` on; `Pushed` or `Unreached` follows."""
+    def call(self, host: int, call: Call) -> None:
+        """Call an agent; `Replied` or `Unreached` follows.
 
-    def pull(self, host: int, pull: int, got: int) -> None:
-        """Ask for messages past number ``got``; `Pulled` or `Unreached` follows.
-
-        ``pull``: number of this call.  The agent may take its time, a second or so.
+        An agent that has nothing to say takes its time, a second or so.
         """
 
     def stop(self, host: int) -> None:
