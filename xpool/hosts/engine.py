@@ -360,7 +360,7 @@ class HostEngine:
 
     def _give(self) -> None:
         """Permit and stage what there is, and call the hosts that are to hear something."""
-        if self.sched.queued:
+        if self.sched.queued or self.sched.hungry:
             self._send(self.sched.give())
         while self._touched:
             self._flush(self._touched.popitem()[0])
