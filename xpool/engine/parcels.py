@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool.codec.frame import inline, weight
+from xpool.codec.frame import Leased, unpack, weight
 from xpool.codec.policy import INLINE_BELOW
 from xpool.errors import WorkerStartFailed
 from xpool.interrupt import by_handler
@@ -13,7 +14,7 @@ from xpool.pickle import decode
 from xpool.results import Parcel, Unopened
 from xpool.transport.wire import ENTRY
 
-__all__ = ["Encoded", "StartFailure"]
+__all__ = ["Encoded", "Spread", "StartFailure"]
 
 
 class Encoded(Parcel):
@@ -27,10 +28,13 @@ class Encoded(Parcel):
         self.count = count
 
     def __reduce__(self) -> Any:
-        """For another host: all of it, beside the pickle where it is large."""
-        data = inline(self._data)
-        large = len(data) >= INLINE_BELOW
-        return Encoded, (PickleBuffer(data) if large else bytes(data), self.count, self._run)
+        """For another host: what lies in blocks goes beside the pickle, as it is."""
+        if type(self._data) is Leased:
+            pickled, buffers = unpack(self._data)
+            return Spread, ([PickleBuffer(part) for part in (pickled, *buffers)],)
+        large = len(self._data) >= INLINE_BELOW
+        data = PickleBuffer(self._data) if large else bytes(self._data)
+        return Encoded, (data, self.count, self._run)
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +60,29 @@ class Encoded(Parcel):
             garbled = ValueError(f"{self.count} answers of a worker came garbled, as {len(values)}")
             return [Unopened(garbled)] * self.count
         return values
+
+
+class Spread(Parcel):
+    """An answer that came from another host: its pickle, and the buffers of that, apart."""
+
+    __slots__ = ("_parts",)
+
+    count = 1
+
+    def __init__(self, parts: list[memoryview]) -> None:
+        self._parts = parts
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts)
+
+    def open(self) -> list[Any]:
+        try:
+            return [pickle.loads(self._parts[0], buffers=self._parts[1:])]
+        except Exception as exc:
+            if by_handler(exc):
+                raise
+            return [Unopened(exc)]
 
 
 def _decode(payload: bytes | memoryview) -> Any:
