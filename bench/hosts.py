@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-
 HEAD = "127.0.0.2"
 
 

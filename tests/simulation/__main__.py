@@ -7,10 +7,13 @@ import sys
 import time
 
 from .engine import EngineWorld
+from .hosts import HostWorld
 from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
-WORLDS: dict[str, type[World]] = {world.name: world for world in (SchedulerWorld, EngineWorld)}
+WORLDS: dict[str, type[World]] = {
+    world.name: world for world in (SchedulerWorld, EngineWorld, HostWorld)
+}
 
 
 def main() -> int:

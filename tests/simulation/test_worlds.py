@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .engine import EngineWorld
+from .hosts import HostWorld
 from .mutants import MUTANTS, Mutant
 from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
@@ -17,12 +18,12 @@ from .seeds import SimulationFailed, World, search
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 """How many times the usual number of histories to run; `make soak` runs many."""
 
-HISTORIES = {"scheduler": 4_000, "engine": 1_200}
+HISTORIES = {"scheduler": 4_000, "engine": 1_200, "hosts": 600}
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
 
-@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld])
+@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld, HostWorld])
 @pytest.mark.parametrize("turn", range(DEEP))
 def test_histories_go_well(world, turn):
     """Whatever happens in whatever order, every task ends as it must, and nothing is left over."""
@@ -37,7 +38,7 @@ def test_histories_that_went_wrong(seed):
     assert search(EngineWorld, [seed]) is None
 
 
-@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld])
+@pytest.mark.parametrize("world", [SchedulerWorld, EngineWorld, HostWorld])
 def test_a_seed_is_a_history(world):
     """The same seed tells the same story each time."""
     stories = []
@@ -53,7 +54,7 @@ def test_a_seed_is_a_history(world):
 def test_seeded_bugs_are_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
     """A rule that is broken is found, with a seed and its story."""
     mutant.seed(monkeypatch)
-    world = {kind.name: kind for kind in (SchedulerWorld, EngineWorld)}[mutant.world]
+    world = {kind.name: kind for kind in (SchedulerWorld, EngineWorld, HostWorld)}[mutant.world]
     found = search(world, range(3 * HISTORIES[mutant.world]))
     assert found is not None, f"no history shows that {mutant.name}"
     assert str(found.seed) in str(found) and "--seeds" not in str(found)
@@ -78,7 +79,7 @@ def test_a_failure_tells_its_seed_and_its_story():
     assert "so far 7" in str(found) and "broken 7" in str(found)
 
 
-@pytest.mark.parametrize("world", ["scheduler", "engine"])
+@pytest.mark.parametrize("world", ["scheduler", "engine", "hosts"])
 @pytest.mark.starts
 def test_the_command_line(world):
     """A seed is replayed, and seeds are searched, from the command line."""

@@ -32,7 +32,8 @@ class Desk:
         self.until = now + lease
         """When the lease is over, if nothing renews it."""
         self._lease = lease
-        self._replied: dict[int, float] = {}  # when each call had its reply
+        self._replied: dict[int, float] = {}  # when each call had its first reply
+        self._heard = 0  # the driver has the reply to the call of this number
         self._link = Link()
         self._sent = 0  # number of the last message that is under way, or there
         self._staged: dict[int, m.Stage] = {}
@@ -48,9 +49,12 @@ class Desk:
         if replied is not None:
             self.until = max(self.until, replied + self._lease)
             self._replied = {k: when for k, when in self._replied.items() if k >= call.heard}
+        self._heard = max(self._heard, call.heard)
         self._link.acknowledge(call.got)
         if call.again:
             self._sent = call.got
+        # A call that comes late knows less than we do.
+        self._sent = max(self._sent, self._link.acked)
         for message in self._link.receive(call.first, call.messages):
             self._do(message)
 
@@ -110,7 +114,9 @@ class Desk:
 
     def reply(self, number: int, now: float, most: int, weight: Any) -> tuple[int, int, list[Any]]:
         """Return the reply to a call: what a `Replied` has after the number."""
-        self._replied[number] = now
+        if number > self._heard:
+            # Of a call that comes twice, the driver may have had the first reply only.
+            self._replied.setdefault(number, now)
         messages = self._link.take(self._sent, most, weight)
         first = self._sent + 1
         self._sent += len(messages)
@@ -119,6 +125,7 @@ class Desk:
     def collect(self) -> bool:
         """Queue what the engine has answered since, oldest first; return whether there was any."""
         found: list[Any] = []
+        ended = self.engine.ended  # before its results are taken: none comes after
         results = self.engine.results
         while results:
             job, index, (ok, value) = results.popleft()
@@ -130,7 +137,7 @@ class Desk:
         if failure is not None and not self._failed:
             self._failed = True
             found.append(m.Failed(failure))
-        if self.engine.ended and not self._ended:
+        if ended and not self._ended:
             self._ended = True
             found.append(m.Ended())
         for message in found:

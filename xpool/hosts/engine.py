@@ -43,6 +43,9 @@ LEASE = 10.0
 DRIFT = 1.02
 """How much slower than the driver's an agent's clock may run."""
 
+GRACE = 1.0
+"""Seconds that an agent may take to end its workers when its lease is over."""
+
 CALLS_IN_FLIGHT = 4
 """Calls to a host that are under way at one time, at most."""
 
@@ -302,6 +305,9 @@ class HostEngine:
             for number, agent in self._agents.items():
                 if not agent.ended:
                     self._send([(number, m.Retire())])
+            # What has not joined by now may never: nobody is to wait for that.
+            for number in self._expected:
+                self._fleet.stop(number)
             self._give()
         self._events.put(None)
 
@@ -355,13 +361,12 @@ class HostEngine:
         self.dropped = True
         self._events.put(None)
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        heapq.heappush(self._timers, (self._now() + seconds, next(self._numbers), call))
+    def _at(self, when: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (when, next(self._numbers), call))
 
     def _give(self) -> None:
         """Permit and stage what there is, and call the hosts that are to hear something."""
-        if self.sched.queued or self.sched.hungry:
-            self._send(self.sched.give())
+        self._send(self.sched.give())
         while self._touched:
             self._flush(self._touched.popitem()[0])
 
@@ -375,6 +380,8 @@ class HostEngine:
         agent = self._agents[number]
         if agent.ended:
             return
+        # What a call did not bring that failed, a later one may have brought.
+        agent.sent = max(agent.sent, agent.link.acked)
         while len(agent.calls) < CALLS_IN_FLIGHT and agent.sent < agent.link.last:
             self._call(number, agent, agent.link.take(agent.sent, CALL_BYTES, _weight))
         if not agent.calls and self._is_due(number, agent):
@@ -401,7 +408,7 @@ class HostEngine:
                 if self._now() > agent.heard + self._lease:
                     self._fleet.stop(number)
         if not self.ended:
-            self._later(BEAT, self._beat)
+            self._at(self._now() + BEAT, self._beat)
 
     # -- what the fleet tells ----------------------------------------------------------------------
 
@@ -412,20 +419,21 @@ class HostEngine:
         elif kind is f.Coming:
             self.sched.expect(event.host, event.workers)
             self._expected.add(event.host)
-            if self._ending:
+            if self._ending or self._retiring:
                 self._fleet.stop(event.host)
         elif kind is f.Refused:
             self._fail(event.error)
         elif kind is f.Dead:
             self._dead(event.host, event.reason)
+        elif kind is f.Draining:
+            if event.host in self.sched.hosts:
+                self._send(self.sched.drain(event.host))
         elif (agent := self._agents.get(event.host)) is None or agent.ended:
             return
         elif kind is f.Replied:
             self._replied(event, agent)
-        elif kind is f.Draining:
-            self._send(self.sched.drain(event.host))
         else:
-            self._later(RETRY, lambda: self._once_more(event, agent))
+            self._at(self._now() + RETRY, lambda: self._once_more(event, agent))
 
     def _once_more(self, event: f.Unreached, agent: _Agent) -> None:
         """Say again what a call that did not come back has said; what had arrived is dropped."""
@@ -435,6 +443,8 @@ class HostEngine:
             self._flush(event.host)
 
     def _joined(self, event: f.Joined) -> None:
+        if event.host in self._gone:
+            return
         if event.host not in self._expected:
             self.sched.expect(event.host, event.workers)
         self._expected.discard(event.host)
@@ -455,6 +465,8 @@ class HostEngine:
         agent.heard, agent.replied = self._now(), max(agent.replied, event.number)
         self._touched[event.host] = None
         agent.link.acknowledge(event.taken)
+        # What came before it may still come, by another call; or a call took it that had failed.
+        agent.lost |= event.first > agent.link.got + 1
         for message in agent.link.receive(event.first, event.messages):
             self._heard(event.host, agent, message)
 
@@ -473,18 +485,22 @@ class HostEngine:
             self.sched.given_back(host, message.batch, message.tasks)
         elif kind is m.Status:
             agent.status = message
-            self.sched.cost = message.cost
+            if message.cost < float("inf"):  # else it has answered nothing yet
+                self.sched.cost = message.cost
         elif kind is m.Failed:
             self._fail(message.error)
         else:
-            agent.ended = True
             self._fleet.stop(host)
+            if self._retiring:
+                agent.ended = True
+            else:  # it has not heard of us for so long that its lease is over
+                self._dead(host, "it was out of reach for too long")
 
     def _pause(self, tries: int) -> float:
         """Return when a task is to be run again that was run so often; be awake then."""
-        pause = back_off(tries, self._random.random())
-        self._later(pause, lambda: None)
-        return self._now() + pause
+        when = self._now() + back_off(tries, self._random.random())
+        self._at(when, lambda: None)
+        return when
 
     def _placed(
         self, error: WorkerDied | TaskTimeout, agent: _Agent, task: str
@@ -498,17 +514,17 @@ class HostEngine:
     def _dead(self, number: int, reason: str) -> None:
         """Make the books of a host that is gone."""
         agent = self._agents.get(number) or _Agent(f"number {number}", -1, self._now())
-        if agent.ended:
+        if agent.ended or number in self._gone:
             return
         agent.ended = True
         self._expected.discard(number)
         self._gone[number] = agent.name
         self._deaths += agent.status.statistics.get("deaths", 0)
-        over = agent.heard + self._lease * DRIFT
+        over = agent.heard + self._lease * DRIFT + GRACE
         for lost in self.sched.lost(number):
             if lost.again and not self._ending:
                 self.sched.put_again(lost.item, False, over)
-                self._later(over - self._now(), lambda: None)
+                self._at(over, lambda: None)
             else:
                 job, index = lost.name
                 worker = -1 if lost.item.bound is None else lost.item.bound

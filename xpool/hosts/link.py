@@ -18,7 +18,8 @@ class Link:
 
     def __init__(self) -> None:
         self._out: deque[Any] = deque()  # not acknowledged, oldest first
-        self._acked = 0  # the other side has all up to this one
+        self.acked = 0
+        """The other side has all messages up to this one."""
         self.got = 0
         """All messages up to this one have come."""
         self._early: dict[int, Sequence[Any]] = {}  # came before others, by their first number
@@ -30,7 +31,7 @@ class Link:
     @property
     def last(self) -> int:
         """Number of the last message that was queued."""
-        return self._acked + len(self._out)
+        return self.acked + len(self._out)
 
     def take(self, after: int, most: int, weight: Any) -> list[Any]:
         """Return messages that come after number ``after``, in order.
@@ -39,7 +40,7 @@ class Link:
         """
         found: list[Any] = []
         total = 0
-        for i in range(max(0, after - self._acked), len(self._out)):
+        for i in range(max(0, after - self.acked), len(self._out)):
             total += weight(self._out[i])
             if found and total > most:
                 break
@@ -48,9 +49,9 @@ class Link:
 
     def acknowledge(self, upto: int) -> None:
         """Note that the other side has all messages up to this number."""
-        while self._acked < upto and self._out:
+        while self.acked < upto and self._out:
             self._out.popleft()
-            self._acked += 1
+            self.acked += 1
 
     def receive(self, first: int, messages: Sequence[Any]) -> list[Any]:
         """Return those messages that are new, in order, with what had come too early before."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go, Stage
@@ -114,6 +114,8 @@ class HostScheduler(Waiting):
         # Hosts that may be permitted something, longest first.  Input readers read its truth
         # without the lock.
         self.hungry: dict[int, None] = {}
+        # Hosts that have what another could begin: staged, or more than their workers can run.
+        self._rich: dict[int, None] = {}
         self._of: list[int] = []  # the host of each worker
         self._bound_ahead: list[int] = []  # items bound to each worker that were permitted
         self._functions: dict[int, tuple[int, Any]] = {}
@@ -132,6 +134,8 @@ class HostScheduler(Waiting):
     def join(self, number: int) -> None:
         """Take a host into service."""
         host = self.hosts[number]
+        if host.leaving:
+            return
         host.accepting = True
         self.workers += host.workers
         self.hungry[number] = None
@@ -146,9 +150,10 @@ class HostScheduler(Waiting):
         host.accepting = False
         self.workers -= host.workers
         self.hungry.pop(number, None)
-        lots = list(host.staged)
-        self._unstage(host, lots)
-        return [(number, Drop([lot.number for lot in lots]))] if lots else []
+        found: list[Message] = []
+        if host.staged:
+            self._drop(host, list(host.staged), found)
+        return found
 
     def lost(self, number: int) -> list[Lost]:
         """Forget a host that is gone.
@@ -158,6 +163,7 @@ class HostScheduler(Waiting):
         """
         self.drain(number)
         host = self.hosts.pop(number)
+        self._rich.pop(number, None)
         found = []
         for name, lot in host.permitted.items():
             part = self._item(lot, name)
@@ -171,6 +177,7 @@ class HostScheduler(Waiting):
                     Lost(TaskRange(job, func, first + i, (item,), 0, w), False)
                     for i, item in enumerate(items)
                 ]
+        found += [Lost(one, False) for one in self.take_later(host.first, host.workers)]
         return found
 
     def _item(self, lot: Lot, name: tuple[int, int]) -> TaskRange:
@@ -218,10 +225,18 @@ class HostScheduler(Waiting):
 
     # -- work goes out -----------------------------------------------------------------------------
 
+    def _queue(self, task_range: TaskRange) -> deque[TaskRange]:
+        if task_range.bound is not None:
+            # Its worker may be free although the host has as much as its workers can do.
+            host = self.hosts.get(self._of[task_range.bound])
+            if host is not None and host.accepting:
+                self.hungry.setdefault(host.number)
+        return super()._queue(task_range)
+
     def give(self) -> list[Message]:
         """Permit what waits to the hosts that have room, and stage more of it there."""
         found: list[Message] = []
-        while self.hungry and self._turn(found):
+        while self.hungry and (self.queued or self._rich) and self._turn(found):
             continue
         for host in list(self.hosts.values()):
             if not self.queued:
@@ -249,42 +264,56 @@ class HostScheduler(Waiting):
         """Return the next lot for a host, staged there; None: it gets nothing now."""
         for w in range(host.first, host.first + host.workers):
             if self.own[w] and self._bound_ahead[w] < 1 + self._extra():
-                return self._stage(host, self.own[w], 1 + self._extra(), found)
+                lot = self._stage(host, self.own[w], 1 + self._extra(), found)
+                if lot is not None:  # else all of it was cancelled
+                    return lot
         if room <= 0:
             return None
         if host.staged:
-            return host.staged.popleft()
+            if host.staged[0].left <= room:
+                lot = host.staged.popleft()
+                self._look_at_wealth(host)
+                return lot
+            if host.ahead >= host.workers:
+                return None
+            # When it was cut, items were shorter: it has become too much to begin at one place.
+            self._drop(host, [host.staged[0]], found)
         lot = self._stage(host, self.shared, room, found)
         if lot is None and host.ahead < host.workers:
             lot = self._from_another(host, room, found)
         return lot
 
+    def _look_at_wealth(self, host: Host) -> None:
+        if host.staged or host.ahead > host.workers:
+            self._rich[host.number] = None
+        else:
+            self._rich.pop(host.number, None)
+
     def _from_another(self, host: Host, room: int, found: list[Message]) -> Lot | None:
         """Take what another host has staged, or ask one for what it has not begun."""
-        others = [one for one in self.hosts.values() if one is not host]
+        others = [self.hosts[number] for number in self._rich if number != host.number]
         rich = max(others, key=lambda one: len(one.staged), default=None)
         if rich is not None and rich.staged:
-            lots = [rich.staged[-1]]
-            self._unstage(rich, lots)
-            found.append((rich.number, Drop([lot.number for lot in lots])))
+            self._drop(rich, [rich.staged[-1]], found)
             return self._stage(host, self.shared, room, found)
         busy = [one for one in others if one.asked is None and one.ahead > one.workers]
-        rich = max(busy, key=lambda one: one.ahead / one.workers, default=None)
-        if rich is not None:
+        for rich in sorted(busy, key=lambda one: one.ahead / one.workers, reverse=True):
             for lot in reversed(rich.lots.values()):
                 if lot.items.bound is None and not lot.asked:
                     lot.asked = True
                     rich.asked = lot
                     found.append((rich.number, Back(lot.number)))
-                    break
+                    return None
         return None
 
-    def _unstage(self, host: Host, lots: Iterable[Lot]) -> None:
+    def _drop(self, host: Host, lots: list[Lot], found: list[Message]) -> None:
         """Queue staged lots again, in front."""
-        for lot in reversed(list(lots)):
+        for lot in reversed(lots):
             host.staged.remove(lot)
             host.nbytes -= lot.nbytes
             self.put_back(lot.items)
+        self._look_at_wealth(host)
+        found.append((host.number, Drop([lot.number for lot in lots])))
 
     def _permit(self, host: Host, lot: Lot, found: list[Message]) -> None:
         items = lot.items
@@ -293,6 +322,7 @@ class HostScheduler(Waiting):
             host.permitted[_name(items, index)] = lot
         if items.bound is None:
             host.ahead += lot.left
+            self._look_at_wealth(host)
         else:
             self._bound_ahead[items.bound] += lot.left
         last = found[-1] if found else None
@@ -317,6 +347,7 @@ class HostScheduler(Waiting):
                 return
             host.staged.append(lot)
             staged += lot.left
+            self._rich[host.number] = None
 
     def _stage(
         self, host: Host, queue: deque[TaskRange], most: int, found: list[Message]
@@ -364,7 +395,9 @@ class HostScheduler(Waiting):
         """Return how many more items a host may be permitted."""
         if not host.accepting:
             return 0
-        most = max(host.workers, min(MOST_AHEAD, host.workers * (1 + self._extra())))
+        most = host.workers
+        if host.nbytes < STAGED_BYTES:
+            most = max(most, min(MOST_AHEAD, host.workers * (1 + self._extra())))
         return most - host.ahead
 
     # -- answers come ------------------------------------------------------------------------------
@@ -386,6 +419,7 @@ class HostScheduler(Waiting):
         bound = lot.items.bound
         if bound is None:
             host.ahead -= 1
+            self._look_at_wealth(host)
         else:
             self._bound_ahead[bound] -= 1
         lot.left -= 1
@@ -429,7 +463,9 @@ class HostScheduler(Waiting):
         for part in reversed(back):
             self.put_back(part)
         if host.accepting:
-            self.hungry.setdefault(number)
+            # Behind those for whose sake it was asked, if it had room as well.
+            self.hungry.pop(number, None)
+            self.hungry[number] = None
 
     def withdraw(self, job: int, index: int | None = None) -> list[Message]:
         """Forget a job that has ended, or one item of it; stop what runs of it."""
@@ -455,13 +491,13 @@ class HostScheduler(Waiting):
         first, n = lot.items.first, len(lot.items.items)
         if index is not None and not first <= index < first + n:
             return
-        self._unstage(host, [lot])
-        found.append((host.number, Drop([lot.number])))
+        self._drop(host, [lot], found)
         self.strike(job=lot.items.job, index=index)
 
     def clear(self) -> None:
         """Forget everything: the pool ends."""
         super().clear()
+        self._rich.clear()
         for host in self.hosts.values():
             host.staged.clear()
             host.lots.clear()

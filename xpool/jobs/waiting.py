@@ -61,6 +61,15 @@ class Waiting:
             self.put_back(heapq.heappop(self._later)[2])
         return self._later[0][0] if self._later else None
 
+    def take_later(self, worker: int, workers: int) -> list[TaskRange]:
+        """Take out what waits for its time and is bound to these consecutive workers."""
+        its = range(worker, worker + workers)
+        found = [one for _, _, one in self._later if one.bound in its]
+        if found:
+            self._later = [entry for entry in self._later if entry[2].bound not in its]
+            heapq.heapify(self._later)
+        return found
+
     def waiting(self) -> int:
         """Return how many items wait for a worker."""
         queued = sum(len(s.items) for q in (self.shared, *self.own) for s in q)

@@ -1,0 +1,402 @@
+"""One host of the simulated world: an agent's engine on virtual workers, and its clock.
+
+Real are the desk, the link and, in the agent's engine, the scheduler; the workers follow what
+`xpool.engine` does with them: they take batches, answer one by one or in runs, die, are stopped in
+what is withdrawn, and end when they are told to.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from xpool.engine.answers import CULPRIT
+from xpool.errors import WorkerDied
+from xpool.hosts import messages as m
+from xpool.hosts.desk import Desk
+from xpool.hosts.engine import RETRY
+from xpool.hosts.fleet import Call
+from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
+
+if TYPE_CHECKING:
+    from .hosts import HostWorld
+
+__all__ = ["Host", "Payload", "Value"]
+
+PATIENCE = 1.0
+"""Seconds after which an agent answers a pull although it has nothing to say."""
+
+STOP_GRACE = 0.3
+"""Seconds that a worker may take to end when its engine is terminated."""
+
+LOOK = 0.01
+"""Seconds after which a worker is looked at that has tasks in hand while another has nothing."""
+
+MOST_WAITING = 2
+"""Calls that wait for something to say, at most: as with the true agent."""
+
+REPLY_BYTES = 4096
+
+
+class Payload(bytes):
+    """A task as it travels: it says which, and how many bytes it is taken for."""
+
+    task: tuple[int, int]
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Value:
+    """Answers to consecutive tasks, and from where."""
+
+    def __init__(self, tasks: list[tuple[int, int]], host: int) -> None:
+        self.tasks, self.host, self.count = tasks, host, len(tasks)
+
+    def __repr__(self) -> str:
+        return f"answers to {self.tasks} from host {self.host}"
+
+
+class Run:
+    """A worker is in a task."""
+
+    def __init__(self, task: tuple[int, int], takes: float, ends_in: str) -> None:
+        self.task, self.takes, self.ends_in = task, takes, ends_in
+
+
+class AgentEngine:
+    """Behaves to a desk as `xpool.engine.loop.Engine` does that hands back what is tried again."""
+
+    def __init__(self, world: HostWorld, host: Host, workers: int) -> None:
+        self.world, self.host = world, host
+        self.sched = Scheduler(workers)
+        self.results: deque[Any] = deque()
+        self.failure = None
+        self.functions: dict[int, Any] = {}
+        self.learned = 0
+        self.began = [0] * workers
+        self.runs: list[Run | None] = [None] * workers
+        self.unsaid = [0] * workers  # done, and not announced: they will be in one message
+        self.gone = [False] * workers
+        self.ending = self.stopped = False
+        for w in range(workers):
+            self._start(w)
+
+    # -- what a desk calls -------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        return self.ending and all(self.gone)
+
+    @property
+    def cost(self) -> float:
+        return self.sched.cost
+
+    def submit(self, *ranges: TaskRange) -> None:
+        if not self.ending:
+            for one in ranges:
+                self.sched.put(one)
+            self._give()
+
+    def learn(self, mode: int, payload: Any) -> int:
+        self.learned += 1
+        self.functions[self.learned] = payload
+        return self.learned
+
+    def forget(self, func: int) -> None:
+        del self.functions[func]
+
+    def withdraw(self, job: int, index: int | None = None) -> None:
+        for w in self.sched.withdraw(job, index):
+            run, found = self.runs[w], self.sched.running(w, self.began[w])
+            if run is not None and found is not None and found[0].withdrawn:
+                self.world.later(0.1 * self.world.draw.random(), self._stop, w, run)
+        self._give()
+
+    def take_back(self, task_range: TaskRange) -> int:
+        count = len(task_range.items) if task_range.queued else 0
+        if count:
+            task_range.items.clear()
+        return count
+
+    def retire_all(self) -> None:
+        self.ending = True
+        for w in range(len(self.gone)):
+            self.sched.retire(w)
+            self._go_on(w)
+
+    def terminate(self) -> None:
+        self.ending = self.stopped = True
+        self.unsaid = [0] * len(self.gone)
+        self.sched.clear()
+        for w, run in enumerate(self.runs):
+            self.world.later(STOP_GRACE * self.world.draw.random(), self._stop, w, run)
+
+    def statistics(self) -> dict[str, Any]:
+        return {"deaths": 0, "ready": len(self.gone), "running": 0}
+
+    def kill(self) -> None:
+        """The host is gone, with all that runs there."""
+        for w, run in enumerate(self.runs):
+            if run is not None:
+                self.world.ends(self.host, run.task)
+                self.runs[w] = None
+        self.ending = self.stopped = True
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def _start(self, w: int) -> None:
+        self.world.later(0.05 * self.world.draw.random(), self._ready, w)
+
+    def _ready(self, w: int) -> None:
+        if not self.host.alive:
+            return
+        if not self.ending:
+            self.sched.ready(w, None)
+            self._give()
+        self._go_on(w)
+
+    def _give(self) -> None:
+        for w, _ in self.sched.next_batches():
+            self._go_on(w)
+        if self.sched.idle:
+            for w, began in enumerate(self.began):
+                if self.sched.surplus(w, began):
+                    self.world.later(LOOK, self._recall, w)
+
+    def _recall(self, w: int) -> None:
+        """Others get what a worker has in hand and has not begun."""
+        sched = self.sched
+        if not self.host.alive or self.ending or sched.in_flight[w].paused:
+            return
+        if sched.idle and sched.surplus(w, self.began[w]):
+            sched.pause(w)
+            sched.take_back(w, self.began[w])
+            self._give()
+            self._go_on(w)
+
+    def _go_on(self, w: int) -> None:
+        """Let a worker that is free begin what it holds next, or end if it has been told to."""
+        held = self.sched.in_flight[w].held
+        while self.runs[w] is None:
+            batch = next((b for b in held if b.seq + len(b.items) > self.began[w]), None)
+            if batch is None:
+                self._say(w)
+                if not held and self.sched.in_flight[w].paused:
+                    self.sched.resume(w)
+                    self._give()
+                if not held and self.ending and not self.gone[w]:
+                    self.gone[w] = True
+                    self.host.news()
+                return
+            position = self.began[w] - batch.seq
+            self.began[w] += 1
+            if batch.withdrawn or position >= batch.taken:
+                self._say(w)
+                self.sched.skipped(w, 1)
+                self._refill(w)
+            else:
+                function = self.functions.get(batch.func) if batch.func else None
+                run = self.world.begins(self.host, w, batch, position, function)
+                self.runs[w] = run
+                self.world.later(run.takes, self._finish, w, run)
+
+    def _refill(self, w: int) -> None:
+        if not self.ending:
+            self.sched.refill(w)
+
+    def _finish(self, w: int, run: Run) -> None:
+        """A worker comes to the end of a task, or dies of it."""
+        if self.runs[w] is not run:
+            return
+        if self.stopped:
+            self._stop(w, run)
+            return
+        if run.ends_in == "death":
+            self._die(w)
+            return
+        self.world.ends(self.host, run.task)
+        self.runs[w] = None
+        found = self.sched.running(w, self.began[w])
+        assert found is not None
+        batch, position = found
+        last = position + 1 == len(batch.items)
+        if run.ends_in == "value" and not last and self.world.chance(0.5):
+            self.unsaid[w] += 1
+        else:
+            self.unsaid[w] += run.ends_in == "value"
+            self._say(w)
+            if run.ends_in != "value":
+                batch, index = self.sched.answered(w, 1, run.takes)
+                again = run.ends_in == "error" and batch.retries > 0
+                self._result(batch, index, None if again else False, again)
+        self._refill(w)
+        self._go_on(w)
+        self._give()
+
+    def _result(self, batch: Batch, index: int, ok: bool | None, value: Any) -> None:
+        if not batch.withdrawn or self.world.chance(0.5):
+            name = batch.name(index)
+            self.results.append((*name, (ok, False if ok is None else value)))
+            self.host.news()
+
+    def _say(self, w: int) -> None:
+        """Announce what a worker has done, in as many results as the batches make."""
+        while self.unsaid[w]:
+            batch = self.sched.in_flight[w].held[0]
+            n = min(self.unsaid[w], len(batch.items) - batch.done)
+            self.unsaid[w] -= n
+            batch, first = self.sched.answered(w, n, 1e-3 * n)
+            if batch.withdrawn:
+                continue
+            if batch.job == CALLS:
+                found = [((i, 0), [(i, 0)]) for i in range(first, first + n)]
+            else:
+                found = [((batch.job, first), [(batch.job, i) for i in range(first, first + n)])]
+            for name, tasks in found:
+                self.results.append((*name, (True, Value(tasks, self.host.number))))
+            self.host.news()
+
+    def _die(self, w: int) -> None:
+        run = self.runs[w]
+        if run is not None:
+            self.world.ends(self.host, run.task)
+            self.runs[w] = None
+        self._say(w)
+        lost = self.sched.gone(w, self.began[w])
+        self.began[w] = 0
+        if lost is not None and not lost[0].withdrawn:
+            batch, position = lost
+            name = batch.name(batch.first + position)
+            killed = batch.past.killed + 1
+            if batch.retries > 0 and killed < CULPRIT and not self.ending:
+                self.results.append((*name, (None, True)))
+            else:
+                error = WorkerDied(1, -9, w, "", killed)
+                self.results.append((*name, (False, error)))
+            self.host.news()
+        if self.ending:
+            self.gone[w] = True
+            self.host.news()
+        else:
+            self._start(w)
+            self._give()
+
+    def _stop(self, w: int, run: Run | None) -> None:
+        """What a worker runs is broken off, or the worker ended."""
+        if not self.host.alive or self.runs[w] is not run:
+            return
+        if run is not None:
+            self.world.ends(self.host, run.task)
+            self.runs[w] = None
+        if self.stopped:
+            self.gone[w] = True
+            self.host.news()
+            return
+        self._say(w)
+        self.sched.answered(w, 1)
+        self._refill(w)
+        self._go_on(w)
+        self._give()
+
+
+class Host:
+    """A host with an agent: what `xpool.hosts.agent.Agent` is, without threads."""
+
+    def __init__(self, world: HostWorld, number: int, workers: int) -> None:
+        self.world, self.number, self.workers = world, number, workers
+        self.name = f"host{number}"
+        self.alive = True
+        self.told_dead = False
+        self.whole_at = 0.0  # until then no message comes through
+        self.good_from = 0.0  # from then on nothing was lost on the way
+        # A worker that has nothing although something waits, and since when.
+        self.starved: tuple[tuple[int, int], float] | None = None
+        self.rate = world.one_of([1.0, 1 / 1.02, 1.02])
+        self.offset = 1000 * world.draw.random()
+        self.engine = AgentEngine(world, self, workers)
+        self.desk = Desk(self.engine, world.lease, self.clock())  # type: ignore[arg-type]
+        self.over = False
+        self._noticed = False
+        self._waiting: list[tuple[int, Callable[..., None]]] = []  # calls without a reply
+        self._said = float("inf")
+        self._look_at_lease()
+
+    def clock(self) -> float:
+        """Return what its own clock shows: wrong by an offset, and by up to 2 % too slow."""
+        return self.offset + self.world.now * self.rate
+
+    def _look_at_lease(self) -> None:
+        left = self.desk.until - self.clock()
+        if not self.alive or self.engine.ended:
+            return
+        if left > 1e-9:
+            self.world.later(left / self.rate, self._look_at_lease)
+            return
+        self.world.note(self.world.at, self.name, "has not heard of the driver for too long")
+        self.over = True
+        self.engine.terminate()
+        self.news()
+
+    def trouble(self, until: float) -> None:
+        """Note that messages may be lost until then; what is made good comes a little later."""
+        self.good_from = max(self.good_from, until + 3 * RETRY)
+
+    # -- the driver's calls ------------------------------------------------------------------------
+
+    def call(self, call: Call, reply: Callable[..., None]) -> None:
+        """Do what a call says; reply when there is something to say, or in a second."""
+        one = call.number, reply
+        self._waiting.append(one)
+        self.desk.called(call)
+        self._collect()
+        self._reply()
+        if one in self._waiting:
+            self.world.later(PATIENCE, self._nothing, one)
+
+    def _reply(self) -> None:
+        """The oldest call takes what there is to say; too many would be in each other's way."""
+        while self._waiting and (self.desk.has_news or len(self._waiting) > MOST_WAITING):
+            self._send(self._waiting[0])
+
+    def _nothing(self, one: tuple[int, Callable[..., None]]) -> None:
+        if self.alive and one in self._waiting:
+            self._send(one)
+
+    def _send(self, one: tuple[int, Callable[..., None]]) -> None:
+        self._waiting.remove(one)
+        number, reply = one
+        reply(*self.desk.reply(number, self.clock(), REPLY_BYTES, lambda _: 64))
+
+    # -- its own turn ------------------------------------------------------------------------------
+
+    def news(self) -> None:
+        """Its engine has something for it: it looks in a moment."""
+        if not self._noticed:
+            self._noticed = True
+            self.world.later(self.world.pace * self.world.draw.random(), self._take)
+
+    def _take(self) -> None:
+        """Send on what the engine has answered."""
+        self._noticed = False
+        if not self.alive:
+            return
+        self._collect()
+        self._reply()
+        if self.over and self.engine.ended:
+            self.world.later(self.world.pace * self.world.draw.random(), self.world.dies, self)
+
+    def _collect(self) -> None:
+        if self.desk.collect() and self.engine.cost != self._said:
+            self._said = self.engine.cost
+            self.desk.say(m.Status(self._said, self.engine.statistics()))
+
+    def longest_idle(self) -> tuple[int, int] | None:
+        """Return the worker that has nothing to do for longest, and what it did before."""
+        sched = self.engine.sched
+        if not self.alive or sched.queued or not sched.idle:
+            return None
+        w = next(iter(sched.idle))
+        return w, self.engine.began[w]

@@ -1,0 +1,653 @@
+"""The engine of a pool over many hosts, in a world of hosts that come, go, and are out of reach.
+
+The real driver (`HostEngine`, its scheduler and links) and the real desk of each host, with virtual
+time between them.  The world knows what each task is to become, where it runs and when; so it sees
+a task that runs at two places at once, and one that is begun by whom it was not permitted to.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from xpool.engine.answers import CULPRIT
+from xpool.errors import HostLost, WorkerDied
+from xpool.hosts import fleet as f
+from xpool.hosts import scheduler as policy
+from xpool.hosts.engine import DRIFT, HostEngine
+from xpool.jobs.ranges import CALLS, Batch, TaskRange
+
+from .host import STOP_GRACE, Host, Payload, Run, Value
+from .network import SimFleet
+from .seeds import World
+
+__all__ = ["HostWorld"]
+
+Task = tuple[int, int]
+"""Job and index."""
+
+MOST_TURNS = 40_000
+
+HANG = 150.0
+"""Seconds after which a world in which nothing comes about any more is taken for stuck."""
+
+LARGE = 12 * 1024 * 1024
+
+
+class _Known:
+    """What the world knows of a task."""
+
+    __slots__ = ("answers", "bound", "deadly", "error", "fails", "retries", "runs", "takes",
+                 "tries", "where")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.runs = 0  # times that it was begun
+        self.tries = 0  # times that the driver has given it another try
+        self.where: Host | None = None  # it runs there now
+        self.answers = 0
+        self.retries = 0
+        self.bound: int | None = None
+        self.takes = 0.0
+        self.deadly = 0  # runs that end its worker
+        self.fails = 0  # runs that end in an error that it is tried again after
+        self.error = False
+
+
+class Events:
+    """Where the driver's thread waits, and all else happens meanwhile."""
+
+    def __init__(self, world: HostWorld) -> None:
+        self.world = world
+        self.waiting: deque[Any] = deque()
+        self.put = self.waiting.append
+
+    def get(self, timeout: float | None) -> Any:
+        """Return what the driver is told next."""
+        self.world.others_until(self.waiting, timeout)
+        return self.get_nowait()
+
+    def get_nowait(self) -> Any:
+        """Return what it is told next, if there is something."""
+        if not self.waiting:
+            raise queue.Empty
+        return self.waiting.popleft()
+
+
+class HostWorld(World):
+    """One driver, up to five hosts, a handful of jobs, and a network that seeds decide."""
+
+    name = "hosts"
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.now = 1000.0
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.numbers = itertools.count()
+        self.turns = 0
+        self.lease = self.one_of([6.0, 10.0])
+        self.latency = self.one_of([1e-4, 2e-3, 2e-3, 0.05])
+        self.losses = self.one_of([0.0, 0.0, 0.02, 0.1])
+        self.accidents = self.one_of([0.0, 0.0, 0.003, 0.02])
+        self.deaths = self.one_of([0.0, 0.1])
+        self.pace = self.one_of([1e-5, 1e-3])
+        self.eager = self.one_of([0.2, 0.6, 0.95])
+        self.stalls = 5.0 if self.chance(0.05) else 0.0  # seconds; the driver is stopped
+        self.first_hosts = self.one_of([1, 1, 2, 2, 3, 4])
+        self.late_hosts = self.one_of([0, 0, 0, 1])
+        self.events = Events(self)
+        self.hosts: dict[int, Host] = {}  # that have an agent
+        self.sizes: list[int] = []  # how many workers each host has, or is to have
+        self.buried: set[int] = set()  # hosts of whose death the driver knows
+        self.known: dict[Task, _Known] = {}
+        self.unanswered: dict[Task, None] = {}
+        self.withdrawn: set[int] = set()
+        self.funcs: dict[int, int] = {}
+        self.forgotten: set[int] = set()
+        self.granted: set[tuple[int, Task]] = set()  # what a host may begin
+        self.open: dict[int, TaskRange] = {}
+        self.to_feed: list[TaskRange] = []
+        self.calls: list[int] = []
+        self.jobs = 0
+        self.jobs_wanted = 1 + self.below(6)
+        self.spread = self.one_of([1e-3, 0.1, 2.0])
+        self.violent_end = self.chance(0.15)
+        self.early_close = self.chance(0.05)
+        self.driver_dies = self.chance(0.1)
+        self.over = self.ended_violently = self.driver_is_dead = False
+        self.progress = self.now
+        self.engine = HostEngine(
+            SimFleet(self),
+            lambda job, index: f"task {index} of job {job}",
+            lease=self.lease,
+            now=self.clock,
+            events=self.events,
+        )
+        self.engine._random.seed(seed)
+        self.spy()
+
+    def clock(self) -> float:
+        """Return what the driver's clock shows: it goes on between two looks."""
+        self.now += 1e-7
+        return self.now
+
+    @property
+    def at(self) -> str:
+        """Now, for a story."""
+        return f"{self.now:.6f}"
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def later(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        """Have this happen then."""
+        heapq.heappush(self.heap, (self.now + seconds, next(self.numbers), call, args))
+
+    def trip(self) -> float:
+        """Return how long a message is under way."""
+        return self.latency * (0.5 + self.draw.random())
+
+    def others_until(self, events: deque[Any], timeout: float | None) -> None:
+        """Let happen what happens while the driver's thread waits."""
+        deadline = None if timeout is None else self.now + timeout
+        self.check_policy()
+        while not events or (self.soon() and not self.chance(self.eager)):
+            if deadline is not None and (not self.heap or self.heap[0][0] > deadline):
+                self.now = max(self.now, deadline)
+                return
+            if not self.heap or self.now > self.progress + HANG:
+                self.wrong(f"nothing comes about any more; unanswered is {self.left()}")
+            self.step()
+            if self.driver_is_dead:
+                return
+
+    def soon(self) -> bool:
+        """Whether something else happens before the driver's thread comes to look."""
+        return bool(self.heap) and self.heap[0][0] < self.now + self.pace + self.stalls
+
+    def step(self) -> None:
+        """Let the next thing happen."""
+        self.turns += 1
+        if self.turns > MOST_TURNS:
+            self.wrong("it does not come to an end")
+        when, _, call, args = heapq.heappop(self.heap)
+        self.now = max(self.now, when)
+        call(*args)
+        self.check_starved()
+
+    def tell(self, event: Any) -> None:
+        """Tell the driver."""
+        self.events.put(event)
+
+    # -- the play ----------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        engine = self.engine
+        engine.start_missing()
+        self.later(self.spread * self.draw.random(), self.act)
+        while not engine.ended:
+            engine.wait(None if self.chance(0.9) else self.draw.random())
+            if self.driver_is_dead:
+                self.let_agents_end()
+                return
+            self.deliver()
+            if engine.failure is not None and not self.ended_violently:
+                self.check_failure()
+                self.terminate()
+        self.deliver()
+        if self.left() and not (self.ended_violently or self.early_close):
+            self.wrong(f"the hosts have ended, and unanswered is {self.left()}")
+        engine.close()
+
+    def left(self) -> list[Task]:
+        """Return the tasks that are owed an answer."""
+        return [task for task in self.unanswered if task[0] not in self.withdrawn]
+
+    def let_agents_end(self) -> None:
+        """The driver is gone: what it has permitted ends when the lease is over."""
+        limit = self.now + (self.lease + self.latency * 60) * DRIFT + STOP_GRACE + 1
+        limit = max([limit, *(host.whole_at + 1 for host in self.hosts.values())])
+        while self.heap and self.heap[0][0] <= limit:
+            self.step()
+        for host in self.hosts.values():
+            if host.alive and not host.engine.ended:
+                self.wrong(f"{host.name} works on without a driver")
+
+    # -- hosts -------------------------------------------------------------------------------------
+
+    def place(self) -> int:
+        """Have a host join some time, or never; return its workers."""
+        number, workers = len(self.sizes), self.one_of([1, 1, 2, 2, 3, 8])
+        self.sizes.append(workers)
+        if self.chance(0.15):
+            self.later(self.one_of([2.0, 60.0]) * self.draw.random(), self.comes_not, number)
+        else:
+            self.later(self.one_of([0.001, 0.5]) * self.draw.random(), self.comes, number)
+        return workers
+
+    def comes(self, number: int) -> None:
+        """A host joins, if it was not told not to."""
+        if number in self.buried:
+            return
+        host = self.hosts[number] = Host(self, number, self.sizes[number])
+        self.progress = self.now
+        self.note(self.at, host.name, "is there, with", host.workers, "workers")
+        self.later(self.trip(), self.tell, f.Joined(number, host.workers, host.name))
+
+    def comes_not(self, number: int) -> None:
+        """A host will never join."""
+        if number not in self.buried:
+            self.buried.add(number)
+            self.later(self.trip(), self.tell, f.Dead(number, "it did not come"))
+
+    def one_more(self) -> None:
+        """Another host is found while the pool works."""
+        number = len(self.sizes)
+        workers = self.place()
+        self.tell(f.Coming(number, workers))
+
+    def dies(self, host: Host) -> None:
+        """A host is gone, with all that runs there; the driver is told later, or knows already."""
+        if host.alive:
+            self.note(self.at, host.name, "dies")
+            self.progress = self.now
+            host.alive = False
+            host.engine.kill()
+            self.later(self.one_of([0.0, 0.01, 3.0]) * self.draw.random(), self.tell_dead, host)
+
+    def tell_dead(self, host: Host) -> None:
+        """The driver is told that a host is dead, whether that is so or not; perhaps twice."""
+        if not host.told_dead or self.chance(0.1):
+            host.told_dead = True
+            self.note(self.at, host.name, "is said to be dead")
+            self.tell(f.Dead(host.number, "it is gone"))
+
+    def accident(self, host: Host) -> None:
+        """A host dies, is out of reach for a while, or is about to go."""
+        how = self.below(6)
+        if how == 0:
+            self.dies(host)
+        elif how == 1:
+            self.note(self.at, host.name, "is going to go")
+            self.tell(f.Draining(host.number))
+            if self.chance(0.8):
+                self.later(3 * self.draw.random(), self.dies, host)
+        else:
+            seconds = self.one_of([0.1, 1.0, 5.0, 30.0]) * self.draw.random()
+            self.note(self.at, host.name, "is out of reach for", f"{seconds:.6f} s")
+            host.whole_at = max(host.whole_at, self.now + seconds)
+            host.trouble(host.whole_at)
+            if self.chance(0.5):
+                self.later(seconds * self.draw.random(), self.tell_dead, host)
+
+    # -- callers -----------------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """Callers do something, and will again."""
+        if self.over:
+            return
+        acts: list[Callable[[], None]] = []
+        if self.jobs < self.jobs_wanted:
+            acts.append(self.submit)
+        elif not (self.open or self.to_feed or self.left()):
+            acts.append(self.close)
+        if self.open:
+            acts += [self.append, self.append]
+        if self.to_feed:
+            acts.append(self.feed)
+        if self.calls and self.chance(0.05):
+            acts.append(self.cancel)
+        if self.late_hosts and self.jobs and self.chance(0.3):
+            self.late_hosts -= 1
+            acts.append(self.one_more)
+        if self.jobs > 1:
+            if self.violent_end and self.chance(0.1):
+                acts = [self.terminate]
+            elif self.early_close and self.chance(0.1):
+                acts = [self.close]
+            elif self.driver_dies and self.chance(0.1):
+                acts = [self.die]
+            elif self.chance(0.01):
+                acts.append(self.withdraw)
+        if acts:
+            self.one_of(acts)()
+        self.later((self.spread if acts else 0.1) * self.draw.random(), self.act)
+
+    def die(self) -> None:
+        """The driver is killed."""
+        self.note(self.at, "the driver dies")
+        self.over = self.ended_violently = self.driver_is_dead = True
+        self.tell(None)
+
+    def submit(self) -> None:
+        """Somebody submits: calls, a map, the beginning of a stream, or what is bound."""
+        kind = self.one_of(["calls", "calls", "map", "map", "map", "stream", "bound"])
+        n = self.one_of([1, 3, 10, 40, 200]) if kind in ("map", "stream") else 1
+        retries = self.one_of([0, 0, 1, 2, 3])
+        takes = self.one_of([1e-4, 1e-3, 0.02, 0.02, 0.3, 3.0, 0.0])
+        if takes >= 0.3:
+            n = min(n, 40)
+        bound = None
+        if kind == "bound":
+            bound = self.one_of([-1, -1, *range(sum(self.sizes))])
+        large = self.chance(0.1)
+        self.note(self.at, "somebody submits", kind, "of", n, "tasks of", takes, "s,", retries,
+                  "retries, bound to", bound, "large" if large else "")  # fmt: skip
+        for _ in range(self.one_of([1, 4, 25]) if kind in ("calls", "bound") else 1):
+            self.jobs += 1
+            self.submit_one(kind, n, retries, takes, bound, large)
+
+    def submit_one(
+        self, kind: str, n: int, retries: int, takes: float, bound: int | None, large: bool
+    ) -> None:
+        """Somebody submits a job."""
+        job = self.jobs
+        items = [self.new_task(job, i, retries, takes, bound, large) for i in range(n)]
+        if kind == "calls":
+            self.calls.append(job)
+            self.funcs[job] = 0
+            self.engine.submit_call(job, items[0], retries, None)
+        elif kind == "bound":
+            self.calls.append(job)
+            self.funcs[job] = 0
+            self.engine.submit(TaskRange(CALLS, 0, job, items, retries, bound))
+        else:
+            self.funcs[job] = self.engine.learn(1, b"%d" % job)
+            task_range = TaskRange(job, self.funcs[job], 0, items, retries)
+            self.engine.submit(task_range)
+            if kind == "stream":
+                self.open[job] = task_range
+
+    def new_task(
+        self, job: int, index: int, retries: int, takes: float, bound: int | None, large: bool
+    ) -> Payload:
+        """Decide what becomes of a task; return its payload."""
+        task = self.known[job, index] = _Known()
+        self.unanswered[job, index] = None
+        task.retries, task.bound = retries, bound
+        task.takes = (takes or self.one_of([1e-4, 0.01, 2.0])) * (0.5 + self.draw.random())
+        if self.deaths and self.chance(self.deaths):
+            task.deadly = self.one_of([1, 1, 2, 9])
+        task.error = self.chance(0.05)
+        if self.chance(0.05):
+            task.fails = 1 + self.below(3)
+        payload = Payload(b"%d.%d" % (job, index))
+        payload.task = job, index
+        payload.size = LARGE if large else self.one_of([20, 20, 300_000])
+        return payload
+
+    def append(self) -> None:
+        """The input reader of a stream draws some more, or comes to the end of its input."""
+        job = self.one_of(list(self.open))
+        task_range = self.open[job]
+        index = task_range.first + len(task_range.items)
+        if index > 60 or self.chance(0.2):
+            del self.open[job]
+            return
+        for _ in range(1 + self.below(8)):
+            item = self.new_task(job, index, task_range.retries, 0.01, None, False)
+            task_range.items.append(item)
+            index += 1
+            if not task_range.queued or self.engine.idle:
+                # The input reader has looked; others may come in between before it acts.
+                self.to_feed.append(task_range)
+
+    def feed(self) -> None:
+        """An input reader that has seen a reason to tell the engine does so."""
+        self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
+
+    def cancel(self) -> None:
+        """Somebody cancels a call, wherever that is."""
+        job = self.one_of(self.calls)
+        self.calls.remove(job)
+        if (job, 0) in self.unanswered:
+            self.note(self.at, "call", job, "is cancelled")
+            self.withdrawn.add(job)
+            self.engine.withdraw(CALLS, job)
+
+    def withdraw(self) -> None:
+        """Somebody has no use for a job any more."""
+        jobs = [job for job in {job for job, _ in self.left()} if job not in self.calls]
+        if not jobs:
+            return
+        job = self.one_of(sorted(jobs))
+        self.note(self.at, "job", job, "is withdrawn")
+        self.withdrawn.add(job)
+        self.open.pop(job, None)
+        self.to_feed = [one for one in self.to_feed if one.job != job]
+        first = self.chance(0.5)
+        if self.funcs[job] and first:
+            self.forget(job)
+        self.engine.withdraw(*((job,) if self.funcs[job] else (CALLS, job)))
+        if self.funcs[job] and not first:
+            self.forget(job)
+
+    def forget(self, job: int) -> None:
+        """A job is over: its function is no longer needed."""
+        if job not in self.forgotten:
+            self.forgotten.add(job)
+            self.engine.forget(self.funcs[job])
+
+    def close(self) -> None:
+        """Nothing more will come; nearly always all is answered."""
+        self.note(self.at, "close")
+        self.progress = self.now
+        self.over = True
+        self.engine.retire_all()
+
+    def terminate(self) -> None:
+        """The pool is terminated: from now on, nothing counts but that all of it ends."""
+        self.note(self.at, "terminate")
+        self.progress = self.now
+        self.over = self.ended_violently = True
+        self.open.clear()
+        self.engine.terminate()
+
+    def deliver(self) -> None:
+        """Take the results as the pool does, and look at each."""
+        results = self.engine.results
+        while results:
+            job, index, (_, value) = results.popleft()
+            if isinstance(value, Value):
+                if value.tasks[0] != (job, index):
+                    self.wrong(f"task {index} of job {job} is answered with {value}")
+                if value.host in self.buried:
+                    self.wrong(f"{value} come after its death was known")
+                for task in value.tasks:
+                    if self.known[task].runs <= self.known[task].fails:
+                        self.wrong(f"{task} has failed, and has a value")
+                    self.answered(*task, "done")
+                continue
+            if isinstance(value, HostLost):
+                self.check_lost(job, index, value)
+            elif isinstance(value, WorkerDied):
+                self.check_death(job, index)
+            elif not self.known[job, index].error:
+                self.check_tries(job, index, "has failed")
+            self.answered(job, index, repr(value))
+        for host in self.hosts.values():
+            if host.number in self.engine._gone:
+                self.buried.add(host.number)
+
+    def answered(self, job: int, index: int, how: str) -> None:
+        """A task has its answer: its only one."""
+        task = self.known[job, index]
+        self.note(self.at, "task", index, "of job", job, "is", how)
+        self.progress = self.now
+        task.answers += 1
+        if task.answers > 1:
+            self.wrong(f"task {index} of job {job} is answered twice")
+        del self.unanswered[job, index]
+        if self.funcs[job] and job not in self.open and all(t[0] != job for t in self.unanswered):
+            self.forget(job)
+
+    # -- what runs ---------------------------------------------------------------------------------
+
+    def begins(self, host: Host, w: int, batch: Batch, position: int, function: Any) -> Run:
+        """A worker begins a task; return what becomes of it."""
+        name = batch.items[position].task
+        job, index = name
+        task = self.known[name]
+        self.note(self.at, host.name, "begins task", index, "of job", job)
+        self.progress = self.now
+        if (job, index) != batch.name(batch.first + position):
+            self.wrong(f"task {index} of job {job} is run as {batch.name(batch.first + position)}")
+        if task.where is not None:
+            self.wrong(f"task {index} of job {job} runs at {task.where.name} and {host.name}")
+        if (host.number, name) not in self.granted and not self.ended_violently:
+            self.wrong(f"task {index} of job {job} is begun at {host.name} without permission")
+        if job not in self.withdrawn and not self.ended_violently:
+            self.check_begun(host, w, name, function)
+        if batch.past.tries != task.tries and host.number not in self.buried:
+            self.wrong(f"{name} was tried {task.tries} times, not {batch.past.tries}")
+        task.runs += 1
+        task.where = host
+        if task.runs > 1 + task.retries:
+            self.wrong(f"task {index} of job {job} is run {task.runs} times")
+        ends_in = "value"
+        if task.runs <= task.deadly:
+            ends_in = "death"
+        elif task.error or task.runs <= task.fails:
+            ends_in = "failure" if task.error else "error"
+        return Run(name, task.takes, ends_in)
+
+    def check_begun(self, host: Host, w: int, name: Task, function: Any) -> None:
+        """What is begun is awaited, by the right worker, with its function."""
+        task = self.known[name]
+        if task.answers and not host.told_dead:
+            self.wrong(f"{name} is run again after its answer")
+        if self.funcs[name[0]] and function != b"%d" % name[0]:
+            self.wrong(f"{name} is run with the function {function!r}")
+        first = self.engine.sched._of.index(host.number)
+        if task.bound is not None and task.bound not in (-1, first + w):
+            self.wrong(f"{name} is bound to {task.bound}, not {first + w}")
+
+    def ends(self, host: Host, name: Task) -> None:
+        """A task runs no more."""
+        self.known[name].where = None
+        self.progress = self.now
+
+    # -- what the driver decides -------------------------------------------------------------------
+
+    def spy(self) -> None:
+        """Look over the scheduler's shoulder."""
+        sched: Any = self.engine.sched
+        permit, put_again, given_back = sched._permit, sched.put_again, sched.given_back
+
+        def permitting(host: Any, lot: Any, found: Any) -> None:
+            permit(host, lot, found)
+            for payload in lot.items.items:
+                self.granted.add((host.number, payload.task))
+            if lot.items.bound is not None:
+                return
+            most = max(host.workers, host.workers * (1 + sched._extra()))
+            if host.ahead > min(most, max(policy.MOST_AHEAD, host.workers)):
+                self.wrong(f"host {host.number} is permitted {host.ahead} tasks, not {most}")
+            if host.ahead > host.workers:
+                self.check_bytes(host)
+
+        def again(item: TaskRange, killed: bool, when: float) -> None:
+            task = self.known[item.items[0].task]
+            task.tries += 1
+            put_again(item, killed, when)
+            if item.past.tries != task.tries or item.retries != task.retries - task.tries:
+                self.wrong(f"{item.items[0].task} has {item.retries} retries, {item.past}")
+
+        def back(number: int, batch: int, tasks: int) -> None:
+            host = sched.hosts.get(number)
+            before = dict(host.permitted) if host is not None else {}
+            given_back(number, batch, tasks)
+            for name in before:
+                if name not in host.permitted:
+                    self.note(self.at, "task", name, "is given back by host", number)
+                    self.granted.discard((number, name))
+
+        sched._permit, sched.put_again, sched.given_back = permitting, again, back
+
+    def calls_host(self, number: int, call: f.Call) -> None:
+        """The driver says something."""
+        kinds = [type(message).__name__ for message in call.messages]
+        self.note(self.at, "to host", number, call._replace(messages=kinds))
+        if "Stage" in kinds and not self.ended_violently and number in self.engine.sched.hosts:
+            self.check_bytes(self.engine.sched.hosts[number])
+
+    def check_bytes(self, host: Any) -> None:
+        """What is sent ahead is bounded, but for one task for each worker."""
+        lots = [*host.staged, *host.lots.values()]
+        ahead = sum(lot.nbytes for lot in lots if lot.items.bound is None)
+        largest = max((len(item) for lot in lots for item in lot.items.items), default=0)
+        most = policy.STAGED_BYTES + policy.LOT_BYTES + (1 + host.workers) * largest
+        if ahead > most:
+            self.wrong(f"{ahead} bytes are at host {host.number}")
+
+    def check_policy(self) -> None:
+        """Before the driver's thread waits: no host has room while something waits for any."""
+        sched = self.engine.sched
+        if self.over or self.engine.failure is not None:
+            return
+        fed = {one.job for one in (*self.open.values(), *self.to_feed)}
+        waits = [one.job for one in sched.shared if one.items and one.job not in fed]
+        waits += [lot.items.job for host in sched.hosts.values() for lot in host.staged]
+        for host in sched.hosts.values():
+            if host.accepting and waits and host.ahead < host.workers:
+                self.wrong(f"host {host.number} has room, and job {waits[0]} waits")
+            for w in range(host.first, host.first + host.workers):
+                if host.accepting and sched.own[w] and not sched._bound_ahead[w]:
+                    self.wrong(f"worker {w} has nothing, and something waits for it")
+        late = [when for when, _, _ in sched._later if when < self.now - 0.001]
+        if late:
+            self.wrong(f"a task was to be tried again at {late[0]}, and is not")
+
+    def check_starved(self) -> None:
+        """No host has nothing to do for longer than a few trips while something waits."""
+        if self.over or self.losses or self.stalls or self.turns % 8:
+            return
+        sched = self.engine.sched
+        waits = any(one.items for one in sched.shared)
+        for number, host in self.hosts.items():
+            its = sched.hosts.get(number)
+            if (
+                not waits or its is None or not its.accepting or host.over
+                or self.now < host.good_from
+            ):  # fmt: skip
+                host.starved = None
+                continue
+            idle = host.longest_idle()
+            if host.starved is None or idle is None or host.starved[0] != idle:
+                host.starved = None if idle is None else (idle, self.now)
+            elif self.now - host.starved[1] > 8 * self.latency + 0.05:
+                self.wrong(f"{host.name} has nothing to do since {host.starved[1]:.6f}")
+
+    # -- what must hold of the end of a task -------------------------------------------------------
+
+    def check_tries(self, job: int, index: int, how: str) -> None:
+        """It had as many tries as it may have."""
+        task = self.known[job, index]
+        if task.tries != task.retries and not self.over:
+            self.wrong(f"task {index} of job {job} {how} after {task.tries} retries")
+
+    def check_lost(self, job: int, index: int, error: HostLost) -> None:
+        """What is lost with a host was permitted to it, and may not be tried again."""
+        task = self.known[job, index]
+        if task.bound is not None:
+            return
+        number = int(error.host.removeprefix("host"))
+        if (number, (job, index)) not in self.granted:
+            self.wrong(f"task {index} of job {job} is lost with {error.host}, which was not let")
+        self.check_tries(job, index, "is lost")
+
+    def check_death(self, job: int, index: int) -> None:
+        """Its worker died, as often as it may."""
+        task = self.known[job, index]
+        if not task.deadly:
+            self.wrong(f"task {index} of job {job} has killed no worker")
+        if task.runs < CULPRIT:
+            self.check_tries(job, index, "has killed its worker")
+
+    def check_failure(self) -> None:
+        """The pool gives up only when no host is left."""
+        self.note("the pool gives up:", self.engine.failure)
+        if any(number not in self.engine._gone for number in range(len(self.sizes))):
+            self.wrong(f"the pool gives up without a reason: {self.engine.failure}")

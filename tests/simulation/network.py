@@ -1,0 +1,134 @@
+"""Between the driver and the hosts of the simulated world: calls that come late, twice or never.
+
+Each call of the driver ends in one word to it, unless its host is dead: the answer, or that it did
+not come back.  What the call does at the host is another matter: it may run although it failed,
+run twice, or run long after the driver has made it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from xpool.hosts import fleet as f
+
+from .host import Host
+
+if TYPE_CHECKING:
+    from .hosts import HostWorld
+
+__all__ = ["SimFleet"]
+
+
+class Trip:
+    """One call of the driver: it is answered once, with what comes first."""
+
+    def __init__(self, world: HostWorld, host: Host, failed: Any) -> None:
+        self.world, self.host, self.failed = world, host, failed
+        self.over = False
+
+    def fail(self) -> None:
+        """Tell the driver that it did not come back."""
+        self.host.trouble(self.world.now)
+        self.tell(self.failed)
+
+    def tell(self, event: Any) -> None:
+        """Tell the driver what became of it, if it does not think to know already."""
+        if not self.over:
+            self.over = True
+            self.world.tell(event)
+
+
+class SimFleet:
+    """Carries calls to the hosts of a world, and kills them where the driver wants it."""
+
+    def __init__(self, world: HostWorld) -> None:
+        self.world = world
+        self.closed = False
+
+    def start(self, tell: Callable[[Any], object]) -> list[int]:
+        """Begin to place agents; some never join."""
+        world = self.world
+        return [world.place() for _ in range(world.first_hosts)]
+
+    def call(self, host: int, call: f.Call) -> None:
+        """Call an agent; what is changed in the messages afterwards does not matter."""
+        world = self.world
+        one = world.hosts[host]
+        call = call._replace(messages=list(call.messages))
+        trip = Trip(world, one, f.Unreached(host, call.number))
+        world.calls_host(host, call)
+
+        def arrive(answers: bool) -> None:
+            def reply(taken: int, first: int, messages: list[Any]) -> None:
+                if answers:
+                    self._back(trip, f.Replied(host, call.number, taken, first, messages))
+
+            one.call(call, reply)
+
+        self._go(trip, arrive)
+
+    def _go(self, trip: Trip, arrive: Callable[[bool], None]) -> None:
+        world = self.world
+        fate = world.draw.random()
+        if fate < world.losses:  # on the way there, or on the way back
+            trip.host.trouble(world.now + 4 * world.latency)
+            world.later(world.latency * 4 * world.draw.random(), trip.fail)
+            if world.chance(0.5):
+                self._carry(trip, arrive, False)
+            return
+        self._carry(trip, arrive, True)
+        if fate > 1 - world.losses:
+            self._carry(trip, arrive, False)
+
+    def _carry(self, trip: Trip, arrive: Callable[[bool], None], answers: bool) -> None:
+        world = self.world
+        late = 20 if world.chance(world.losses) else 1
+        world.later(world.trip() * late, self._arrive, trip, arrive, answers)
+
+    def _arrive(self, trip: Trip, arrive: Callable[[bool], None], answers: bool) -> None:
+        world, host = self.world, trip.host
+        if world.chance(world.accidents):
+            world.accident(host)
+        if not host.alive:
+            if answers:
+                world.later(world.latency, trip.fail)
+        elif world.now < host.whole_at:
+            if answers and world.chance(0.5):
+                world.later(world.trip() * 4, trip.fail)
+                answers = world.chance(0.5)
+            if world.chance(0.5):
+                world.later(host.whole_at - world.now + world.trip(),
+                            self._arrive, trip, arrive, answers)  # fmt: skip
+            elif answers:
+                world.later(world.trip() * 4, trip.fail)
+        else:
+            arrive(answers)
+
+    def _back(self, trip: Trip, event: Any) -> None:
+        """Carry an answer to the driver."""
+        world, host = self.world, trip.host
+
+        def arrive() -> None:
+            if world.now < host.whole_at:
+                if world.chance(0.5):
+                    world.later(world.trip(), trip.fail)
+                else:
+                    world.later(host.whole_at - world.now + world.trip(), arrive)
+            else:
+                trip.tell(event)
+
+        world.later(world.trip(), arrive)
+
+    def stop(self, host: int) -> None:
+        """Kill an agent, or let it not come; it is told when that is done."""
+        world = self.world
+        one = world.hosts.get(host)
+        if one is None:
+            world.comes_not(host)
+        elif one.alive:
+            world.later(max(0.0, one.whole_at - world.now) + world.trip(), world.dies, one)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.closed = True
