@@ -15,21 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xpool.errors import OptionError, XPoolError
 from xpool.hosts import fleet as f
 from xpool.hosts.agent import Agent, Charge, packed, unpacked
-from xpool.hosts.engine import CALLS_IN_FLIGHT
+from xpool.hosts.assembly import make_engine
+from xpool.hosts.engine import CALLS_IN_FLIGHT, HostEngine
+from xpool.hosts.messages import Blob
 from xpool.options import check_count
 from xpool.pool.context import CtxPool as _CtxPool
 from xpool.pool.process import Pool as _Pool
 
-__all__ = ["CtxPool", "Hosts", "Pool", "hosts"]
+__all__ = ["CtxPool", "Devices", "HostDevice", "Hosts", "Pool", "devices", "hosts"]
 
 LOOK = 1.0
 """Seconds between two looks at which hosts the cluster has."""
@@ -46,6 +49,7 @@ class Hosts(NamedTuple):
     resources: Mapping[str, float] | None = None
     labels: Mapping[str, str] | None = None
     runtime_env: Mapping[str, Any] | None = None
+    kind: str | None = None
 
     def find(self) -> list[Node]:
         """Connect to the cluster, and return the hosts that fit.
@@ -69,9 +73,10 @@ class Hosts(NamedTuple):
                 ) from exc
         return self.living()
 
-    def fleet(self, nodes: list[Node], charge: Charge) -> RayFleet:
-        """Return the agents that a pool will have on these hosts."""
-        return RayFleet(self, nodes, charge)
+    def make_engine(self, pool: Any, nodes: list[Node]) -> HostEngine:
+        """Return the engine of a pool on these hosts."""
+        workers = [node.workers for node in nodes]
+        return make_engine(pool, workers, functools.partial(RayFleet, self, nodes), self.kind)
 
     def living(self) -> list[Node]:
         """Return the hosts that fit and are there now, those with the most workers first."""
@@ -81,31 +86,54 @@ class Hosts(NamedTuple):
             raise OptionError("the Ray cluster has no living host")
         if not fit:
             raise OptionError(
-                f"none of the {len(found)} hosts of the Ray cluster has "
-                f"{self.per_host or 1} CPUs, resources={dict(self.resources or {})} and "
+                f"none of the {len(found)} hosts of the Ray cluster has {self.per_host or 1} "
+                f"{_RESOURCES[self.kind]}, resources={dict(self.resources or {})} and "
                 f"labels={dict(self.labels or {})}: ask for less, or add a host"
             )
         return fit[: self.n]
 
     def _node(self, about: dict[str, Any]) -> Node | None:
         has, labels = about["Resources"], about.get("Labels") or {}
-        cpus = int(has.get("CPU", 0))
-        workers = self.per_host or cpus
+        there = int(has.get(_RESOURCES[self.kind], 0))
+        workers = self.per_host or there
         wanted = dict(self.resources or {})
-        if not 0 < workers <= cpus or any(has.get(k, 0) < v for k, v in wanted.items()):
+        if not 0 < workers <= there or any(has.get(k, 0) < v for k, v in wanted.items()):
             return None
         if any(labels.get(k) != v for k, v in (self.labels or {}).items()):
             return None
         name = about["NodeManagerHostname"]
-        return Node(about["NodeID"], f"{name} ({about['NodeManagerAddress']})", workers)
+        cpus = min(workers, int(has.get("CPU", 0)))
+        return Node(about["NodeID"], f"{name} ({about['NodeManagerAddress']})", workers, cpus)
 
 
 class Node(NamedTuple):
-    """A host of the cluster, and how many workers it is to have."""
+    """A host of the cluster, how many workers it is to have, and CPUs for them."""
 
     id: str
     name: str
     workers: int
+    cpus: int
+
+
+_RESOURCES = {None: "CPU", "cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
+"""What Ray calls the devices of a kind."""
+
+
+class HostDevice(NamedTuple):
+    """A device of a host, as the driver knows it; its worker gets a `xpool.devices.DeviceContext`,
+    with the ``host``."""
+
+    kind: str
+    host: str
+    ordinal: int
+
+
+class Devices(list[HostDevice]):
+    """What `devices` returns: contexts for `CtxPool`, and the hosts that they are on."""
+
+    def __init__(self, found: Iterable[HostDevice], hosts: Hosts) -> None:
+        super().__init__(found)
+        self.hosts = hosts
 
 
 def hosts(
@@ -139,6 +167,41 @@ def hosts(
     return Hosts(address, n, per_host, resources, labels, runtime_env)
 
 
+def devices(
+    kind: str,
+    *,
+    address: str | None = None,
+    n: int | None = None,
+    per_host: int | None = None,
+    labels: Mapping[str, str] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+) -> Devices:
+    """Return a context for each device of a Ray cluster: for ``CtxPool(worker_contexts=...)``.
+
+    What a worker gets as its context is a `xpool.devices.DeviceContext`, made on its host, inside
+    what Ray has reserved there.
+
+    Args:
+        kind: "cpu", "cuda" or "tpu".
+        address, n, labels, runtime_env: as of `hosts`.
+        per_host: devices of each host; None: all that it has.
+
+    Raises:
+        OptionError: there is no such kind, or no host that has such devices.
+    """
+    if kind not in ("cpu", "cuda", "tpu"):
+        raise OptionError(f"devices(kind={kind!r}): use 'cpu', 'cuda' or 'tpu'")
+    where = hosts(address, n=n, per_host=per_host, labels=labels, runtime_env=runtime_env)._replace(
+        kind=kind
+    )
+    nodes = where.find()
+    ordinals = itertools.count()
+    found = [
+        HostDevice(kind, node.name, next(ordinals)) for node in nodes for _ in range(node.workers)
+    ]
+    return Devices(found, where)
+
+
 def _ray() -> Any:
     try:
         import ray
@@ -166,12 +229,15 @@ class HostAgent:
         self._agent = Agent(pickle.loads(charge), host, first, workers, ended)
         self._agent.start()
 
-    def call(self, *call: Any) -> list[Any]:
+    def call(self, refs: list[Any], *call: Any) -> list[Any]:
         """Do what a call says; return the reply when there is something to say."""
+        import ray
+
         assert self._agent is not None
         told = f.Call(*call)
         parts = [memoryview(one) for one in told.messages]
-        taken, first, found = self._agent.call(told._replace(messages=parts))
+        told = told._replace(messages=parts)
+        taken, first, found = self._agent.call(told, lambda i: memoryview(ray.get(refs[i])))
         return [taken, first, *_arrays(found)]
 
 
@@ -228,13 +294,15 @@ class RayFleet:
 
         where = self._where
         options: dict[str, Any] = {
-            "num_cpus": node.workers,
+            "num_cpus": node.cpus,
             "resources": dict(where.resources or {}),
             "max_concurrency": CALLS_IN_FLIGHT + 2,  # those that were lost may run still
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
         }
+        if where.kind in ("cuda", "tpu"):
+            options["resources"][_RESOURCES[where.kind]] = node.workers
         gpus = options["resources"].pop("GPU", None)
         if gpus is not None:
             options["num_gpus"] = gpus
@@ -285,8 +353,15 @@ class RayFleet:
 
     def call(self, host: int, call: f.Call) -> None:
         """Call an agent."""
-        parts = _arrays(packed(call.messages)) if call.messages else [NOTHING]
-        ref = self._actors[host].call.remote(*call._replace(messages=parts))
+        refs: list[Any] = []
+        messages = []
+        for one in call.messages:
+            if type(one) is Blob:
+                refs.append(one.payload)
+                one = one._replace(payload=len(refs) - 1)
+            messages.append(one)
+        parts = _arrays(packed(messages)) if messages else [NOTHING]
+        ref = self._actors[host].call.remote(refs, *call._replace(messages=parts))
 
         def done(found: Any, error: BaseException | None) -> None:
             if error is not None:
@@ -308,6 +383,13 @@ class RayFleet:
         if isinstance(error, exceptions.RayTaskError):  # what the agent raised is a bug of ours
             return f.Refused(getattr(error, "cause", error))
         return f.Unreached(host, number)
+
+    def put(self, payload: bytes | memoryview) -> Any:
+        """Put an object into Ray's store, which hosts copy from one another."""
+        import numpy
+        import ray
+
+        return ray.put(numpy.frombuffer(payload, "uint8"))
 
     def stop(self, host: int) -> None:
         """End an agent and its workers."""

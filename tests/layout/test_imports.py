@@ -38,7 +38,8 @@ ROWS = [
     {"workers", "server"},
     {"engine"},
     {"pool"},
-    {"adapters", "assigner", "data", "joblib", "xla"},
+    {"hosts"},
+    {"adapters", "assigner", "data", "joblib", "ray", "xla"},
     {"testing", "__main__"},
 ]
 RANK = {room: rank for rank, row in enumerate(ROWS) for room in row}

@@ -73,6 +73,9 @@ class DeviceContext:
     """Which of its process's devices it has, where others are other workers', threads of the same
     process; None: it has them all."""
 
+    host: str = ""
+    """Name of the host that it is on, in a pool over several (`xpool.ray.devices`); or empty."""
+
     @property
     def device(self) -> torch.device:
         """The `torch.device` to put tensors on.  Imports torch, if nothing else has."""

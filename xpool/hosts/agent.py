@@ -7,10 +7,10 @@ payloads go on as they are, large ones by way of the arena.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import platform
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 from xpool.codec.frame import lodge
 from xpool.codec.policy import INLINE_BELOW
+from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
 from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
 from xpool.hosts.fleet import Call
 from xpool.options import default_processes
+from xpool.pickle import encode
 from xpool.pool.assembly import (
     Engine,
     Main,
@@ -33,6 +35,8 @@ from xpool.pool.assembly import (
     WorkerSpec,
     find_arena,
 )  # fmt: skip
+from xpool.pool.context import processes
+from xpool.worker.launch_shared import File
 from xpool.workers.launch import ForkServer
 
 __all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]
@@ -65,6 +69,8 @@ class Charge(NamedTuple):
     memory_high: float | None
     lease: float
     facts: dict[str, str]
+    kind: str | None = None
+    """Of devices: each worker is bound to one of those that this host has."""
 
 
 def facts(modules: Sequence[str]) -> dict[str, str]:
@@ -95,7 +101,7 @@ def _apart(message: Any) -> Any:
     kind = type(message)
     if kind is m.Stage:
         return message._replace(items=[_beside(item) for item in message.items])
-    if kind is m.Func or kind is m.Blob:
+    if kind is m.Func:
         return message._replace(payload=_beside(message.payload))
     return message
 
@@ -116,6 +122,7 @@ class Agent:
 
     Raises:
         OptionError: the versions of Python or of a package differ from the driver's.
+        DeviceError: this host has not as many devices.
     """
 
     def __init__(
@@ -129,17 +136,26 @@ class Agent:
         _compare(host, charge.facts)
         cores = max(1, default_processes() // workers)
         spec, self._token = charge.spec._replace(threads=cores), os.urandom(8).hex()
+        bound: list[DeviceContext] = []
+        if charge.kind is not None:
+            found = devices(charge.kind, workers)
+            bound = [
+                dataclasses.replace(one, ordinal=first + i, host=host)
+                for i, one in enumerate(found)
+            ]
+            spec = spec._replace(
+                contexts=[b""] * first + [bytes(encode(one)) for one in bound],
+                binds=[{}] * first + [dict(one.env) for one in bound],
+                cpus=[()] * first + [tuple(one.cpus) for one in bound],
+            )
         launcher = ForkServer.get(charge.modules)
         launcher.start()
         arena, limit, layout = find_arena(True, None, charge.memory_limit, self._token)
         self._layout = layout._replace(book=None, publisher=None)
-        self._folder = tempfile.TemporaryDirectory(prefix="xpool-")
         main = charge.main
         if charge.script is not None and main.location is not None:
-            path = os.path.join(self._folder.name, os.path.basename(main.location[1]))
-            with open(path, "wb") as file:
-                file.write(charge.script)
-            main = main._replace(location=("path", path))
+            self._script = File(charge.script, "xpool-script")
+            main = main._replace(location=(*main.location, self._script.key[0]))
         orders = Orders(spec, launcher, arena, limit, lambda: main, first, host)
         self._engine = Engine(
             workers,
@@ -149,6 +165,7 @@ class Agent:
             describe=lambda job, index: f"task {index}",
             restart_budget=charge.restart_budget,
             initializer_timeout=charge.initializer_timeout,
+            processes=processes(bound),
             relay=Relay(spec.pool),
             worker_memory=charge.worker_memory,
             memory_high=charge.memory_high,
@@ -173,9 +190,12 @@ class Agent:
 
     # -- called by the driver ----------------------------------------------------------------------
 
-    def call(self, call: Call) -> tuple[int, int, list[Any]]:
-        """Do what a call says, and wait for something to say; return the reply, packed."""
-        messages = [self._lodged(one) for one in unpacked(call.messages)]
+    def call(self, call: Call, fetch: Callable[[Any], Any]) -> tuple[int, int, list[Any]]:
+        """Do what a call says, and wait for something to say; return the reply, packed.
+
+        ``fetch`` returns what stands for it in a `Blob`.
+        """
+        messages = [self._lodged(one, fetch) for one in unpacked(call.messages)]
         with self._news:
             self._waiting.append(call.number)
             self._desk.called(call._replace(messages=messages))
@@ -200,8 +220,10 @@ class Agent:
         waiting = self._waiting
         return waiting[0] == number and (self._desk.has_news or len(waiting) > MOST_WAITING)
 
-    def _lodged(self, message: Any) -> Any:
+    def _lodged(self, message: Any, fetch: Callable[[Any], Any]) -> Any:
         kind = type(message)
+        if kind is m.Blob:
+            return message._replace(payload=File(fetch(message.payload), message.name))
         if kind is m.Stage:
             return message._replace(items=[lodge(item, self._layout) for item in message.items])
         if kind is m.Func:
@@ -227,8 +249,7 @@ class Agent:
             self.end()
 
     def end(self) -> None:
-        """Let go of everything, and say that it is over."""
-        self._folder.cleanup()
+        """Say that it is over."""
         self._at_end()
 
     def _take(self) -> None:

@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xpool.byvalue.main_globals import Book
 from xpool.codec.policy import BY_PIPE
-from xpool.errors import OptionError
 from xpool.hosts.agent import Charge, facts
 from xpool.hosts.engine import LEASE, HostEngine
+from xpool.hosts.fleet import Fleet
 from xpool.pool import assembly
 from xpool.workers.launch import wanted_modules
 
 if TYPE_CHECKING:
     from xpool.pool.process import Pool
 
-__all__ = ["check_options", "make_engine"]
+__all__ = ["make_engine"]
 
 
-def check_options(pool: Pool, processes: int | None, context: Any) -> list[Any]:
-    """Return the hosts that a pool will have.
+def make_engine(
+    pool: Pool, workers: Sequence[int], fleet: Callable[[Charge], Fleet], kind: str | None = None
+) -> HostEngine:
+    """Return the engine of a pool over hosts that have so many workers each.
 
-    Raises:
-        OptionError: an option is not for pools over hosts, or there are none.
-    """
-    if processes is not None:
-        raise OptionError("processes: a pool over hosts has per_host= workers on each")
-    if context is not None:
-        raise OptionError("context: workers on other hosts start through xpool's fork server")
-    if not pool._copy_tensor:
-        raise OptionError("is_copy_tensor=False: hosts do not share memory; leave it out")
-    nodes: list[Any] = pool._hosts.find()
-    return nodes
-
-
-def make_engine(pool: Pool, hosts: Any, nodes: list[Any]) -> HostEngine:
-    """Return the engine of a pool over hosts.
+    ``fleet`` makes what places the agents, from what these are to be; ``kind``: of the devices that
+    the workers are bound to.
 
     Raises:
         TaskNotPicklable: the initializer or a context cannot be pickled.
@@ -49,14 +39,16 @@ def make_engine(pool: Pool, hosts: Any, nodes: list[Any]) -> HostEngine:
         "initializer or initargs", (pool.initializer, pool.initargs)
     )
     spec = assembly.WorkerSpec.of(pool, initializer)
-    most = max(node.workers for node in nodes)
+    if kind is not None:
+        spec = spec._replace(contexts=None)  # each agent makes those of its own workers
+    most = max(workers)
     main, script = assembly.Main.now(), None
     if main.location is not None and main.location[0] == "path":
         with open(main.location[1], "rb") as file:
             script = file.read()
     modules = wanted_modules()
     charge = Charge(
-        spec=spec,
+        spec=spec._replace(peers=0),  # messages between hosts are not for this version
         main=main,
         script=script,
         modules=modules,
@@ -68,9 +60,10 @@ def make_engine(pool: Pool, hosts: Any, nodes: list[Any]) -> HostEngine:
         memory_high=pool._memory[1],
         lease=LEASE,
         facts=facts(modules),
+        kind=kind,
     )
     describe = functools.partial(_describe, pool._jobs)
-    return HostEngine(hosts.fleet(nodes, charge), describe)
+    return HostEngine(fleet(charge), describe)
 
 
 def _describe(jobs: dict[int, Any], number: int, index: int) -> str:

@@ -38,6 +38,7 @@ class Desk:
         self._sent = 0  # number of the last message that is under way, or there
         self._staged: dict[int, m.Stage] = {}
         self._given: dict[int, TaskRange] = {}  # what the engine was given, while it may wait
+        self._files: list[Any] = []  # what was broadcast: it is there as long as it is held
         self._functions: dict[int, int] = {}  # the engine's numbers, by the driver's
         self._failed = self._ended = False
 
@@ -75,6 +76,8 @@ class Desk:
             self._functions[message.number] = engine.learn(message.mode, message.payload)
         elif kind is m.Forget:
             engine.forget(self._functions.pop(message.number))
+        elif kind is m.Blob:
+            self._files.append(message.payload)
         elif kind is m.Retire:
             self.retiring = True
             engine.retire_all()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import os
 import queue
 import random
 import threading
@@ -80,7 +81,7 @@ def _weight(message: Any) -> int:
     kind = type(message)
     if kind is m.Stage:
         return 64 + sum(map(len, message.items))
-    return 64 + len(message.payload) if kind is m.Func or kind is m.Blob else 64
+    return 64 + len(message.payload) if kind is m.Func else 64
 
 
 class HostEngine:
@@ -114,6 +115,7 @@ class HostEngine:
         self._gone: dict[int, str] = {}  # names of hosts that are lost, by number
         self._expected: set[int] = set()  # hosts that have neither joined nor died
         self._ending = self._retiring = False
+        self._blobs: list[m.Blob] = []
         self._deaths = 0
         self._beating = False
         self._touched: dict[int, None] = {}  # hosts that may have to be called, at a turn's end
@@ -212,6 +214,16 @@ class HostEngine:
         """Let workers drop a function: its job is done."""
         with self.lock:
             self._send(self.sched.forget(func))
+
+    def broadcast(self, payload: bytes | memoryview) -> str:
+        """Have all hosts keep an object until the pool ends; return its name there."""
+        held = self._fleet.put(payload)
+        with self.lock:
+            blob = m.Blob(f"xpool-{os.getpid()}-{id(self):x}-{len(self._blobs)}", held)
+            self._blobs.append(blob)
+            self._send([(n, blob) for n, agent in self._agents.items() if not agent.ended])
+            self._give()
+        return blob.name
 
     def withdraw(self, job: int, index: int | None = None) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
@@ -454,6 +466,7 @@ class HostEngine:
             self._fleet.stop(event.host)
             return
         self.sched.join(event.host)
+        self._send([(event.host, blob) for blob in self._blobs])
         if not self._beating:
             self._beating = True
             self._beat()

@@ -107,6 +107,10 @@ class Fleet(Protocol):
         An agent that has nothing to say takes its time, a second or so.
         """
 
+    def put(self, payload: bytes | memoryview) -> Any:
+        """Put what all hosts are to have where they can get it; return what stands for it in a
+        `Blob`."""
+
     def stop(self, host: int) -> None:
         """End an agent and its workers now, also one that has not joined; `Dead` follows."""
 

@@ -43,15 +43,15 @@ class Func(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Let go of a function, or of an object that was broadcast."""
+    """Let go of a function."""
 
     number: int
 
 
 class Blob(NamedTuple):
-    """Keep an object that is broadcast where the workers find it."""
+    """Keep an object that is broadcast, under a name by which the workers find it."""
 
-    number: int
+    name: str
     payload: Any
 
 

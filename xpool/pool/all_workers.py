@@ -48,6 +48,7 @@ class AllWorkers(BasePool):
     _memory_limit: int
     _order: threading.RLock
     _group: WorkerGroup | None = None
+    _hosts: Any = None  # where the workers are, if not here
     _files: list[File]  # what was broadcast where there is no arena for it
 
     def run_all(
@@ -194,13 +195,16 @@ class AllWorkers(BasePool):
             PoolClosed: the pool takes no more work.
         """
         from xpool.byvalue.broadcast import Broadcast, broadcast
-        from xpool.worker.launch_shared import File
+        from xpool.worker.launch_shared import File, FileOfAgent
 
         self._check_running()
         packer = self._packer
         if packer.layout.lessor is not None and self._memory_limit:
             return broadcast(obj, self._token, packer.recurse, packer.layout.lessor)
         message = packer.pack_option(f"broadcast of a {type(obj).__name__}", obj)
+        if self._hosts is not None:
+            place = FileOfAgent(self._engine.broadcast(message))  # type: ignore[attr-defined]
+            return Broadcast(self._token, place, len(message), None, type(obj).__name__)
         file = File(message)
         self._files.append(file)
         return Broadcast(self._token, file, len(message), None, type(obj).__name__)

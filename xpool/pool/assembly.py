@@ -98,7 +98,7 @@ class WorkerSpec(NamedTuple):
 class Main(NamedTuple):
     """What workers know of the program: its script, if that can be run again, and its loggers."""
 
-    location: tuple[str, str] | None
+    location: tuple[str, ...] | None
     units: bytes | None
     levels: dict[str, int] | None
     argv: list[str]

@@ -51,6 +51,18 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
         worker_contexts: Iterable[C] | None = None,
         **options: Any,
     ) -> None:
+        hosts = getattr(worker_contexts, "hosts", None)
+        if hosts is not None:
+            options.setdefault("hosts", hosts)
+        if options.get("hosts") is not None:
+            if worker_contexts is not None and hosts is None:
+                raise OptionError(
+                    "worker_contexts of a pool over hosts: as xpool.ray.devices() makes them, each "
+                    "on its host; what else a worker is to have, make in the initializer"
+                )
+            self._contexts = list(worker_contexts or ())
+            super().__init__(processes, initializer, initargs, maxtasksperchild, context, **options)
+            return
         self._contexts = _contexts(worker_contexts, processes)
         n = resolve_processes(processes, self._contexts)
         if self._is_group() and maxtasksperchild is not None:
@@ -71,7 +83,8 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
     _gives_context = True
 
     def _worker_contexts(self) -> list[Any] | None:
-        return self._contexts
+        nothing: list[Any] = [None] * self._size
+        return self._contexts or nothing
 
 
 def _contexts(contexts: Iterable[Any] | None, processes: int | None) -> list[Any]:

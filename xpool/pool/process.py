@@ -140,9 +140,8 @@ class Pool(AllWorkers):
         self._direct = type(self).pool_inqueue_put is Pool.pool_inqueue_put
         self._hosts = hosts
         if hosts is not None:
-            from xpool.hosts.assembly import check_options  # here: most pools are on one machine
-
-            self._nodes = check_options(self, processes, context)
+            _check_over_hosts(processes, context, is_copy_tensor)
+            self._nodes = hosts.find()
             processes = sum(node.workers for node in self._nodes)
         super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
 
@@ -171,9 +170,7 @@ class Pool(AllWorkers):
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
         if self._hosts is not None:
-            from xpool.hosts.assembly import make_engine
-
-            self._engine = self._backend = make_engine(self, self._hosts, self._nodes)
+            self._engine = self._backend = self._hosts.make_engine(self, self._nodes)
             return
         self._start_server()
         from xpool.pool import assembly
@@ -438,6 +435,20 @@ _MODES = {
     (True, False): Mode.STAR,
     (True, True): Mode.STARCHUNK,
 }
+
+
+def _check_over_hosts(processes: Any, context: Any, copies: bool) -> None:
+    for name, is_given, why in (
+        ("processes", processes is not None, "per_host= says how many workers each host has"),
+        (
+            "context",
+            context is not None,
+            "workers on other hosts start through xpool's fork server",
+        ),
+        ("is_copy_tensor=False", not copies, "hosts share no memory"),
+    ):
+        if is_given:
+            raise OptionError(f"{name} is not for a pool over hosts: {why}; leave it out")
 
 
 def _place(job: Job) -> tuple[int, int | None]:

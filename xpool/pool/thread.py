@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from xpool.errors import OptionError
 from xpool.interrupt import shielded
 from xpool.options import (
     Terms,
@@ -66,12 +67,15 @@ class ThreadPool(BasePool):
         output: str | None = None,
         worker_memory: int | None = None,
         memory_high: float | None = None,
+        hosts: Any = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
         check_seed(seed)
         check_output(output)
         check_memory(worker_memory, memory_high)
+        if hosts is not None:
+            raise OptionError("hosts is for pools of processes: threads are of this process")
         if memory_limit is not None:
             check_count("memory_limit", memory_limit, least=0)
         if restart_budget is not None:

@@ -6,19 +6,20 @@ under /proc.  The lock is the kernel's (``flock``): whoever dies lets go of it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fcntl
 import mmap
+import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
 
-__all__ = ["File", "MpModelWrapper", "MpSerialExecutor"]
+__all__ = ["File", "FileOfAgent", "MpModelWrapper", "MpSerialExecutor"]
 
 T = TypeVar("T")
 
@@ -26,9 +27,9 @@ T = TypeVar("T")
 class File:
     """An anonymous file that other processes can open as long as who made it keeps this."""
 
-    def __init__(self, content: bytes | memoryview = b"") -> None:
+    def __init__(self, content: bytes | memoryview = b"", name: str = "xpool-shared") -> None:
         if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("xpool-shared")
+            fd = os.memfd_create(name)
             path, remove = f"/proc/{os.getpid()}/fd/{fd}", None
         else:
             import tempfile
@@ -77,7 +78,7 @@ class File:
             os.close(fd)
         return decode(memoryview(pages))
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the file's lock: against other processes and against threads of this one."""
         fd = self.open()
@@ -86,6 +87,29 @@ class File:
             yield
         finally:
             os.close(fd)
+
+
+class FileOfAgent:
+    """A `File` with a name, of which the agent of each host of a pool keeps one."""
+
+    def __init__(self, name: str) -> None:
+        self.key = name
+
+    def load(self) -> Any:
+        """Return the object in it, as `File.load`.
+
+        Raises:
+            XPoolError: this is no worker of a host that has it.
+        """
+        agent = multiprocessing.parent_process()
+        if agent is not None:
+            folder = f"/proc/{agent.pid}/fd"
+            for fd in os.listdir(folder):
+                path = f"{folder}/{fd}"
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(path).startswith(f"/memfd:{self.key} "):
+                        return File._from(path, os.stat(path).st_ino).load()
+        raise XPoolError(f"there is no {self.key} here: it is for workers of the pool that sent it")
 
 
 _GONE = (

@@ -61,8 +61,9 @@ _Unit = tuple[int, int, tuple[str, ...], tuple[int, ...], bool]
 class _Script:
     """The caller's script, and what of it has been run here."""
 
-    def __init__(self, where: tuple[str, str], units: bytes | None) -> None:
-        self._kind, self._place = where
+    def __init__(self, where: tuple[str, ...], units: bytes | None) -> None:
+        self._kind, self._place = where[:2]
+        self._file = where[-1]  # the text of a file that may be another host's
         self._units = units
         self._lines: list[bytes] = []
         self._flags = 0
@@ -98,7 +99,7 @@ class _Script:
         if self._units is None:
             return False
         check, flags, units = pickle.loads(self._units)
-        with io.open_code(self._place) as file:
+        with io.open_code(self._file) as file:
             text = file.read()
         if zlib.crc32(text) != check:
             return False  # it was changed after the program had begun
@@ -125,7 +126,7 @@ class _Script:
 
     def _code_of_all(self, namespace: dict[str, Any]) -> Any:
         if self._kind == "path":
-            with io.open_code(self._place) as file:
+            with io.open_code(self._file) as file:
                 code: Any = compile(file.read(), self._place, "exec")
             namespace["__file__"] = self._place
             return code
@@ -142,12 +143,12 @@ class _Script:
         return code
 
 
-def install(where: tuple[str, str] | None, units: bytes | None = None) -> None:
+def install(where: tuple[str, ...] | None, units: bytes | None = None) -> None:
     """Put a fresh ``__main__`` in place.
 
-    ``where`` is ("path", file) or ("name", module) to run for its names, or None: then it stays
-    empty, and what the caller defines in its own arrives by value.  ``units``: what of a file can
-    be left out, as `xpool.byvalue.main.units` says.
+    ``where`` is ("path", file), the same and where its text is, or ("name", module) to run for its
+    names; or None: then it stays empty, and what the caller defines in its own arrives by value.
+    ``units``: what of a file can be left out, as `xpool.byvalue.main.units` says.
     """
     module = _Main("__main__")
     module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code looks for it
