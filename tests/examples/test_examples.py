@@ -214,7 +214,8 @@ def test_gallery_has_every_example():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [one for one in SHOWN if one[0] != "pool_on_ray.py"],  # which `test_on_ray` runs
+    # `test_on_ray` runs those.
+    [one for one in SHOWN if one[0] not in ("pool_on_ray.py", "cluster.py")],
     ids=lambda text: text if text.endswith(".py") else "",
 )
 def test_gallery_shows_what_is_printed(folder: Path, name: str, shown: str):

@@ -42,6 +42,30 @@ def test_the_example():
     assert run("import pool_on_ray; pool_on_ray.main()") == (shown.partition("```")[0].splitlines())
 
 
+def test_a_host_that_is_lost():
+    """Of an evaluation on two hosts nothing is missing when one of them is killed in the middle."""
+    for module in ("torch", "sklearn"):
+        pytest.importorskip(module, reason=f"examples/cluster.py uses {module}")
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples/cluster.py"],
+        # Seen to be dead in a second, not in ten.
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "RAY_health_check_initial_delay_ms": "500",
+            "RAY_health_check_period_ms": "500",
+            "RAY_health_check_timeout_ms": "500",
+            "RAY_health_check_failure_threshold": "2",
+        },
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = (ROOT / "docs/gallery.md").read_text(encoding="utf-8").split("cluster.py\n")[1]
+    *first, last = shown.partition("```")[0].splitlines()
+    out = [line for line in done.stdout.splitlines() if "raylet" not in line]
+    assert out[:2] == first and out[-1].partition("digits")[2] == last.partition("digits")[2]
+
+
 def test_the_verbs():
     """Results, their order, callbacks, errors, lambdas, an initializer, and a death among them."""
     out = run(

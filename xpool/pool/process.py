@@ -419,9 +419,10 @@ class Pool(AllWorkers):
 
     def __repr__(self) -> str:
         s = self.statistics()
+        where = f"{len(s['hosts'])} hosts, " if "hosts" in s else ""
         return (
-            f"<{type(self).__name__} {self.name} {s['state']}, {s['ready']} of {s['workers']} "
-            f"workers ready, {s['waiting']} tasks waiting, {s['running']} running, "
+            f"<{type(self).__name__} {self.name} {s['state']}, {where}{s['ready']} of "
+            f"{s['workers']} workers ready, {s['waiting']} tasks waiting, {s['running']} running, "
             f"{s['succeeded']} succeeded, {s['failed']} failed>"
         )
 
