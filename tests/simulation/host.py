@@ -15,7 +15,7 @@ from xpool.engine.answers import CULPRIT
 from xpool.errors import WorkerDied
 from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
-from xpool.hosts.engine import RETRY
+from xpool.hosts.engine import GRACE, RETRY
 from xpool.hosts.fleet import Call
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 
@@ -27,7 +27,7 @@ __all__ = ["Host", "Payload", "Value"]
 PATIENCE = 1.0
 """Seconds after which an agent answers a pull although it has nothing to say."""
 
-STOP_GRACE = 0.3
+STOP_GRACE = 0.95 * GRACE
 """Seconds that a worker may take to end when its engine is terminated."""
 
 LOOK = 0.01
@@ -132,7 +132,8 @@ class AgentEngine:
         self.unsaid = [0] * len(self.gone)
         self.sched.clear()
         for w, run in enumerate(self.runs):
-            self.world.later(STOP_GRACE * self.world.draw.random(), self._stop, w, run)
+            takes = self.world.one_of([STOP_GRACE, STOP_GRACE * self.world.draw.random()])
+            self.world.later(takes, self._stop, w, run)
 
     def statistics(self) -> dict[str, Any]:
         return {"deaths": 0, "ready": len(self.gone), "running": 0}
@@ -336,13 +337,18 @@ class Host:
             self.world.later(left / self.rate, self._look_at_lease)
             return
         self.world.note(self.world.at, self.name, "has not heard of the driver for too long")
+        world = self.world
+        if world.now > self.good_from + world.lease + 5 and not (
+            world.stalls or world.driver_is_dead or self.told_dead
+        ):
+            world.wrong(f"{self.name} was in touch with the driver all the time, and ends")
         self.over = True
         self.engine.terminate()
         self.news()
 
     def trouble(self, until: float) -> None:
         """Note that messages may be lost until then; what is made good comes a little later."""
-        self.good_from = max(self.good_from, until + 3 * RETRY)
+        self.good_from = max(self.good_from, until + PATIENCE + 3 * RETRY)
 
     # -- the driver's calls ------------------------------------------------------------------------
 
@@ -351,6 +357,8 @@ class Host:
         one = call.number, reply
         self._waiting.append(one)
         self.desk.called(call)
+        if self.desk.retiring and self.desk._staged and not self.world.early_close:
+            self.world.wrong(f"{self.name} is to end, and keeps {self.desk._staged}")
         self._collect()
         self._reply()
         if one in self._waiting:
@@ -386,7 +394,8 @@ class Host:
         self._collect()
         self._reply()
         if self.over and self.engine.ended:
-            self.world.later(self.world.pace * self.world.draw.random(), self.world.dies, self)
+            lingers = self.world.one_of([self.world.pace, 3.0])
+            self.world.later(lingers * self.world.draw.random(), self.world.dies, self)
 
     def _collect(self) -> None:
         if self.desk.collect() and self.engine.cost != self._said:

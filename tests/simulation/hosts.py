@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import queue
 from collections import deque
 from collections.abc import Callable
@@ -88,11 +89,15 @@ class HostWorld(World):
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = itertools.count()
         self.turns = 0
-        self.lease = self.one_of([6.0, 10.0])
+        self.lease = self.one_of([8.0, 10.0])
         self.latency = self.one_of([1e-4, 2e-3, 2e-3, 0.05])
         self.losses = self.one_of([0.0, 0.0, 0.02, 0.1])
-        self.accidents = self.one_of([0.0, 0.0, 0.003, 0.02])
+        self.accidents = self.one_of([0.0, 0.003, 0.02, 0.05])
         self.deaths = self.one_of([0.0, 0.1])
+        # What else is rare: hosts work on that are said to be dead; tasks are for one worker.
+        self.theme = self.one_of(["", "", "", "", "", "", "cut off", "bound"])
+        if self.theme:
+            self.accidents, self.deaths = 0.05, self.one_of([0.0, 0.5])
         self.pace = self.one_of([1e-5, 1e-3])
         self.eager = self.one_of([0.2, 0.6, 0.95])
         self.stalls = 5.0 if self.chance(0.05) else 0.0  # seconds; the driver is stopped
@@ -118,6 +123,7 @@ class HostWorld(World):
         self.early_close = self.chance(0.05)
         self.driver_dies = self.chance(0.1)
         self.over = self.ended_violently = self.driver_is_dead = False
+        self.closed_at: float | None = None
         self.progress = self.now
         self.engine = HostEngine(
             SimFleet(self),
@@ -162,6 +168,9 @@ class HostWorld(World):
             self.step()
             if self.driver_is_dead:
                 return
+            later = self.engine.sched._later
+            if later and later[0][0] < self.now - 0.001 and not (events or self.over):
+                self.wrong(f"a task was to be tried again at {later[0][0]}, and is not")
 
     def soon(self) -> bool:
         """Whether something else happens before the driver's thread comes to look."""
@@ -199,6 +208,12 @@ class HostWorld(World):
         self.deliver()
         if self.left() and not (self.ended_violently or self.early_close):
             self.wrong(f"the hosts have ended, and unanswered is {self.left()}")
+        closed = self.closed_at
+        if closed is not None and not self.early_close and not self.ended_violently:
+            # As long as hosts are out of reach, and work on, there is nothing to be done.
+            limit = max([closed, *(host.good_from for host in self.hosts.values())]) + 15
+            if self.now > limit:
+                self.wrong(f"it was closed at {closed}, and has ended only now")
         engine.close()
 
     def left(self) -> list[Task]:
@@ -266,16 +281,23 @@ class HostWorld(World):
 
     def accident(self, host: Host) -> None:
         """A host dies, is out of reach for a while, or is about to go."""
-        how = self.below(6)
-        if how == 0:
+        how = self.below(8)
+        if self.theme == "cut off":
+            self.note(self.at, host.name, "is cut off")
+            host.whole_at = self.now + 30
+            host.trouble(host.whole_at)
+            self.later(8 * self.draw.random(), self.tell_dead, host)
+        elif how < 2:
             self.dies(host)
-        elif how == 1:
+        elif how == 2:
             self.note(self.at, host.name, "is going to go")
             self.tell(f.Draining(host.number))
             if self.chance(0.8):
                 self.later(3 * self.draw.random(), self.dies, host)
         else:
             seconds = self.one_of([0.1, 1.0, 5.0, 30.0]) * self.draw.random()
+            if self.chance(0.3):  # it comes back when its lease has just ended
+                seconds = self.lease + 2 * self.draw.random()
             self.note(self.at, host.name, "is out of reach for", f"{seconds:.6f} s")
             host.whole_at = max(host.whole_at, self.now + seconds)
             host.trouble(host.whole_at)
@@ -297,12 +319,14 @@ class HostWorld(World):
             acts += [self.append, self.append]
         if self.to_feed:
             acts.append(self.feed)
-        if self.calls and self.chance(0.05):
+        # Where nothing comes about any more, nobody hides that by giving up.
+        quiet = self.now > self.progress + 3
+        if self.calls and not quiet and self.chance(0.05):
             acts.append(self.cancel)
         if self.late_hosts and self.jobs and self.chance(0.3):
             self.late_hosts -= 1
             acts.append(self.one_more)
-        if self.jobs > 1:
+        if self.jobs > 1 and not quiet:
             if self.violent_end and self.chance(0.1):
                 acts = [self.terminate]
             elif self.early_close and self.chance(0.1):
@@ -323,15 +347,19 @@ class HostWorld(World):
 
     def submit(self) -> None:
         """Somebody submits: calls, a map, the beginning of a stream, or what is bound."""
-        kind = self.one_of(["calls", "calls", "map", "map", "map", "stream", "bound"])
+        kind = self.one_of(["calls", "calls", "map", "map", "map", "stream", "bound", "bound"])
         n = self.one_of([1, 3, 10, 40, 200]) if kind in ("map", "stream") else 1
         retries = self.one_of([0, 0, 1, 2, 3])
-        takes = self.one_of([1e-4, 1e-3, 0.02, 0.02, 0.3, 3.0, 0.0])
+        takes = self.one_of([1e-4, 1e-3, 0.02, 0.02, 0.3, 3.0, 20.0, 0.0])
         if takes >= 0.3:
-            n = min(n, 40)
+            n = min(n, 40 if takes < 20 else 3)
+        if self.theme == "cut off":
+            takes, n, retries = 20.0, min(n, 3), max(retries, 1)
+        elif self.theme == "bound":
+            kind, n, retries = "bound", 1, 3
         bound = None
         if kind == "bound":
-            bound = self.one_of([-1, -1, *range(sum(self.sizes))])
+            bound = self.one_of([-1, -1, *range(len(self.engine.sched._of))])
         large = self.chance(0.1)
         self.note(self.at, "somebody submits", kind, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "large" if large else "")  # fmt: skip
@@ -371,7 +399,7 @@ class HostWorld(World):
         if self.deaths and self.chance(self.deaths):
             task.deadly = self.one_of([1, 1, 2, 9])
         task.error = self.chance(0.05)
-        if self.chance(0.05):
+        if self.chance(0.5 if self.theme == "bound" else 0.05):
             task.fails = 1 + self.below(3)
         payload = Payload(b"%d.%d" % (job, index))
         payload.task = job, index
@@ -433,6 +461,7 @@ class HostWorld(World):
     def close(self) -> None:
         """Nothing more will come; nearly always all is answered."""
         self.note(self.at, "close")
+        self.closed_at = self.now
         self.progress = self.now
         self.over = True
         self.engine.retire_all()
@@ -540,10 +569,13 @@ class HostWorld(World):
             permit(host, lot, found)
             for payload in lot.items.items:
                 self.granted.add((host.number, payload.task))
+            if host.leaving:
+                self.wrong(f"host {host.number} is going to go, and is permitted something")
             if lot.items.bound is not None:
                 return
-            most = max(host.workers, host.workers * (1 + sched._extra()))
-            if host.ahead > min(most, max(policy.MOST_AHEAD, host.workers)):
+            extra = 0 if sched.cost > policy.LONG_SECONDS else policy.AHEAD_SECONDS / sched.cost
+            most = max(host.workers, min(policy.MOST_AHEAD, host.workers * (1 + math.ceil(extra))))
+            if host.ahead > most:
                 self.wrong(f"host {host.number} is permitted {host.ahead} tasks, not {most}")
             if host.ahead > host.workers:
                 self.check_bytes(host)
@@ -577,7 +609,7 @@ class HostWorld(World):
         """What is sent ahead is bounded, but for one task for each worker."""
         lots = [*host.staged, *host.lots.values()]
         ahead = sum(lot.nbytes for lot in lots if lot.items.bound is None)
-        largest = max((len(item) for lot in lots for item in lot.items.items), default=0)
+        largest = max((lot.nbytes for lot in lots if len(lot.items.items) == 1), default=0)
         most = policy.STAGED_BYTES + policy.LOT_BYTES + (1 + host.workers) * largest
         if ahead > most:
             self.wrong(f"{ahead} bytes are at host {host.number}")
@@ -596,9 +628,6 @@ class HostWorld(World):
             for w in range(host.first, host.first + host.workers):
                 if host.accepting and sched.own[w] and not sched._bound_ahead[w]:
                     self.wrong(f"worker {w} has nothing, and something waits for it")
-        late = [when for when, _, _ in sched._later if when < self.now - 0.001]
-        if late:
-            self.wrong(f"a task was to be tried again at {late[0]}, and is not")
 
     def check_starved(self) -> None:
         """No host has nothing to do for longer than a few trips while something waits."""

@@ -12,13 +12,14 @@ import pytest
 from .engine import EngineWorld
 from .hosts import HostWorld
 from .mutants import MUTANTS, Mutant
+from .mutants_hosts import HOSTS
 from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 """How many times the usual number of histories to run; `make soak` runs many."""
 
-HISTORIES = {"scheduler": 4_000, "engine": 1_200, "hosts": 600}
+HISTORIES = {"scheduler": 4_000, "engine": 1_200, "hosts": 800}
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
@@ -50,12 +51,12 @@ def test_a_seed_is_a_history(world):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *HOSTS], ids=str)
 def test_seeded_bugs_are_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch):
     """A rule that is broken is found, with a seed and its story."""
     mutant.seed(monkeypatch)
     world = {kind.name: kind for kind in (SchedulerWorld, EngineWorld, HostWorld)}[mutant.world]
-    found = search(world, range(3 * HISTORIES[mutant.world]))
+    found = search(world, range(4 * HISTORIES[mutant.world]))
     assert found is not None, f"no history shows that {mutant.name}"
     assert str(found.seed) in str(found) and "--seeds" not in str(found)
 

@@ -1,0 +1,287 @@
+"""Seeded bugs of pools over many hosts: what the simulated world of hosts must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xpool.hosts import messages as m
+from xpool.hosts.desk import Desk
+from xpool.hosts.engine import HostEngine
+from xpool.hosts.link import Link
+from xpool.hosts.scheduler import Host, HostScheduler, Lost
+from xpool.jobs.ranges import CALLS, TaskRange
+
+from .mutants import Mutant, Patch, nothing, wrap
+
+HOSTS: list[Mutant] = []
+
+
+def mutant(name: str) -> Callable[[Callable[[Patch], None]], None]:
+    def add(seed: Callable[[Patch], None]) -> None:
+        HOSTS.append(Mutant(name, "hosts", seed))
+
+    return add
+
+
+# -- what a host is permitted ----------------------------------------------------------------------
+
+
+@mutant("what was only staged at a lost host counts as permitted")
+def _(patch: Patch) -> None:
+    def lost(original: Any, sched: HostScheduler, number: int) -> Any:
+        host = sched.hosts[number]
+        for lot in host.staged:
+            for i in range(lot.items.first, lot.items.first + lot.left):
+                host.permitted[(i, 0) if lot.items.job == CALLS else (lot.items.job, i)] = lot
+        host.staged.clear()
+        return original(sched, number)
+
+    wrap(patch, HostScheduler, "lost", lost)
+
+
+@mutant("what is staged is begun, without permission")
+def _(patch: Patch) -> None:
+    def do(original: Any, desk: Desk, message: Any) -> None:
+        original(desk, message)
+        if type(message) is m.Stage:
+            desk.engine.submit(desk._range(message.batch))
+            desk._staged[message.batch] = message._replace(items=[])
+
+    wrap(patch, Desk, "_do", do)
+
+
+@mutant("more long tasks are permitted than a host has workers")
+def _(patch: Patch) -> None:
+    wrap(patch, HostScheduler, "_extra", lambda original, sched: max(1, original(sched)))
+
+
+@mutant("what is permitted is not bounded by bytes")
+def _(patch: Patch) -> None:
+    def room(original: Any, sched: HostScheduler, host: Host) -> int:
+        nbytes, host.nbytes = host.nbytes, 0
+        found: int = original(sched, host)
+        host.nbytes = nbytes
+        return found
+
+    wrap(patch, HostScheduler, "_room", room)
+
+
+@mutant("a host that is about to go is permitted more")
+def _(patch: Patch) -> None:
+    def drain(original: Any, sched: HostScheduler, number: int) -> Any:
+        sched.hosts[number].leaving = True
+        return []
+
+    wrap(patch, HostScheduler, "drain", drain)
+
+
+@mutant("what another host has staged is not looked for")
+def _(patch: Patch) -> None:
+    patch.setattr(HostScheduler, "_look_at_wealth", nothing)
+    patch.setattr(HostScheduler, "_from_another", nothing)
+
+
+@mutant("a host is not told what it need not keep")
+def _(patch: Patch) -> None:
+    def drop(original: Any, sched: HostScheduler, host: Host, lots: Any, found: Any) -> None:
+        original(sched, host, lots, found)
+        found.pop()
+
+    wrap(patch, HostScheduler, "_drop", drop)
+
+
+@mutant("what is given back is queued twice")
+def _(patch: Patch) -> None:
+    def given_back(original: Any, sched: HostScheduler, *which: int) -> None:
+        put_back = sched.put_back
+
+        def twice(part: TaskRange) -> None:
+            put_back(TaskRange(part.job, part.func, part.first, part.items, part.retries))
+            put_back(part)
+
+        sched.put_back = twice  # type: ignore[method-assign]
+        original(sched, *which)
+        del sched.put_back
+
+    wrap(patch, HostScheduler, "given_back", given_back)
+
+
+@mutant("what is given back is begun all the same")
+def _(patch: Patch) -> None:
+    def back(original: Any, desk: Desk, batch: int) -> m.Given:
+        task_range = desk._given.pop(batch, None)
+        return m.Given(batch, 0 if task_range is None else len(task_range.items))
+
+    wrap(patch, Desk, "_back", back)
+
+
+# -- hosts that are lost ---------------------------------------------------------------------------
+
+
+@mutant("a task is run again before the lost host's lease is over")
+def _(patch: Patch) -> None:
+    def put_again(original: Any, sched: HostScheduler, item: Any, killed: bool, _: float) -> None:
+        original(sched, item, killed, 0.0)
+
+    wrap(patch, HostScheduler, "put_again", put_again)
+
+
+@mutant("an agent's last moment, when its lease is over, is not waited for")
+def _(patch: Patch) -> None:
+    patch.setattr("xpool.hosts.engine.GRACE", 0.0)
+
+
+@mutant("a lease is taken for a little shorter than it is")
+def _(patch: Patch) -> None:
+    patch.setattr("xpool.hosts.engine.DRIFT", 0.9)
+
+
+@mutant("a retry on another host costs no retry")
+def _(patch: Patch) -> None:
+    def put_again(original: Any, sched: HostScheduler, item: TaskRange, *how: Any) -> None:
+        item.retries += 1
+        original(sched, item, *how)
+
+    wrap(patch, HostScheduler, "put_again", put_again)
+
+
+@mutant("what was bound to a lost host is run again elsewhere")
+def _(patch: Patch) -> None:
+    def lost(original: Any, sched: HostScheduler, number: int) -> list[Lost]:
+        found = original(sched, number)
+        for one in found:
+            one.item.bound = None
+        return [Lost(one.item, one.again or one.item.retries > 0) for one in found]
+
+    wrap(patch, HostScheduler, "lost", lost)
+
+
+@mutant("what waits for a worker of a lost host goes on waiting")
+def _(patch: Patch) -> None:
+    patch.setattr(HostScheduler, "first_of", _first_unbound)
+
+
+def _first_unbound(sched: HostScheduler, queue: Any) -> Any:
+    first = super(HostScheduler, sched).first_of(queue)
+    gone = first is not None and first.bound is not None and not sched.is_there(first.bound)
+    return None if gone else first
+
+
+@mutant("a host that has ended by itself is taken for one that was told to")
+def _(patch: Patch) -> None:
+    def heard(original: Any, engine: HostEngine, host: int, agent: Any, message: Any) -> None:
+        if type(message) is m.Ended:
+            agent.ended = True
+        else:
+            original(engine, host, agent, message)
+
+    wrap(patch, HostEngine, "_heard", heard)
+
+
+# -- the lease -------------------------------------------------------------------------------------
+
+
+@mutant("an agent's own reply renews its lease, whether it comes or not")
+def _(patch: Patch) -> None:
+    def reply(original: Any, desk: Desk, number: int, now: float, *more: Any) -> Any:
+        desk.until = now + desk._lease
+        return original(desk, number, now, *more)
+
+    wrap(patch, Desk, "reply", reply)
+
+
+@mutant("the lease is not renewed")
+def _(patch: Patch) -> None:
+    def called(original: Any, desk: Desk, call: Any) -> None:
+        original(desk, call._replace(heard=0))
+
+    wrap(patch, Desk, "called", called)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+@mutant("a call that did not come back is not made again")
+def _(patch: Patch) -> None:
+    def once_more(original: Any, engine: HostEngine, event: Any, agent: Any) -> None:
+        agent.calls.pop(event.number, None)
+
+    wrap(patch, HostEngine, "_once_more", once_more)
+
+
+@mutant("a message that comes again is taken again")
+def _(patch: Patch) -> None:
+    def receive(original: Any, link: Link, first: int, messages: Any) -> list[Any]:
+        if first <= link.got:
+            link.got = max(link.got, first + len(messages) - 1)
+            return list(messages)
+        return list(original(link, first, messages))
+
+    wrap(patch, Link, "receive", receive)
+
+
+@mutant("messages that come too early are not put in order")
+def _(patch: Patch) -> None:
+    def receive(original: Any, link: Link, first: int, messages: Any) -> list[Any]:
+        link.got = max(link.got, first - 1)
+        return list(original(link, first, messages))
+
+    wrap(patch, Link, "receive", receive)
+
+
+@mutant("more is acknowledged than has come")
+def _(patch: Patch) -> None:
+    def reply(original: Any, desk: Desk, *how: Any) -> tuple[int, int, list[Any]]:
+        taken, first, messages = original(desk, *how)
+        return taken + 1, first, messages
+
+    wrap(patch, Desk, "reply", reply)
+
+
+@mutant("news that a failed call took with it are not missed")
+def _(patch: Patch) -> None:
+    def replied(original: Any, engine: HostEngine, event: Any, agent: Any) -> None:
+        lost = agent.lost
+        original(engine, event, agent)
+        agent.lost = lost
+
+    wrap(patch, HostEngine, "_replied", replied)
+
+
+@mutant("a driver that says something again begins at what it had said, not at what is needed")
+def _(patch: Patch) -> None:
+    def acked(link: Link) -> int:
+        return 0
+
+    def flush(original: Any, engine: HostEngine, number: int) -> None:
+        link = engine._agents[number].link
+        kept, link.acked = link.acked, min(link.acked, engine._agents[number].sent)
+        original(engine, number)
+        link.acked = kept
+
+    wrap(patch, HostEngine, "_flush", flush)
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+@mutant("hosts that have not joined are waited for at the end")
+def _(patch: Patch) -> None:
+    def retire_all(original: Any, engine: HostEngine) -> None:
+        expected, engine._expected = engine._expected, set()
+        original(engine)
+        engine._expected = expected
+
+    wrap(patch, HostEngine, "retire_all", retire_all)
+
+
+@mutant("nobody is awake when a task is to be tried again")
+def _(patch: Patch) -> None:
+    def pause(original: Any, engine: HostEngine, tries: int) -> float:
+        engine._at = nothing  # type: ignore[method-assign]
+        when: float = original(engine, tries)
+        del engine._at
+        return when
+
+    wrap(patch, HostEngine, "_pause", pause)
