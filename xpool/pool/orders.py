@@ -1,0 +1,188 @@
+"""What the workers of a pool are told to be, in the first message to each."""
+
+# No `from __future__ import annotations`: the fields of the NamedTuples would be texts, and each
+# compiled at import.
+
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from xpool.byvalue.main import main_is_importable, main_location, units
+from xpool.codec.frame import inline
+from xpool.options import default_processes
+from xpool.shm.arena import Arena
+from xpool.workers.launch import Launcher, search_path
+from xpool.workers.relay import levels
+
+if TYPE_CHECKING:
+    from xpool.pool.process import Pool
+
+__all__ = ["Main", "Orders", "WorkerSpec"]
+
+
+class WorkerSpec(NamedTuple):
+    """What the workers of a pool are to be, wherever they start: agents on other hosts get it, too.
+
+    ``contexts``: of each worker, pickled; ``binds`` and ``cpus``: the variables and the cores that
+    they name.
+    """
+
+    pool: str
+    initializer: bytes | None
+    contexts: list[bytes] | None
+    binds: list[dict[str, str | None]]
+    cpus: list[tuple[int, ...]]
+    daemon: bool
+    recurse: bool
+    seed: bytes
+    copy_tensor: bool
+    share_method: str | None
+    token: str
+    peers: int
+    output: str | None
+    threads: int
+
+    @classmethod
+    def of(cls, pool: "Pool", initializer: bytes | None) -> "WorkerSpec":
+        """Return what a pool's options say."""
+        contexts = pool._worker_contexts()
+        every = contexts or [None] * pool._size
+        return cls(
+            pool=pool.name,
+            initializer=initializer,
+            contexts=None
+            if contexts is None
+            else [
+                pool._packer.pack_option(f"worker_contexts[{i}]", context)
+                for i, context in enumerate(contexts)
+            ],
+            binds=[dict(getattr(context, "env", None) or {}) for context in every],
+            cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts or ()],
+            daemon=pool._daemon,
+            recurse=pool._recurse,
+            seed=pool._seed,
+            copy_tensor=pool._copy_tensor,
+            share_method=pool._share_method,
+            token=pool._token,
+            peers=pool._size if pool._has_peers else 0,
+            output=pool._output,
+            threads=max(1, default_processes() // pool._size),
+        )
+
+
+class Main(NamedTuple):
+    """What workers know of the program: its script, if that can be run again, and its loggers."""
+
+    location: tuple[str, ...] | None
+    units: bytes | None
+    levels: dict[str, int] | None
+    argv: list[str]
+
+    @classmethod
+    def now(cls) -> "Main":
+        """Return what this program is now."""
+        location = main_location() if main_is_importable() else None
+        return cls(location, units(), levels(), _arguments())
+
+
+class Orders:
+    """Makes the first message to each worker: what it is to be.
+
+    ``main`` says what the program is when a worker starts; an agent was told when it began.
+    ``first``: the pool's number of the first worker, on the host with this name.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        launcher: Launcher,
+        arena: Arena | None,
+        limit: int,
+        main: Callable[[], Main] = Main.now,
+        first: int = 0,
+        host: str = "",
+    ) -> None:
+        self._spec, self._arena, self._limit, self._main = spec, arena, limit, main
+        self._first, self._host = first, host
+        self._bare, self._forked = launcher.bare, launcher.forks
+
+    def __call__(self, index: int, generation: int, attachment: int | None) -> bytes:
+        spec, arena, main = self._spec, self._arena, self._main()
+        process = multiprocessing.current_process()
+        index += self._first
+        orders = {
+            "index": index,
+            "host": self._host,
+            "pool": spec.pool,
+            "name": f"{spec.pool}-worker-{index}",
+            "environ": _environment(),
+            # Those that came by `resize` have no context.
+            "bind": spec.binds[index] if index < len(spec.binds) else {},
+            "cpus": (spec.cpus[index] if spec.cpus else ()) or _own_cpus(),
+            "cwd": _folder(),
+            "pid": os.getpid(),
+            "path": search_path(),
+            "argv": main.argv,
+            "bare": self._bare,
+            "main": main.location,
+            "units": main.units,
+            "daemon": spec.daemon,
+            "parent": (process.name, os.getpid()),
+            "authkey": bytes(process.authkey),
+            "recurse": spec.recurse,
+            "seed": spec.seed + f"/{index}/{generation}".encode(),
+            "threads": spec.threads,
+            "forked": self._forked,
+            "initializer": _plain(spec.initializer, attachment),
+            "arena": None if arena is None else arena.facts(attachment or 0, self._limit),
+            "copy_tensor": spec.copy_tensor,
+            "share_method": spec.share_method,
+            "token": spec.token,
+            "peers": spec.peers,
+            "levels": main.levels,
+            "output": spec.output,
+            "context": None if spec.contexts is None else _plain(spec.contexts[index], attachment),
+        }
+        return pickle.dumps(orders)
+
+
+def _plain(message: bytes | None, attachment: int | None) -> bytes | None:
+    """Return the bytes of a message alone: the blocks that it names are held here, by itself.
+
+    A worker without an attachment in the arena gets all of it.
+    """
+    if message is None:
+        return None
+    return bytes(inline(message) if attachment is None else message)
+
+
+def _environment() -> dict[str, str]:
+    """The variables of now; other threads may change them meanwhile."""
+    found = ((name, os.environ.get(name)) for name in list(os.environ))
+    return {name: value for name, value in found if value is not None}
+
+
+def _folder() -> str | None:
+    """The folder that this process is in; None: it was removed, or cannot be known."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
+
+
+def _arguments() -> list[str]:
+    """The program's arguments; for one that is neither text nor a path, the name of its type."""
+    argv = getattr(sys, "argv", None)
+    return [
+        str(one) if isinstance(one, (str, os.PathLike)) else f"<{type(one).__name__}>"
+        for one in (argv if isinstance(argv, (list, tuple)) else ())
+    ]
+
+
+def _own_cpus() -> tuple[int, ...]:
+    """The cores of this process now: a fork server's children have those of when it started."""
+    # Asked of the main thread; that of the engine has what it had when the pool was made.
+    return tuple(os.sched_getaffinity(os.getpid())) if sys.platform == "linux" else ()
