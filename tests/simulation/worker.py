@@ -44,6 +44,7 @@ class Handle:
         self.sentinel: int = world.kernel.fds.add(self.news, False)
         self.pid: int | None = None
         self.exitcode: int | None = None
+        self.stepped_aside = False
         self._ended = False
 
     def ended(self) -> bool:

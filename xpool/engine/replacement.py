@@ -218,13 +218,14 @@ class Replacement:
             if not self._service.stopped:
                 self._service.take_early(one, one.box.tail)
         died = _story(ended, exitcode)
-        served = [one for one in ended if _served(one)]
+        # A stand-in that steps aside has run nothing, and takes nothing with it: no death.
+        served = [one for one in ended if _served(one) and not handle.stepped_aside]
         # To break off what it ran: then we have killed it.
         asked = any(
             _told_to_end(one) and one.protocol_error is None and not one.over for one in ended
         )
         failed = next((one for one in ended if one.reason is not None), slot)
-        started = bool(served) or slot.state is WorkerStates.RETIRING
+        started = bool(served) or handle.stepped_aside or slot.state is WorkerStates.RETIRING
         self._make_accounts(ended, exitcode)
         self._reactor.remove(handle.sentinel)
         for one in ended:

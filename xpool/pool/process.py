@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import queue
@@ -38,6 +39,8 @@ from xpool.workers.launch import (
     ForkServer,
     Launcher,
     ProcessLauncher,
+    StandIns,
+    asked_for,
     occupy_streams,
     wanted_modules,
 )
@@ -135,6 +138,7 @@ class Pool(AllWorkers):
         if restart_budget is not None:
             check_count("restart_budget", restart_budget)
         self._restart_budget = restart_budget
+        self._seeded = seed is not None
         self._seed = os.urandom(16) if seed is None else str(seed).encode()
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = type(self).pool_inqueue_put is Pool.pool_inqueue_put
@@ -150,13 +154,30 @@ class Pool(AllWorkers):
 
     # -- hooks -----------------------------------------------------------------------------------
 
-    def _start_server(self) -> None:
-        """Start the fork server, and import meanwhile what else a pool is put together from."""
-        if _has_own_server(self.context):
-            ForkServer.get(wanted_modules()).start()
-        # Not before: while the server imports what a worker needs, the program imports the rest.
-        from xpool.pool import assembly
+    def _may_stand_in(self) -> bool:
+        """Whether a worker may end unseen before its first task, and torch be imported in it.
 
+        Not where it would be seen: the initializer would run again, another seed would be used, its
+        memory be counted; nor where its process is somebody's: the owner of a context, a peer.
+        """
+        owned = self._has_peers or self._gives_context
+        counted = self.initializer is not None or self._seeded or self._memory[0] is not None
+        return not (owned or counted)
+
+    def _start_server(self) -> Launcher:
+        """Start the fork server, and import meanwhile what else a pool is put together from."""
+        launcher = _launcher(self.context, self._may_stand_in())
+        if isinstance(launcher, (ForkServer, StandIns)):
+            launcher.start()
+        # Not before: while the server imports what a worker needs, the program imports the rest;
+        # and without a collection of garbage, which takes 150 ms where torch has many objects.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            from xpool.pool import assembly
+        finally:
+            if collects:
+                gc.enable()
         self._token = os.urandom(8).hex()
         self._arena, self._memory_limit, layout = assembly.find_arena(
             self._copy_tensor, self._share_method, self._wanted_limit, self._token
@@ -165,6 +186,7 @@ class Pool(AllWorkers):
         self._collect = assembly.cuda_ipc.collect
         self._exports = assembly.cuda_ipc.exports
         assembly.pools[self._token] = self
+        return launcher
 
     @shielded
     def setup_queues(self) -> None:
@@ -172,10 +194,9 @@ class Pool(AllWorkers):
         if self._hosts is not None:
             self._engine = self._backend = self._hosts.make_engine(self, self._nodes)
             return
-        self._start_server()
+        launcher = self._start_server()
         from xpool.pool import assembly
 
-        launcher = _launcher(self.context)
         blob, inherited = None, None
         try:
             blob = self._packer.pack_option(
@@ -502,10 +523,13 @@ def _has_own_server(context: BaseContext | str | None) -> bool:
     return sys.platform == "linux" and (context is None or context == "forkserver")
 
 
-def _launcher(context: BaseContext | str | None) -> Launcher:
+def _launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
     """Return what starts the workers of a pool with this ``context=``."""
     if _has_own_server(context):
-        return ForkServer.get(wanted_modules())
+        modules = wanted_modules()
+        if may_stand_in and "torch" in modules and not asked_for():
+            return StandIns(modules)
+        return ForkServer.get(modules)
     if context is None or context == "forkserver":
         return ProcessLauncher(multiprocessing.get_context("spawn"))
     if isinstance(context, str):

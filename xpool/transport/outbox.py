@@ -106,6 +106,10 @@ class Outbox:
         words[_BEGAN] = seq  # should we die now, it is not lost: it never ran
         return False
 
+    def leave(self) -> None:
+        """Take back that the last item was begun: nothing of it has run, and this worker ends."""
+        self.words[_BEGAN] -= 1
+
     def tick(self) -> None:
         """Start the clock of what is begun now."""
         self.words[_SINCE] = time.monotonic_ns()

@@ -41,16 +41,20 @@ import struct
 from typing import NamedTuple
 
 __all__ = [
-    "ANSWER", "BODY_AGAIN", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET", "FUNC",
-    "FUNC_HEAD", "GREETING", "LINK", "OUTBOX_MIXED", "READY", "SKIPPED", "STOP", "TASKS", "TIMED",
-    "TO_PARENT", "TO_WORKER", "U64", "WANTED", "WIRE", "Mode", "Parts", "Refusal", "boot_frame",
-    "forget_frame", "func_frame", "stop_frame", "tasks_frame",
+    "ANSWER", "BODY_AGAIN", "BODY_ERROR", "BOOT", "ENTRY", "ERROR_BIT", "FAILED", "FORGET",
+    "FUNC", "FUNC_HEAD", "GREETING", "LINK", "OUTBOX_MIXED", "READY", "SKIPPED",
+    "STEPPED_ASIDE", "STOP", "TASKS", "TIMED", "TO_PARENT", "TO_WORKER", "U64", "WANTED",
+    "WIRE", "Mode", "Parts", "Refusal", "boot_frame", "forget_frame", "func_frame",
+    "stop_frame", "tasks_frame",
 ]  # fmt: skip
 
 Parts = list[bytes | memoryview]
 """A frame, as the pieces that are written one after the other."""
 
 WIRE = 2
+
+STEPPED_ASIDE = 75
+"""Exit code of a stand-in (`worker/aside`) whose first task is for its successor to run."""
 
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<BBxxIQQQ")

@@ -29,7 +29,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -55,12 +55,13 @@ def main(
     inherited: tuple[Any, tuple[Any, ...]] | None = None,
     *,
     late: Callable[[], None] | None = None,
+    missing: Collection[str] = (),
 ) -> int:
     """Be a worker until told to stop; return the exit code.
 
     ``boot`` is the descriptor of the socket; ``inherited`` is (initializer, initargs) where
     these could not be sent and came the way the process was started; ``late`` is to be called
-    when the device is bound.
+    when the device is bound; ``missing``: of what modules it is without, as a stand-in.
     """
     kind, fds = _receive(boot, MOST)
     channels = [_receive(fd, 7)[1] for fd in fds] if kind == SEVERAL else [fds]
@@ -83,7 +84,7 @@ def main(
     else:
         from xpool.worker import loop
 
-        code = loop.run(orders[0], channels[0], inherited)
+        code = loop.run(orders[0], channels[0], inherited, missing=missing)
     exits.run()
     return code
 

@@ -11,7 +11,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from xpool import errors
@@ -40,6 +40,7 @@ from xpool.transport.wire import (
     Refusal,
 )
 from xpool.worker import callables, failing, main_module
+from xpool.worker.aside import stand_in
 from xpool.worker.callables import Exact, Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
 from xpool.worker.exits import flush
@@ -79,11 +80,13 @@ def run(
     channel: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
     member: Member | None = None,
+    missing: Collection[str] = (),
 ) -> int:
     """Serve until told to stop; return the exit code.
 
     ``channel``: the descriptors, as `entry` lists them, the lifeline among them.  ``member``: the
-    process has other workers too, and is none of its own.
+    process has other workers too, and is none of its own.  ``missing``: modules that this worker
+    does not have yet, as a stand-in.
     """
     tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
@@ -108,6 +111,9 @@ def run(
         replies.refuse(_refusal(exc))
         return 1
     box.rest()
+    if missing:
+        runs = _Worker._run.__code__, _Worker._timed.__code__
+        stand_in(missing, box, runs, (decode.__code__, _Worker._open.__code__))
     if member is not None:
         member.wait_for_all()
     replies.ready(shared is not None)

@@ -14,6 +14,7 @@ the server ends; its workers have lifelines of their own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -40,11 +41,14 @@ LATER = 0.2
 """Seconds without a request or a death until the server imports what can wait."""
 
 
-def main(fd: int, preload: list[str], later: list[str]) -> int:
+def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> int:
     """Serve until the parent closes its end; a child that is forked returns its own exit code.
 
     ``preload`` is imported at once; ``later`` when nothing is asked for, so that a program does not
-    wait for what its first tasks do not need.
+    wait for what its first tasks do not need.  ``missing`` another server is to have, which still
+    imports it: the workers of this one stand in for its own.
+
+    The parent is told when ``preload`` is imported, by a message of one byte.
     """
     gc.disable()  # until all is imported: a collection finds nothing, and takes milliseconds
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -60,6 +64,8 @@ def main(fd: int, preload: list[str], later: list[str]) -> int:
     statuses: dict[int, int] = {}
     with socket.socket(fileno=fd) as sock, selectors.DefaultSelector() as selector:
         selector.register(sock, selectors.EVENT_READ)
+        with contextlib.suppress(ConnectionError):  # the parent is gone; what is read next says so
+            sock.send(b"R")
         selector.register(wake_r, selectors.EVENT_READ)
         rest = LATER
         while True:
@@ -74,7 +80,10 @@ def main(fd: int, preload: list[str], later: list[str]) -> int:
                     _drain(wake_r)
                     _reap(statuses)
                     continue
-                request, fds, _, _ = socket.recv_fds(sock, 2, 4, entry.CLOSE_ON_EXEC)
+                try:
+                    request, fds, _, _ = socket.recv_fds(sock, 2, 4, entry.CLOSE_ON_EXEC)
+                except ConnectionResetError:
+                    return 0  # the parent has not read that this server is ready
                 if not request:
                     return 0
                 boot, status, *streams = fds
@@ -86,7 +95,7 @@ def main(fd: int, preload: list[str], later: list[str]) -> int:
                     selector.close()
                     for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
-                    return _child(boot, status, late)
+                    return _child(boot, status, late, missing)
                 os.close(boot)
                 statuses[pid] = status
                 _tell(status, pid)
@@ -137,14 +146,14 @@ def _take_streams(which: int, streams: list[int]) -> None:
         os.close(source)
 
 
-def _child(boot: int, status: int, late: Callable[[], None] | None) -> int:
+def _child(boot: int, status: int, late: Callable[[], None] | None, missing: list[str]) -> int:
     code = 1
     try:
         gc.enable()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=os.isatty(1))
         _await_tracker(status)
-        code = entry.main(boot, late=late)
+        code = entry.main(boot, late=late, missing=missing)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1
     except BaseException:

@@ -8,6 +8,7 @@ code, the descriptor to wait on) and takes one order (a signal).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import signal
@@ -15,13 +16,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool import forks
 from xpool.errors import OptionError
 from xpool.interrupt import shielded
+from xpool.transport.wire import STEPPED_ASIDE
 from xpool.worker import entry
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "Handle",
     "Launcher",
     "ProcessLauncher",
+    "StandIns",
+    "asked_for",
     "occupy_streams",
     "search_path",
     "start_early",
@@ -53,6 +57,10 @@ class Handle(Protocol):
     @property
     def exitcode(self) -> int | None:
         """As `multiprocessing.Process.exitcode`, when it has ended; None: not known."""
+
+    @property
+    def stepped_aside(self) -> bool:
+        """Whether it has ended as a stand-in, whose first task is for the next one to run."""
 
     def signal(self, signum: int) -> None:
         """Send it a signal; nothing happens when it has ended."""
@@ -103,7 +111,8 @@ _preloaded: set[str] = set()  # what `xpool.preload` was asked for
 
 _START = (
     "import gc, os, sys; gc.disable(); sys.path[:] = {path!r}; "
-    "from xpool.worker.server import main; os._exit(main({fd}, {preload!r}, {later!r}))"
+    "from xpool.worker.server import main; "
+    "os._exit(main({fd}, {preload!r}, {later!r}, {missing!r}))"
 )
 
 
@@ -112,6 +121,11 @@ def start_early(modules: Iterable[str]) -> None:
     _preloaded.update(modules)
     if sys.platform == "linux":
         ForkServer.get(wanted_modules()).start()
+
+
+def asked_for() -> bool:
+    """Whether the program has asked for a server with certain modules."""
+    return bool(_preloaded)
 
 
 def wanted_modules() -> tuple[str, ...]:
@@ -142,26 +156,30 @@ class ForkServer:
     bare = True
     forks = False
 
-    _servers: dict[tuple[str, ...], ForkServer] = {}
+    _servers: dict[tuple[tuple[str, ...], bool], ForkServer] = {}
     _lock = threading.Lock()  # guards `_servers`; each server's `_sending` its socket
 
-    def __init__(self, preload: tuple[str, ...]) -> None:
+    def __init__(self, preload: tuple[str, ...], stands_in: bool = False) -> None:
         self.preload = preload
+        self._stands_in = stands_in  # for the one that imports these modules: it has none of them
+        self._ready = False  # it has said that its modules are imported
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._live: set[int] = set()  # pipes on which it is to report
 
     @classmethod
-    def get(cls, preload: tuple[str, ...]) -> ForkServer:
+    def get(cls, preload: tuple[str, ...], *, stands_in: bool = False) -> ForkServer:
         """Return the server that has these modules; it starts with the first worker.
+
+        ``stands_in``: the one whose workers do without them, until that has imported them.
 
         Servers with other modules that have no workers are ended: they were for the program as
         it was before it imported something.
         """
         cls.stop_idle(preload)
         with cls._lock:
-            return cls._servers.setdefault(preload, cls(preload))
+            return cls._servers.setdefault((preload, stands_in), cls(preload, stands_in))
 
     def start(self) -> None:
         """Start the server, if it is not running, and do not wait for its imports."""
@@ -179,8 +197,9 @@ class ForkServer:
             order = _START.format(
                 path=search_path(),
                 fd=theirs.fileno(),
-                preload=[*PRELOAD, *_with_numpy(self.preload)],
-                later=list(LATER),
+                preload=[*PRELOAD, *([] if self._stands_in else _with_numpy(self.preload))],
+                later=[] if self._stands_in else list(LATER),
+                missing=list(self.preload) if self._stands_in else [],
             )
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", order],
@@ -190,9 +209,19 @@ class ForkServer:
                 stdout=1 if _is_open(1) else subprocess.DEVNULL,
                 stderr=2 if _is_open(2) else subprocess.DEVNULL,
             )
-            self._sock = ours
+            self._sock, self._ready = ours, False
 
-    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+    def ready(self) -> bool:
+        """Whether it has imported its modules, and forks at once."""
+        with self._sending:
+            if not self._ready and self._sock is not None:
+                try:
+                    self._ready = self._sock.recv(1, socket.MSG_DONTWAIT) != b""
+                except OSError:
+                    return False  # not yet, or never: it has died
+            return self._ready
+
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> _Forked:
         if inherited is not None:
             raise OptionError("the fork server cannot pass objects on by inheritance")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -225,13 +254,13 @@ class ForkServer:
 
     @classmethod
     def stop_idle(cls, but: tuple[str, ...] | None = None) -> None:
-        """End the servers that have no workers, but for one."""
+        """End the servers that have no workers, but for one, and for who stands in for it."""
         with cls._lock:
             for other in [s for s in cls._servers.values() if s.preload != but]:
                 with other._sending:
                     if not other._live:
                         other._stop()
-                        del cls._servers[other.preload]
+                        del cls._servers[other.preload, other._stands_in]
 
     @classmethod
     def stop_all(cls) -> None:
@@ -285,6 +314,9 @@ class _Forked:
         self.sentinel = status
         self._live = live
         self.exitcode: int | None = None
+        self.stepped_aside = False
+        # Of a stand-in: is called when it is there, and when it has stepped aside.
+        self.tell: Callable[[_Forked], None] | None = None
         self._pid: int | None = None
         self._ended = False
         os.set_blocking(status, False)
@@ -309,9 +341,14 @@ class _Forked:
                 self._lend_tracker()
             elif self._pid is None:
                 self._pid = int.from_bytes(data, "little", signed=True)
+                if self.tell is not None:
+                    self.tell(self)
             else:
                 self.exitcode = int.from_bytes(data, "little", signed=True)
                 self._ended = True
+                if self.tell is not None and self.exitcode == STEPPED_ASIDE:
+                    self.stepped_aside = True
+                    self.tell(self)
 
     def _lend_tracker(self) -> None:
         from multiprocessing import resource_tracker  # only here: most programs need it never
@@ -353,6 +390,42 @@ class _Forked:
         os.close(self.sentinel)
 
 
+class StandIns:
+    """Has workers at once in a program that has torch, from a server that has not.
+
+    The server with torch imports it meanwhile, and starts all workers as soon as it is ready, or
+    has been needed: a stand-in has stepped aside (`xpool.worker.aside`).
+    """
+
+    inherits = False
+    bare = True
+    forks = False
+
+    def __init__(self, modules: tuple[str, ...]) -> None:
+        self._server = ForkServer.get(modules)
+        self._bare_server = ForkServer.get(modules, stands_in=True)
+        self._needed = False
+
+    def start(self) -> None:
+        """Start what will be asked first, and do not wait for its imports."""
+        if not self._server.ready():
+            self._bare_server.start()
+
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+        if self._needed or self._server.ready():
+            return self._server.launch(boot, name, daemon, inherited)
+        handle = self._bare_server.launch(boot, name, daemon, inherited)
+        handle.tell = self._told
+        return handle
+
+    def _told(self, handle: _Forked) -> None:
+        """Start the server with torch: not before, when the stand-in needed the processor."""
+        if handle.stepped_aside:
+            self._needed = True
+        with contextlib.suppress(OSError):  # no process can be started now; `launch` tries again
+            self._server.start()
+
+
 # -- multiprocessing's own ---------------------------------------------------------------------
 
 
@@ -391,6 +464,7 @@ def _enter_through(connection: Any, inherited: Any) -> None:
 class _Process:
     def __init__(self, process: Any) -> None:
         self._process = process
+        self.stepped_aside = False
         self.pid: int | None = process.pid
         self.sentinel: int = process.sentinel
         self.exitcode: int | None = None

@@ -1,0 +1,214 @@
+"""Workers that stand in for those of a server that still imports torch."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+from support import scripts
+
+pytestmark = pytest.mark.xpool_only
+
+TORCH = """
+    import multiprocessing, os, sys, types
+
+    PID = os.getpid()
+    version = types.SimpleNamespace(cuda=None, hip=None)
+    default_generator = types.SimpleNamespace(manual_seed=abs)
+
+    def set_num_threads(n):
+        pass
+
+    if "xpool.worker.server" in sys.modules and multiprocessing.parent_process() is None:
+        with open(os.path.dirname(__file__) + "/gate") as gate:  # it opens when the program does
+            gate.read()
+"""
+
+NEEDY = """
+    import os
+    import torch
+
+    def where(x):
+        with open(os.path.dirname(__file__) + "/ran", "a") as file:
+            file.write("x")
+        return torch.PID, os.getpid(), os.getppid()
+"""
+
+PLAIN = """
+    import os, sys
+
+    def open_gate():
+        with open(os.path.dirname(__file__) + "/gate", "w"):
+            pass
+
+    def times_run():
+        with open(os.path.dirname(__file__) + "/ran") as file:
+            return len(file.read())
+
+    def begin():
+        with open(os.path.dirname(__file__) + "/ran", "a") as file:
+            file.write("x")
+
+    def note(x):
+        sys.noted = x
+
+    def noted(x):
+        return sys.noted, os.getpid()
+
+    def has_torch(x):
+        return "torch" in sys.modules
+
+    def imports_torch(x):
+        import torch
+        raise ValueError(torch.PID == os.getpid())
+"""
+
+TOP = """
+    import os, sys
+    sys.path.insert(0, os.path.dirname(__file__) + "/lib")
+    import torch
+    import xpool
+    from plain import *
+
+"""
+
+
+def run(folder: Path, program: str) -> str:
+    """Run a program in which torch is a module that its fork server cannot import yet."""
+    modules = folder / "lib"
+    modules.mkdir()
+    os.mkfifo(modules / "gate")
+    for name, text in ("torch", TORCH), ("needy", NEEDY), ("plain", PLAIN):
+        scripts.write(modules / f"{name}.py", text)
+    path = scripts.write(folder / "program.py", textwrap.dedent(TOP) + textwrap.dedent(program))
+    return scripts.run_ok([path])
+
+
+LIGHT = """
+    if __name__ == "__main__":
+        with xpool.Pool(2) as pool:
+            assert not any(pool.map(has_torch, range(20), 1))
+            os.kill(pool.apply(os.getpid), 9)
+            assert not pool.apply(has_torch, (0,))
+        pool.join()
+"""
+
+
+def test_a_task_without_torch_does_not_wait_for_it(tmp_path):
+    """Tasks are answered, and workers replaced, while the server with torch cannot be ready."""
+    assert run(tmp_path, LIGHT) == ""
+
+
+NEEDED = """
+    if __name__ == "__main__":
+        from needy import where
+        with xpool.Pool(2) as pool:
+            results = pool.map_async(where, range(9), 1)
+            open_gate()
+            for imported, worker, server in results.get():
+                assert imported == server != os.getpid(), (imported, worker, server)
+            assert times_run() == 9
+            assert pool.statistics()["deaths"] == 0
+        pool.join()
+"""
+
+
+def test_a_first_task_with_torch_gets_a_worker_that_shares_it(tmp_path):
+    """Stand-ins step aside unseen: each task runs once, in a worker of the server with torch."""
+    assert run(tmp_path, NEEDED) == ""
+
+
+CALLED = """
+    if __name__ == "__main__":
+        import threading
+        from needy import where
+        with xpool.Pool(1) as pool:
+            threading.Thread(target=open_gate).start()
+            imported, worker, server = pool.apply(where, (0,), timeout=3600)
+            assert imported == server and times_run() == 1
+        pool.join()
+"""
+
+
+def test_a_caller_that_waits_at_the_pipe_of_a_stand_in(tmp_path):
+    """`apply`, which receives its answer itself, gets that of the worker that comes after it."""
+    assert run(tmp_path, CALLED) == ""
+
+
+LATER = """
+    if __name__ == "__main__":
+        from needy import where
+        with xpool.Pool(1) as pool:
+            pool.apply(note, (7,))
+            imported, worker, _ = pool.apply(where, (0,))
+            assert imported == worker
+            assert pool.apply(noted, (0,)) == (7, worker)
+            assert pool.statistics()["deaths"] == 0
+        pool.join()
+"""
+
+
+def test_what_tasks_have_left_in_a_stand_in_stays(tmp_path):
+    """A worker that has run a task goes on as it is, and imports torch itself."""
+    assert run(tmp_path, LATER) == ""
+
+
+RUNNING = """
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            try:
+                pool.apply(imports_torch, (0,))
+            except ValueError as error:
+                assert error.args == (True,)
+            else:
+                raise AssertionError
+            assert pool.statistics()["deaths"] == 0
+        pool.join()
+"""
+
+
+def test_a_task_that_imports_torch_itself_is_not_run_twice(tmp_path):
+    """What has begun goes on, in the worker where it began."""
+    assert run(tmp_path, RUNNING) == ""
+
+
+SEEN = """
+    if __name__ == "__main__":
+        import threading
+        threading.Thread(target=open_gate).start()
+        with xpool.Pool(2, begin) as pool:
+            assert all(pool.run_all(has_torch, 0))
+        pool.join()
+        assert times_run() == 2
+        with xpool.Pool(2) as pool:
+            assert all(pool.run_all(has_torch, 0))
+        pool.join()
+"""
+
+
+def test_nothing_stands_in_where_it_would_be_seen(tmp_path):
+    """Each worker's initializer runs once; and who comes when the server is ready is from there."""
+    assert run(tmp_path, SEEN) == ""
+
+
+KILLED = """
+    if __name__ == "__main__":
+        import signal
+        from needy import where
+        from support import leaks
+        with xpool.Pool(1) as pool:
+            pool.apply(note, (7,))
+            for server in leaks.servers():
+                os.kill(server, signal.SIGKILL)
+            results = pool.apply_async(where, (0,))
+            imported, ran_in, _ = results.get()
+            assert imported == ran_in
+        pool.join()
+"""
+
+
+def test_servers_that_are_killed(tmp_path):
+    """Their workers go on, and new ones come from servers that are started anew."""
+    assert run(tmp_path, KILLED) == ""
