@@ -292,8 +292,7 @@ class HostWorld(World):
         elif how == 2:
             self.note(self.at, host.name, "is going to go")
             self.tell(f.Draining(host.number))
-            if self.chance(0.8):
-                self.later(3 * self.draw.random(), self.dies, host)
+            self.later(self.one_of([3.0, 30.0]) * self.draw.random(), self.dies, host)
         else:
             seconds = self.one_of([0.1, 1.0, 5.0, 30.0]) * self.draw.random()
             if self.chance(0.3):  # it comes back when its lease has just ended

@@ -75,14 +75,13 @@ def _name(one: TaskRange, index: int) -> tuple[int, int]:
 class Lot:
     """Items that were staged at a host."""
 
-    __slots__ = ("asked", "items", "left", "nbytes", "number")
+    __slots__ = ("items", "left", "nbytes", "number")
 
     def __init__(self, number: int, items: TaskRange) -> None:
         self.number = number
         self.items = items
         self.nbytes = sum(map(len, items.items))
         self.left = len(items.items)  # without an answer
-        self.asked = False  # to give back what is not begun
 
 
 class Host:
@@ -100,6 +99,7 @@ class Host:
         self.ahead = 0  # permitted items that any of its workers may run
         self.nbytes = 0  # of what is staged and what is permitted
         self.asked: Lot | None = None  # what it was asked to give back
+        self.unasked: dict[int, Lot] = {}  # what it could be asked for, oldest first
 
 
 class HostScheduler(Waiting):
@@ -114,8 +114,13 @@ class HostScheduler(Waiting):
         # Hosts that may be permitted something, longest first.  Input readers read its truth
         # without the lock.
         self.hungry: dict[int, None] = {}
-        # Hosts that have what another could begin: staged, or more than their workers can run.
-        self._rich: dict[int, None] = {}
+        # Hosts that have something staged, that were permitted more than their workers can run and
+        # are not asked for any of it, that could have more staged, and to whose workers something
+        # is bound that waits: nobody looks for them among all, at each event.
+        self._stagers: dict[int, None] = {}
+        self._askable: dict[int, None] = {}
+        self._unfilled: dict[int, None] = {}
+        self._bound_at: dict[int, None] = {}
         self._of: list[int] = []  # the host of each worker
         self._bound_ahead: list[int] = []  # items bound to each worker that were permitted
         self._functions: dict[int, tuple[int, Any]] = {}
@@ -139,6 +144,9 @@ class HostScheduler(Waiting):
         host.accepting = True
         self.workers += host.workers
         self.hungry[number] = None
+        self._unfilled[number] = None
+        if any(self.own[host.first : host.first + host.workers]):
+            self._bound_at[number] = None
 
     def drain(self, number: int) -> list[Message]:
         """Permit this host nothing more: it is about to go.  What is only staged there goes
@@ -153,6 +161,7 @@ class HostScheduler(Waiting):
         found: list[Message] = []
         if host.staged:
             self._drop(host, list(host.staged), found)
+        self._unfilled.pop(number, None)
         return found
 
     def lost(self, number: int) -> list[Lost]:
@@ -163,7 +172,8 @@ class HostScheduler(Waiting):
         """
         self.drain(number)
         host = self.hosts.pop(number)
-        self._rich.pop(number, None)
+        for its in (self._stagers, self._askable, self._unfilled, self._bound_at):
+            its.pop(number, None)
         found = []
         for name, lot in host.permitted.items():
             part = self._item(lot, name)
@@ -207,6 +217,11 @@ class HostScheduler(Waiting):
             raise LookupError("no host is in service")
         return min(there, key=lambda w: (self._bound_ahead[w] + self._bound[w], w))
 
+    @property
+    def waiting_ahead(self) -> bool:
+        """Whether something is staged that is not permitted."""
+        return bool(self._stagers)
+
     # -- functions ---------------------------------------------------------------------------------
 
     def learn(self, number: int, mode: int, payload: Any) -> None:
@@ -231,26 +246,28 @@ class HostScheduler(Waiting):
             host = self.hosts.get(self._of[task_range.bound])
             if host is not None and host.accepting:
                 self.hungry.setdefault(host.number)
+                self._bound_at[host.number] = None
         return super()._queue(task_range)
 
     def give(self) -> list[Message]:
         """Permit what waits to the hosts that have room, and stage more of it there."""
         found: list[Message] = []
-        while self.hungry and (self.queued or self._rich) and self._turn(found):
+        while self.hungry and self._turn(found):
             continue
-        for host in list(self.hosts.values()):
-            if not self.queued:
+        for number in list(self._unfilled):
+            if not self._stage_ahead(self.hosts[number], found):
                 break
-            self._stage_ahead(host, found)
         return found
 
     def _turn(self, found: list[Message]) -> bool:
         """Permit one lot to each host that has room; return whether there was any."""
         some = False
         for number in list(self.hungry):
+            if not (self.queued or self._stagers or self._askable):
+                break
             host = self.hosts[number]
             room = self._room(host)
-            if room <= 0 and not any(self.own[host.first : host.first + host.workers]):
+            if room <= 0 and number not in self._bound_at:
                 del self.hungry[number]  # answers bring it back
                 continue
             lot = self._next(host, room, found)
@@ -262,16 +279,16 @@ class HostScheduler(Waiting):
 
     def _next(self, host: Host, room: int, found: list[Message]) -> Lot | None:
         """Return the next lot for a host, staged there; None: it gets nothing now."""
-        for w in range(host.first, host.first + host.workers):
-            if self.own[w] and self._bound_ahead[w] < 1 + self._extra():
-                lot = self._stage(host, self.own[w], 1 + self._extra(), found)
-                if lot is not None:  # else all of it was cancelled
-                    return lot
+        if host.number in self._bound_at:
+            lot = self._next_bound(host, found)
+            if lot is not None:
+                return lot
         if room <= 0:
             return None
         if host.staged:
             if host.staged[0].left <= room:
                 lot = host.staged.popleft()
+                self._unfilled[host.number] = None
                 self._look_at_wealth(host)
                 return lot
             if host.ahead >= host.workers:
@@ -283,27 +300,41 @@ class HostScheduler(Waiting):
             lot = self._from_another(host, room, found)
         return lot
 
+    def _next_bound(self, host: Host, found: list[Message]) -> Lot | None:
+        more = 1 + self._extra()
+        waits = False
+        for w in range(host.first, host.first + host.workers):
+            if self.own[w] and self._bound_ahead[w] < more:
+                lot = self._stage(host, self.own[w], more, found)
+                if lot is not None:  # else all of it was cancelled
+                    return lot
+            waits = waits or bool(self.own[w])
+        if not waits:
+            del self._bound_at[host.number]
+        return None
+
     def _look_at_wealth(self, host: Host) -> None:
-        if host.staged or host.ahead > host.workers:
-            self._rich[host.number] = None
+        if host.staged:
+            self._stagers[host.number] = None
         else:
-            self._rich.pop(host.number, None)
+            self._stagers.pop(host.number, None)
+        if host.ahead > host.workers and host.asked is None and host.unasked:
+            self._askable[host.number] = None
+        else:
+            self._askable.pop(host.number, None)
 
     def _from_another(self, host: Host, room: int, found: list[Message]) -> Lot | None:
         """Take what another host has staged, or ask one for what it has not begun."""
-        others = [self.hosts[number] for number in self._rich if number != host.number]
-        rich = max(others, key=lambda one: len(one.staged), default=None)
-        if rich is not None and rich.staged:
+        for number in self._stagers:
+            rich = self.hosts[number]
             self._drop(rich, [rich.staged[-1]], found)
             return self._stage(host, self.shared, room, found)
-        busy = [one for one in others if one.asked is None and one.ahead > one.workers]
-        for rich in sorted(busy, key=lambda one: one.ahead / one.workers, reverse=True):
-            for lot in reversed(rich.lots.values()):
-                if lot.items.bound is None and not lot.asked:
-                    lot.asked = True
-                    rich.asked = lot
-                    found.append((rich.number, Back(lot.number)))
-                    return None
+        for number in self._askable:
+            rich = self.hosts[number]
+            lot = rich.asked = rich.unasked.pop(next(reversed(rich.unasked)))
+            found.append((rich.number, Back(lot.number)))
+            self._look_at_wealth(rich)
+            break
         return None
 
     def _drop(self, host: Host, lots: list[Lot], found: list[Message]) -> None:
@@ -312,6 +343,7 @@ class HostScheduler(Waiting):
             host.staged.remove(lot)
             host.nbytes -= lot.nbytes
             self.put_back(lot.items)
+        self._unfilled[host.number] = None
         self._look_at_wealth(host)
         found.append((host.number, Drop([lot.number for lot in lots])))
 
@@ -322,6 +354,7 @@ class HostScheduler(Waiting):
             host.permitted[_name(items, index)] = lot
         if items.bound is None:
             host.ahead += lot.left
+            host.unasked[lot.number] = lot
             self._look_at_wealth(host)
         else:
             self._bound_ahead[items.bound] += lot.left
@@ -331,23 +364,28 @@ class HostScheduler(Waiting):
         else:
             found.append((host.number, Go([lot.number])))
 
-    def _stage_ahead(self, host: Host, found: list[Message]) -> None:
-        """Send a host what it will be permitted next; its part of what waits, at most."""
-        if not host.accepting or math.isinf(self.cost):
-            return
+    def _stage_ahead(self, host: Host, found: list[Message]) -> bool:
+        """Send a host what it will be permitted next; its part of what waits, at most.
+
+        Returns whether there may be something for another host.
+        """
+        if math.isinf(self.cost):
+            return False
         aim = host.workers * math.ceil(STAGED_SECONDS / self.cost)
         staged = sum(lot.left for lot in host.staged)
         while staged < aim and host.nbytes < STAGED_BYTES:
             first = self.first_of(self.shared)
             # The rest is for who has room first.
             if first is None or len(first.items) <= self.workers:
-                return
+                return False
             lot = self._stage(host, self.shared, aim - staged, found)
             if lot is None:
-                return
+                return False
             host.staged.append(lot)
             staged += lot.left
-            self._rich[host.number] = None
+            self._look_at_wealth(host)
+        self._unfilled.pop(host.number, None)
+        return True
 
     def _stage(
         self, host: Host, queue: deque[TaskRange], most: int, found: list[Message]
@@ -419,15 +457,18 @@ class HostScheduler(Waiting):
         bound = lot.items.bound
         if bound is None:
             host.ahead -= 1
-            self._look_at_wealth(host)
         else:
             self._bound_ahead[bound] -= 1
         lot.left -= 1
         if not lot.left:
             del host.lots[lot.number]
+            host.unasked.pop(lot.number, None)
             host.nbytes -= lot.nbytes
             if host.asked is lot:
                 host.asked = None
+            if host.accepting:
+                self._unfilled[host.number] = None
+        self._look_at_wealth(host)
 
     def again(
         self, number: int, job: int, item: int, killed: bool, when: Callable[[int], float]
@@ -453,6 +494,7 @@ class HostScheduler(Waiting):
         if host is None or lot is None:
             return
         host.asked = None
+        self._look_at_wealth(host)
         n = len(lot.items.items)
         back: list[TaskRange] = []
         for index in range(lot.items.first + n - tasks, lot.items.first + n):
@@ -497,9 +539,11 @@ class HostScheduler(Waiting):
     def clear(self) -> None:
         """Forget everything: the pool ends."""
         super().clear()
-        self._rich.clear()
+        self._stagers.clear()
+        self._askable.clear()
         for host in self.hosts.values():
             host.staged.clear()
             host.lots.clear()
+            host.unasked.clear()
             host.permitted.clear()
             host.ahead = host.nbytes = 0

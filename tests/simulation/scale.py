@@ -1,0 +1,247 @@
+"""Pools over thousands of hosts, on paper: the real policy, hosts as queues, virtual time.
+
+Real is `HostScheduler`.  A host is a queue in front of its workers; a message takes half a round
+trip; the driver is busy for `CALL` seconds with each call and for `ITEM` seconds with each task,
+as it was measured with true hosts.  See docs/scale.md::
+
+    python -m tests.simulation.scale 1000 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from xpool.hosts import messages as m
+from xpool.hosts.engine import BEAT, CALLS_IN_FLIGHT
+from xpool.hosts.scheduler import HostScheduler
+from xpool.jobs.ranges import TaskRange
+
+__all__ = ["Cluster", "Outcome"]
+
+ITEM = 5e-6
+"""Seconds of the driver for each task: 200,000 a second."""
+
+CALL = 150e-6
+"""Seconds of the driver for each call of an agent, with its reply."""
+
+WORKERS = 64
+
+
+class Outcome(NamedTuple):
+    """What came of a run.
+
+    ``busy``: the workers' part of the time until nothing waited for any; ``tail``: seconds from
+    then to the end; ``lost``: tasks that a host had been permitted, and not answered, when it went;
+    ``begun``: those that it had begun; ``policy``: seconds of the real scheduler for a task.
+    """
+
+    busy: float
+    tail: float
+    lost: int
+    begun: int
+    policy: float
+
+
+class _Host:
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.cluster, self.number = cluster, number
+        self.free = WORKERS
+        self.staged: dict[int, m.Stage] = {}
+        self.waiting: deque[tuple[int, int]] = deque()  # batch, and index of a task
+        self.news: list[Any] = []
+        self.may_reply = 0.0  # from then on there is a call to reply to
+        self.replying = self.gone = False
+        self.begun: dict[int, float] = {}  # tasks that run, and since when
+
+    def told(self, messages: list[Any]) -> None:
+        for message in messages:
+            if type(message) is m.Stage:
+                self.staged[message.batch] = message
+            elif type(message) is m.Drop:
+                for batch in message.batches:
+                    del self.staged[batch]
+            elif type(message) is m.Back:
+                mine = [one for one in self.waiting if one[0] == message.batch]
+                for one in mine:
+                    self.waiting.remove(one)
+                self.say(m.Given(message.batch, len(mine)))
+            elif type(message) is m.Go:
+                for batch in message.batches:
+                    stage = self.staged.pop(batch)
+                    for i in range(stage.first, stage.first + len(stage.items)):
+                        self.waiting.append((batch, i))
+        self.begin()
+
+    def begin(self) -> None:
+        cluster = self.cluster
+        while self.free and self.waiting and not self.gone:
+            index = self.waiting.popleft()[1]
+            self.free -= 1
+            self.begun[index] = cluster.now
+            takes = cluster.length * (0.5 + cluster.draw.random())
+            cluster.at(cluster.now + takes, self.end, index, takes)
+
+    def end(self, index: int, takes: float) -> None:
+        if self.gone:
+            return
+        self.free += 1
+        del self.begun[index]
+        self.cluster.worked(takes)
+        self.say(index)
+        self.begin()
+
+    def say(self, message: Any) -> None:
+        self.news.append(message)
+        if not self.replying:
+            self.replying = True
+            self.cluster.at(max(self.cluster.now, self.may_reply), self.reply)
+
+    def reply(self) -> None:
+        self.replying = False
+        if not self.gone:
+            cluster, news, self.news = self.cluster, self.news, []
+            self.may_reply = cluster.now + cluster.trip / CALLS_IN_FLIGHT
+            cluster.at(cluster.now + cluster.trip / 2, cluster.heard, self.number, news)
+
+
+class Cluster:
+    """One driver and its hosts, with one job of tasks that take about ``length`` seconds.
+
+    Args:
+        hosts: how many, of 64 workers each.
+        length: seconds of a task, on average.
+        trip: seconds of a round trip.
+        each: tasks for each worker.
+        loses: whether a host goes when half of the tasks are done.
+    """
+
+    def __init__(
+        self, hosts: int, length: float, trip: float, each: float, loses: bool = True
+    ) -> None:
+        self.length, self.trip, self.loses = length, trip, loses
+        self.draw = random.Random(hosts)
+        self.now = self.driver_free = 0.0
+        self.tasks = int(hosts * WORKERS * each)
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.serial = itertools.count()
+        self.hosts = [_Host(self, number) for number in range(hosts)]
+        self.inbox: list[tuple[int, list[Any]]] = []
+        self.awake = False
+        self.done = 0
+        self.work = 0.0
+        self.drained_at = self.worked_then = 0.0
+        self.lost = self.begun = 0
+        self.policy = 0.0
+        self.sched = HostScheduler()
+        self.sched.cost = length
+        for number in range(hosts):
+            self.sched.expect(number, WORKERS)
+            self.sched.join(number)
+
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        """Have this happen then."""
+        heapq.heappush(self.heap, (when, next(self.serial), call, args))
+
+    def run(self) -> Outcome:
+        """Run the job; return what came of it."""
+        self.sched.put(TaskRange(1, 0, 0, [b"task"] * self.tasks, retries=1))
+        self.at(0.0, self.turn)
+        if len(self.hosts) * CALL < BEAT:
+            self.at(BEAT, self.beat)
+        while self.done < self.tasks:
+            self.now, _, call, args = heapq.heappop(self.heap)
+            call(*args)
+        all_of_it = len(self.hosts) * WORKERS * self.drained_at
+        return Outcome(
+            self.worked_then / all_of_it,
+            self.now - self.drained_at,
+            self.lost,
+            self.begun,
+            self.policy / self.tasks,
+        )
+
+    def worked(self, seconds: float) -> None:
+        """A worker has done a task."""
+        self.work += seconds
+
+    def heard(self, number: int, news: list[Any]) -> None:
+        """A reply comes to the driver, which looks when it has time."""
+        self.inbox.append((number, news))
+        if not self.awake:
+            self.awake = True
+            self.at(max(self.now, self.driver_free), self.turn)
+
+    def beat(self) -> None:
+        """The driver calls all hosts, so that none is forgotten."""
+        self.driver_free = max(self.now, self.driver_free) + CALL * len(self.hosts)
+        self.at(self.now + BEAT, self.beat)
+
+    def turn(self) -> None:
+        """The driver takes what has come, and gives what waits."""
+        self.awake = False
+        inbox, self.inbox = self.inbox, []
+        busy = 0.0
+        began = time.thread_time()
+        for number, news in inbox:
+            for message in news:
+                if type(message) is m.Given:
+                    self.sched.given_back(number, *message)
+                elif self.sched.answered(number, 1, message, 1):
+                    self.done += 1
+            busy += ITEM * len(news)
+        if self.loses and self.done >= self.tasks / 2:
+            self.lose()
+        messages: dict[int, list[Any]] = {}
+        for number, message in self.sched.give():
+            messages.setdefault(number, []).append(message)
+        self.policy += time.thread_time() - began
+        self.driver_free = max(self.now, self.driver_free) + busy
+        for number, its in messages.items():
+            self.driver_free += CALL
+            self.at(self.driver_free + self.trip / 2, self.hosts[number].told, its)
+        if not self.drained_at and not self.sched.queued and not self.sched.waiting_ahead:
+            running = (self.now - at for host in self.hosts for at in host.begun.values())
+            self.drained_at, self.worked_then = self.now, self.work + sum(running)
+
+    def lose(self) -> None:
+        """A host goes."""
+        self.loses = False
+        host = self.hosts[-1]
+        host.gone = True
+        lost = self.sched.lost(host.number)
+        self.lost, self.begun = len(lost), len(host.begun)
+        for one in lost:
+            self.sched.put_back(one.item)
+
+
+def main() -> None:
+    """Print a table for docs/scale.md."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.scale", description=__doc__)
+    parser.add_argument("hosts", type=int, nargs="+", help="how many hosts")
+    parser.add_argument("--tasks", type=float, default=4.0, help="for each worker (default 4)")
+    parser.add_argument("--trips", type=float, nargs="+", default=[0.002, 0.020])
+    parser.add_argument("--lengths", type=float, nargs="+", default=[0.01, 0.1, 1.0, 10.0, 100.0])
+    options = parser.parse_args()
+    print("| hosts | a task takes | round trip | busy | tail | lost | begun | policy |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
+    for hosts in options.hosts:
+        for trip in options.trips:
+            for length in options.lengths:
+                outcome = Cluster(hosts, length, trip, options.tasks).run()
+                print(
+                    f"| {hosts:,} | {length:g} s | {trip * 1e3:g} ms | {outcome.busy:.1%} "
+                    f"| {outcome.tail:.2f} s | {outcome.lost} | {outcome.begun} "
+                    f"| {outcome.policy * 1e6:.0f} µs |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
