@@ -229,18 +229,16 @@ def main() -> None:
     parser.add_argument("--trips", type=float, nargs="+", default=[0.002, 0.020])
     parser.add_argument("--lengths", type=float, nargs="+", default=[0.01, 0.1, 1.0, 10.0, 100.0])
     options = parser.parse_args()
-    print("| hosts | a task takes | round trip | busy | tail | lost | begun | policy |")
+    columns = "hosts", "a task takes, s", "round trip, ms", "busy, %", "tail, s", "lost", "begun"
+    print("|", " | ".join(columns), "| policy, us |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for hosts in options.hosts:
-        for trip in options.trips:
-            for length in options.lengths:
-                outcome = Cluster(hosts, length, trip, options.tasks).run()
-                print(
-                    f"| {hosts:,} | {length:g} s | {trip * 1e3:g} ms | {outcome.busy:.1%} "
-                    f"| {outcome.tail:.2f} s | {outcome.lost} | {outcome.begun} "
-                    f"| {outcome.policy * 1e6:.0f} µs |",
-                    flush=True,
-                )
+    for hosts, trip, length in itertools.product(options.hosts, options.trips, options.lengths):
+        one = Cluster(hosts, length, trip, options.tasks).run()
+        print(
+            f"| {hosts:,} | {length:g} | {trip * 1e3:g} | {one.busy * 100:.1f} | {one.tail:.2f} "
+            f"| {one.lost} | {one.begun} | {one.policy * 1e6:.0f} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

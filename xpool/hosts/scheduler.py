@@ -37,7 +37,7 @@ STAGED_BYTES = 64 * 1024 * 1024
 """What is sent ahead to a host, at most: in seconds of its work, and in bytes."""
 
 LOT_SECONDS = 0.004
-"""Seconds of one worker's work in a lot."""
+"""Seconds of the work of those in a lot who may run it: of one worker, or of all of a host."""
 
 LONG_SECONDS = 0.25
 """Of items that take longer none is permitted ahead: a round trip is short beside them."""
@@ -94,6 +94,7 @@ class Host:
         self.leaving = False
         self.known: set[int] = set()  # functions that it has
         self.staged: deque[Lot] = deque()  # not permitted, oldest first
+        self.ready = 0  # items in these
         self.lots: dict[int, Lot] = {}  # permitted, and not all answered; oldest first
         self.permitted: dict[tuple[int, int], Lot] = {}  # items by name
         self.ahead = 0  # permitted items that any of its workers may run
@@ -254,9 +255,9 @@ class HostScheduler(Waiting):
         found: list[Message] = []
         while self.hungry and self._turn(found):
             continue
-        for number in list(self._unfilled):
-            if not self._stage_ahead(self.hosts[number], found):
-                break
+        # In turns: else the first would have all that waits, and the others nothing.
+        while self._unfilled and self._stage_ahead(self.hosts[next(iter(self._unfilled))], found):
+            continue
         return found
 
     def _turn(self, found: list[Message]) -> bool:
@@ -288,6 +289,7 @@ class HostScheduler(Waiting):
         if host.staged:
             if host.staged[0].left <= room:
                 lot = host.staged.popleft()
+                host.ready -= lot.left
                 self._unfilled[host.number] = None
                 self._look_at_wealth(host)
                 return lot
@@ -341,6 +343,7 @@ class HostScheduler(Waiting):
         """Queue staged lots again, in front."""
         for lot in reversed(lots):
             host.staged.remove(lot)
+            host.ready -= lot.left
             host.nbytes -= lot.nbytes
             self.put_back(lot.items)
         self._unfilled[host.number] = None
@@ -365,26 +368,23 @@ class HostScheduler(Waiting):
             found.append((host.number, Go([lot.number])))
 
     def _stage_ahead(self, host: Host, found: list[Message]) -> bool:
-        """Send a host what it will be permitted next; its part of what waits, at most.
+        """Send a host a lot of what it will be permitted next, if it can keep more.
 
         Returns whether there may be something for another host.
         """
-        if math.isinf(self.cost):
+        # The rest is for who has room first.
+        first = self.first_of(self.shared)
+        if math.isinf(self.cost) or first is None or len(first.items) <= self.workers:
             return False
-        aim = host.workers * math.ceil(STAGED_SECONDS / self.cost)
-        staged = sum(lot.left for lot in host.staged)
-        while staged < aim and host.nbytes < STAGED_BYTES:
-            first = self.first_of(self.shared)
-            # The rest is for who has room first.
-            if first is None or len(first.items) <= self.workers:
-                return False
-            lot = self._stage(host, self.shared, aim - staged, found)
-            if lot is None:
-                return False
-            host.staged.append(lot)
-            staged += lot.left
-            self._look_at_wealth(host)
-        self._unfilled.pop(host.number, None)
+        del self._unfilled[host.number]
+        most = host.workers * math.ceil(STAGED_SECONDS / self.cost) - host.ready
+        if most > 0 and host.nbytes < STAGED_BYTES:
+            lot = self._stage(host, self.shared, most, found)
+            if lot is not None:
+                host.staged.append(lot)
+                host.ready += lot.left
+                self._unfilled[host.number] = None
+                self._look_at_wealth(host)
         return True
 
     def _stage(
@@ -394,7 +394,7 @@ class HostScheduler(Waiting):
         first = self.first_of(queue)
         if first is None:
             return None
-        n = min(most, self._handful())
+        n = min(most, self._handful(1 if first.bound is not None else host.workers))
         if first.bound is None:
             n = min(n, -(-len(first.items) // (self.workers or 1)))
         items = self.take(queue, max(1, n), LOT_BYTES)
@@ -418,10 +418,8 @@ class HostScheduler(Waiting):
         found.append((host.number, stage))
         return lot
 
-    def _handful(self) -> int:
-        if 2 * self.cost > LOT_SECONDS:
-            return 1
-        return min(MOST_ITEMS, int(LOT_SECONDS / self.cost))
+    def _handful(self, workers: int) -> int:
+        return max(1, min(MOST_ITEMS, int(LOT_SECONDS * workers / self.cost)))
 
     def _extra(self) -> int:
         """Return how many items each worker may have beside the one that it runs."""
@@ -546,4 +544,4 @@ class HostScheduler(Waiting):
             host.lots.clear()
             host.unasked.clear()
             host.permitted.clear()
-            host.ahead = host.nbytes = 0
+            host.ahead = host.ready = host.nbytes = 0
