@@ -361,7 +361,11 @@ class RayFleet:
                 one = one._replace(payload=len(refs) - 1)
             messages.append(one)
         parts = _arrays(packed(messages)) if messages else [NOTHING]
-        ref = self._actors[host].call.remote(refs, *call._replace(messages=parts))
+        try:
+            ref = self._actors[host].call.remote(refs, *call._replace(messages=parts))
+        except Exception as exc:  # of Ray itself, which the program may have shut down
+            self._tell(f.Dead(host, f"{type(exc).__name__}: {exc}"))
+            return
 
         def done(found: Any, error: BaseException | None) -> None:
             if error is not None:
@@ -395,6 +399,9 @@ class RayFleet:
         """End an agent and its workers."""
         import ray
 
+        if not ray.is_initialized():
+            self._tell(f.Dead(host, "the program has shut Ray down"))
+            return
         with contextlib.suppress(Exception):  # it is gone already
             ray.kill(self._actors[host], no_restart=True)
 

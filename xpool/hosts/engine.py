@@ -56,6 +56,9 @@ CALL_BYTES = 4 * 1024 * 1024
 BEAT = 1.0
 """Seconds after which a host is called that has nothing to do: its lease must not end."""
 
+END_LIMIT = 5.0
+"""Seconds for which `terminate` waits to hear that the agents are dead."""
+
 RETRY = 0.2
 """Seconds after which a call that did not come back is made again."""
 
@@ -332,7 +335,14 @@ class HostEngine:
                 living = [number for number, one in self._agents.items() if not one.ended]
                 for number in (*living, *self._expected):
                     self._fleet.stop(number)
+                self._at(self._now() + END_LIMIT, self._strike_off)
         self._events.put(None)
+
+    def _strike_off(self) -> None:
+        """Wait no longer for word that agents have ended: whoever says so may be gone itself."""
+        self._expected.clear()
+        for agent in self._agents.values():
+            agent.ended = True
 
     def close(self) -> None:
         """Let go of the fleet; all agents have ended."""
