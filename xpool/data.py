@@ -26,6 +26,7 @@ from xpool.errors import OptionError
 from xpool.pool.base import BasePool
 from xpool.pool.context import CtxPool
 from xpool.pool.p2p import P2PPool
+from xpool.pool.preloading import preload
 from xpool.pool.process import Pool
 from xpool.results import AsyncResult
 from xpool.worker.context import current_worker
@@ -100,6 +101,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[misc]
         self._iterable = isinstance(dataset, torch.utils.data.IterableDataset)
         if pool is not None:
             _check_pool(pool, self._iterable)
+        elif self.num_workers and multiprocessing_context in (None, "forkserver"):
+            preload()  # the server imports torch while the program makes its model
         self._given_pool = pool
         self._context = multiprocessing_context
         self._kept: BasePool | None = None

@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+from support import scripts
 from support.waiting import Gate, wait_gone
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -283,3 +284,26 @@ def test_batches_are_made_in_common_memory():
     for n, (batch, any_shared, has_info) in enumerate(loader):
         assert batch[:, 0].tolist() == [2 * n, 2 * n + 1]
         assert not any_shared and has_info
+
+
+MADE = """
+    import torch
+    from support import leaks
+    from torch.utils.data import TensorDataset
+
+    from xpool.data import DataLoader
+
+    if __name__ == "__main__":
+        dataset = TensorDataset(torch.arange(8))
+        DataLoader(dataset, 2)
+        assert leaks.servers() == []
+        loader = DataLoader(dataset, 2, num_workers=1)
+        (server,) = leaks.servers()
+        assert len(list(loader)) == 4
+        assert leaks.servers() == [server]
+"""
+
+
+def test_the_server_starts_with_the_loader(tmp_path):
+    """It imports torch while the program makes its model; a loader without workers has none."""
+    assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""
