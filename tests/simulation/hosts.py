@@ -444,11 +444,14 @@ class HostWorld(World):
         self.withdrawn.add(job)
         self.open.pop(job, None)
         self.to_feed = [one for one in self.to_feed if one.job != job]
-        first = self.chance(0.5)
-        if self.funcs[job] and first:
+        place = (job,) if self.funcs[job] else (CALLS, job)
+        if self.funcs[job] and self.chance(0.5):
             self.forget(job)
-        self.engine.withdraw(*((job,) if self.funcs[job] else (CALLS, job)))
-        if self.funcs[job] and not first:
+            # As the pool does: another thread, or the engine's, may come between.
+            self.later(0.01 * self.draw.random(), self.engine.withdraw, *place)
+            return
+        self.engine.withdraw(*place)
+        if self.funcs[job]:
             self.forget(job)
 
     def forget(self, job: int) -> None:
@@ -522,6 +525,8 @@ class HostWorld(World):
         self.progress = self.now
         if (job, index) != batch.name(batch.first + position):
             self.wrong(f"task {index} of job {job} is run as {batch.name(batch.first + position)}")
+        if self.funcs[job] and not batch.func:
+            self.wrong(f"task {index} of job {job} is taken for a call")
         if task.where is not None:
             self.wrong(f"task {index} of job {job} runs at {task.where.name} and {host.name}")
         if (host.number, name) not in self.granted and not self.ended_violently:

@@ -89,7 +89,7 @@ class Desk:
         self._given = {b: one for b, one in self._given.items() if one.items}
         task_range = self._given[batch] = TaskRange(
             stage.job,
-            self._functions.get(stage.func, 0),
+            self._function(stage.func),
             stage.first,
             stage.items,
             int(stage.again),
@@ -98,6 +98,15 @@ class Desk:
             stage.past,
         )
         return task_range
+
+    def _function(self, number: int) -> int:
+        if number and number not in self._functions:
+            # Its job has failed, and what was staged of it is answered by a worker, to nobody: with
+            # a function that is not there either.  Without one, a task would be taken for a call.
+            unknown = self.engine.learn(1, b"")
+            self.engine.forget(unknown)
+            return unknown
+        return self._functions.get(number, 0)
 
     def _back(self, batch: int) -> m.Given:
         """Take from the engine what no worker has of a batch."""
