@@ -18,6 +18,7 @@ import functools
 import itertools
 import os
 import pickle
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,9 @@ from xpool.pool.context import CtxPool as _CtxPool
 from xpool.pool.process import Pool as _Pool
 
 __all__ = ["CtxPool", "Devices", "HostDevice", "Hosts", "Pool", "devices", "hosts"]
+
+LISTENS = 5.0
+"""Seconds in which a cluster answers a connection."""
 
 LOOK = 1.0
 """Seconds between two looks at which hosts the cluster has."""
@@ -65,8 +69,9 @@ class Hosts(NamedTuple):
             )
         if not ray.is_initialized():
             try:
+                _look_for(self.address or os.environ.get("RAY_ADDRESS", ""))
                 ray.init(address=self.address, configure_logging=False)
-            except ConnectionError as exc:
+            except OSError as exc:
                 raise OptionError(
                     f"no Ray cluster is at address={self.address!r}: start one (ray start --head), "
                     "or leave address out for one on this machine alone"
@@ -200,6 +205,13 @@ def devices(
         HostDevice(kind, node.name, next(ordinals)) for node in nodes for _ in range(node.workers)
     ]
     return Devices(found, where)
+
+
+def _look_for(address: str) -> None:
+    """Raise `OSError` if nobody listens there: Ray would look for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "://" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), LISTENS).close()
 
 
 def _ray() -> Any:
@@ -343,6 +355,7 @@ class RayFleet:
             wrong = cause if isinstance(cause, XPoolError) else _not_there(node.name, cause)
             self._tell(f.Refused(wrong))
             self.stop(number)
+            self._tell(f.Dead(number, str(wrong)))  # no call is under way that would say so
 
     def _is_dead(self, error: BaseException) -> bool:
         from ray import exceptions
@@ -399,16 +412,28 @@ class RayFleet:
         """End an agent and its workers."""
         import ray
 
+        actor = self._actors.get(host)
+        if actor is None:  # the pool is over
+            return
         if not ray.is_initialized():
             self._tell(f.Dead(host, "the program has shut Ray down"))
             return
-        with contextlib.suppress(Exception):  # it is gone already
-            ray.kill(self._actors[host], no_restart=True)
+        # `ray.kill` waits for the thread of Ray's that calls back, and that may be this one.
+        kill = threading.Thread(target=_kill, args=(actor,), name="xpool-hosts-stop", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and Ray ends its actors
+            kill.start()
 
     def close(self) -> None:
         """Look for hosts no more, and let go of the agents."""
         self._closed.set()
         self._actors.clear()
+
+
+def _kill(actor: Any) -> None:
+    import ray
+
+    with contextlib.suppress(Exception):  # it is gone already
+        ray.kill(actor, no_restart=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -63,7 +63,7 @@ def make_engine(
         kind=kind,
     )
     describe = functools.partial(_describe, pool._jobs)
-    return HostEngine(fleet(charge), describe)
+    return HostEngine(fleet(charge), describe, lease=LEASE)
 
 
 def _describe(jobs: dict[int, Any], number: int, index: int) -> str:

@@ -63,6 +63,10 @@ RETRY = 0.2
 """Seconds after which a call that did not come back is made again."""
 
 
+NOTHING: dict[str, Any] = {"ready": 0, "waiting": 0, "running": 0, "deaths": 0, "pids": []}
+"""What an agent's workers do that has not said it."""
+
+
 class _Agent:
     """What the driver knows of a host's agent."""
 
@@ -76,7 +80,7 @@ class _Agent:
         self.lost = False  # a reply was lost: the agent is to say it again
         self.replied = 0  # number of the last call that has a reply
         self.heard = now  # when the last reply came: the agent's lease counts from before that
-        self.status = m.Status(float("inf"), {})
+        self.status = m.Status(float("inf"), dict(NOTHING))
         self.ended = False
 
 
@@ -514,7 +518,7 @@ class HostEngine:
             self._fail(message.error)
         else:
             self._fleet.stop(host)
-            if self._retiring:
+            if self._retiring or self.failure is not None:
                 agent.ended = True
             else:  # it has not heard of us for so long that its lease is over
                 self._dead(host, "it was out of reach for too long")
