@@ -17,7 +17,7 @@ from xpool.codec.pickler import decode, encode
 from xpool.codec.reducers import Context
 from xpool.interrupt import by_handler
 
-__all__ = ["encode_exception", "reduce_exception"]
+__all__ = ["add_note", "encode_exception", "reduce_exception"]
 
 
 def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryview:
@@ -36,7 +36,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
         traceback_text = f"{cause.text}\n{traceback_text}"
     missing = missing_global(exc) or _no_children(exc)
     if missing:
-        _add_note(exc, missing)
+        add_note(exc, missing)
         traceback_text = f"{traceback_text.rstrip()}\n{missing}\n"
     failure: BaseException | None = None
     for form in (_Raised(exc, traceback_text), _Salvaged(exc, traceback_text)):
@@ -76,7 +76,8 @@ class _Text(str):
         return str(self)
 
 
-def _add_note(exc: BaseException, note: str) -> None:
+def add_note(exc: BaseException, note: str) -> None:
+    """Add a line to what is shown of an exception."""
     if hasattr(exc, "add_note"):
         exc.add_note(note)
     elif exc.args and isinstance(exc.args[0], str):

@@ -48,4 +48,24 @@ def text_of(exc: BaseException, tb: TracebackType | None) -> str:
     ready()
     from traceback import format_exception  # not at the top: that is what this module is for
 
+    if isinstance(exc, ModuleNotFoundError):
+        _say_where(exc)
+
     return "".join(format_exception(type(exc), exc, tb))
+
+
+def _say_where(exc: ModuleNotFoundError) -> None:
+    """Say on which host a module is missing, and what to do, if it is not the program's."""
+    from xpool.byvalue.exceptions import add_note
+    from xpool.worker.context import current_worker
+
+    try:
+        host = current_worker().host
+    except RuntimeError:  # it has not begun
+        return
+    if host:
+        add_note(
+            exc,
+            f"On host {host}: the program's folder and path are not sent to hosts; bring the "
+            "module there, by runtime_env= of xpool.ray.hosts() for one.",
+        )
