@@ -6,7 +6,7 @@
 # For those who change it (CONTRIBUTING.md):
 #
 #   make check      ruff, mypy, and the tests that start no process: about a minute
-#   make test-all   all tests there are: make test, make rest, make cores, real torch_xla and torch_tpu
+#   make test-all   all tests there are: make test, make rest, make cores, Ray, real torch_xla and torch_tpu
 #   make rest       the exhaustive tests, which make test leaves out: more kinds, methods and faults
 #   make faults     tests/faults, whole: the fault matrix of docs/reliability.md
 #   make cores      the core without torch, on every other Python from 3.10 on that is found here
@@ -16,6 +16,7 @@
 #   make dist       wheel and sdist, checked
 #   make notes      what the changelog says of TAG=v1.2.3, for the text of a release
 #   make soak       mixed load while workers are killed, for MINUTES=10
+#   make test-ray   pools over the hosts of a Ray cluster, which runs here: RAY_VENV
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
 #
@@ -54,15 +55,17 @@ CORE_VENV = .venv-core/$(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.v
 
 DIST_VENV = .venv-dist
 DOCS_VENV ?= .venv-docs
+RAY_VENV ?= .venv-ray
 XLA_VENV ?= .venv-xla
 TPU_SITE ?= .venv-tpu
 
 venv     := $(call escaped,$(VENV))
 docs_venv := $(call escaped,$(DOCS_VENV))
+ray_venv := $(call escaped,$(RAY_VENV))
 xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
-.PHONY: help run test check faults rest cores test-all nightly coverage soak test-xla test-tpu lint core \
+.PHONY: help run test check faults rest cores test-all nightly coverage soak test-ray test-xla test-tpu lint core \
 	bench dist notes docs docs-states clean
 
 help:
@@ -101,6 +104,7 @@ test-all:
 	$(MAKE) test
 	$(MAKE) rest
 	$(MAKE) cores
+	$(MAKE) test-ray
 	$(MAKE) test-xla
 	$(MAKE) test-tpu
 
@@ -124,6 +128,13 @@ coverage: $(venv)/.test
 
 soak: $(venv)/.test
 	"$(VENV)/bin/python" -m bench.soak --minutes $(MINUTES) $(ARGS)
+
+# One cluster of two hosts for all of them: one test at a time.
+OVER_HOSTS = tests/hosts tests/conformance/test_apply.py tests/conformance/test_map.py \
+	tests/conformance/test_imap.py tests/conformance/test_results.py
+
+test-ray: $(ray_venv)/.ray
+	XPOOL_TEST_AGAINST=ray "$(RAY_VENV)/bin/python" -m pytest -m ray $(OVER_HOSTS) $(ARGS)
 
 # Real torch_xla opens its client once for a process: one test at a time.
 test-xla: $(xla_venv)/.xla
@@ -168,7 +179,8 @@ docs-states: $(venv)/.run
 	"$(VENV)/bin/python" -m xpool.jobs.states > docs/states.md
 
 clean:
-	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(XLA_VENV)" "$(TPU_SITE)" examples/out \
+	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(RAY_VENV)" "$(XLA_VENV)" \
+		"$(TPU_SITE)" examples/out \
 		docs/_build
 
 # Environments.  A stamp says what has been installed, so the second time is quick.
@@ -205,6 +217,13 @@ $(DIST_VENV)/.dist:
 $(CORE_VENV)/.core: pyproject.toml
 	$(call MAKE_VENV,$(CORE_VENV))
 	$(call PIP,$(CORE_VENV)) dill pytest pytest-xdist hypothesis hatchling
+	touch "$@"
+
+# Without torch: no worker is to wait for its import.
+$(ray_venv)/.ray: pyproject.toml
+	$(call MAKE_VENV,$(RAY_VENV))
+	$(call PIP,$(RAY_VENV)) "ray>=2.40" dill numpy pytest hatchling
+	$(call PIP,$(RAY_VENV)) --no-deps --no-build-isolation --editable .
 	touch "$@"
 
 # torch_xla is for the torch of its own number, and has no build for a torch without CUDA.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib.util
@@ -21,8 +22,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support import work
-from support.kinds import KINDS, PROCESS_KINDS, START_METHODS, STDLIB, THREAD_KINDS, Kind
+from support import clusters, work
+from support.kinds import (
+    KINDS,
+    OVER_HOSTS,
+    PROCESS_KINDS,
+    START_METHODS,
+    STDLIB,
+    THREAD_KINDS,
+    Kind,
+)
 from support.leaks import Snapshot, mark_this_run
 from support.limits import TEST_LIMIT, WAIT
 from support.waiting import Gate, Mailbox
@@ -55,11 +64,17 @@ def _no_module(name: str) -> str | None:
     return None if importlib.util.find_spec(name) else f"{name} is not installed"
 
 
+def _no_cluster() -> str | None:
+    # Each process of pytest-xdist would start a cluster of its own.
+    return _no_module("ray") or (None if OVER_HOSTS else "on a Ray cluster: run by make test-ray")
+
+
 MARKERS: dict[str, tuple[str, Callable[[], str | None]]] = {
     "torch": ("needs torch", lambda: _no_module("torch")),
     "gpu": ("needs a CUDA device", _no_gpu),
     "xla": ("needs torch_xla", lambda: _no_module("torch_xla")),
     "torch_tpu": ("needs torch_tpu", lambda: _no_module("torch_tpu")),
+    "ray": ("needs a Ray cluster, which is started", _no_cluster),
     "peer": ("compares with other pool libraries", _no_peer),
     "pure": ("starts no process, which is held: run by make check", lambda: None),
     "starts": ("starts processes, though the pool is one of threads", lambda: None),
@@ -198,8 +213,16 @@ def pytest_runtest_makereport() -> Iterator[Any]:
 # Leaks -------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cluster(request: pytest.FixtureRequest) -> Iterator[clusters.Cluster | None]:
+    """A Ray cluster of two hosts, if any test needs one: started before leaks are looked for."""
+    marked = any(item.get_closest_marker("ray") for item in request.session.items)
+    with clusters.started() if marked and not _no_cluster() else contextlib.nullcontext() as it:
+        yield it
+
+
 @pytest.fixture(autouse=True, scope="module")
-def module_leaves_nothing() -> Iterator[None]:
+def module_leaves_nothing(cluster: object) -> Iterator[None]:
     """Fail the last test of a module after which processes or names in /dev/shm are left."""
     before = Snapshot.take(outside=True)
     yield
@@ -220,6 +243,9 @@ def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -
     elif "make_pool" in request.fixturenames:
         request.getfixturevalue("warm")
     before = Snapshot.take(inside=not ALL_LEAKS)
+    if request.node.get_closest_marker("ray"):
+        # Ray keeps connections to whom it has spoken with.
+        before.fds = dict.fromkeys(range(1 << 16), "")
     yield
     # Threads for callbacks and logs come when they are needed and go with the pool: those of a
     # pool stay that was there before.
@@ -258,6 +284,8 @@ def tiers(kinds: list[Kind]) -> list[Any]:
     for kind in kinds:
         first = kind in (*PROCESS_KINDS[:1], *THREAD_KINDS[:1])
         marks = [] if kind.processes else [pytest.mark.pure]
+        if OVER_HOSTS:
+            marks = [pytest.mark.ray]
         params.append(
             pytest.param(kind, marks=marks if first else [*marks, pytest.mark.exhaustive])
         )

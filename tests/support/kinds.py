@@ -2,6 +2,7 @@
 
 ``XPOOL_TEST_AGAINST=multiprocessing`` runs the suites over the standard library's pools, to
 check the tests themselves: whatever a test claims to be the documented behaviour must hold there.
+``XPOOL_TEST_AGAINST=ray`` runs them over pools on the hosts of a Ray cluster (`support.clusters`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 STDLIB = os.environ.get("XPOOL_TEST_AGAINST") == "multiprocessing"
+OVER_HOSTS = os.environ.get("XPOOL_TEST_AGAINST") == "ray"
 
 
 class WithoutContext:
@@ -118,12 +120,23 @@ def _std(method: str) -> Callable[..., Any]:
     return build
 
 
+def _over_hosts(processes: Any, *args: Any, **kwds: Any) -> Any:
+    """Build a pool over one host of the cluster, or over two if their workers are as many."""
+    import xpool
+    import xpool.ray
+
+    n = 2 if processes % 2 == 0 else 1
+    return xpool.Pool(None, *args, hosts=xpool.ray.hosts(n=n, per_host=processes // n), **kwds)
+
+
 if STDLIB:
     KINDS = [
         Kind("std-forkserver", _std("forkserver"), True),
         Kind("std-thread", multiprocessing.pool.ThreadPool, False),
     ]
     METHODS = [Kind("std-spawn", _std("spawn"), True)]
+elif OVER_HOSTS:
+    KINDS, METHODS = [Kind("hosts", _over_hosts, True)], []
 else:
     KINDS = [
         Kind("pool", _xpool("Pool"), True),

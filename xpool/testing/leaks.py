@@ -30,6 +30,12 @@ KEPT = ("xpool.worker.server", "multiprocessing.forkserver", "multiprocessing.re
 """In the command line of processes that live as long as this one, on purpose, to make starting
 the next pool cheap.  Their children are no exception."""
 
+RAYS = (
+    "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/core/src/", "/ray/_private/",
+    "/ray/dashboard/", "/ray/autoscaler/",
+)  # fmt: skip
+"""In the command line of what Ray starts when it likes, and keeps for the next actor."""
+
 ARENA = "/memfd:xpool-arena"
 """The file of the arena: one for the program, made with its first pool and kept."""
 
@@ -96,9 +102,16 @@ def _kept(pid: str, parent: str) -> bool:
     return any(name in words for name in KEPT)
 
 
+def _rays(pid: str) -> bool:
+    words = command(pid)
+    return any(name in words for name in RAYS)
+
+
 def descendants() -> set[int]:
-    """Return the processes below this one and those that were, without the kept servers."""
-    return {int(pid) for pid, parent in _ours().items() if not _kept(pid, parent)}
+    """Return the processes below this one and those that were, without the kept servers and
+    without Ray's own: its actors count, and what they start."""
+    ours = _ours()
+    return {int(pid) for pid, parent in ours.items() if not (_kept(pid, parent) or _rays(pid))}
 
 
 def servers() -> list[int]:

@@ -1,0 +1,1 @@
+"""Pools over the hosts of a Ray cluster."""

@@ -1,0 +1,310 @@
+"""What the loss of a worker, an agent or a host costs: each task is answered once, none runs beside
+itself, and what is lost is said with the host's name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from support import clusters, scripts
+from support.clusters import address, agent, parent, raylet, workers
+from support.limits import WAIT
+from support.tiers import also
+from support.waiting import eventually, wait_gone
+
+import xpool.hosts.assembly
+from xpool import Pool, TaskTimeout, WorkerDied
+from xpool.errors import HostLost
+
+pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
+
+LEASE = 3.0
+"""Seconds; ten are for networks, and there is none here."""
+
+
+@pytest.fixture(autouse=True)
+def short_lease(monkeypatch):
+    """The lease is short, so that the tests are."""
+    monkeypatch.setattr(xpool.hosts.assembly, "LEASE", LEASE)
+
+
+class Stage:
+    """Two hosts of the cluster that are for these tests; one of them is hurt."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.safe = cluster.add(losses=100)
+        self.victim = cluster.add(losses=100)
+
+    def whole(self):
+        """See to it that both are there and well."""
+        if not clusters.is_alive(self.victim):
+            self.victim = self.cluster.add(losses=100)
+
+    def pool(self, **options):
+        """Build a pool of two workers on each, and wait for all of them."""
+        import xpool.ray
+
+        pool = Pool(hosts=xpool.ray.hosts(per_host=2, resources={"losses": 1}), **options)
+        assert len(pool.run_all(os.getpid)) == 4
+        eventually(lambda: len(workers(pool, self.victim)) == 2, "its workers are known", WAIT)
+        return pool
+
+
+@pytest.fixture(scope="module")
+def hosts(cluster, warm):
+    """Two hosts more."""
+    stage = Stage(cluster)
+    yield stage
+    for node in (stage.safe, stage.victim):
+        if clusters.is_alive(node):
+            cluster.remove(node)
+
+
+@pytest.fixture
+def stage(hosts):
+    """Two hosts that are well."""
+    hosts.whole()
+    return hosts
+
+
+def write(path, *words):
+    """Append a line, in one system call."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(fd, f"{' '.join(map(str, words))}\n".encode())
+    os.close(fd)
+
+
+def work(path, seconds, i):
+    """Write when it begins, that it goes on, and when it ends."""
+    begin = time.monotonic()
+    write(path, i, os.getpid(), "begin", begin)
+    while (now := time.monotonic()) < begin + seconds:
+        write(path, i, os.getpid(), "goes", now)
+        time.sleep(min(0.02, seconds))
+    write(path, i, os.getpid(), "end", time.monotonic())
+    return i
+
+
+def history(path):
+    """Return what was written: of each task its runs, each (begin, last seen, whether it ended)."""
+    runs = defaultdict(list)
+    for line in Path(path).read_text().splitlines() if os.path.exists(path) else ():
+        i, pid, what, when = line.split()
+        of = runs[int(i)]
+        if what == "begin":
+            of.append([int(pid), float(when), float(when), False])
+        else:
+            run = next(run for run in reversed(of) if run[0] == int(pid))
+            run[2], run[3] = float(when), what == "end"
+    return runs
+
+
+def check(path, results, tries, victim):
+    """Hold what was run against what was answered; return the errors."""
+    runs = history(path)
+    errors = {}
+    for i, found in enumerate(results):
+        if isinstance(found, BaseException):
+            errors[i] = found
+            assert isinstance(found, (WorkerDied, TaskTimeout)), found
+            assert address(victim) in found.host and found.host in str(found)
+        else:
+            assert found == i
+            assert runs[i][-1][3], f"task {i} was answered and had not ended"
+        assert len(runs[i]) <= tries, f"task {i} was begun {len(runs[i])} times"
+        for before, after in zip(runs[i], runs[i][1:]):
+            assert before[2] < after[1], f"task {i} ran twice at once: {before}, {after}"
+    return errors
+
+
+def strike(what, how, stage, pool):
+    """Kill or stop a worker, the agent or the raylet of the victim; return how to undo it."""
+    victims = workers(pool, stage.victim)
+    pid = {
+        "worker": lambda: victims[0],
+        "agent": lambda: agent(victims[0]),
+        "raylet": lambda: raylet(stage.victim),
+    }[what]()
+    os.kill(pid, how)
+    if how == signal.SIGSTOP:
+        return functools.partial(goes_on, pid)
+    if what == "raylet":
+        return lambda: stage.cluster.remove(stage.victim)
+    return lambda: None
+
+
+def goes_on(pid):
+    """Let a process go on that was stopped, if it was not killed for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+CELLS = [
+    ("worker", signal.SIGKILL, "running"),
+    ("agent", signal.SIGKILL, "running"),
+    ("raylet", signal.SIGKILL, "running"),
+    ("agent", signal.SIGKILL, "staged"),
+    ("raylet", signal.SIGSTOP, "running"),
+    ("agent", signal.SIGSTOP, "staged"),
+    ("agent", signal.SIGKILL, "idle"),
+    *also(
+        ("worker", signal.SIGKILL, "idle"),
+        ("worker", signal.SIGKILL, "staged"),
+        ("worker", signal.SIGSTOP, "running"),
+        ("worker", signal.SIGSTOP, "staged"),
+        ("worker", signal.SIGSTOP, "idle"),
+        ("agent", signal.SIGSTOP, "idle"),
+        ("agent", signal.SIGSTOP, "running"),
+        ("raylet", signal.SIGKILL, "idle"),
+        ("raylet", signal.SIGKILL, "staged"),
+        ("raylet", signal.SIGSTOP, "idle"),
+        ("raylet", signal.SIGSTOP, "staged"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "how", "when"), CELLS)
+def test_a_loss(stage, tmp_path, what, how, when):
+    """Each task is answered once: without retries at most those fail that were permitted there, and
+    none is begun twice; with retries, none fails, and none runs beside itself."""
+    once, again = str(tmp_path / "once"), str(tmp_path / "again")
+    n, seconds = {"idle": (8, 0.01), "running": (2, 1.0), "staged": (150, 0.02)}[when]
+    limit = 8 if what == "worker" and how == signal.SIGSTOP else None
+    options = {"chunksize": 1, "timeout": limit, "on_error": "return"}
+    undo = None
+    pool = stage.pool()
+    try:
+        pids = workers(pool, stage.victim)
+        pids += [agent(pids[0])]
+        if when == "staged":  # how long tasks take is known, so that many are sent ahead
+            pool.starmap(work, [(once + ".before", seconds, i) for i in range(20)], 1)
+        if when == "idle":
+            undo = strike(what, how, stage, pool)
+        first = pool.starmap_async(work, [(once, seconds, i) for i in range(n)], **options)
+        second = pool.starmap_async(
+            work, [(again, seconds, i) for i in range(n)], retries=3, **options
+        )
+        if when != "idle":
+            eventually(
+                lambda: any(run[0] in pids for runs in history(once).values() for run in runs)
+                or any(run[0] in pids for runs in history(again).values() for run in runs),
+                "a task runs there", WAIT,
+            )  # fmt: skip
+            undo = strike(what, how, stage, pool)
+        lost = check(once, first.get(WAIT), 1, stage.victim)
+        assert not check(again, second.get(WAIT), 4, stage.victim)
+        if what == "worker":
+            assert len(lost) <= (1 if how == signal.SIGKILL else 2)
+        else:
+            assert all(type(error) is HostLost for error in lost.values())
+            assert len(lost) <= (2 if when == "running" else 20)
+        if what == "agent":
+            assert wait_gone(pids) == []
+    finally:
+        if undo is not None:
+            undo()
+        pool.terminate()
+        pool.join()
+    assert wait_gone(pids) == []
+
+
+def test_a_host_that_joins(stage, tmp_path):
+    """A host that the cluster gets while a pool works, gets its share."""
+    path = str(tmp_path / "log")
+    with stage.pool() as pool:
+        result = pool.starmap_async(work, [(path, 0.02, i) for i in range(2000)], chunksize=1)
+        new = stage.cluster.add(losses=100)
+        try:
+            pids = eventually(lambda: len(p := workers(pool, new)) == 2 and p, "it joins", WAIT)
+            eventually(
+                lambda: any(run[0] in pids for runs in history(path).values() for run in runs),
+                "a task runs there", WAIT,
+            )  # fmt: skip
+            assert result.get(WAIT) == list(range(2000))
+            assert len(pool.statistics()["hosts"]) == 3
+        finally:
+            pool.terminate()
+            pool.join()
+            stage.cluster.remove(new)
+
+
+def test_all_hosts_go(stage, tmp_path):
+    """A pool whose hosts are all gone fails each task, says so at once, and ends."""
+    import xpool.ray
+
+    stage_only = stage.cluster.add(alone=1)
+    pool = Pool(hosts=xpool.ray.hosts(per_host=1, resources={"alone": 1}))
+    results = [pool.apply_async(work, (str(tmp_path / "log"), 60, i)) for i in range(3)]
+    eventually(lambda: history(tmp_path / "log"), "one runs", WAIT)
+    stage.cluster.remove(stage_only)
+    for result in results:
+        with pytest.raises(Exception, match="lost|No host of the pool is left"):
+            result.get(WAIT)
+    with pytest.raises(Exception, match="No host of the pool is left"):
+        pool.apply_async(abs, (1,)).get(WAIT)
+    pool.close()
+    pool.join()
+
+
+DRIVER = """
+import os, sys, time
+from support import clusters
+from xpool import Pool
+import xpool.ray
+from hosts.test_losses import work
+
+if __name__ == "__main__":
+    clusters.connect({address!r})
+    pool = Pool(hosts=xpool.ray.hosts(per_host=2, resources={{"losses": 1}}))
+    pool.run_all(os.getpid)
+    result = pool.starmap_async(work, [({path!r}, {seconds}, i) for i in range(40)], 1)
+    while len(pool.statistics()["pids"]) < 4:
+        time.sleep(0.05)
+    print(*pool.statistics()["pids"], flush=True)
+    sys.stdin.readline()
+    try:
+        print("all", len(result.get(60)))
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("seconds", [30, *also(0.05)])
+def test_the_driver_is_killed(stage, tmp_path, seconds):
+    """No worker, fork server or agent of its pool is left; the cluster's hosts are well."""
+    path = str(tmp_path / "log")
+    text = DRIVER.format(address=stage.cluster.address, path=path, seconds=seconds)
+    with scripts.popen([scripts.write(tmp_path / "driver.py", text)]) as driver:
+        pids = {int(pid) for pid in driver.stdout.readline().split()}
+        assert len(pids) == 4
+        pids |= {parent(pid) for pid in pids} | {agent(pid) for pid in pids}
+        driver.kill()
+    assert wait_gone(pids) == []
+    with stage.pool() as pool:
+        assert pool.map(abs, range(20)) == list(range(20))
+
+
+def test_the_driver_stops_for_longer_than_its_lease(stage, tmp_path):
+    """Its agents end their work; when it goes on, it is told that the hosts are lost."""
+    path = str(tmp_path / "log")
+    text = DRIVER.format(address=stage.cluster.address, path=path, seconds=30).replace(
+        "if __name__", f"xpool.hosts.assembly.LEASE = {LEASE}\n\nif __name__"
+    )
+    text = "import xpool.hosts.assembly\n" + text
+    with scripts.popen([scripts.write(tmp_path / "driver.py", text)]) as driver:
+        pids = {int(pid) for pid in driver.stdout.readline().split()}
+        agents = {agent(pid) for pid in pids}
+        driver.send_signal(signal.SIGSTOP)
+        try:
+            assert wait_gone(pids | agents) == []
+        finally:
+            driver.send_signal(signal.SIGCONT)
+        out, err = driver.communicate("\n", WAIT)
+    assert "HostLost Host" in out and "is lost" in out, out + err

@@ -1,0 +1,111 @@
+"""What is wrong with a cluster, a host or a program is said once, clearly, and with the remedy."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import pytest
+from support import scripts, work
+from support.limits import WAIT
+
+import xpool.hosts.assembly
+from xpool import CtxPool, OptionError, Pool, XPoolError
+from xpool.hosts.agent import facts
+
+pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
+
+
+def over(**where):
+    """Build a pool over the cluster."""
+    import xpool.ray
+
+    return Pool(hosts=xpool.ray.hosts(**where))
+
+
+def test_no_ray(monkeypatch):
+    """Without Ray, the message says what to install; and `import xpool.ray` does not need it."""
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(OptionError, match=r"pip install xpool\[ray\]"):
+        over()
+
+
+def test_no_cluster():
+    """Where no cluster is, the message names the address and says how to start one."""
+    out = scripts.run(
+        ["-"],
+        """
+        import xpool.ray
+        from xpool import OptionError, Pool
+        try:
+            Pool(hosts=xpool.ray.hosts("127.0.0.2:1"))
+        except OptionError as error:
+            print(error)
+        """,
+    )
+    assert "127.0.0.2:1" in out.stdout and "ray start --head" in out.stdout, out
+
+
+def test_a_client_of_ray(monkeypatch):
+    """A Ray Client driver is refused, with the reason and where to run the program."""
+    import ray.util.client
+
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(OptionError, match="Ray Client driver.*ray job submit"):
+        over()
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ({"per_host": 1000}, "1000 CPUs.*ask for less, or add a host"),
+        ({"resources": {"moon": 1}}, "'moon': 1.*ask for less"),
+        ({"labels": {"zone": "moon"}}, "'zone': 'moon'"),
+        ({"n": 0}, "n must be"),
+        ({"per_host": 0}, "per_host must be"),
+        ({"per_host": 1.5}, "per_host must be"),
+    ],
+    ids=str,
+)
+def test_hosts_that_are_not_there(cluster, where, why):
+    """What no host has is refused when the pool is made, and what there is, is said."""
+    with pytest.raises((OptionError, TypeError, ValueError), match=why):
+        over(**where)
+
+
+@pytest.mark.parametrize("what", ["Python", "xpool", "numpy"])
+def test_versions_differ(cluster, make_pool, monkeypatch, what):
+    """A host whose Python, xpool or package is another fails the pool; it is named, with both."""
+    monkeypatch.setattr(
+        xpool.hosts.assembly, "facts", lambda modules: {**facts(modules), what: "0.0.1"}
+    )
+    pool = make_pool(over, n=1, per_host=1)
+    with pytest.raises(XPoolError, match=rf"host .*127.* has {what} .*program has {what} 0.0.1"):
+        pool.apply_async(work.square, (2,)).get(WAIT)
+
+
+def test_a_host_without_a_module(cluster, make_pool, tmp_path, monkeypatch):
+    """A function of a module that a host lacks fails its task alone, and says the host."""
+    (tmp_path / "only_here.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    only_here = importlib.import_module("only_here")
+    pool = make_pool(over, n=1, per_host=1)
+    with pytest.raises(ModuleNotFoundError, match="only_here") as caught:
+        pool.apply_async(only_here.double, (2,)).get(WAIT)
+    assert "127.0.0" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert pool.apply_async(work.square, (2,)).get(WAIT) == 4
+
+
+def test_variables_by_runtime_env(cluster, make_pool):
+    """runtime_env= brings variables to the workers."""
+    pool = make_pool(over, n=1, per_host=1, runtime_env={"env_vars": {"BROUGHT": "yes"}})
+    assert pool.apply_async(os.getenv, ("BROUGHT",)).get(WAIT) == "yes"
+
+
+def test_contexts_of_this_program(cluster):
+    """Contexts that are not made for the cluster's hosts are refused."""
+    import xpool.ray
+
+    with pytest.raises(OptionError, match=r"xpool\.ray\.devices\(\)"):
+        CtxPool(hosts=xpool.ray.hosts(n=1, per_host=1), worker_contexts=["a"])

@@ -1,0 +1,352 @@
+"""What a pool on one machine does, a pool over the hosts of a Ray cluster does too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+import time
+import traceback
+
+import pytest
+from support import clusters, scripts, work
+from support.leaks import Snapshot, descriptors
+from support.limits import WAIT
+from support.waiting import eventually
+
+from xpool import (
+    OptionError,
+    Pool,
+    TaskCancelled,
+    TaskTimeout,
+    WorkerDied,
+    WorkerStartFailed,
+    current_worker,
+)
+from xpool.errors import TaskNotPicklable
+
+np = pytest.importorskip("numpy", reason="arrays are sent")
+
+pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
+
+
+def over(cluster, **options):
+    """Build a pool of one worker on each of two hosts."""
+    import xpool.ray
+
+    return Pool(hosts=xpool.ray.hosts(n=2, per_host=1), **options)
+
+
+def where(_=None):
+    """Return the worker's index, its host, and its process id."""
+    return current_worker().index, current_worker().host, os.getpid()
+
+
+def fail_at(bad, x):
+    """Raise for one number."""
+    if x == bad:
+        raise LookupError(f"no {x}")
+    return x
+
+
+# Verbs --------------------------------------------------------------------------------------------
+
+
+def test_every_verb(pool):
+    """Each verb returns what it does on one machine, in its order."""
+    squares = [x * x for x in range(500)]
+    assert pool.apply(work.add, (2,), {"b": 3}) == 5
+    assert pool.apply_async(work.square, (7,)).get(WAIT) == 49
+    assert pool.map(work.square, range(500)) == squares
+    assert pool.map_async(work.square, range(500), chunksize=7).get(WAIT) == squares
+    assert pool.starmap(divmod, [(7, 2), (9, 4)]) == [(3, 1), (2, 1)]
+    assert list(pool.imap(work.square, range(500), buffersize=20)) == squares
+    assert list(pool.imap(work.square, iter(range(500)), chunksize=9)) == squares
+    assert sorted(pool.imap_unordered(work.square, range(500), buffersize=20)) == squares
+    with pool.executor() as executor:
+        assert list(executor.map(work.square, range(50))) == squares[:50]
+
+    async def wait():
+        return await pool.apply_async(work.square, (9,))
+
+    assert asyncio.run(wait()) == 81
+
+
+def test_input_is_drawn_as_far_as_buffersize(pool):
+    """With buffersize=3, no more than three items are drawn that nobody has taken answers of."""
+    drawn = []
+    found = pool.imap(work.square, (drawn.append(x) or x for x in range(50)), buffersize=3)
+    for taken, answer in enumerate(found):
+        assert answer == taken * taken
+        assert len(drawn) <= taken + 1 + 3
+
+
+def test_an_error_of_a_task(pool):
+    """A task's error arrives with the worker's traceback, and others are answered."""
+    with pytest.raises(LookupError, match="no 3") as caught:
+        pool.map(lambda x: fail_at(3, x), range(9), chunksize=1)
+    assert "in fail_at" in "".join(traceback.format_exception(caught.value))
+    found = pool.map(lambda x: fail_at(3, x), range(9), on_error="return")
+    assert [x for x in found if not isinstance(x, LookupError)] == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def test_a_time_limit_is_kept_on_any_host(pool):
+    """A stuck task is stopped within a second of its limit, said with its place, on each host."""
+    begin = time.monotonic()
+    found = pool.starmap(work.spin, [()] * 4, timeout=1, on_error="return", chunksize=1)
+    assert time.monotonic() - begin < 2 + 1
+    assert all(type(error) is TaskTimeout for error in found)
+    assert {error.host for error in found} == {host for _, host, _ in pool.run_all(where)}
+    assert all("on host" in str(error) and "in spin" in error.stack for error in found)
+
+
+def test_a_worker_that_dies_costs_its_task(pool):
+    """The error names worker and host; the next task of that worker finds another in its place."""
+    before = pool.run_all(where)
+    with pytest.raises(WorkerDied) as caught:
+        pool.apply(os._exit, (5,))
+    error = caught.value
+    assert (error.exitcode, error.host) == (5, before[error.worker][1])
+    assert error.host in str(error)
+    after = pool.run_all(where)
+    assert [x[:2] for x in after] == [x[:2] for x in before]
+    assert [i for i in range(4) if after[i][2] != before[i][2]] == [error.worker]
+
+
+def test_retries(pool, log):
+    """A task is tried again after its worker's death, and after an error that is named."""
+    path = str(log)
+    assert pool.apply(work.end_once, ("SIGKILL", path + ".1", "again"), retries=1) == "again"
+    options = {"retries": 3, "retry_on": LookupError}
+    pool.apply_async(work.raise_times, (path, 2, LookupError, "x"), **options).get(WAIT)
+    assert len(log.read_text().splitlines()) == 3
+    with pytest.raises(LookupError):
+        pool.apply_async(work.raise_times, (path + ".2", 9, LookupError, "x"), **options).get(WAIT)
+
+
+def test_cancel(pool, mailbox, gate):
+    """A task that waits or runs on another host is cancelled, and its worker takes the next."""
+    results = [pool.apply_async(work.post_and_sleep, (mailbox.path,)) for _ in range(4)]
+    mailbox.lines(4)
+    results.append(pool.apply_async(work.square, (2,)))
+    for result in results:
+        assert result.cancel()
+        with pytest.raises(TaskCancelled):
+            result.get(WAIT)
+    assert pool.map(work.square, range(8)) == [x * x for x in range(8)]
+
+
+def test_progress(pool):
+    """progress= is told when the last item is done."""
+    seen = []
+    pool.map(work.square, range(20), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (20, 20)
+
+
+def test_callbacks(pool):
+    """Callbacks run in the program, with the value or the error."""
+    values, errors = [], []
+    pool.apply_async(work.square, (3,), callback=values.append).wait(WAIT)
+    failed = pool.apply_async(work.fail, (3,), error_callback=errors.append)
+    failed.wait(WAIT)
+    eventually(lambda: errors, "the callback")
+    assert values == [9] and type(errors[0]) is KeyError
+
+
+# What travels -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1 << 10, 100_000, 1 << 20, 20 << 20])
+def test_arrays(pool, size):
+    """An array arrives whole, may be written to, and comes back so."""
+    array = np.random.default_rng(size).integers(0, 256, size, "uint8")
+
+    def invert(array):
+        np.invert(array, out=array)
+        return array
+
+    for back in pool.map(invert, [array] * 3, chunksize=1):
+        assert (back == ~array).all()
+        back[:] = 0
+
+
+def test_many_large_results_at_once(pool):
+    """Answers of more bytes than a call carries, and than the object store keeps, all arrive."""
+    found = pool.imap_unordered(lambda x: np.full(4 << 20, x, "uint8"), range(80), buffersize=8)
+    assert sorted(int(array[-1]) for array in found) == list(range(80))
+
+
+def test_functions_of_any_kind(pool):
+    """Lambdas, closures, methods, partials and classes of a function's body go by value."""
+    base = 10
+
+    class Adder:
+        def __init__(self, x):
+            self.x = x
+
+        def add(self, y):
+            return Adder(self.x + y + base)
+
+    found = pool.map(Adder(1).add, range(5))
+    assert [adder.x for adder in found] == [11, 12, 13, 14, 15]
+    assert pool.map(lambda x: [x + base], range(3)) == [[10], [11], [12]]
+
+
+CONNECT = """
+import os, sys
+from support import clusters
+from xpool import Pool, current_worker
+import xpool.ray
+
+K = 5
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+def shifted(point):
+    return Point(point.x + K)
+
+def main():
+    clusters.connect({address!r})
+    with Pool(hosts=xpool.ray.hosts(n=2, per_host=1)) as pool:
+        points = pool.map(shifted, map(Point, range(5)))
+        assert all(type(point) is Point for point in points)
+        print([point.x for point in points], len(pool.run_all(lambda: K)))
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "stdin"])
+def test_main(cluster, tmp_path, how):
+    """Functions and classes of ``__main__``: of a script with a guard, and of ``python -``."""
+    text = CONNECT.format(address=cluster.address)
+    if how == "script":
+        guard = 'if __name__ == "__main__":\n    main()\n'
+        out = scripts.run_ok([scripts.write(tmp_path / "own.py", text + guard)])
+    else:
+        out = scripts.run_ok(["-"], text + "main()\n")
+    assert out == "[5, 6, 7, 8, 9] 2\n"
+
+
+# The pool -----------------------------------------------------------------------------------------
+
+
+def test_workers_know_their_host(pool):
+    """Indices are the pool's, and go through the hosts one after the other."""
+    found = pool.run_all(where)
+    assert [index for index, _, _ in found] == [0, 1, 2, 3]
+    hosts = [host for _, host, _ in found]
+    assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
+    assert all("(127.0.0." in host for host in hosts)
+
+
+def test_statistics_and_report(pool):
+    """They count all hosts together, and each by its name."""
+    pool.map(work.square, range(100))
+    found = eventually(
+        lambda: (it := pool.statistics())["running"] == 0 and it["ready"] == 4 and it, "all idle"
+    )
+    pids = {pid for _, _, pid in pool.run_all(where)}
+    assert set(found["pids"]) == pids
+    assert len(found["hosts"]) == 2
+    assert sum(len(one["pids"]) for one in found["hosts"].values()) == 4
+    assert sorted(one.index for one in pool.report().workers) == [0, 1, 2, 3]
+    eventually(lambda: {one.pid for one in pool.report().workers} == pids, "its pids", WAIT)
+
+
+def test_initializer(cluster, make_pool):
+    """It runs once in each worker, before its first task."""
+    pool = make_pool(over, cluster, initializer=work.remember, initargs=("a", 1))
+    assert pool.run_all(work.recall) == [[("a", 1)]] * 2
+
+
+def test_initializer_that_fails(cluster, make_pool):
+    """A pool whose initializer raises fails with its error, and says so to each task."""
+    pool = make_pool(over, cluster, initializer=work.fail, initargs=("why",))
+    with pytest.raises(WorkerStartFailed) as caught:
+        pool.apply_async(work.square, (2,)).get(WAIT)
+    assert "KeyError" in str(caught.value) + repr(caught.value.__cause__)
+
+
+def test_two_pools_at_once_and_one_after(cluster, make_pool, pool):
+    """Pools do not disturb each other."""
+    for _ in range(2):
+        other = make_pool(over, cluster)
+        assert other.map(work.square, range(50)) == pool.map(work.square, range(50))
+        other.close()
+        other.join()
+    assert pool.apply(work.square, (3,)) == 9
+
+
+def agents_of(pool):
+    """Return the process ids of a pool's agents and workers, once all are there."""
+    pids = {pid for _, _, pid in pool.run_all(where)}
+    return pids | {clusters.agent(pid) for pid in pids}
+
+
+@pytest.mark.parametrize("end", ["close", "terminate", "drop", "start"])
+def test_an_end_leaves_nothing(cluster, end, mailbox):
+    """After close, terminate, or when the pool is dropped, agents and workers are gone."""
+    before = Snapshot.take()
+    pool = over(cluster)
+    if end == "start":  # its agents are not there yet
+        result = pool.map_async(work.square, range(9))
+        pool.terminate()
+        pool.join()
+        assert result.ready() and not result.successful()
+    else:
+        pids = agents_of(pool)
+        assert len(pids) == 4
+        if end == "close":
+            result = pool.map_async(work.square, range(1000))
+            pool.close()
+            pool.join()
+            assert result.get(WAIT)[-1] == 999 * 999
+        elif end == "terminate":
+            result = pool.apply_async(work.post_and_sleep, (mailbox.path,))
+            mailbox.lines(1)
+            pool.terminate()
+            pool.join()
+            assert result.ready() and not result.successful()
+    with pytest.warns(ResourceWarning) if end == "drop" else contextlib.nullcontext():
+        del pool
+        gc.collect()
+    assert not [left for left in before.leaks(WAIT) if left.startswith(("process", "thread"))]
+
+
+def test_descriptors_do_not_pile_up(cluster):
+    """The fourth pool leaves no more descriptors than the second."""
+    counts = []
+    for _ in range(4):
+        with over(cluster) as pool:
+            pool.apply(work.square, (2,))
+        pool.join()
+        counts.append(len(descriptors()))
+    assert counts[-1] <= counts[1] + 6, counts
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_pickled(pool):
+    """The task fails alone, by an error that says what it is."""
+    with pytest.raises(TaskNotPicklable):
+        pool.apply_async(work.same, (threading.Lock(),)).get(WAIT)
+    assert pool.apply(work.square, (2,)) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "why"),
+    [
+        (Pool, {"processes": 2}, "per_host="),
+        (Pool, {"context": "fork"}, "fork server"),
+        (Pool, {"is_copy_tensor": False}, "do not share memory"),
+    ],
+)
+def test_options_that_do_not_fit(cluster, kind, options, why):
+    """Each is refused with the reason, before anything starts."""
+    import xpool.ray
+
+    with pytest.raises(OptionError, match=why):
+        kind(hosts=xpool.ray.hosts(n=1, per_host=1), **options)

@@ -1,0 +1,122 @@
+"""A Ray cluster of several hosts on this machine, for the tests.
+
+Each host is a raylet with an address of its own on loopback, and its own workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support import scripts
+from support.limits import WAIT
+from support.waiting import eventually
+
+HEAD = "127.0.0.2"
+"""Ray takes 127.0.0.1 for this machine by its other address."""
+
+CPUS = 16
+"""Of each host: as many pools as a test likes have room."""
+
+SHORT = {
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_failure_threshold": "2",
+}
+"""So that the loss of a host is seen in one or two seconds."""
+
+
+class Cluster:
+    """The cluster that the program is connected to."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+        self._addresses = iter(f"127.0.0.{i}" for i in range(3, 250))
+
+    @property
+    def address(self) -> str:
+        """Return where it is, as `ray.init` takes it."""
+        return str(self._cluster.address)
+
+    def add(self, **resources: float) -> Any:
+        """Add a host with some resources, and return it when the cluster has it."""
+        return self._cluster.add_node(
+            num_cpus=CPUS, object_store_memory=200 << 20, node_ip_address=next(self._addresses),
+            resources=resources,
+        )  # fmt: skip
+
+    def remove(self, node: Any) -> None:
+        """Kill a host's processes, and wait until the cluster knows."""
+        self._cluster.remove_node(node, allow_graceful=False)
+        eventually(lambda: not is_alive(node), "the host is gone", WAIT)
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Cluster]:
+    """Start a cluster of two hosts, and connect to it."""
+    # The path of the program is not sent to hosts, and what tests run there is in a module.
+    settings = {**SHORT, "PYTHONPATH": scripts.environment()["PYTHONPATH"]}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    import ray
+    from ray.cluster_utils import Cluster as RayCluster
+
+    head = {
+        "num_cpus": CPUS, "object_store_memory": 200 << 20, "include_dashboard": False,
+        "node_ip_address": HEAD,
+    }  # fmt: skip
+    raw = RayCluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster = Cluster(raw)
+        cluster.add()
+        connect(cluster.address)
+        yield cluster
+    finally:
+        ray.shutdown()
+        raw.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def connect(address: str) -> None:
+    """Connect this program to a cluster of `started`."""
+    import ray
+
+    ray.init(address=address, _node_ip_address=HEAD, log_to_driver=False, logging_level="ERROR")
+
+
+def is_alive(node: Any) -> bool:
+    """Whether the cluster takes a host to be there."""
+    import ray
+
+    return any(one["NodeID"] == node.node_id and one["Alive"] for one in ray.nodes())
+
+
+def raylet(node: Any) -> int:
+    """Return the process id of a host's raylet."""
+    return int(node.all_processes["raylet"][0].process.pid)
+
+
+def parent(pid: int) -> int:
+    """Return the process that has started this one."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def workers(pool: Any, node: Any) -> list[int]:
+    """Return the process ids of a pool's workers on a host."""
+    each = pool.statistics()["hosts"]
+    return [pid for name, one in each.items() if address(node) in name for pid in one["pids"]]
+
+
+def address(node: Any) -> str:
+    """Return a host's address, which is a part of its name."""
+    return f"({node.node_ip_address})"
+
+
+def agent(worker: int) -> int:
+    """Return the process id of the agent of a worker, which its fork server is a child of."""
+    return parent(parent(worker))
