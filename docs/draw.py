@@ -1,9 +1,9 @@
 """Draws the pictures of the pages: ``python docs/draw.py`` writes them into ``docs/pictures``.
 
 The trace is drawn from ``pictures/trace.json``, which `pool.trace` wrote; the plots from the tables
-in ``performance.md``, so that no figure stands in two places.  Pictures are SVG without scripts.
-Each brings its own background and follows the reader's choice of light or dark, so that it can be
-read on any page.
+in ``performance.md`` and ``scale.md``, so that no figure stands in two places.  Pictures are SVG
+without scripts.  Each brings its own background and follows the reader's choice of light or dark,
+so that it can be read on any page.
 """
 
 from __future__ import annotations
@@ -257,6 +257,18 @@ def sizes(page: str) -> str:
     return lines(title, "size of the argument", "us a task", series, _size)
 
 
+def scale(page: str) -> str:
+    """Draw how busy the workers of 1,000 hosts are, by how long a task takes."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in table(page, "hosts", "a task takes, s"):
+        name = f"round trip {row['round trip, ms']} ms"
+        point = number(row["a task takes, s"]) or 0.0, number(row["busy, %"]) or 0.0
+        if row["hosts"] == "1,000":
+            series.setdefault(name, []).append(point)
+    title = "How busy the workers of 1,000 hosts are"
+    return lines(title, "seconds that a task takes", "busy, %", series, lambda x: f"{x:g}")
+
+
 def _size(size: float) -> str:
     """Say a number of bytes shortly."""
     steps = max(0, min(2, int(math.log2(size) // 10)))
@@ -266,12 +278,14 @@ def _size(size: float) -> str:
 def pictures() -> dict[str, str]:
     """Return the text of each picture by its name."""
     page = (DOCS / "performance.md").read_text(encoding="utf-8")
+    hosts = (DOCS / "scale.md").read_text(encoding="utf-8")
     events = json.loads((PICTURES / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     return {
         "trace.svg": trace(events),
         "rates.svg": rates(page),
         "sizes.svg": sizes(page),
         "first.svg": first(page),
+        "scale.svg": scale(hosts),
     }
 
 
