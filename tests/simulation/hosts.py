@@ -117,6 +117,7 @@ class HostWorld(World):
         self.to_feed: list[TaskRange] = []
         self.calls: list[int] = []
         self.jobs = 0
+        self.half_withdrawn = 0  # jobs whose function is forgotten, and that are not yet withdrawn
         self.jobs_wanted = 1 + self.below(6)
         self.spread = self.one_of([1e-3, 0.1, 2.0])
         self.violent_end = self.chance(0.15)
@@ -312,7 +313,7 @@ class HostWorld(World):
         acts: list[Callable[[], None]] = []
         if self.jobs < self.jobs_wanted:
             acts.append(self.submit)
-        elif not (self.open or self.to_feed or self.left()):
+        elif not (self.open or self.to_feed or self.half_withdrawn or self.left()):
             acts.append(self.close)
         if self.open:
             acts += [self.append, self.append]
@@ -448,11 +449,17 @@ class HostWorld(World):
         if self.funcs[job] and self.chance(0.5):
             self.forget(job)
             # As the pool does: another thread, or the engine's, may come between.
-            self.later(0.01 * self.draw.random(), self.engine.withdraw, *place)
+            self.half_withdrawn += 1
+            self.later(0.01 * self.draw.random(), self.withdraw_rest, *place)
             return
         self.engine.withdraw(*place)
         if self.funcs[job]:
             self.forget(job)
+
+    def withdraw_rest(self, *place: int) -> None:
+        """A job whose function is forgotten is withdrawn."""
+        self.half_withdrawn -= 1
+        self.engine.withdraw(*place)
 
     def forget(self, job: int) -> None:
         """A job is over: its function is no longer needed."""
