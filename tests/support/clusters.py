@@ -109,7 +109,9 @@ def parent(pid: int) -> int:
 def workers(pool: Any, node: Any) -> list[int]:
     """Return the process ids of a pool's workers on a host."""
     each = pool.statistics()["hosts"]
-    return [pid for name, one in each.items() if address(node) in name for pid in one["pids"]]
+    return [
+        pid for name, one in each.items() if address(node) in name for pid in one["pids"] if pid
+    ]
 
 
 def address(node: Any) -> str:
