@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-HEAD = "127.0.0.2"
+HEAD, STORE = "127.0.0.2", 500 * 1024 * 1024
 
 
 def noop(x: Any) -> Any:
@@ -67,9 +67,14 @@ def main() -> None:
     from xpool import Pool
 
     # On loopback; Ray takes 127.0.0.1 for "this machine, by its other address".
-    head = {"num_cpus": 2, "include_dashboard": False, "node_ip_address": HEAD}
+    head = {
+        "num_cpus": 2,
+        "object_store_memory": STORE,
+        "include_dashboard": False,
+        "node_ip_address": HEAD,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=2, node_ip_address="127.0.0.3")
+    cluster.add_node(num_cpus=2, object_store_memory=STORE, node_ip_address="127.0.0.3")
     ray.init(
         address=cluster.address, _node_ip_address=HEAD, log_to_driver=False, logging_level="ERROR"
     )

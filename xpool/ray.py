@@ -308,7 +308,7 @@ class RayFleet:
         options: dict[str, Any] = {
             "num_cpus": node.cpus,
             "resources": dict(where.resources or {}),
-            "max_concurrency": CALLS_IN_FLIGHT + 2,  # those that were lost may run still
+            "max_concurrency": 2 * CALLS_IN_FLIGHT,  # beats, and those that were lost
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),

@@ -354,6 +354,10 @@ class Host:
 
     def call(self, call: Call, reply: Callable[..., None]) -> None:
         """Do what a call says; reply when there is something to say, or in a second."""
+        if call.beat:
+            self.desk.called(call)
+            reply(*self.desk.reply_to_beat(call, self.clock()))
+            return
         one = call.number, reply
         self._waiting.append(one)
         self.desk.called(call)

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import pickle
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -176,7 +177,7 @@ class Agent:
         self._waiting: list[int] = []  # calls without a reply, oldest first
         self._said: m.Status | None = None
         self._said_at = 0.0
-        self._at_end = ended
+        self._at_end, self._host, self._lease = ended, host, charge.lease
         self._thread = threading.Thread(target=self._run, name=f"{spec.pool}-agent", daemon=True)
 
     def start(self) -> None:
@@ -195,6 +196,11 @@ class Agent:
 
         ``fetch`` returns what stands for it in a `Blob`.
         """
+        if call.beat:
+            with self._news:
+                self._desk.called(call._replace(messages=[]))
+                taken, first, _ = self._desk.reply_to_beat(call, time.monotonic())
+            return taken, first, packed([])
         messages = [self._lodged(one, fetch) for one in unpacked(call.messages)]
         with self._news:
             self._waiting.append(call.number)
@@ -240,6 +246,12 @@ class Agent:
             left = self._desk.until - time.monotonic()
             if left <= 0 and not over:
                 over = True
+                print(
+                    f"xpool: the agent of {self._host} ends: no word of its driver for "
+                    f"{self._lease:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 engine.terminate()
             engine.wait(None if over else min(left, PATIENCE))
             self._take()

@@ -134,6 +134,11 @@ class Desk:
         self._sent += len(messages)
         return self._link.got, first, messages
 
+    def reply_to_beat(self, call: Call, now: float) -> tuple[int, int, list[Any]]:
+        """Return the reply to a call that only keeps the lease."""
+        self._replied[call.number] = now
+        return self._link.got, call.got + 1, []
+
     def collect(self) -> bool:
         """Queue what the engine has answered since, oldest first; return whether there was any."""
         found: list[Any] = []

@@ -419,12 +419,12 @@ class HostEngine:
         expects = bool(host.permitted) or host.asked is not None or self._retiring
         return expects or self._now() >= agent.heard + BEAT
 
-    def _call(self, number: int, agent: _Agent, messages: list[Any]) -> None:
+    def _call(self, number: int, agent: _Agent, messages: list[Any], beat: bool = False) -> None:
         serial, first = next(agent.numbers), agent.sent + 1
         agent.sent += len(messages)
         agent.calls[serial] = first
         got, again, agent.lost = agent.link.got, agent.lost, False
-        self._fleet.call(number, f.Call(serial, first, messages, got, again, agent.replied))
+        self._fleet.call(number, f.Call(serial, first, messages, got, again, agent.replied, beat))
 
     def _beat(self) -> None:
         """Call the hosts that have nothing to do; give up those that say nothing."""
@@ -433,6 +433,8 @@ class HostEngine:
                 self._flush(number)
                 if self._now() > agent.heard + self._lease:
                     self._fleet.stop(number)
+                elif agent.calls and self._now() >= agent.heard + 2 * BEAT:
+                    self._call(number, agent, [], beat=True)
         if not self.ended:
             self._at(self._now() + BEAT, self._beat)
 

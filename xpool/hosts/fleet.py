@@ -28,7 +28,8 @@ class Call(NamedTuple):
 
     ``number``: of the call.  ``got``: all messages of the agent's up to this number have come;
     ``again``: what it sent after that is lost, and to be sent again.  ``heard``: the last of its
-    replies that came was to the call of this number.
+    replies that came was to the call of this number.  ``beat``: it is replied to at once, without
+    messages, which may be large and have to wait for room: it keeps the lease.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     got: int
     again: bool
     heard: int
+    beat: bool = False
 
 
 class Coming(NamedTuple):
