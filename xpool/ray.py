@@ -44,6 +44,11 @@ LOOK = 1.0
 NOTHING = pickle.dumps([])
 
 
+_begun_with: list[Any] = []
+"""What `ray.init` was given as runtime_env, where it was called here: all actors have that, and
+only there it may name a folder of this host."""
+
+
 class Hosts(NamedTuple):
     """Which hosts of which cluster a pool uses, and how much of each.  Made by `hosts`."""
 
@@ -54,6 +59,7 @@ class Hosts(NamedTuple):
     labels: Mapping[str, str] | None = None
     runtime_env: Mapping[str, Any] | None = None
     kind: str | None = None
+    total: int | None = None
 
     def find(self) -> list[Node]:
         """Connect to the cluster, and return the hosts that fit.
@@ -70,7 +76,9 @@ class Hosts(NamedTuple):
         if not ray.is_initialized():
             try:
                 _look_for(self.address or os.environ.get("RAY_ADDRESS", ""))
-                ray.init(address=self.address, configure_logging=False)
+                env = None if self.runtime_env is None else dict(self.runtime_env)
+                ray.init(address=self.address, configure_logging=False, runtime_env=env)
+                _begun_with.append(self.runtime_env)
             except OSError as exc:
                 raise OptionError(
                     f"no Ray cluster is at address={self.address!r}: start one (ray start --head), "
@@ -85,17 +93,30 @@ class Hosts(NamedTuple):
 
     def living(self) -> list[Node]:
         """Return the hosts that fit and are there now, those with the most workers first."""
-        found = [self._node(one) for one in _ray().nodes() if one["Alive"]]
-        fit = sorted((one for one in found if one is not None), key=lambda one: -one.workers)
-        if not fit and not found:
+        every = [self._node(one) for one in _ray().nodes() if one["Alive"]]
+        fit = sorted((one for one in every if one is not None), key=lambda one: -one.workers)
+        if not every:
             raise OptionError("the Ray cluster has no living host")
         if not fit:
             raise OptionError(
-                f"none of the {len(found)} hosts of the Ray cluster has {self.per_host or 1} "
-                f"{_RESOURCES[self.kind]}, resources={dict(self.resources or {})} and "
+                f"none of the {len(every)} hosts of the Ray cluster has {self.per_host or 1} "
+                f"{_RESOURCES[self.kind]}s, resources={dict(self.resources or {})} and "
                 f"labels={dict(self.labels or {})}: ask for less, or add a host"
             )
-        return fit[: self.n]
+        if self.total is None:
+            return fit[: self.n]
+        found = []
+        missing = self.total
+        for node in fit[: self.n]:
+            workers = min(missing, node.workers)
+            if workers:
+                found.append(node._replace(workers=workers, cpus=min(workers, node.cpus)))
+                missing -= workers
+        if missing:
+            raise OptionError(
+                f"processes={self.total}: the Ray cluster has CPUs for {self.total - missing}"
+            )
+        return found
 
     def _node(self, about: dict[str, Any]) -> Node | None:
         has, labels = about["Resources"], about.get("Labels") or {}
@@ -318,7 +339,7 @@ class RayFleet:
         gpus = options["resources"].pop("GPU", None)
         if gpus is not None:
             options["num_gpus"] = gpus
-        if where.runtime_env is not None:
+        if where.runtime_env is not None and where.runtime_env not in _begun_with:
             options["runtime_env"] = dict(where.runtime_env)
         actor = ray.remote(HostAgent).options(**options).remote()
         with self._lock:
@@ -448,22 +469,32 @@ def _reason(error: BaseException) -> str:
 def _not_there(host: str, cause: BaseException) -> XPoolError:
     return XPoolError(
         f"no agent could be started on host {host}: {type(cause).__name__}: {cause}. All hosts "
-        "need xpool and what the program imports; runtime_env={'pip': [...], 'working_dir': ...} "
-        "of xpool.ray.hosts() brings it there"
+        "need xpool and what the program imports; ray.init(runtime_env={'pip': [...], "
+        "'working_dir': ...}) brings it there"
     )
 
 
 class Pool(_Pool):
-    """`xpool.Pool` on every core of a Ray cluster: for who changes the import line alone."""
+    """`xpool.Pool` on the cores of a Ray cluster: for who changes the import line alone.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        options.setdefault("hosts", hosts())
-        super().__init__(*args, **options)
+    ``processes``: how many of them; None: all.  The other arguments are those of `xpool.Pool`.
+    """
+
+    def __init__(self, processes: int | None = None, *args: Any, **options: Any) -> None:
+        options.setdefault("hosts", _so_many(processes))
+        super().__init__(None, *args, **options)
 
 
 class CtxPool(_CtxPool[Any]):
-    """`xpool.CtxPool` on the hosts of a Ray cluster."""
+    """`xpool.CtxPool` on the hosts of a Ray cluster.  Arguments as of `Pool`."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        options.setdefault("hosts", hosts())
-        super().__init__(*args, **options)
+    def __init__(self, processes: int | None = None, *args: Any, **options: Any) -> None:
+        if options.get("worker_contexts") is None:
+            options.setdefault("hosts", _so_many(processes))
+        super().__init__(None, *args, **options)
+
+
+def _so_many(processes: int | None) -> Hosts:
+    if processes is not None:
+        check_count("processes", processes)
+    return hosts()._replace(total=processes)

@@ -46,7 +46,8 @@ REPLY_BYTES = 8 * 1024 * 1024
 """Bytes of a reply, at most, unless one message is larger."""
 
 PATIENCE = 1.0
-"""Seconds after which a call has its reply although there is nothing to say."""
+"""Seconds after which a call has its reply although there is nothing to say.  An eighth of the
+lease, where that is shorter."""
 
 MOST_WAITING = 2
 """Calls that wait for something to say, at most."""
@@ -207,7 +208,7 @@ class Agent:
             self._desk.called(call._replace(messages=messages))
             self._collect()
             self._news.notify_all()
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + min(PATIENCE, self._lease / 8)
             while not self._may_reply(call.number) and (left := until - time.monotonic()) > 0:
                 self._news.wait(left)
             self._waiting.remove(call.number)

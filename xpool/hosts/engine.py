@@ -54,7 +54,8 @@ CALL_BYTES = 4 * 1024 * 1024
 """Bytes of one call, at most, unless one message is larger."""
 
 BEAT = 1.0
-"""Seconds after which a host is called that has nothing to do: its lease must not end."""
+"""Seconds after which a host is called that has nothing to do: its lease must not end.  An eighth
+of the lease, where that is shorter."""
 
 END_LIMIT = 5.0
 """Seconds for which `terminate` waits to hear that the agents are dead."""
@@ -117,6 +118,7 @@ class HostEngine:
         self.sched = HostScheduler()
         self.idle: Collection[int] = self.sched.hungry
         self._fleet, self._describe, self._lease, self._now = fleet, describe, lease, now
+        self._beat_seconds = min(BEAT, lease / 8)
         self._events = queue.SimpleQueue() if events is None else events
         self._agents: dict[int, _Agent] = {}
         self._gone: dict[int, str] = {}  # names of hosts that are lost, by number
@@ -417,7 +419,7 @@ class HostEngine:
         """Whether a host may have something to say, or must hear that it is not forgotten."""
         host = self.sched.hosts[number]
         expects = bool(host.permitted) or host.asked is not None or self._retiring
-        return expects or self._now() >= agent.heard + BEAT
+        return expects or self._now() >= agent.heard + self._beat_seconds
 
     def _call(self, number: int, agent: _Agent, messages: list[Any], beat: bool = False) -> None:
         serial, first = next(agent.numbers), agent.sent + 1
@@ -433,10 +435,10 @@ class HostEngine:
                 self._flush(number)
                 if self._now() > agent.heard + self._lease:
                     self._fleet.stop(number)
-                elif agent.calls and self._now() >= agent.heard + 2 * BEAT:
+                elif agent.calls and self._now() >= agent.heard + 2 * self._beat_seconds:
                     self._call(number, agent, [], beat=True)
         if not self.ended:
-            self._at(self._now() + BEAT, self._beat)
+            self._at(self._now() + self._beat_seconds, self._beat)
 
     # -- what the fleet tells ----------------------------------------------------------------------
 

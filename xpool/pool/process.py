@@ -467,7 +467,7 @@ def _check_over_hosts(processes: Any, context: Any, copies: bool) -> None:
             context is not None,
             "workers on other hosts start through xpool's fork server",
         ),
-        ("is_copy_tensor=False", not copies, "hosts share no memory"),
+        ("is_copy_tensor=False", not copies, "hosts do not share memory"),
     ):
         if is_given:
             raise OptionError(f"{name} is not for a pool over hosts: {why}; leave it out")
