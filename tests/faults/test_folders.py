@@ -127,7 +127,7 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
 def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     """A worker for which nothing can be prepared stops the pool, with the reason."""
     from xpool.errors import PoolClosed, WorkerStartFailed
-    from xpool.pool import assembly
+    from xpool.pool import orders
 
     pool = make_pool(process_kind, 1)
     pid = pool.apply(work.pid)
@@ -135,7 +135,7 @@ def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     def refuse():
         raise LookupError("no such thing")
 
-    monkeypatch.setattr(assembly, "_own_cpus", refuse)
+    monkeypatch.setattr(orders, "_own_cpus", refuse)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises((WorkerStartFailed, PoolClosed), match="LookupError: no such thing"):
         pool.map(work.square, range(4))

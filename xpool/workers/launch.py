@@ -252,6 +252,12 @@ class ForkServer:
             self._process.wait()
             self._process = None
 
+    def stop_if_idle(self) -> None:
+        """End it if it has no workers."""
+        with self._sending:
+            if not self._live:
+                self._stop()
+
     @classmethod
     def stop_idle(cls, but: tuple[str, ...] | None = None) -> None:
         """End the servers that have no workers, but for one, and for who stands in for it."""
@@ -408,7 +414,9 @@ class StandIns:
 
     def start(self) -> None:
         """Start what will be asked first, and do not wait for its imports."""
-        if not self._server.ready():
+        if self._server.ready():
+            self._bare_server.stop_if_idle()
+        else:
             self._bare_server.start()
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
