@@ -220,7 +220,7 @@ $(CORE_VENV)/.core: pyproject.toml
 # Without torch: no worker is to wait for its import.
 $(ray_venv)/.ray: pyproject.toml
 	$(call MAKE_VENV,$(RAY_VENV))
-	$(call PIP,$(RAY_VENV)) "ray>=2.40" dill numpy pytest hatchling
+	$(call PIP,$(RAY_VENV)) "ray>=2.40" dill numpy pytest hatchling editables
 	$(call PIP,$(RAY_VENV)) --no-deps --no-build-isolation --editable .
 	touch "$@"
 
