@@ -45,7 +45,7 @@ from xpool.engine.tidying import Tidying
 from xpool.errors import OptionError, XPoolError
 from xpool.interrupt import deliver, interruptible, pending
 from xpool.jobs.budget import RestartBudget
-from xpool.jobs.scheduler import CALLS, Limit, Scheduler, TaskRange
+from xpool.jobs.scheduler import Limit, Scheduler, TaskRange
 from xpool.shm.arena import Arena
 from xpool.transport.spin import Spin
 from xpool.workers.relay import Relay
@@ -127,7 +127,6 @@ class Engine:
             self._service.condemn, self._service.give_idle,
         )  # fmt: skip
         self._spin = Spin()
-        self._calls = TaskRange(CALLS, 0, 0, ())  # the last one that calls were appended to
         if relay is not None:
             reactor.add(relay.fileno(), self._relay_has_something)
 
@@ -166,25 +165,13 @@ class Engine:
     def submit_call(
         self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
     ) -> None:
-        """Queue a call, behind others in the range that these wait in.
-
-        So calls in a loop travel in batches: while the caller has the interpreter, they gather.
-        """
+        """Queue a call: item ``number`` of `CALLS`."""
         with self.lock:
             if self._direct.turns:
                 self._leave_signal_handler()
             if self._replacement.ending:
                 return
-            calls = self._calls
-            if (
-                calls.first + len(calls.items) != number
-                or calls.retries != retries
-                or calls.limit != limit
-            ):
-                calls = self._calls = TaskRange(CALLS, 0, number, (), retries, None, limit)
-            calls.items.append(payload)
-            if not calls.queued:
-                self.sched.put(calls)
+            self.sched.put_call(number, payload, retries, limit)
             if self.idle:
                 self._service.give_idle()
 

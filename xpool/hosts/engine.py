@@ -129,7 +129,6 @@ class HostEngine:
         self._beating = False
         self._touched: dict[int, None] = {}  # hosts that may have to be called, at a turn's end
         self._functions = itertools.count(1)
-        self._calls = TaskRange(CALLS, 0, 0, ())
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._random = random.Random()  # not the program's: it may have been seeded
@@ -183,20 +182,11 @@ class HostEngine:
     def submit_call(
         self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
     ) -> None:
-        """Queue a call, behind others in the range that these wait in."""
+        """Queue a call: item ``number`` of `CALLS`."""
         with self.lock:
             if self._ending:
                 return
-            calls = self._calls
-            if (
-                calls.first + len(calls.items) != number
-                or calls.retries != retries
-                or calls.limit != limit
-            ):
-                calls = self._calls = TaskRange(CALLS, 0, number, (), retries, None, limit)
-            calls.items.append(payload)
-            if not calls.queued:
-                self.sched.put(calls)
+            self.sched.put_call(number, payload, retries, limit)
             if self.idle:
                 self._give()
 

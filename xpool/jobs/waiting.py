@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 
-from xpool.jobs.ranges import Item, TaskRange, covers, piece
+from xpool.jobs.ranges import CALLS, Item, Limit, TaskRange, covers, piece
 
 __all__ = ["Waiting"]
 
@@ -28,6 +28,7 @@ class Waiting:
         # Ranges that wait for their time, then for a worker: (when, a number, task range).
         self._later: list[tuple[float, int, TaskRange]] = []
         self._numbers = itertools.count()
+        self._calls = TaskRange(CALLS, 0, 0, ())  # the last one that calls were appended to
 
     def extend(self, workers: int) -> None:
         """Have queues for so many workers, at least."""
@@ -38,6 +39,22 @@ class Waiting:
     def put(self, task_range: TaskRange) -> None:
         """Queue a task range, behind what waits already."""
         self._queue(task_range).append(task_range)
+
+    def put_call(self, number: int, payload: Item, retries: int, limit: Limit | None) -> None:
+        """Queue a call, behind others in the range that these wait in.
+
+        So calls in a loop travel in batches: while the caller has the interpreter, they gather.
+        """
+        calls = self._calls
+        if (
+            calls.first + len(calls.items) != number
+            or calls.retries != retries
+            or calls.limit != limit
+        ):
+            calls = self._calls = TaskRange(CALLS, 0, number, (), retries, None, limit)
+        calls.items.append(payload)
+        if not calls.queued:
+            self.put(calls)
 
     def put_back(self, task_range: TaskRange) -> None:
         """Queue a task range in front: its items have waited their turn before."""
