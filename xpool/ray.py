@@ -305,9 +305,9 @@ class RayFleet:
 
     def __init__(self, where: Hosts, nodes: list[Node], charge: Charge) -> None:
         self._where, self._first_nodes, self._charge = where, nodes, pickle.dumps(charge)
-        self._lock = threading.Lock()  # guards what follows
+        # Written by whoever makes the pool, and then by the thread that watches for hosts alone.
         self._actors: dict[int, Any] = {}
-        self._nodes: dict[str, int] = {}  # hosts that have an agent, by Ray's id
+        self._placed: set[str] = set()  # hosts that have an agent, by Ray's id
         self._closed = threading.Event()
         self._tell: Callable[[Any], object] = id
         self._workers = 0
@@ -342,11 +342,10 @@ class RayFleet:
         if where.runtime_env is not None and where.runtime_env not in _begun_with:
             options["runtime_env"] = dict(where.runtime_env)
         actor = ray.remote(HostAgent).options(**options).remote()
-        with self._lock:
-            number = len(self._actors)
-            first, self._workers = self._workers, self._workers + node.workers
-            self._actors[number] = actor
-            self._nodes[node.id] = number
+        number = len(self._actors)
+        first, self._workers = self._workers, self._workers + node.workers
+        self._actors[number] = actor
+        self._placed.add(node.id)
         began = actor.begin.remote(self._charge, node.name, first, node.workers)
         self._when_done(began, functools.partial(self._began, number, node))
 
@@ -355,7 +354,7 @@ class RayFleet:
         while not self._closed.wait(LOOK):
             with contextlib.suppress(Exception):  # no cluster for a moment: it is looked at again
                 for node in self._where.living():
-                    if node.id not in self._nodes and not self._closed.is_set():
+                    if node.id not in self._placed and not self._closed.is_set():
                         self._tell(f.Coming(len(self._actors), node.workers))
                         self._place(node)
 

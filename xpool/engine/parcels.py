@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
 
@@ -43,6 +44,7 @@ class Encoded(Parcel):
     def open(self) -> list[Any]:
         data = self._data
         if not self._run:
+            # As `_opened`, without a call: every `apply` comes through here.
             try:
                 return [decode(data)]
             except Exception as exc:
@@ -54,7 +56,7 @@ class Encoded(Parcel):
         at, end, size = 0, len(data), ENTRY.unpack_from
         while at + 4 <= end:
             stop = at + 4 + size(data, at)[0]
-            values.append(_decode(data[at + 4 : stop]))
+            values.append(_opened(data[at + 4 : stop]))
             at = stop
         if len(values) != self.count or at != end:
             garbled = ValueError(f"{self.count} answers of a worker came garbled, as {len(values)}")
@@ -77,17 +79,17 @@ class Spread(Parcel):
         return sum(part.nbytes for part in self._parts)
 
     def open(self) -> list[Any]:
-        try:
-            return [pickle.loads(self._parts[0], buffers=self._parts[1:])]
-        except Exception as exc:
-            if by_handler(exc):
-                raise
-            return [Unopened(exc)]
+        return [_opened(self._parts, _load)]
 
 
-def _decode(payload: bytes | memoryview) -> Any:
+def _load(parts: list[memoryview]) -> Any:
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _opened(payload: Any, load: Callable[[Any], Any] = decode) -> Any:
+    """Return what ``load`` makes of an answer, or `Unopened` where that raised an error."""
     try:
-        return decode(payload)
+        return load(payload)
     except Exception as exc:
         if by_handler(exc):
             raise

@@ -27,15 +27,7 @@ from xpool.hosts.desk import Desk
 from xpool.hosts.fleet import Call
 from xpool.options import default_processes
 from xpool.pickle import encode
-from xpool.pool.assembly import (
-    Engine,
-    Main,
-    Orders,
-    Recipe,
-    Relay,
-    WorkerSpec,
-    find_arena,
-)  # fmt: skip
+from xpool.pool.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
 from xpool.pool.context import processes
 from xpool.worker.launch_shared import File
 from xpool.workers.launch import ForkServer
@@ -137,7 +129,7 @@ class Agent:
     ) -> None:
         _compare(host, charge.facts)
         cores = max(1, default_processes() // workers)
-        spec, self._token = charge.spec._replace(threads=cores), os.urandom(8).hex()
+        spec = charge.spec._replace(threads=cores)
         bound: list[DeviceContext] = []
         if charge.kind is not None:
             found = devices(charge.kind, workers)
@@ -152,7 +144,7 @@ class Agent:
             )
         launcher = ForkServer.get(charge.modules)
         launcher.start()
-        arena, limit, layout = find_arena(True, None, charge.memory_limit, self._token)
+        arena, limit, layout = find_arena(True, None, charge.memory_limit, os.urandom(8).hex())
         self._layout = layout._replace(book=None, publisher=None)
         main = charge.main
         if charge.script is not None and main.location is not None:
@@ -259,11 +251,7 @@ class Agent:
         self._take()
         engine.close()
         if over:
-            self.end()
-
-    def end(self) -> None:
-        """Say that it is over."""
-        self._at_end()
+            self._at_end()
 
     def _take(self) -> None:
         """Say what the engine has answered."""

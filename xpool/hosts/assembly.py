@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xpool.byvalue.main_globals import Book
 from xpool.codec.policy import BY_PIPE
@@ -13,6 +13,7 @@ from xpool.hosts.agent import Charge, facts
 from xpool.hosts.engine import LEASE, HostEngine
 from xpool.hosts.fleet import Fleet
 from xpool.pool import assembly
+from xpool.pool.process import describe
 from xpool.workers.launch import wanted_modules
 
 if TYPE_CHECKING:
@@ -62,10 +63,4 @@ def make_engine(
         facts=facts(modules),
         kind=kind,
     )
-    describe = functools.partial(_describe, pool._jobs)
-    return HostEngine(fleet(charge), describe, lease=LEASE)
-
-
-def _describe(jobs: dict[int, Any], number: int, index: int) -> str:
-    job = jobs.get(number)
-    return f"task {index}" if job is None else str(job.describe(index))
+    return HostEngine(fleet(charge), functools.partial(describe, pool._jobs), lease=LEASE)

@@ -30,7 +30,7 @@ from xpool.hosts import messages as m
 from xpool.hosts.link import Link
 from xpool.hosts.scheduler import HostScheduler, Message
 from xpool.jobs.budget import back_off
-from xpool.jobs.ranges import CALLS, Limit, TaskRange
+from xpool.jobs.ranges import Limit, TaskRange, name_of
 from xpool.results import Parcel
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class HostEngine:
         assert one.bound is not None
         host = self._gone.get(self.sched.host_of(one.bound), "")
         for index in range(one.first, one.first + len(one.items)):
-            job, item = (index, 0) if one.job == CALLS else (one.job, index)
+            job, item = name_of(one.job, index)
             task = self._describe(job, item)
             error = HostLost(host, "its workers have not come back", task, one.bound)
             self.results.append((job, item, (False, error)))
@@ -233,11 +233,7 @@ class HostEngine:
     def runs(self, job: int, index: int | None = None) -> bool:
         """Whether a host has been permitted a task of this job, or that task, and not answered."""
         with self.lock:
-            return any(
-                lot.items.job == job and (index is None or name[job != CALLS] == index)
-                for host in self.sched.hosts.values()
-                for name, lot in host.permitted.items()
-            )
+            return self.sched.runs(job, index)
 
     def sent(self, payload: bytes | memoryview) -> int:
         """Return how many bytes of memory a message holds; it was made for a worker."""

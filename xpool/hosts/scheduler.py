@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go, Stage
-from xpool.jobs.ranges import CALLS, Past, TaskRange, piece
+from xpool.jobs.ranges import CALLS, Past, TaskRange, covers, name_of, piece
 from xpool.jobs.waiting import Waiting
 
 __all__ = ["Host", "HostScheduler", "Lost", "Message"]
@@ -65,11 +65,7 @@ class Lost(NamedTuple):
     @property
     def name(self) -> tuple[int, int]:
         """Job and index, as the pool knows them."""
-        return _name(self.item, self.item.first)
-
-
-def _name(one: TaskRange, index: int) -> tuple[int, int]:
-    return (index, 0) if one.job == CALLS else (one.job, index)
+        return name_of(self.item.job, self.item.first)
 
 
 class Lot:
@@ -354,7 +350,7 @@ class HostScheduler(Waiting):
         items = lot.items
         host.lots[lot.number] = lot
         for index in range(items.first, items.first + len(items.items)):
-            host.permitted[_name(items, index)] = lot
+            host.permitted[name_of(items.job, index)] = lot
         if items.bound is None:
             host.ahead += lot.left
             host.unasked[lot.number] = lot
@@ -496,7 +492,7 @@ class HostScheduler(Waiting):
         n = len(lot.items.items)
         back: list[TaskRange] = []
         for index in range(lot.items.first + n - tasks, lot.items.first + n):
-            name = _name(lot.items, index)
+            name = name_of(lot.items.job, index)
             if host.permitted.pop(name, None) is not None:
                 back.append(self._item(lot, name))
                 self._answered(host, lot)
@@ -509,30 +505,29 @@ class HostScheduler(Waiting):
 
     def withdraw(self, job: int, index: int | None = None) -> list[Message]:
         """Forget a job that has ended, or one item of it; stop what runs of it."""
-        self.strike(job, index)
         found: list[Message] = []
         for host in self.hosts.values():
-            for lot in [lot for lot in host.staged if lot.items.job == job]:
-                self._withdraw_staged(host, lot, index, found)
-            names = [
-                name
-                for name, lot in host.permitted.items()
-                if lot.items.job == job and (index is None or name[job != CALLS] == index)
-            ]
+            staged = [lot for lot in host.staged if covers(lot.items, job, index)]
+            if staged:
+                self._drop(host, staged, found)
+            names = self._permitted(host, job, index)
             for name in names:
                 self.answered(host.number, *name, 1)
             if names:
                 found.append((host.number, Cancel(job, index)))
+        self.strike(job, index)  # what was staged, too: it waits again
         return found
 
-    def _withdraw_staged(
-        self, host: Host, lot: Lot, index: int | None, found: list[Message]
-    ) -> None:
-        first, n = lot.items.first, len(lot.items.items)
-        if index is not None and not first <= index < first + n:
-            return
-        self._drop(host, [lot], found)
-        self.strike(job=lot.items.job, index=index)
+    def runs(self, job: int, index: int | None = None) -> bool:
+        """Whether a host has been permitted an item of a job, or that item, and not answered."""
+        return any(self._permitted(host, job, index) for host in self.hosts.values())
+
+    def _permitted(self, host: Host, job: int, index: int | None) -> list[tuple[int, int]]:
+        return [
+            name
+            for name, lot in host.permitted.items()
+            if lot.items.job == job and (index is None or name == name_of(job, index))
+        ]
 
     def clear(self) -> None:
         """Forget everything: the pool ends."""

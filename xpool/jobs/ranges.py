@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "covers", "piece"]
+__all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "covers", "name_of", "piece"]
 
 CALLS = 0
 """Stands for the job where each item is a job of its own: a call.  Its index is that job's number,
@@ -128,6 +128,7 @@ class Batch:
 
     def name(self, index: int) -> tuple[int, int]:
         """Return job and index of an item as the pool knows them: of a call, its number and 0."""
+        # As `name_of`, without a call: every answer to a single call comes this way.
         return (index, 0) if self.job == CALLS else (self.job, index)
 
     def cut(self, start: int, stop: int) -> "Batch":
@@ -145,6 +146,11 @@ def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
     return TaskRange(
         one.job, one.func, one.first + start, items, one.retries, one.bound, one.limit, one.past
     )
+
+
+def name_of(job: int, index: int) -> tuple[int, int]:
+    """Return job and index of an item as the pool knows them: of a call, its number and 0."""
+    return (index, 0) if job == CALLS else (job, index)
 
 
 def covers(part: Batch | TaskRange, job: int, index: int | None) -> bool:

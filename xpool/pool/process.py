@@ -45,7 +45,7 @@ from xpool.workers.launch import (
     wanted_modules,
 )
 
-__all__ = ["Pool", "limit_of"]
+__all__ = ["Pool", "describe", "limit_of"]
 
 
 class Pool(AllWorkers):
@@ -226,7 +226,7 @@ class Pool(AllWorkers):
             assembly.Recipe(launcher, orders, self.name, self._daemon, inherited),
             arena=self._arena,
             lifetime=self.maxtasksperchild,
-            describe=functools.partial(_describe, self._jobs),
+            describe=functools.partial(describe, self._jobs),
             restart_budget=self._restart_budget or max(100, 4 * self._size),
             initializer_timeout=self._initializer_timeout,
             processes=self._processes(),
@@ -513,7 +513,8 @@ class _Stream:
         return self._engine.sent(payload)
 
 
-def _describe(jobs: dict[int, Job], number: int, index: int) -> str:
+def describe(jobs: dict[int, Job], number: int, index: int) -> str:
+    """Say which task of a pool's jobs one is, for people."""
     job = jobs.get(number)
     return f"task {index}" if job is None else job.describe(index)
 

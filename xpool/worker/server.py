@@ -50,7 +50,6 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
 
     The parent is told when ``preload`` is imported, by a message of one byte.
     """
-    gc.disable()  # until all is imported: a collection finds nothing, and takes milliseconds
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked SIGCHLD
     os.environ[AUTOLOAD] = "0"  # of this process; a worker's variables are its parent's
