@@ -138,6 +138,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """Let the collector pass over what the tests' modules hold, torch too: half a second each."""
+    gc.collect()
+    gc.freeze()
+
+
 # Processes ---------------------------------------------------------------------------------------
 
 _pure_test = ""  # the test that runs, where it is to start no process

@@ -58,6 +58,7 @@ def test_connected_models_lie_together(two_gpus: None):
     assert all(p.device.type == "cpu" for model in models for p in model.parameters())
 
 
+@pytest.mark.exhaustive
 def test_work_is_shared_by_power(monkeypatch: pytest.MonkeyPatch):
     """A GPU that is half busy gets half as much; by operations, where inputs are given."""
     host = gpu_host(2)
@@ -134,6 +135,7 @@ def test_torch_is_asked_where_nvml_is_not(monkeypatch: pytest.MonkeyPatch):
     assert [(place.memory, place.power) for place in places] == [(GIB, 1), (2 * GIB, 1)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.starts
 def test_no_runtime_is_started():
     """Importing and placing leaves CUDA alone; ``import xpool`` leaves torch alone."""
@@ -168,6 +170,7 @@ def test_shared_parameters_are_not_torn_apart(two_gpus: None):
     assert ModelAssigner([first, second], {}, ["cpu"]).placement == [0, 0]
 
 
+@pytest.mark.exhaustive
 def test_any_mode_of_the_caller():
     """Inference mode, another default device and dtype change nothing."""
     models = [linear(i + 1) for i in range(4)]

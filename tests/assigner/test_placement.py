@@ -107,6 +107,7 @@ def test_the_exact_search_finds_the_least_cost(given: Problem):
     assert close(plain_cost(found.placement, given), least)
 
 
+@pytest.mark.exhaustive
 @given(given=problems(), limit=st.sampled_from([0, 10**6]), iterations=st.sampled_from([0, 20]))
 @settings(deadline=None, max_examples=100)
 def test_never_worse_than_greedy(given: Problem, limit: int, iterations: int):
@@ -119,6 +120,7 @@ def test_never_worse_than_greedy(given: Problem, limit: int, iterations: int):
     assert found.cost <= bound or close(found.cost, bound)
 
 
+@pytest.mark.exhaustive
 @given(given=problems())
 @settings(deadline=None, max_examples=100)
 def test_no_move_and_no_swap_is_left(given: Problem):
@@ -181,6 +183,7 @@ def test_exact_search_in_batches(monkeypatch: pytest.MonkeyPatch, batch: int):
     assert close(found.cost, plain_cost(list(least), given))
 
 
+@pytest.mark.exhaustive
 def test_the_better_of_two_starts():
     """Now greedy is the better start, now the descent; the result is the better one's."""
     better = []

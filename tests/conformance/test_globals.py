@@ -194,6 +194,7 @@ def test_package_run_as_a_module(tmp_path):
     assert (out, err) == ("done\n", "")
 
 
+@pytest.mark.exhaustive
 def test_notebook(tmp_path):
     """The same for the cells of a notebook."""
     pytest.importorskip("jupyter_client", reason="jupyter_client is not installed")
@@ -422,6 +423,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_arrays_and_tensors(tmp_path):
     """What is changed in a large array, tensor or model is noticed; what a worker writes stays."""

@@ -16,6 +16,7 @@ from support import work
 from support.kinds import STDLIB
 from support.leaks import descendants
 from support.limits import WAIT
+from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 SUBMIT = {
@@ -454,7 +455,7 @@ def parent_of(pid):
 
 
 @pytest.mark.xpool_only
-@pytest.mark.parametrize("context", ["spawn", "fork"])
+@pytest.mark.parametrize("context", ["fork", *also("spawn")])
 def test_pool_of_multiprocessing_s_own_processes_in_a_task(make_pool, context):
     """What multiprocessing would have to start, in a daemonic worker, says what to do."""
     from xpool import OptionError, Pool

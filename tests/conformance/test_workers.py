@@ -417,6 +417,7 @@ def test_seed_belongs_to_the_slot(make_pool):
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 @pytest.mark.xpool_only
 def test_forked_from_a_program_that_computes(tmp_path):

@@ -382,6 +382,7 @@ def test_stopped_while_idle(start: Any, mailbox: Mailbox, gate: Gate):
     assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_again_and_again_under_load(start: Any, log: Path):
     """Processes die while many short tasks run, some called by several threads: all is answered."""
     pool = start(2, 2)
@@ -473,6 +474,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_the_parent_is_killed(tmp_path: Path):
     """Busy or idle, the processes go with it."""
     script = scripts.write(tmp_path / "parent.py", PARENT)
@@ -506,6 +508,7 @@ def test_a_worker_that_cannot_start_at_first(start: Any, log: Path):
     assert [found[0] for found in pool.run_all(who)] == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_an_initializer_that_hangs(start: Any):
     """The limit is for each worker's own, and the error has its stack."""
     pool = start(2, initializer=work.spin_in, initargs=(1,), initializer_timeout=2)
@@ -515,6 +518,7 @@ def test_an_initializer_that_hangs(start: Any):
     assert "spin_in" in caught.value.__cause__.stack
 
 
+@pytest.mark.exhaustive
 def test_the_restart_budget_counts_processes(start: Any):
     """And no process that the pool itself has ended."""
     pool = start(2, restart_budget=2)
@@ -560,6 +564,7 @@ def test_python_code_is_broken_off(start: Any, mailbox: Mailbox, gate: Gate, end
     assert pool.statistics()["deaths"] == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["stubborn", "waits"])
 def test_what_does_not_listen_takes_the_process_along(
     start: Any, mailbox: Mailbox, gate: Gate, how: str
@@ -582,6 +587,7 @@ def test_what_does_not_listen_takes_the_process_along(
     assert [i for i, _ in backend(pool, mailbox, gate)] == [0, 1]
 
 
+@pytest.mark.exhaustive
 def test_the_innocent_are_tried_again(start: Any, mailbox: Mailbox, gate: Gate):
     """Any number of times that ``retries=`` allows: it does not count as having killed a worker."""
     pool = start(2)
@@ -638,6 +644,7 @@ def array_of(core: Core, value: int, size: int) -> Any:
     return pytest.importorskip("numpy").full(size, value)
 
 
+@pytest.mark.exhaustive
 def test_large_results_of_a_process_that_dies(start: Any):
     """They have one seat in shared memory: what any of them has sent is taken in before it goes."""
     pytest.importorskip("numpy")
@@ -666,6 +673,7 @@ class Standing(Core):
         return Away(tensor)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_handles_go_to_their_thread(make_pool: Callable[..., Any]):
     """The worker that has the tensor finds it, the one beside it gets a copy; both go at once."""

@@ -178,6 +178,7 @@ def test_enter_imports_nothing():
     assert out.stdout == "False\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.starts
 @pytest.mark.torch
 def test_enter_sets_torchs_threads():

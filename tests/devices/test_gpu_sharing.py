@@ -106,6 +106,7 @@ def test_from_a_worker(share: Any):
     assert values(opened, handle) == [[2.0, 3.0, 4.0, 5.0]] * 2
 
 
+@pytest.mark.exhaustive
 def test_from_worker_to_worker(share: Any):
     """Another worker of that GPU gets the tensor itself, on a handle."""
     pool = share()
@@ -118,6 +119,7 @@ def test_from_worker_to_worker(share: Any):
     assert pool.apply(tasks.counts, worker=1)[1:] == (0, 1)
 
 
+@pytest.mark.exhaustive
 def test_handles_of_two_workers(share: Any):
     """Both tensors are where the task runs, neither is a copy."""
     pool = share()
@@ -127,6 +129,7 @@ def test_handles_of_two_workers(share: Any):
     assert pool.apply(tasks.kept_values, ("1",), worker=1) == [7.0] * 4
 
 
+@pytest.mark.exhaustive
 def test_many_hops(share: Any):
     """What was received is sent on, any number of times: it is the one memory for all."""
     pool = share()
@@ -301,6 +304,7 @@ def test_a_worker_keeps(share: Any):
     eventually(lambda: pool.apply(tasks.counts, worker=0) == (0, 0, 0), "let go")
 
 
+@pytest.mark.exhaustive
 def test_a_borrower_dies(share: Any):
     """What it had is given back, by parent and worker: nobody has to count."""
     pool = share()
@@ -400,6 +404,7 @@ def test_a_task_goes_to_who_sees_its_gpu(share: Any, two_gpus: None):
     assert values(x) == [[1.0] * 4]
 
 
+@pytest.mark.exhaustive
 @STAND_IN
 def test_workers_of_other_gpus_get_copies(share: Any, two_gpus: None):
     """Through the host's memory: they cannot open each other's."""
@@ -533,6 +538,7 @@ def test_fork_of_a_process_with_cuda(monkeypatch: pytest.MonkeyPatch):
         Pool(1, context="fork", is_copy_tensor=False)
 
 
+@pytest.mark.exhaustive
 @STAND_IN
 def test_in_a_pool_of_a_worker(share: Any, device: Any):
     """What a worker has from its parent is not for the workers of a pool of its own."""
@@ -547,6 +553,7 @@ def inner_pool(device: Any, x: Any) -> Any:
         return pool.apply(tasks.values, (x,))
 
 
+@pytest.mark.exhaustive
 @STAND_IN
 def test_a_child_of_this_process(share: Any):
     """A process that the program forks exports nothing of its parent's, nor takes it back."""

@@ -301,6 +301,7 @@ def test_functions_that_hold_handles(two: CtxPool, mailbox: Mailbox, gate: Gate)
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_functions_in_a_pool_of_channels(make_pool: Callable[..., Any]):
     """As in other pools: a function's handles bind its tasks."""
@@ -371,6 +372,7 @@ def test_no_bytes_of_the_tensor_move(make_two: Any, monkeypatch: pytest.MonkeyPa
 # -- letting go --------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_the_worker_lets_go_with_the_last_handle(make_two: Any):
     """Dropped handles, results that nobody opens, iterators that nobody finishes."""
     pool = make_two(1)
@@ -414,6 +416,7 @@ def test_an_exception_holds_a_copy(two: CtxPool):
     assert caught.value.args[1].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_handles(make_two: Any):
     """Handles cost neither descriptors nor much time, and all are let go of."""
     pool = make_two(1)
@@ -461,6 +464,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_the_parent_is_killed(device: str, tmp_path: Path):
     """The workers, and with them what they keep on the device, go with it."""
     script = scripts.write(tmp_path / "parent.py", PARENT)
@@ -514,6 +518,7 @@ def test_retries_keep_the_tensor(two: CtxPool):
     assert two.apply(tasks.is_it, (handle,), timeout=1000)
 
 
+@pytest.mark.exhaustive
 def test_a_task_that_runs_too_long(make_two: Any):
     """Stopped in time, it leaves its worker and the tensor as they were."""
     pool = make_two(1)
@@ -523,6 +528,7 @@ def test_a_task_that_runs_too_long(make_two: Any):
     assert pool.apply(tasks.use, (handle,))[0] == handle.pid
 
 
+@pytest.mark.exhaustive
 def test_the_owner_retires(make_two: Any):
     """A worker that is replaced by ``maxtasksperchild`` takes its tensors with it."""
     pool = make_two(1, maxtasksperchild=2)
@@ -610,6 +616,7 @@ def test_a_child_of_this_process(make_pool: Callable[..., Any]):
     used()  # it looks whether the child has ended, for which what it might see was held
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_start_methods(make_pool: Callable[..., Any], method: str):
@@ -624,6 +631,7 @@ def test_start_methods(make_pool: Callable[..., Any], method: str):
 # -- what is shared ----------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("method", "device_shared", "host_shared"),

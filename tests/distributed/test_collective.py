@@ -229,6 +229,7 @@ def sizes(world: World) -> int:
     return int(total)
 
 
+@pytest.mark.exhaustive
 def test_eight_ranks(ranks: Ranks):
     """It goes with eight as well."""
     assert ranks.good_world(8, sizes) == [8] * 8

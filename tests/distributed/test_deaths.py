@@ -73,7 +73,7 @@ def last_dies(world: World, operation: Any) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(
-    "operation", [barrier, receive_any, in_chain, *also(all_reduce, all_gather, receive)]
+    "operation", [in_chain, *also(barrier, receive_any, all_reduce, all_gather, receive)]
 )
 def test_collectives(ranks: Ranks, operation: Any):
     """Whatever the survivors wait for in a group ends in `PeerLost`, which names the dead."""
@@ -159,6 +159,7 @@ def first_ranks_die(world: World) -> list[str]:
     return sorted(world.peers.lost())
 
 
+@pytest.mark.exhaustive
 def test_the_first_ranks_die(ranks: Ranks):
     """No rank is needed so that others are known to have died."""
     outcomes = ranks.world(4, first_ranks_die)
@@ -241,7 +242,7 @@ def waits_while_one_dies(world: World, what: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["barrier", "create"])
+@pytest.mark.parametrize("what", ["barrier", *also("create")])
 def test_meetings(ranks: Ranks, what: str):
     """Who waits for all to come does not wait for the dead."""
     outcomes = ranks.world(4, waits_while_one_dies, what, rpc_timeout=TIMEOUT)
@@ -283,6 +284,7 @@ def never_joined(rank: int, address: str) -> None:
     World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=2)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_never_joins(ranks: Ranks):
     """Ranks that do not come are named when the time is up."""
     outcomes = ranks.run(3, never_joined, ranks.address())
@@ -349,6 +351,7 @@ def set_late() -> None:
     LATE.set()
 
 
+@pytest.mark.exhaustive
 def test_timeouts(ranks: Ranks):
     """Who does not take part in time is named."""
     first, second = ranks.good_world(2, late, rpc_timeout=1)[0]
@@ -398,6 +401,7 @@ def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple
     return error, names, total.item()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [STAGES[0], *also(*STAGES[1:])])
 def test_death_while_joining(ranks: Ranks, stage: str):
     """A rank that dies in the middle of joining is an error for the others, who may join again."""

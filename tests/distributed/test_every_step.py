@@ -114,6 +114,7 @@ def run(ranks: Ranks, last: int) -> list[Any]:
     return ranks.run(3, in_steps, ranks.address(), ranks.address(), last)
 
 
+@pytest.mark.exhaustive
 def test_nobody_dies(ranks: Ranks):
     """What the others are to survive works, and has the steps that are drawn from."""
     first, victim, last = run(ranks, -1)

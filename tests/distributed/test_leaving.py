@@ -134,6 +134,7 @@ def test_answers_are_not_kept_for_ever(ranks: Ranks):
     assert others == [0, 0]
 
 
+@pytest.mark.exhaustive
 def test_many_leave_after_a_barrier(ranks: Ranks):
     """Whoever leaves first after a barrier of either kind, nobody's barrier fails."""
     for _ in range(5):

@@ -7,6 +7,7 @@ import random
 
 import pytest
 from support import scripts
+from support.tiers import also
 from support.waiting import Gate, wait_gone
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -71,12 +72,14 @@ def seeded(loader_class, dataset, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"batch_size": 7},
-        {"batch_size": 7, "shuffle": True},
         {"batch_size": 7, "shuffle": True, "drop_last": True, "generator": 5},
-        {"batch_size": None, "prefetch_factor": 4},
         {"sampler": [5, 3, 1], "batch_size": 2, "persistent_workers": True},
-        {"batch_sampler": [[0, 1], [9]], "collate_fn": len},
+        *also(
+            {"batch_size": 7},
+            {"batch_size": 7, "shuffle": True},
+            {"batch_size": None, "prefetch_factor": 4},
+            {"batch_sampler": [[0, 1], [9]], "collate_fn": len},
+        ),
     ],
     ids=str,
 )
@@ -304,6 +307,7 @@ MADE = """
 """
 
 
+@pytest.mark.exhaustive
 def test_the_server_starts_with_the_loader(tmp_path):
     """It imports torch while the program makes its model; a loader without workers has none."""
     assert scripts.run_ok([scripts.write(tmp_path / "made.py", MADE)]) == ""

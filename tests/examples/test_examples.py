@@ -19,7 +19,7 @@ pytest.importorskip("PIL", reason="the examples use pillow")
 
 from PIL import Image
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.exhaustive]  # `make run` has the main ones
 
 ONE = pytest.param(1, marks=pytest.mark.exhaustive)
 

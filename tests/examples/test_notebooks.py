@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from support import scripts
 from support.limits import PROGRAM_LIMIT
-from support.tiers import also
 
 NOTEBOOKS = sorted((scripts.ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
@@ -38,7 +37,8 @@ def test_nothing_is_stored(path: Path):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["first_steps", *also("preprocess_images", "grid_search")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["first_steps", "preprocess_images", "grid_search"])
 def test_notebook_runs(tmp_path: Path, name: str):
     """Each cell runs without an error, and the notebook prints what it is about."""
     for module in ("torch", "sklearn", "PIL", "joblib", "jupyter_client", "ipykernel"):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.limits import PROGRAM_LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,43 +18,6 @@ Block = tuple[str, str]  # language, text
 
 def fenced_blocks(text: str) -> list[Block]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
-
-
-BLOCKS = fenced_blocks(README)
-SCRIPTS = [text for language, text in BLOCKS if language == "python"]
-needs_torch = pytest.mark.torch
-
-
-def run_script(folder: Path, text: str) -> str:
-    """Run a block, pasted into a file in an empty folder, and return what it prints."""
-    script = folder / "script.py"
-    script.write_text(text, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script.name],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    return done.stdout
-
-
-@needs_torch
-@pytest.mark.parametrize("number", range(len(SCRIPTS)))
-def test_scripts_run(tmp_path: Path, number: int):
-    """Every Python block runs as a script of its own, and prints something."""
-    pytest.importorskip("torch", reason="the README's scripts use torch")
-    assert run_script(tmp_path, SCRIPTS[number])
-
-
-@needs_torch
-def test_first_script_prints_what_is_shown(tmp_path: Path):
-    """The first script is followed by its output, word for word."""
-    pytest.importorskip("torch", reason="the README's scripts use torch")
-    languages = [language for language, _ in BLOCKS]
-    shown = BLOCKS[languages.index("python") + 1]
-    assert shown[0] == "text"
-    assert run_script(tmp_path, SCRIPTS[0]) == shown[1]
 
 
 def test_first_screen():
@@ -104,7 +63,7 @@ def test_names_in_the_guide_exist(module: str, name: str):
     assert hasattr(importlib.import_module(module), name)
 
 
-@needs_torch
+@pytest.mark.torch
 def test_imports_in_the_guide_work():
     """The import lines that the guide puts in place of others work."""
     pytest.importorskip("torch", reason="the guide is for programs that use torch")

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 
-pytestmark = pytest.mark.xpool_only
+pytestmark = [pytest.mark.xpool_only, pytest.mark.exhaustive]
 
 
 QUICK = """

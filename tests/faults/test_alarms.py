@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support import scripts, work
+from support.tiers import also
 
 from xpool import P2PPool, Pool, PoolBroken, PoolClosed, TaskNotPicklable, ThreadPool
 from xpool.interrupt import deliver, interruptible, pending, shielded
@@ -52,7 +53,7 @@ def strike() -> None:
 # -- a program under alarms --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["Pool", "P2PPool", "ThreadPool"])
+@pytest.mark.parametrize("kind", ["Pool", *also("P2PPool", "ThreadPool")])
 def test_alarms_at_random_instants(kind):
     """Under alarms at any instant every verb ends as it should, and nothing is left afterwards."""
     count = 2000 if kind == "ThreadPool" else 300
@@ -306,6 +307,7 @@ def test_other_threads_call_no_handler(handler):
     assert errors == []
 
 
+@pytest.mark.exhaustive
 def test_an_exception_in_the_midst_of_the_books_breaks_the_pool():
     """Where the stack ends in the engine, what comes after is the right answer or `PoolBroken`."""
 

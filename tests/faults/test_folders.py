@@ -124,6 +124,7 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
     assert pool.map(work.square, range(4)) == [0, 1, 4, 9]
 
 
+@pytest.mark.exhaustive
 def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     """A worker for which nothing can be prepared stops the pool, with the reason."""
     from xpool.errors import PoolClosed, WorkerStartFailed

@@ -40,6 +40,7 @@ def start_failure(make_pool, kind, *args, **kwds):
     return pytest.fail("the task was answered")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", REASONS)
 def test_initializer_that_always_fails(process_kind, make_pool, how, log):
     """An initializer that never succeeds stops the pool with WorkerStartFailed and the reason."""

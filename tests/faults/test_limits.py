@@ -39,6 +39,7 @@ def test_many_results_under_few_descriptors(tmp_path):
     assert script(tmp_path, text) == ["True"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_many_tensors_under_few_descriptors(tmp_path):
     """Five thousand tensors held at once need no descriptor each."""
@@ -122,6 +123,7 @@ def test_descriptors_run_out_while_workers_are_replaced(tmp_path):
     assert script(tmp_path, text) == ["9"]
 
 
+@pytest.mark.exhaustive
 def test_twenty_pools(tmp_path):
     """Twenty pools opened at once, then closed, leave no process, thread or descriptor."""
     text = """
@@ -144,6 +146,7 @@ def test_twenty_pools(tmp_path):
     assert script(tmp_path, text) == ["361", "[]"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_one_fork_server(tmp_path):
     """However many pools there were, and whatever was imported between, one server stays: when that

@@ -62,6 +62,7 @@ def _keep(size):
     _kept.append(bytearray(size))
 
 
+@pytest.mark.exhaustive
 def test_an_initializer_that_takes_too_much():
     """A pool whose workers are over the limit from the beginning stops, with the reason."""
     with Pool(1, _keep, (1000 * MB,), worker_memory=600 * MB, restart_budget=2) as pool:

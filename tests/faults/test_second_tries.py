@@ -189,6 +189,7 @@ def test_stopping_tasks_costs_no_budget(process_kind, make_pool):
     assert pool.apply(work.square, (3,)) == 9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("times", [3, 6])
 def test_workers_killed_while_they_start(process_kind, make_pool, log, times):
     """Who kills a worker in its initializer a few times, from outside, does not stop the pool."""

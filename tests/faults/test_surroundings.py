@@ -305,6 +305,7 @@ def test_the_clock_jumps(tmp_path):
     assert script(tmp_path, text) == ["[0, 1, 4, 9]", "0.3 True", "not yet"]
 
 
+@pytest.mark.exhaustive
 def test_a_hundred_pools(tmp_path):
     """A hundred pools, one after the other, each used and closed, leave nothing."""
     text = """
@@ -329,6 +330,7 @@ def test_a_hundred_pools(tmp_path):
     assert script(tmp_path, text) == ["[]"]
 
 
+@pytest.mark.exhaustive
 def test_used_after_a_fork(tmp_path):
     """In a child that the program forks the pool says whose it is; its parent's goes on."""
     text = """

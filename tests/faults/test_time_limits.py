@@ -52,6 +52,7 @@ def test_a_stuck_task_is_stopped(process_kind, make_pool, how, log, mailbox, gat
     check_usable(pool, mailbox, gate, 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.parametrize("how", ["counts", "in C"])
 def test_other_start_methods(make_pool, method, how):
@@ -81,6 +82,7 @@ def test_a_task_that_does_not_end_is_killed(process_kind, make_pool, how):
     assert pool.apply(work.pid) != error.pid and pool.apply(work.who)[0] == error.worker
 
 
+@pytest.mark.exhaustive
 def test_the_books_are_kept_whole(process_kind, make_pool, log):
     """`TaskStopped` is not raised in a function that must not be cut short, but right after it."""
     pool = make_pool(process_kind, 1)
@@ -110,6 +112,7 @@ def test_time_in_the_queue_does_not_count(process_kind, make_pool, mailbox, gate
     assert waiting.get(WAIT) == 9 and held.get(WAIT) is None
 
 
+@pytest.mark.exhaustive
 def test_one_limit_for_each_item_of_a_chunk(process_kind, make_pool):
     """A chunk takes longer than the limit, each of its items does not: all is well."""
     pool = make_pool(process_kind, 1)
@@ -166,6 +169,7 @@ def test_many_stuck_tasks(process_kind, make_pool, log):
     assert sorted(map(int, log.read_text().split())) == [i for i in range(32) if i % 8]
 
 
+@pytest.mark.exhaustive
 def test_at_the_limit(process_kind, make_pool):
     """Tasks that take just about as long as they may end once each: in time, or stopped."""
     from xpool import TaskTimeout
@@ -204,6 +208,7 @@ def test_the_default_of_the_pool(process_kind, make_pool):
     assert pool.apply(work.square, (3,)) == 9
 
 
+@pytest.mark.exhaustive
 def test_a_limit_after_close(process_kind, make_pool):
     """`close` and `join` end although a task is stuck: it has a limit."""
     pool = make_pool(process_kind, 2)
@@ -290,6 +295,7 @@ def test_a_thread_that_waits_for_another_pool(thread_kind, make_pool, gate):
     assert "in wait" in error.stack.split("\n")[0] and "in get" in error.stack
 
 
+@pytest.mark.exhaustive
 def test_an_item_of_a_map_in_threads(thread_kind, make_pool, gate):
     """One limit for each item, and the late answer of a chunk is not counted twice."""
     from xpool import TaskTimeout
@@ -341,6 +347,7 @@ def test_an_initializer_that_is_quick_enough(process_kind, make_pool):
     assert pool.apply(work.recall) == [(3,)]
 
 
+@pytest.mark.exhaustive
 def test_an_initializer_that_does_not_end_in_threads(thread_kind, make_pool, gate):
     """The same in threads, which are left to themselves."""
     from xpool import TaskTimeout, WorkerStartFailed

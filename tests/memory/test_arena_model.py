@@ -419,6 +419,7 @@ def test_idle_memory_goes_back() -> None:
         del block
 
 
+@pytest.mark.exhaustive
 def test_many_blocks_of_a_dead_process() -> None:
     """Clearing up after one with 20,000 blocks takes a moment, and all its memory goes back."""
     with program(limit=1 << 30) as one:

@@ -23,6 +23,7 @@ from support import tensor_work as tasks
 from support.leaks import descendants
 from support.limits import WAIT
 from support.scripts import popen, run_ok, write
+from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 import xpool
@@ -49,6 +50,7 @@ def let_go(warm: None) -> Iterator[None]:
 # -- deaths ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
 def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
     """Workers killed at random moments: every value that arrives is right, and nothing stays."""
@@ -81,6 +83,7 @@ def test_storm(make_pool: Callable[..., Any], share: bool) -> None:
     assert arena().file.used() <= 2 * MIB
 
 
+@pytest.mark.exhaustive
 def test_killed_parent_leaves_nothing(tmp_path: Path) -> None:
     """Parent and workers killed amid large transfers: no process, no name, no memory stays."""
     script = write(
@@ -132,6 +135,7 @@ def _mapped_elsewhere() -> list[str]:
 # -- forks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_child_keeps_its_view(make_pool: Callable[..., Any]) -> None:
     """A forked child sees what the parent held, though that drops it; then it is free."""
@@ -201,6 +205,7 @@ def test_child_that_executes(make_pool: Callable[..., Any]) -> None:
         os.waitpid(child, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_forks_from_many_threads(make_pool: Callable[..., Any]) -> None:
     """Forks in several threads at once: no lock stays locked."""
@@ -236,6 +241,7 @@ def test_worker_forks(make_pool: Callable[..., Any]) -> None:
         assert pool.apply(tasks.fork_and_share_parts, (torch.full((MIB,), i),)) == i * MIB % 100
 
 
+@pytest.mark.exhaustive
 def test_own_pool_in_forked_child(tmp_path: Path) -> None:
     """A forked child has no part in the parent's arena, and makes its own for its own pools."""
     script = write(
@@ -378,7 +384,9 @@ def test_dropped_and_used_in_a_signal_handler(make_pool: Callable[..., Any]) -> 
     assert one.statistics()["held"] == 0
 
 
-@pytest.mark.parametrize("how", ["global", "finalizer", "circle", "thread", "unopened", "sys.exit"])
+@pytest.mark.parametrize(
+    "how", ["global", *also("finalizer", "circle", "thread", "unopened", "sys.exit")]
+)
 def test_interpreter_shutdown(tmp_path: Path, how: str) -> None:
     """Blocks that are alive to the very end: the program ends at once, and silently."""
     script = write(

@@ -264,6 +264,7 @@ def test_passed_between_workers_while_parent_lets_go(sharing: Any) -> None:
         assert sharing.apply(tasks.kept_total, ("x",), worker=(i + 1) % 2) == i % 250 * 100_000
 
 
+@pytest.mark.exhaustive
 def test_nested_pool_refuses(make_pool: Callable[..., Any]) -> None:
     """A worker cannot share its parent's tensor with a pool of its own, and says what to do."""
     pool = make_pool(xpool.Pool, 1, is_copy_tensor=False, is_daemon=False)
@@ -334,6 +335,7 @@ def write_and_answer(pipe: Any, keep: bool) -> None:
         pipe.send([int(one.sum()) for one in tensors])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 @pytest.mark.parametrize("method", METHODS)
 def test_dumps_by_a_pipe(method: str) -> None:
@@ -364,6 +366,7 @@ def test_dumps_by_a_pipe(method: str) -> None:
     del others
 
 
+@pytest.mark.exhaustive
 def test_dumps_whose_sender_has_ended() -> None:
     """A pickle whose process is gone says that it must live until it is read."""
     context = multiprocessing.get_context("spawn")
@@ -384,6 +387,7 @@ def send_one(pipe: Any) -> None:
     pipe.recv()
 
 
+@pytest.mark.exhaustive
 def test_dumps_of_a_worker(sharing: Any) -> None:
     """A worker's pickle can be opened by a process that the pool knows nothing of."""
     data = sharing.apply(tasks.kept_pickle, (MIB,), worker=0)

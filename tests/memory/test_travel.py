@@ -132,6 +132,7 @@ def test_memory_goes_back(make_pool: Callable[..., Any], calm: None) -> None:
     assert used() <= MIB
 
 
+@pytest.mark.exhaustive
 def test_memory_goes_back_by_itself(
     make_pool: Callable[..., Any], calm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_memory_goes_back_by_itself(
     assert pool.apply(os.getpid)
 
 
+@pytest.mark.exhaustive
 def test_memory_of_a_busy_worker_goes_back(make_pool: Callable[..., Any], calm: None) -> None:
     """Also of a worker that always has something small to do."""
     pool = make_pool(xpool.Pool, 1)
@@ -157,6 +159,7 @@ def test_memory_of_a_busy_worker_goes_back(make_pool: Callable[..., Any], calm: 
     eventually(small, "memory given back", 20)
 
 
+@pytest.mark.exhaustive
 def test_descriptors(make_pool: Callable[..., Any], calm: None) -> None:
     """20,000 live results of 64 KiB: not one descriptor more."""
     pool = make_pool(xpool.Pool, 2)
@@ -174,6 +177,7 @@ def test_descriptors(make_pool: Callable[..., Any], calm: None) -> None:
     assert all((x == i).all() for i, x in enumerate(more))
 
 
+@pytest.mark.exhaustive
 def test_few_descriptors(warm: None) -> None:
     """5,000 live results of 4 KiB, and as many of 64 KiB, under a soft limit of 64 descriptors."""
     run_ok(
@@ -265,6 +269,7 @@ def test_refused_in_the_middle(
     assert arena().statistics()["held"] == 0
 
 
+@pytest.mark.exhaustive
 def test_limited_addresses(warm: None) -> None:
     """Under ``ulimit -v`` there is no arena: pools work by pipe, share mode says why it cannot."""
     out = run_ok(
@@ -310,6 +315,7 @@ def test_worker_that_cannot_map_it(
         make_pool(xpool.Pool, 1, context="fork", is_copy_tensor=False).apply(abs, (1,))
 
 
+@pytest.mark.exhaustive
 def test_small_dev_shm(warm: None, tmp_path: Any) -> None:
     """A /dev/shm of 64 MB, as in containers, does not matter."""
     import subprocess
@@ -513,7 +519,7 @@ def _private_and_shared(pids: list[int]) -> int:
     return total * 1024
 
 
-@pytest.mark.parametrize("buffersize", [None, 16], ids=["unbounded", "bounded"])
+@pytest.mark.parametrize("buffersize", [16, *also(None)], ids=["bounded", "unbounded"])
 @pytest.mark.parametrize("share", [False, True], ids=["copy", "share"])
 @pytest.mark.parametrize("way", ["both", *also("there", "back")])
 def test_stream(

@@ -49,6 +49,7 @@ def check(sent: Any, back: Any, before: list[Any]) -> None:
     assert not anything.strides_lost(sent, back)
 
 
+@pytest.mark.exhaustive
 @THOROUGH
 @given(sent=anything.structures())
 def test_encode_and_dumps(sent: Any) -> None:
@@ -62,6 +63,7 @@ def test_encode_and_dumps(sent: Any) -> None:
     check(sent, pickle.loads(plain), before)
 
 
+@pytest.mark.exhaustive
 @THOROUGH
 @given(sent=anything.structures(arrays=False))
 def test_shared(share: Layout, sent: Any) -> None:
@@ -122,6 +124,7 @@ def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
     one.join()
 
 
+@pytest.mark.exhaustive
 @FEW
 @given(data=st.data())
 def test_through_a_pool(pool: Any, data: Any) -> None:

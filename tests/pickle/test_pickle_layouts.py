@@ -107,6 +107,7 @@ def test_kinds(name: str) -> None:
             assert back.stride() == sent.stride()
 
 
+@pytest.mark.exhaustive
 def test_kinds_elsewhere(receiver: Receiver) -> None:
     """The same in another process and back."""
     sent = [make() for make in KINDS.values()]
@@ -272,6 +273,7 @@ def test_kinds_of_parameter() -> None:
     assert around.requires_grad
 
 
+@pytest.mark.exhaustive
 def test_local_subclass(receiver: Receiver) -> None:
     """A class that the receiver cannot import."""
 
@@ -562,6 +564,7 @@ print("ok")
 """
 
 
+@pytest.mark.exhaustive
 def test_without_numpy(run_program: Callable[..., str]) -> None:
     """Tensors need no numpy; also in a program whose ``__main__`` cannot be imported."""
     assert run_program(WITHOUT_NUMPY, "stdin").strip() == "ok"

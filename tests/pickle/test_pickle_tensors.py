@@ -83,6 +83,7 @@ def test_layouts(name: str) -> None:
     assert len(encode(one)) < 800
 
 
+@pytest.mark.exhaustive
 def test_layouts_elsewhere(receiver: Receiver) -> None:
     """The same in another process and back."""
     for name, make in LAYOUTS.items():
@@ -167,6 +168,7 @@ def test_modules() -> None:
     assert (back(x) == model(x)).all()
 
 
+@pytest.mark.exhaustive
 def test_local_module_class(receiver: Receiver) -> None:
     """A model of a local class works in another process."""
 
@@ -311,6 +313,7 @@ print("ok")
 """
 
 
+@pytest.mark.exhaustive
 def test_torch_in_main(run_program: Callable[..., str]) -> None:
     """Models, data sets and functions of a program that is read from stdin."""
     assert run_program(TORCH_PROGRAM, "stdin").strip() == "ok"

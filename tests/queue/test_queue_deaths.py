@@ -240,6 +240,7 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
     assert most <= 3  # our own, that of the last, and one that is on its way out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""

@@ -13,6 +13,7 @@ import pytest
 from support import scripts
 from support.leaks import descriptors
 from support.memory import block_bytes
+from support.tiers import also
 from support.waiting import LIMIT, eventually
 
 from xpool import Pool, TaskNotPicklable
@@ -29,7 +30,7 @@ def _arena() -> Arena:
     return arena
 
 
-@pytest.mark.parametrize("count", [1, 3, 20_000])
+@pytest.mark.parametrize("count", [20_000, *also(1, 3)])
 def test_shared(make_queue: Any, start: Any, method: str, count: int):
     """Both sides see each other's writes, in tensors of any size."""
     there, back, go = make_queue(), make_queue(), make_queue()
@@ -44,6 +45,7 @@ def test_shared(make_queue: Any, start: Any, method: str, count: int):
     assert view.item() == 2.0
 
 
+@pytest.mark.exhaustive
 def test_hops(make_queue: Any, start: Any, method: str):
     """A to B to C to A: what comes back is the same memory, and everybody has written to it."""
     first, second, third = make_queue(), make_queue(), make_queue()
@@ -57,6 +59,7 @@ def test_hops(make_queue: Any, start: Any, method: str):
         assert tensor.tolist() == [2.0 * (i + 1)] * 5
 
 
+@pytest.mark.exhaustive
 def test_hops_of_what_others_made(make_queue: Any, start: Any):
     """Tensors of two processes, in one message, are passed on to a third, which writes to both."""
     queues = [make_queue() for _ in range(4)]
@@ -79,7 +82,7 @@ def _write_to_all(inbox: Any, outbox: Any) -> None:
     outbox.put(tensors)
 
 
-@pytest.mark.parametrize("count", [1, 3, 20_000])
+@pytest.mark.parametrize("count", [3, *also(1, 20_000)])
 def test_copied(make_queue: Any, start: Any, method: str, count: int):
     """With ``copy_tensor=True`` the receiver's tensor is its own, and it may write to it."""
     there, back = (make_queue(copy_tensor=True) for _ in range(2))
@@ -108,6 +111,7 @@ def test_aliases(make_queue: Any, copy: bool):
     assert (base[15] == -1) == (not copy)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("copy", [True, False])
 def test_large(make_queue: Any, start: Any, copy: bool):
     """64 MiB tensors stream through, and the writer's memory is used again."""
@@ -148,6 +152,7 @@ def test_more_than_the_limit(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
     assert q.get() == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("copy", [True, False])
 def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     """When tensors and queues are gone, so are descriptors, holds and memory, on both sides."""
@@ -176,6 +181,7 @@ def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     assert not any(one.is_foreign for one in Arena._known.values())
 
 
+@pytest.mark.exhaustive
 def test_reader_lets_go_of_a_living_writer(make_queue: Any, start: Any):
     """A writer's blocks are free again when the reader's tensors are gone."""
     there, back, ask = make_queue(), make_queue(), make_queue()
@@ -197,6 +203,7 @@ def _make_and_tell(outbox: Any, results: Any, ask: Any) -> None:
         parts.statistics(results)
 
 
+@pytest.mark.exhaustive
 def test_writer_ends_first(make_queue: Any, start: Any, method: str):
     """What a process put outlives it: in the queue, and in the hands of who got it."""
     q = make_queue()
@@ -207,6 +214,7 @@ def test_writer_ends_first(make_queue: Any, start: Any, method: str):
     assert [(int(one[0]), int(one.sum())) for one in taken] == [(i, i << 20) for i in range(4)]
 
 
+@pytest.mark.exhaustive
 def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
     """Of a dead writer's memory stays what is held, and no more."""
     q = make_queue()
@@ -224,6 +232,7 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
     assert int(kept[0]) == 3 and bool((kept == 3).all())
 
 
+@pytest.mark.exhaustive
 def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
     """5,000 small shared tensors under a soft limit of 64 descriptors, all of them live."""
     path = scripts.write(
@@ -253,6 +262,7 @@ def test_few_descriptors(make_queue: Any, start: Any, tmp_path: Any):
     assert scripts.run_ok([path]).strip() == "True"
 
 
+@pytest.mark.exhaustive
 def test_descriptors_on_their_way(tmp_path: Any):
     """Where the system lets a user have so many descriptors on their way, `put` waits for fewer."""
     path = scripts.write(
@@ -326,6 +336,7 @@ def _readable(q: SimpleQueue) -> bool:
     return bool(select.select([q], [], [], LIMIT)[0])
 
 
+@pytest.mark.exhaustive
 def test_limit_on_addresses(tmp_path: Any):
     """Under ``ulimit -v`` copies travel all the same, and sharing is refused with the remedy."""
     path = scripts.write(
@@ -351,6 +362,7 @@ def test_limit_on_addresses(tmp_path: Any):
     assert "use copy_tensor=True" in third
 
 
+@pytest.mark.exhaustive
 def test_fork_while_holding(make_queue: Any, start: Any):
     """A forked child sees what its parent had got, also after the parent has let go of it."""
     q, go, results = make_queue(), make_queue(), make_queue()
@@ -408,6 +420,7 @@ def test_from_a_pool_into_a_queue(make_queue: Any):
     assert tensor.tolist() == [1.0] * 1000
 
 
+@pytest.mark.exhaustive
 def test_from_a_queue_into_a_pool(make_queue: Any, start: Any):
     """What came by a queue can be sent to workers, copied; shared, it says what to do."""
     q, ask = make_queue(), make_queue()

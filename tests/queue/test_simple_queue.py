@@ -349,6 +349,7 @@ def test_plain_fork(make_queue: Any):
     assert q.get(LIMIT) == 100_000
 
 
+@pytest.mark.exhaustive
 def test_forks_while_threads_use_it(make_queue: Any):
     """Forks between puts and gets of other threads leave parent and children with whole queues."""
     q = make_queue()

@@ -19,7 +19,7 @@ from .seeds import SimulationFailed, World, search
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
 """How many times the usual number of histories to run; `make soak` runs many."""
 
-HISTORIES = {"scheduler": 4_000, "engine": 1_200, "hosts": 800}
+HISTORIES = {"scheduler": 2_000, "engine": 600, "hosts": 400}
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 

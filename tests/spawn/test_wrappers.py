@@ -170,7 +170,7 @@ def step(wrapper: MpModelWrapper, x: Any) -> float:
     before = model[0].weight.detach().clone()
     model(x).sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return float((model[0].weight - before).abs().max())
+    return float((model[0].weight.detach() - before).abs().max())
 
 
 @pytest.mark.torch

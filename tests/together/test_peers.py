@@ -501,6 +501,7 @@ def greet_back() -> Any:
     return got
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["spawn", *also("fork")])
 def test_start_methods(make_pool, method):
     """Channels are there however workers start."""
@@ -525,6 +526,7 @@ def churn(n: int, seed: int) -> str:
     return "done"
 
 
+@pytest.mark.exhaustive
 def test_deaths_at_random(make_pool):
     """Whatever dies when, every task is answered, and the workers can work together after it."""
     n = 4

@@ -63,6 +63,7 @@ IMPORTED = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.torch
 def test_preloaded_torch_is_the_one(tmp_path):
     """The server that was started early serves the program that has imported torch meanwhile."""
