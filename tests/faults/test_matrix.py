@@ -17,7 +17,7 @@ from support.limits import PROGRAM_LIMIT, WAIT
 from support.waiting import eventually, wait_gone
 
 from . import matrix
-from .test_saboteurs import check_usable
+from .test_saboteurs import check_death, check_usable
 from .test_signals import workers_of
 
 pytestmark = pytest.mark.xpool_only
@@ -101,17 +101,22 @@ def test_the_matrix_is_complete():
 
 
 @pytest.mark.parametrize(CELLS, IN_WORKERS)
-def test_in_a_worker(make_pool, kind, method, stage, how, expected, mailbox, gate):
-    """The task ends as the matrix says, the others have their results, the pool is usable."""
+def test_in_a_worker(make_pool, kind, method, stage, how, expected, log, mailbox, gate):
+    """The task ends as the matrix says, the others are done, once each, the pool is usable."""
     _, used = shared_memory()
     pool = make_pool(kind, 2, **options(method, stage))
-    before = [pool.apply_async(work.square, (i,)) for i in range(10)]
+    before = [pool.apply_async(work.logged, (str(log), i)) for i in range(20)]
     func, args = SABOTEURS[stage](how)
     limit = cells.LIMIT if expected == "TaskTimeout" else None
     victim = pool.apply_async(func, args, timeout=limit)
-    after = [pool.apply_async(work.square, (i,)) for i in range(10, 20)]
+    after = [pool.apply_async(work.logged, (str(log), i)) for i in range(20, 40)]
     assert cells.outcome(victim) == expected
-    assert [r.get(WAIT) for r in before + after] == [i * i for i in range(20)]
+    assert [r.get(WAIT) for r in before + after] == list(range(40))
+    assert sorted(map(int, log.read_text().split())) == list(range(40))
+    if expected.startswith("WorkerDied"):
+        with pytest.raises(Exception) as caught:
+            victim.get(0)
+        check_death(caught.value, how, 2)
     check_usable(pool, mailbox, gate, 2)
     pool.terminate()
     pool.join()
