@@ -21,6 +21,10 @@ from xpool.devices import Chip, Host, devices
 def loaded(*_):
     return sorted({"torch", "torch_tpu", "libtpu"} & set(sys.modules))
 
+def with_torch():
+    import torch
+    return loaded()
+
 def variables(*_):
     names = "TPU_VISIBLE_CHIPS", "TPU_PROCESS_BOUNDS", "WORLD_SIZE", "TPU_PROCESS_ADDRESSES"
     return [os.environ.get(name) for name in names]
@@ -59,11 +63,11 @@ def test_the_parent_does_not_load_it():
 def test_the_fork_server_does_not_load_it():
     """Workers of other pools have torch as the parent has it; the server loads no backend."""
     out = run(
-        "import torch\nwith Pool(1) as pool: print(pool.apply(loaded))",
+        "import torch\nwith Pool(1) as pool: print(pool.apply(with_torch))",
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     assert out == ["['torch']"]
-    out = run("import torch\nwith Pool(1) as pool: print(pool.apply(loaded))")
+    out = run("import torch\nwith Pool(1) as pool: print(pool.apply(with_torch))")
     assert out == ["['libtpu', 'torch', 'torch_tpu']"], "a worker loads what its parent's torch has"
 
 
