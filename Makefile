@@ -16,6 +16,7 @@
 #   make dist       wheel and sdist, checked
 #   make notes      what the changelog says of TAG=v1.2.3, for the text of a release
 #   make soak       mixed load while workers are killed, for MINUTES=10
+#   make soak-ray   the same over the hosts of a Ray cluster, while hosts come and go
 #   make test-ray   pools over the hosts of a Ray cluster, which runs here: RAY_VENV
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
@@ -65,7 +66,7 @@ ray_venv := $(call escaped,$(RAY_VENV))
 xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
-.PHONY: help run test check faults rest cores test-all nightly coverage soak test-ray test-xla test-tpu lint core \
+.PHONY: help run test check faults rest cores test-all nightly coverage soak soak-ray test-ray test-xla test-tpu lint core \
 	bench dist notes docs docs-states clean
 
 help:
@@ -115,6 +116,7 @@ nightly: $(venv)/.test
 	XPOOL_TEST_DEEP=20 XPOOL_TEST_PROGRAMS=10000 XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=3600 \
 		$(PYTEST) --all $(ARGS)
 	$(MAKE) soak
+	$(MAKE) soak-ray
 	$(MAKE) bench ARGS=
 
 # Of all processes.  What has no clock, threads or system calls has no excuse.
@@ -128,6 +130,9 @@ coverage: $(venv)/.test
 
 soak: $(venv)/.test
 	"$(VENV)/bin/python" -m bench.soak --minutes $(MINUTES) $(ARGS)
+
+soak-ray: $(ray_venv)/.ray
+	"$(RAY_VENV)/bin/python" -m bench.soak_hosts --minutes $(MINUTES) $(ARGS)
 
 # One cluster of two hosts for all of them: one test at a time.
 # XPOOL_TEST_AGAINST=ray has tests/conformance run over hosts, too, where that is named in ARGS.
