@@ -18,8 +18,10 @@ import functools
 import itertools
 import os
 import pickle
+import queue
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +43,8 @@ LISTENS = 5.0
 LOOK = 1.0
 """Seconds between two looks at which hosts the cluster has."""
 
-NOTHING = pickle.dumps([])
+REPLACED = 3
+"""Agents that a host gets in place of others, at most: what they die of may be the host's."""
 
 
 _begun_with: list[Any] = []
@@ -262,16 +265,12 @@ class HostAgent:
         self._agent = Agent(pickle.loads(charge), host, first, workers, ended)
         self._agent.start()
 
-    def call(self, refs: list[Any], *call: Any) -> list[Any]:
+    def call(self, said: Any, refs: Sequence[Any] = ()) -> Any:
         """Do what a call says; return the reply when there is something to say."""
         import ray
 
         assert self._agent is not None
-        told = f.Call(*call)
-        parts = [memoryview(one) for one in told.messages]
-        told = told._replace(messages=parts)
-        taken, first, found = self._agent.call(told, lambda i: memoryview(ray.get(refs[i])))
-        return [taken, first, *_arrays(found)]
+        return _as_one(self._agent.call(_parts(said), lambda i: memoryview(ray.get(refs[i]))))
 
 
 def _drop_thread_limit() -> None:
@@ -284,11 +283,19 @@ def _drop_thread_limit() -> None:
             os.environ.pop("OMP_NUM_THREADS", None)
 
 
-def _arrays(parts: Sequence[Any]) -> list[Any]:
-    """Return buffers as arrays, which Ray does not copy into its pickles."""
+def _as_one(parts: list[Any]) -> Any:
+    """Return what is said as Ray carries it best: bytes, and buffers as arrays, which it does not
+    copy into its pickles."""
     import numpy
 
+    if len(parts) == 1:
+        return parts[0]
     return [parts[0], *(numpy.frombuffer(one, "uint8") for one in parts[1:])]
+
+
+def _parts(said: Any) -> list[Any]:
+    """Undo `_as_one`."""
+    return [said] if type(said) is bytes else [said[0], *(memoryview(one) for one in said[1:])]
 
 
 # -- in the driver -----------------------------------------------------------------------------
@@ -305,23 +312,25 @@ class RayFleet:
 
     def __init__(self, where: Hosts, nodes: list[Node], charge: Charge) -> None:
         self._where, self._first_nodes, self._charge = where, nodes, pickle.dumps(charge)
-        # Written by whoever makes the pool, and then by the thread that watches for hosts alone.
-        self._actors: dict[int, Any] = {}
-        self._placed: set[str] = set()  # hosts that have an agent, by Ray's id
-        self._closed = threading.Event()
         self._tell: Callable[[Any], object] = id
+        # Written by whoever makes the pool, and then by the thread that places agents alone.
+        self._actors: dict[int, Any] = {}
+        self._nodes: dict[int, Node] = {}
+        self._agents: Counter[str] = Counter()  # how many each host has had, by Ray's id
         self._workers = 0
+        self._over: set[int] = set()  # agents that were stopped, or have one in their place
+        # Agents that have died, and why; None: no more are to be placed.
+        self._ends: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
 
     def start(self, tell: Callable[[Any], object]) -> list[int]:
         """Place an agent on each host."""
         self._tell = tell
         for node in self._first_nodes:
-            self._place(node)
-        if self._where.n is None:
-            threading.Thread(target=self._watch, name="xpool-hosts", daemon=True).start()
+            self._begin(self._place(node))
+        threading.Thread(target=self._run, name="xpool-hosts", daemon=True).start()
         return [node.workers for node in self._first_nodes]
 
-    def _place(self, node: Node) -> None:
+    def _place(self, node: Node) -> int:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -341,22 +350,65 @@ class RayFleet:
             options["num_gpus"] = gpus
         if where.runtime_env is not None and where.runtime_env not in _begun_with:
             options["runtime_env"] = dict(where.runtime_env)
-        actor = ray.remote(HostAgent).options(**options).remote()
         number = len(self._actors)
+        self._actors[number] = ray.remote(HostAgent).options(**options).remote()
+        self._nodes[number] = node
+        self._agents[node.id] += 1
+        return number
+
+    def _begin(self, number: int) -> None:
+        node = self._nodes[number]
         first, self._workers = self._workers, self._workers + node.workers
-        self._actors[number] = actor
-        self._placed.add(node.id)
-        began = actor.begin.remote(self._charge, node.name, first, node.workers)
+        began = self._actors[number].begin.remote(self._charge, node.name, first, node.workers)
         self._when_done(began, functools.partial(self._began, number, node))
 
-    def _watch(self) -> None:
-        """Place an agent on each host that joins the cluster."""
-        while not self._closed.wait(LOOK):
-            with contextlib.suppress(Exception):  # no cluster for a moment: it is looked at again
-                for node in self._where.living():
-                    if node.id not in self._placed and not self._closed.is_set():
-                        self._tell(f.Coming(len(self._actors), node.workers))
-                        self._place(node)
+    def _add(self, node: Node) -> None:
+        number = self._place(node)
+        # It can be stopped from now on, and joins when this is known.
+        self._tell(f.Coming(number, node.workers))
+        try:
+            self._begin(number)
+        except Exception as exc:  # of Ray itself
+            self._tell(f.Dead(number, f"{type(exc).__name__}: {exc}"))
+
+    def _run(self) -> None:
+        """Place an agent on each host that joins, and on one that has lost its agent and lives."""
+        while True:
+            try:
+                ended = self._ends.get(timeout=LOOK)
+            except queue.Empty:
+                with contextlib.suppress(Exception):  # no cluster for a moment: it is looked again
+                    self._look_for_hosts()
+                continue
+            if ended is None:
+                return
+            number, reason = ended
+            with contextlib.suppress(Exception):  # no cluster: this host is lost, too
+                self._replace(number)
+            self._tell(f.Dead(number, reason))
+
+    def _look_for_hosts(self) -> None:
+        if self._where.n is None:
+            for node in self._where.living():
+                if not self._agents[node.id]:
+                    self._add(node)
+
+    def _replace(self, number: int) -> None:
+        import ray
+
+        node = self._nodes[number]
+        if number in self._over or self._agents[node.id] > REPLACED:
+            return
+        self._over.add(number)
+        if any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes()):
+            self._add(node)
+
+    def _dead(self, number: int, reason: str) -> None:
+        """Tell that an agent is gone, after the one in its place: some host may be left by it."""
+        if number in self._over:
+            self._tell(f.Dead(number, reason))
+        else:
+            self._ends.put((number, reason))
 
     def _when_done(self, ref: Any, call: Callable[[Any, BaseException | None], object]) -> None:
         def done(future: Any) -> None:
@@ -369,7 +421,7 @@ class RayFleet:
         if error is None:
             self._tell(f.Joined(number, node.workers, node.name))
         elif self._is_dead(error):
-            self._tell(f.Dead(number, _reason(error)))
+            self._dead(number, _reason(error))
         else:
             cause = getattr(error, "cause", None) or error
             wrong = cause if isinstance(cause, XPoolError) else _not_there(node.name, cause)
@@ -382,7 +434,8 @@ class RayFleet:
 
         if isinstance(error, exceptions.ActorUnavailableError):
             return False
-        return isinstance(error, exceptions.RayActorError)
+        gone = exceptions.RayActorError, exceptions.ActorUnschedulableError
+        return isinstance(error, gone)
 
     def call(self, host: int, call: f.Call) -> None:
         """Call an agent."""
@@ -393,33 +446,37 @@ class RayFleet:
                 refs.append(one.payload)
                 one = one._replace(payload=len(refs) - 1)
             messages.append(one)
-        parts = _arrays(packed(messages)) if messages else [NOTHING]
+        said = _as_one(packed(call._replace(messages=[]), messages))
         try:
-            ref = self._actors[host].call.remote(refs, *call._replace(messages=parts))
+            # Each argument costs Ray as much as all of a small call.
+            ref = self._actors[host].call.remote(said, *([refs] if refs else ()))
         except Exception as exc:  # of Ray itself, which the program may have shut down
             self._tell(f.Dead(host, f"{type(exc).__name__}: {exc}"))
             return
 
         def done(found: Any, error: BaseException | None) -> None:
             if error is not None:
-                self._tell(self._failed(host, call.number, error))
+                self._failed(host, call.number, error)
                 return
-            taken, first, data, *large = found
+            data, *large = _parts(found)
             # Copied, so that the object store has its room again; to memory that may be written to,
             # so that this is the last copy.
-            messages = unpacked([data, *(memoryview(bytearray(one)) for one in large)])
+            (taken, first), messages = unpacked(
+                [data, *(memoryview(bytearray(one)) for one in large)]
+            )
             self._tell(f.Replied(host, call.number, taken, first, messages))
 
         self._when_done(ref, done)
 
-    def _failed(self, host: int, number: int, error: BaseException) -> Any:
-        if self._is_dead(error):
-            return f.Dead(host, _reason(error))
+    def _failed(self, host: int, number: int, error: BaseException) -> None:
         from ray import exceptions
 
-        if isinstance(error, exceptions.RayTaskError):  # what the agent raised is a bug of ours
-            return f.Refused(getattr(error, "cause", error))
-        return f.Unreached(host, number)
+        if self._is_dead(error):
+            self._dead(host, _reason(error))
+        elif isinstance(error, exceptions.RayTaskError):  # what the agent raised is a bug of ours
+            self._tell(f.Refused(getattr(error, "cause", error)))
+        else:
+            self._tell(f.Unreached(host, number))
 
     def put(self, payload: bytes | memoryview) -> Any:
         """Put an object into Ray's store, which hosts copy from one another."""
@@ -432,6 +489,7 @@ class RayFleet:
         """End an agent and its workers."""
         import ray
 
+        self._over.add(host)
         actor = self._actors.get(host)
         if actor is None:  # the pool is over
             return
@@ -445,7 +503,7 @@ class RayFleet:
 
     def close(self) -> None:
         """Look for hosts no more, and let go of the agents."""
-        self._closed.set()
+        self._ends.put(None)
         self._actors.clear()
 
 

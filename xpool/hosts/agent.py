@@ -78,17 +78,18 @@ def facts(modules: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def packed(messages: list[Any]) -> list[Any]:
-    """Return messages as one pickle, and what is large beside it."""
+def packed(head: Any, messages: Sequence[Any]) -> list[Any]:
+    """Return what one side says as one pickle, and what is large beside it."""
     buffers: list[PickleBuffer] = []
-    data = pickle.dumps([_apart(one) for one in messages], 5, buffer_callback=buffers.append)
+    said = head, [_apart(one) for one in messages]
+    data = pickle.dumps(said, 5, buffer_callback=buffers.append)
     return [data, *(buffer.raw() for buffer in buffers)]
 
 
-def unpacked(parts: Sequence[Any]) -> list[Any]:
+def unpacked(parts: Sequence[Any]) -> tuple[Any, list[Any]]:
     """Undo `packed`; the buffers are used in place."""
-    messages: list[Any] = pickle.loads(parts[0], buffers=parts[1:])
-    return messages
+    head, messages = pickle.loads(parts[0], buffers=parts[1:])
+    return head, messages
 
 
 def _apart(message: Any) -> Any:
@@ -184,20 +185,22 @@ class Agent:
 
     # -- called by the driver ----------------------------------------------------------------------
 
-    def call(self, call: Call, fetch: Callable[[Any], Any]) -> tuple[int, int, list[Any]]:
-        """Do what a call says, and wait for something to say; return the reply, packed.
+    def call(self, parts: Sequence[Any], fetch: Callable[[Any], Any]) -> list[Any]:
+        """Do what a packed `Call` says, and wait for something to say; return the reply, packed.
 
         ``fetch`` returns what stands for it in a `Blob`.
         """
+        call: Call
+        call, messages = unpacked(parts)
         if call.beat:
             with self._news:
-                self._desk.called(call._replace(messages=[]))
-                taken, first, _ = self._desk.reply_to_beat(call, time.monotonic())
-            return taken, first, packed([])
-        messages = [self._lodged(one, fetch) for one in unpacked(call.messages)]
+                self._desk.called(call)
+                taken, first, found = self._desk.reply_to_beat(call, time.monotonic())
+            return packed((taken, first), found)
+        call = call._replace(messages=[self._lodged(one, fetch) for one in messages])
         with self._news:
             self._waiting.append(call.number)
-            self._desk.called(call._replace(messages=messages))
+            self._desk.called(call)
             self._collect()
             self._news.notify_all()
             until = time.monotonic() + min(PATIENCE, self._lease / 8)
@@ -211,7 +214,7 @@ class Agent:
             )
             if self._desk.has_news:
                 self._news.notify_all()
-        return taken, first, packed(found)
+        return packed((taken, first), found)
 
     def _may_reply(self, number: int) -> bool:
         """Whether a call has its reply now: the oldest takes what there is to say, and too many
