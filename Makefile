@@ -132,6 +132,7 @@ soak: $(venv)/.test
 	"$(VENV)/bin/python" -m bench.soak --minutes $(MINUTES) $(ARGS)
 
 soak-ray: $(ray_venv)/.ray
+	$(call PIP,$(RAY_VENV)) $(TORCH)
 	"$(RAY_VENV)/bin/python" -m bench.soak_hosts --minutes $(MINUTES) $(ARGS)
 
 # One cluster of two hosts for all of them: one test at a time.
