@@ -29,7 +29,8 @@ from xpool.errors import OptionError, XPoolError
 from xpool.hosts import fleet as f
 from xpool.hosts.agent import Agent, Charge, packed, unpacked
 from xpool.hosts.assembly import make_engine
-from xpool.hosts.engine import CALLS_IN_FLIGHT, HostEngine
+from xpool.hosts.conversation import CALLS_IN_FLIGHT
+from xpool.hosts.engine import HostEngine
 from xpool.hosts.messages import Blob
 from xpool.options import check_count
 from xpool.pool.context import CtxPool as _CtxPool

@@ -15,8 +15,8 @@ from xpool.engine.answers import CULPRIT
 from xpool.errors import WorkerDied
 from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
-from xpool.hosts.engine import GRACE, RETRY
 from xpool.hosts.fleet import Call
+from xpool.hosts.service import GRACE, RETRY
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 
 if TYPE_CHECKING:

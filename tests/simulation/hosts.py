@@ -19,7 +19,8 @@ from xpool.engine.answers import CULPRIT
 from xpool.errors import HostLost, WorkerDied
 from xpool.hosts import fleet as f
 from xpool.hosts import scheduler as policy
-from xpool.hosts.engine import DRIFT, HostEngine
+from xpool.hosts.engine import HostEngine
+from xpool.hosts.service import DRIFT
 from xpool.jobs.ranges import CALLS, Batch, TaskRange
 
 from .host import STOP_GRACE, Host, Payload, Run, Value
@@ -133,7 +134,7 @@ class HostWorld(World):
             now=self.clock,
             events=self.events,
         )
-        self.engine._random.seed(seed)
+        self.engine.service.random.seed(seed)
         self.spy()
 
     def clock(self) -> float:
@@ -506,7 +507,7 @@ class HostWorld(World):
                 self.check_tries(job, index, "has failed")
             self.answered(job, index, repr(value))
         for host in self.hosts.values():
-            if host.number in self.engine._gone:
+            if host.number in self.engine.service.gone:
                 self.buried.add(host.number)
 
     def answered(self, job: int, index: int, how: str) -> None:
@@ -689,5 +690,5 @@ class HostWorld(World):
     def check_failure(self) -> None:
         """The pool gives up only when no host is left."""
         self.note("the pool gives up:", self.engine.failure)
-        if any(number not in self.engine._gone for number in range(len(self.sizes))):
+        if any(number not in self.engine.service.gone for number in range(len(self.sizes))):
             self.wrong(f"the pool gives up without a reason: {self.engine.failure}")

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.hosts import messages as m
+from xpool.hosts.conversation import Conversation
 from xpool.hosts.desk import Desk
-from xpool.hosts.engine import HostEngine
 from xpool.hosts.link import Link
 from xpool.hosts.scheduler import Host, HostScheduler, Lost
+from xpool.hosts.service import HostService
 from xpool.jobs.ranges import CALLS, TaskRange
 
 from .mutants import Mutant, Patch, nothing, wrap
@@ -129,12 +130,12 @@ def _(patch: Patch) -> None:
 
 @mutant("an agent's last moment, when its lease is over, is not waited for")
 def _(patch: Patch) -> None:
-    patch.setattr("xpool.hosts.engine.GRACE", 0.0)
+    patch.setattr("xpool.hosts.service.GRACE", 0.0)
 
 
 @mutant("a lease is taken for a little shorter than it is")
 def _(patch: Patch) -> None:
-    patch.setattr("xpool.hosts.engine.DRIFT", 0.9)
+    patch.setattr("xpool.hosts.service.DRIFT", 0.9)
 
 
 @mutant("a retry on another host costs no retry")
@@ -170,13 +171,13 @@ def _first_unbound(sched: HostScheduler, queue: Any) -> Any:
 
 @mutant("a host that has ended by itself is taken for one that was told to")
 def _(patch: Patch) -> None:
-    def heard(original: Any, engine: HostEngine, host: int, agent: Any, message: Any) -> None:
+    def heard(original: Any, service: HostService, host: int, agent: Any, message: Any) -> None:
         if type(message) is m.Ended:
             agent.ended = True
         else:
-            original(engine, host, agent, message)
+            original(service, host, agent, message)
 
-    wrap(patch, HostEngine, "_heard", heard)
+    wrap(patch, HostService, "_heard", heard)
 
 
 # -- the lease -------------------------------------------------------------------------------------
@@ -204,10 +205,10 @@ def _(patch: Patch) -> None:
 
 @mutant("a call that did not come back is not made again")
 def _(patch: Patch) -> None:
-    def once_more(original: Any, engine: HostEngine, event: Any, agent: Any) -> None:
-        agent.calls.pop(event.number, None)
+    def unreached(original: Any, agent: Conversation, number: int) -> None:
+        agent._calls.pop(number, None)
 
-    wrap(patch, HostEngine, "_once_more", once_more)
+    wrap(patch, Conversation, "unreached", unreached)
 
 
 @mutant("a message that comes again is taken again")
@@ -241,12 +242,13 @@ def _(patch: Patch) -> None:
 
 @mutant("news that a failed call took with it are not missed")
 def _(patch: Patch) -> None:
-    def replied(original: Any, engine: HostEngine, event: Any, agent: Any) -> None:
-        lost = agent.lost
-        original(engine, event, agent)
-        agent.lost = lost
+    def replied(original: Any, agent: Conversation, *reply: Any) -> Any:
+        lost = agent._lost
+        found = original(agent, *reply)
+        agent._lost = lost
+        return found
 
-    wrap(patch, HostEngine, "_replied", replied)
+    wrap(patch, Conversation, "replied", replied)
 
 
 @mutant("a driver that says something again begins at what it had said, not at what is needed")
@@ -254,13 +256,13 @@ def _(patch: Patch) -> None:
     def acked(link: Link) -> int:
         return 0
 
-    def flush(original: Any, engine: HostEngine, number: int) -> None:
-        link = engine._agents[number].link
-        kept, link.acked = link.acked, min(link.acked, engine._agents[number].sent)
-        original(engine, number)
+    def flush(original: Any, agent: Conversation, expects: bool) -> None:
+        link = agent.link
+        kept, link.acked = link.acked, min(link.acked, agent._sent)
+        original(agent, expects)
         link.acked = kept
 
-    wrap(patch, HostEngine, "_flush", flush)
+    wrap(patch, Conversation, "flush", flush)
 
 
 # -- the end ---------------------------------------------------------------------------------------
@@ -268,20 +270,20 @@ def _(patch: Patch) -> None:
 
 @mutant("hosts that have not joined are waited for at the end")
 def _(patch: Patch) -> None:
-    def retire_all(original: Any, engine: HostEngine) -> None:
-        expected, engine._expected = engine._expected, set()
-        original(engine)
-        engine._expected = expected
+    def retire(original: Any, service: HostService) -> None:
+        expected, service.expected = service.expected, set()
+        original(service)
+        service.expected = expected
 
-    wrap(patch, HostEngine, "retire_all", retire_all)
+    wrap(patch, HostService, "retire", retire)
 
 
 @mutant("nobody is awake when a task is to be tried again")
 def _(patch: Patch) -> None:
-    def pause(original: Any, engine: HostEngine, tries: int) -> float:
-        engine._at = nothing  # type: ignore[method-assign]
-        when: float = original(engine, tries)
-        del engine._at
+    def pause(original: Any, service: HostService, tries: int) -> float:
+        service.at = nothing  # type: ignore[method-assign]
+        when: float = original(service, tries)
+        del service.at
         return when
 
-    wrap(patch, HostEngine, "_pause", pause)
+    wrap(patch, HostService, "_pause", pause)

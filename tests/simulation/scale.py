@@ -19,8 +19,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xpool.hosts import messages as m
-from xpool.hosts.engine import BEAT, CALLS_IN_FLIGHT
+from xpool.hosts.conversation import CALLS_IN_FLIGHT
 from xpool.hosts.scheduler import HostScheduler
+from xpool.hosts.service import BEAT
 from xpool.jobs.ranges import TaskRange
 
 __all__ = ["Cluster", "Outcome"]
