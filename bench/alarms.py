@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from xpool import P2PPool, Pool, ThreadPool
+from xpool.testing.leaks import descriptors
 
 T = TypeVar("T")
 
@@ -216,7 +217,7 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
         pool.map(same, range(20))
     pool.join()
     del pool
-    fds = len(os.listdir("/proc/self/fd"))
+    fds = descriptors()
     bell = Bell(seed)
     # Ignored, where a shell has put this in the background.
     at_interrupt = signal.getsignal(signal.SIGINT)
@@ -244,13 +245,23 @@ def run(kind: str, alarms: int, seed: int, life: int) -> dict[str, Any]:
         # Whatever was put in their place while books were kept is gone.
         check(signal.getsignal(signal.SIGINT), at_interrupt)
         check(signal.getsignal(signal.SIGALRM), bell._ring)
+    # A pool whose constructor was cut short ends by itself, in a thread of its own.
+    end = time.monotonic() + PATIENCE
+    while threading.active_count() > 2 and time.monotonic() < end:
+        time.sleep(0.01)
     return {
         "kind": kind, "alarms": bell.heard, "seen": bell.seen, "in finalizers": bell.unseen,
         "calls": bell.calls, "pools": pools, "errors": dict(errors),
         "seconds": round(time.monotonic() - begin, 1),
-        "more descriptors": len(os.listdir("/proc/self/fd")) - fds,
+        "more descriptors": more(fds, descriptors()),
         "threads": threading.active_count() - 2,  # beside this one and the watch
     }  # fmt: skip
+
+
+def more(before: dict[int, str], now: dict[int, str]) -> list[str]:
+    """Return what the descriptors are that have come, if there are more than there were."""
+    come = [f"{fd}: {to}" for fd, to in now.items() if before.get(fd) != to]
+    return come if len(now) > len(before) else []
 
 
 def watch(bell: Bell) -> None:
