@@ -33,9 +33,6 @@ STOP_GRACE = 0.95 * GRACE
 LOOK = 0.01
 """Seconds after which a worker is looked at that has tasks in hand while another has nothing."""
 
-MOST_WAITING = 2
-"""Calls that wait for something to say, at most: as with the true agent."""
-
 REPLY_BYTES = 4096
 
 
@@ -369,8 +366,7 @@ class Host:
             self.world.later(PATIENCE, self._nothing, one)
 
     def _reply(self) -> None:
-        """The oldest call takes what there is to say; too many would be in each other's way."""
-        while self._waiting and (self.desk.has_news or len(self._waiting) > MOST_WAITING):
+        while self._waiting and self.desk.may_reply(self._waiting[0][0]):
             self._send(self._waiting[0])
 
     def _nothing(self, one: tuple[int, Callable[..., None]]) -> None:

@@ -41,9 +41,6 @@ PATIENCE = 1.0
 """Seconds after which a call has its reply although there is nothing to say.  An eighth of the
 lease, where that is shorter."""
 
-MOST_WAITING = 2
-"""Calls that wait for something to say, at most."""
-
 NEWS = 0.05
 """Seconds between two messages about what the workers do, at least."""
 
@@ -168,7 +165,6 @@ class Agent:
         )
         self._news = threading.Condition()  # guards the desk and what follows
         self._desk = Desk(self._engine, charge.lease, time.monotonic())
-        self._waiting: list[int] = []  # calls without a reply, oldest first
         self._said: m.Status | None = None
         self._said_at = 0.0
         self._at_end, self._host, self._lease = ended, host, charge.lease
@@ -199,14 +195,12 @@ class Agent:
             return packed((taken, first), found)
         call = call._replace(messages=[self._lodged(one, fetch) for one in messages])
         with self._news:
-            self._waiting.append(call.number)
             self._desk.called(call)
             self._collect()
             self._news.notify_all()
             until = time.monotonic() + min(PATIENCE, self._lease / 8)
-            while not self._may_reply(call.number) and (left := until - time.monotonic()) > 0:
+            while not self._desk.may_reply(call.number) and (left := until - time.monotonic()) > 0:
                 self._news.wait(left)
-            self._waiting.remove(call.number)
             if not self._desk.has_news:
                 self._say(time.monotonic())
             taken, first, found = self._desk.reply(
@@ -215,12 +209,6 @@ class Agent:
             if self._desk.has_news:
                 self._news.notify_all()
         return packed((taken, first), found)
-
-    def _may_reply(self, number: int) -> bool:
-        """Whether a call has its reply now: the oldest takes what there is to say, and too many
-        that wait would be in the way of the next."""
-        waiting = self._waiting
-        return waiting[0] == number and (self._desk.has_news or len(waiting) > MOST_WAITING)
 
     def _lodged(self, message: Any, fetch: Callable[[Any], Any]) -> Any:
         kind = type(message)

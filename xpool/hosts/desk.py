@@ -19,6 +19,9 @@ from xpool.jobs.ranges import TaskRange
 
 __all__ = ["Desk"]
 
+MOST_WAITING = 2
+"""Calls that wait for something to say, at most."""
+
 
 class Desk:
     """What a host has been told, and what it has to say.
@@ -32,6 +35,7 @@ class Desk:
         self.until = now + lease
         """When the lease is over, if nothing renews it."""
         self._lease = lease
+        self._waiting: list[int] = []  # calls without a reply, oldest first
         self._replied: dict[int, float] = {}  # when each call had its first reply
         self._heard = 0  # the driver has the reply to the call of this number
         self._link = Link()
@@ -45,7 +49,9 @@ class Desk:
     # -- the driver's word -------------------------------------------------------------------------
 
     def called(self, call: Call) -> None:
-        """Do what a call says."""
+        """Do what a call says; a `reply` to it follows, or a `reply_to_beat`."""
+        if not call.beat:
+            self._waiting.append(call.number)
         replied = self._replied.get(call.heard)
         if replied is not None:
             self.until = max(self.until, replied + self._lease)
@@ -124,8 +130,15 @@ class Desk:
         """Whether there is something to say that is not under way."""
         return self._sent < self._link.last
 
+    def may_reply(self, number: int) -> bool:
+        """Whether a call has its reply now: the oldest takes what there is to say, and too many
+        that wait would be in the way of the next."""
+        waiting = self._waiting
+        return waiting[0] == number and (self.has_news or len(waiting) > MOST_WAITING)
+
     def reply(self, number: int, now: float, most: int, weight: Any) -> tuple[int, int, list[Any]]:
         """Return the reply to a call: what a `Replied` has after the number."""
+        self._waiting.remove(number)
         if number > self._heard:
             # Of a call that comes twice, the driver may have had the first reply only.
             self._replied.setdefault(number, now)
