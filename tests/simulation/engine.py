@@ -637,8 +637,11 @@ class EngineWorld(World):
             self.unshared, self.unshared_since = (idle, sits), self.now
         elif self.now - self.unshared_since > PATIENCE:
             self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} sits on tasks")
+        # Answers of a worker that is asked to break a task off come by then, with those before it.
+        asked = any(slot.interrupted is not None for slot in slots)
+        patience = PATIENCE + (TASK_GRACE if asked else 0)
         for task in self.unanswered:
             finished = self.known[task].finished
             unwanted = task[0] in self.withdrawn
-            if finished is not None and self.now - finished > PATIENCE and not unwanted:
+            if finished is not None and self.now - finished > patience and not unwanted:
                 self.wrong(f"{task} was finished at {finished:.6f}, and is not answered")

@@ -98,10 +98,12 @@ class Deadlines:
         since = self._last_progress[1]
         if now < since + limit:
             return Verdict(Act.NOTHING, when=since + limit)
-        if running is not None:
-            # It may have run for some of that time, but only once, and not as long as its limit.
-            if now < since + 2 * limit:
-                return Verdict(Act.NOTHING, when=since + 2 * limit)
+        if running is not None and running[0].limit is not None:
+            # It may have run for some of that time, but only once, and not as long as its own
+            # limit, which may be longer than that of what waits behind it.
+            over = since + 2 * running[0].limit.seconds
+            if now < over:
+                return Verdict(Act.NOTHING, when=over)
             return Verdict(Act.INTERRUPT, running[0].seq + running[1])
         # Nothing of what it holds is begun.  Others get it first: then its death costs no task.
         return Verdict(Act.CONDEMN if held.paused else Act.RECALL)

@@ -1,0 +1,29 @@
+"""When a worker that is silent is to be interrupted: the policy alone, without a clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from xpool.jobs.deadlines import Act, Deadlines, Seen
+from xpool.jobs.ranges import Limit
+
+pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
+
+
+def test_the_limit_of_the_next_task_is_not_that_of_this_one():
+    """A worker that was stopped before it could say when it began has the limit of what it runs,
+    also where what waits behind that has a shorter one."""
+    runs: Any = SimpleNamespace(limit=Limit(1.0, False), withdrawn=False, seq=0)
+    waits: Any = SimpleNamespace(limit=Limit(0.01, False), withdrawn=False, seq=1)
+    held: Any = SimpleNamespace(held=[runs, waits], answered=0, paused=False)
+    seen = Seen(began=1, since=None, pipes=0)
+    deadlines = Deadlines()
+    now = 100.0
+    while now < 101.9:
+        act, _, when = deadlines.judge(held, (runs, 0), seen, now)
+        assert act is Act.NOTHING and when is not None and when > now
+        now = min(when, now + 0.3)
+    assert deadlines.judge(held, (runs, 0), seen, 102.1).act is Act.INTERRUPT
