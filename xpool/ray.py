@@ -22,7 +22,7 @@ import queue
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from xpool.errors import OptionError, XPoolError
@@ -43,6 +43,9 @@ LISTENS = 5.0
 
 LOOK = 1.0
 """Seconds between two looks at which hosts the cluster has."""
+
+MONITOR_EVERY, MONITOR_FROM = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
+"""Ray's variables: its memory monitor's interval, 0: there is none; and the part of the memory."""
 
 REPLACED = 3
 """Agents that a host gets in place of others, at most: what they die of may be the host's."""
@@ -263,7 +266,9 @@ class HostAgent:
         """Start the workers."""
         _drop_thread_limit()
         ended = functools.partial(os._exit, 0)
-        self._agent = Agent(pickle.loads(charge), host, first, workers, ended)
+        self._agent = Agent(
+            pickle.loads(charge), host, first, workers, ended, _before_rays_monitor()
+        )
         self._agent.start()
 
     def call(self, said: Any, refs: Sequence[Any] = ()) -> Any:
@@ -272,6 +277,16 @@ class HostAgent:
 
         assert self._agent is not None
         return _as_one(self._agent.call(_parts(said), lambda i: memoryview(ray.get(refs[i]))))
+
+
+def _before_rays_monitor() -> float | None:
+    """Return the part of the memory in use at which the largest worker is to be ended.
+
+    A little later Ray's own monitor would end this agent, and all workers with it.
+    """
+    if os.environ.get(MONITOR_EVERY) == "0":
+        return None
+    return float(os.environ.get(MONITOR_FROM, "0.95")) - 0.02
 
 
 def _drop_thread_limit() -> None:
@@ -379,7 +394,7 @@ class RayFleet:
                 ended = self._ends.get(timeout=LOOK)
             except queue.Empty:
                 with contextlib.suppress(Exception):  # no cluster for a moment: it is looked again
-                    self._look_for_hosts()
+                    self._look_at_hosts()
                 continue
             if ended is None:
                 return
@@ -388,10 +403,14 @@ class RayFleet:
                 self._replace(number)
             self._tell(f.Dead(number, reason))
 
-    def _look_for_hosts(self) -> None:
+    def _look_at_hosts(self) -> None:
+        draining = _draining()
+        for number, node in self._nodes.items():
+            if node.id in draining and number not in self._over:
+                self._tell(f.Draining(number))
         if self._where.n is None:
             for node in self._where.living():
-                if not self._agents[node.id]:
+                if not self._agents[node.id] and node.id not in draining:
                     self._add(node)
 
     def _replace(self, number: int) -> None:
@@ -506,6 +525,13 @@ class RayFleet:
         """Look for hosts no more, and let go of the agents."""
         self._ends.put(None)
         self._actors.clear()
+
+
+def _draining() -> Collection[str]:
+    """Return the ids of hosts that are about to go, such as those of a spot market."""
+    from ray._private.state import state  # there is no public way to ask
+
+    return getattr(state, "get_draining_nodes", dict)()  # older versions have none
 
 
 def _kill(actor: Any) -> None:

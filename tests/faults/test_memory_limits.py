@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support import work
@@ -92,6 +93,33 @@ def test_memory_high(monkeypatch, tmp_path):
         used[0] = 0.99
         assert pool.map(work.square, range(50), 1) == [x * x for x in range(50)]
     box.close()
+
+
+def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
+    """One at each look, of those that are large; small ones are left alone."""
+    sizes = {1: 10 << 20, 2: 900 << 20, 3: 500 << 20, 4: 950 << 20}
+    states = {4: SimpleNamespace(serves=False)}
+    slots = [
+        SimpleNamespace(index=pid, pid=pid, state=states.get(pid, SimpleNamespace(serves=True)))
+        for pid in sizes
+    ]
+    monkeypatch.setattr(memory, "private_memory", sizes.__getitem__)
+    monkeypatch.setattr(memory, "total_memory", lambda: 10 << 30)
+    used, ended, looks = [0.5], [], []
+    reactor = SimpleNamespace(now=lambda: 0.0, call_at=lambda when, look: looks.append(look))
+
+    def end(slot):
+        ended.append((slot.pid, slot.over))
+        slot.state = SimpleNamespace(serves=False)
+
+    monkeypatch.setattr(memory, "used_memory", lambda: used[0])
+    memory.MemoryGuard(reactor, slots, None, None, 0.9, end, lambda: None)
+    assert ended == []
+    used[0] = 0.95
+    for _ in range(3):
+        looks.pop()()
+    assert [pid for pid, _ in ended] == [2, 3]
+    assert "944 MB" in ended[0][1] and "90%" in ended[0][1]
 
 
 @pytest.mark.parametrize("kind", [Pool, ThreadPool])

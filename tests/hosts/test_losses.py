@@ -18,6 +18,7 @@ from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually, wait_gone
 
+import xpool
 import xpool.hosts.assembly
 from xpool import Pool, TaskTimeout, WorkerDied
 from xpool.errors import HostLost
@@ -255,6 +256,34 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
         for call in calls:
             with pytest.raises(Exception, match="No host of the pool is left"):
                 call.get(WAIT)
+
+
+def where(_):
+    """Return this worker's host."""
+    return xpool.current_worker().host
+
+
+def test_a_host_that_drains(stage):
+    """A host that is about to go, and of which the cluster says so, gets no more tasks."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    with stage.pool() as pool:
+        assert any(address(stage.victim) in host for host in pool.run_all(where, 0))
+        deadline = int(time.time() * 1000) + 600_000
+        accepted, why = GcsClient(address=stage.cluster.address).drain_node(
+            stage.victim.node_id,
+            DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+            "a test",
+            deadline,
+        )
+        assert accepted, why
+        eventually(
+            lambda: all(address(stage.safe) in host for host in pool.map(where, range(40), 1)),
+            "tasks go to the other host", WAIT,
+        )  # fmt: skip
+        assert {address(stage.safe) in host for host in pool.map(where, range(200), 1)} == {True}
+    stage.cluster.remove(stage.victim)
 
 
 def test_all_hosts_go(stage, tmp_path):

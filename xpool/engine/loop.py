@@ -84,6 +84,7 @@ class Engine:
         relay: Relay | None = None,
         worker_memory: int | None = None,
         memory_high: float | None = None,
+        memory_full: float | None = None,
         hands_back: bool = False,
     ) -> None:
         self.lock = threading.Lock()  # guards all that follows, the parts included
@@ -123,7 +124,7 @@ class Engine:
             Switchboard(self.slots, reactor) if peers else None,
         )  # fmt: skip
         self._service.guard = MemoryGuard(
-            reactor, self.slots, worker_memory, memory_high,
+            reactor, self.slots, worker_memory, memory_high, memory_full,
             self._service.condemn, self._service.give_idle,
         )  # fmt: skip
         self._spin = Spin()

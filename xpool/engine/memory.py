@@ -17,6 +17,9 @@ __all__ = ["MemoryGuard"]
 INTERVAL = 0.2
 """Seconds between two looks."""
 
+LARGE = 0.02
+"""The part of the machine's memory that a worker has at least that is ended for it."""
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -36,7 +39,8 @@ def used_memory() -> float:
 
 
 class MemoryGuard:
-    """Ends workers past ``most`` bytes; is ``short`` while more than ``high`` of memory is in use.
+    """Ends workers past ``most`` bytes; is ``short`` while more than ``high`` of memory is in use;
+    ends the largest worker while more than ``full`` is.
 
     ``end(slot)`` ends a worker, ``again()`` gives out tasks that have waited.  Looks at it by
     itself, since no event tells of memory.
@@ -48,14 +52,15 @@ class MemoryGuard:
         slots: Sequence[Slot],
         most: int | None,
         high: float | None,
+        full: float | None,
         end: Callable[[Slot], object],
         again: Callable[[], object],
     ) -> None:
         self.short = False
         self._reactor, self._slots = reactor, slots
-        self._most, self._high = most, high
+        self._most, self._high, self._full = most, high, full
         self._end, self._again = end, again
-        if most is not None or high is not None:
+        if most is not None or high is not None or full is not None:
             self._look()
 
     def _look(self) -> None:
@@ -66,6 +71,8 @@ class MemoryGuard:
             before, self.short = self.short, used_memory() > self._high
             if before:
                 self._again()  # also while it is short: one task may run where none does
+        if self._full is not None and used_memory() > self._full:
+            self._end_largest()
         self._reactor.call_at(self._reactor.now() + INTERVAL, self._look)
 
     def _weigh(self, slot: Slot, most: int) -> None:
@@ -77,5 +84,17 @@ class MemoryGuard:
             slot.over = (
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
                 f"worker_memory={most} allows {most / 1e6:.0f} MB."
+            )
+            self._end(slot)
+
+    def _end_largest(self) -> None:
+        living = [s for s in self._slots if s.pid is not None and s.state.serves]
+        sizes = [(private_memory(slot.pid or 0), slot.index, slot) for slot in living]
+        bytes_, _, slot = max(sizes, default=(0, 0, None))
+        # The end of a small one helps nobody: the memory is someone else's.
+        if slot is not None and bytes_ > total_memory() * LARGE:
+            slot.over = (
+                f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, more "
+                f"than others, and {self._full:.0%} of the machine's memory was in use."
             )
             self._end(slot)

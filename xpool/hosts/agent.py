@@ -111,6 +111,7 @@ class Agent:
         host: name of this host.
         first, workers: the pool's number of the first worker here, and how many there are.
         ended: called when it is over: the workers have ended.
+        memory_full: the part of the host's memory from which on the largest worker is ended.
 
     Raises:
         OptionError: the versions of Python or of a package differ from the driver's.
@@ -124,6 +125,7 @@ class Agent:
         first: int,
         workers: int,
         ended: Callable[[], None],
+        memory_full: float | None = None,
     ) -> None:
         _compare(host, charge.facts)
         cores = max(1, default_processes() // workers)
@@ -161,6 +163,7 @@ class Agent:
             relay=Relay(spec.pool),
             worker_memory=charge.worker_memory,
             memory_high=charge.memory_high,
+            memory_full=memory_full,
             hands_back=True,
         )
         self._news = threading.Condition()  # guards the desk and what follows
