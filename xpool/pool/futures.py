@@ -66,6 +66,7 @@ class _Future(concurrent.futures.Future[T]):
         if super().cancel():
             with self._condition:
                 seen = self._state == "CANCELLED_AND_NOTIFIED"
+            # Once: in any other state it raises (Lib/concurrent/futures/_base.py).
             if not seen:
                 self.set_running_or_notify_cancel()
 
@@ -153,6 +154,7 @@ class PoolExecutor(concurrent.futures.Executor):
         deadline = None if timeout is None else time.monotonic() + timeout
         rows: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
         if buffersize is None:
+            # As the standard executors do: the input is drawn before this returns.
             rows = list(rows)
         with self._lock:
             self._check_open()

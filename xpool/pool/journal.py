@@ -76,6 +76,7 @@ class Journal:
             self._begin(os.fspath(path), _name(func))
         except sqlite3.DatabaseError as exc:
             self._base.close()
+            # Locked, or no such folder: that says nothing about what is in the file.
             if isinstance(exc, sqlite3.OperationalError):
                 raise
             raise OptionError(f"{os.fspath(path)} is not a journal: {exc}") from exc
@@ -85,6 +86,8 @@ class Journal:
 
     def _begin(self, path: str, name: str) -> None:
         base = self._base
+        # Commits wait for no disk: a crash of the program loses none of them, one of the machine
+        # maybe the last (sqlite.org/pragma.html#pragma_synchronous).
         base.execute("PRAGMA journal_mode=WAL")
         base.execute("PRAGMA synchronous=NORMAL")
         with base:
@@ -187,6 +190,7 @@ class Recorded(Stream):
             if stored is not None:
                 found(index, stored)
                 return 0
+            # Before it is put: its answer may come before `put` returns.
             keys[index] = key
             return put(index, item)
 
@@ -218,6 +222,7 @@ def _write_all(
     try:
         while not end:
             answers = [results.get()]
+            # What has come during the last commit shares one.
             while len(answers) < AT_ONCE and not results.empty():
                 answers.append(results.get())
             there = [answer for answer in answers if answer is not None]

@@ -64,6 +64,7 @@ class Packer:
         if chosen is None or chosen < 0:
             return payload, chosen
         if owners.keys() - {chosen} or not all(self._sight.reach(gpu, chosen) for gpu in gpus):
+            # Once more, now that it is known for whom.
             layout = self.layout._replace(target=chosen, kept=kept)
             payload = encode(task, recurse=self.recurse, layout=layout)
         return payload, chosen

@@ -111,6 +111,7 @@ class ThreadPool(BasePool):
 
         def answer(result: Result) -> None:
             pool = ref()
+            # It was dropped while this task ran: nobody waits for the answer.
             if pool is None:
                 return
             if delivers:

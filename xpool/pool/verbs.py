@@ -177,6 +177,7 @@ class Verbs(Hooks):
         try:
             func = self._begin_progress(job, func)
             if not items:
+                # There is no task whose answer would complete it.
                 job.settled = True
                 self._complete(job)
                 return
@@ -227,6 +228,7 @@ class Verbs(Hooks):
         try:
             self._enter(job, 0)
         except BaseException:
+            # A journal's thread, which the job has started, ends by it.
             job.release()
             raise
         try:
@@ -303,6 +305,7 @@ class Verbs(Hooks):
             except Exception as exc:
                 if by_handler(exc):
                     raise
+                # The rest is taken all the same, so that the whole input is run and written down.
                 error = error or exc
         if error is not None:
             raise error
@@ -411,6 +414,7 @@ class Verbs(Hooks):
             if pool is None or pool._state is PoolStates.TERMINATE:
                 flow.stop()
             else:
+                # Before it is put: a pool of threads may answer it at once.
                 flow.added(0)
                 pool.pool_inqueue_put(_task(number, index, func, False, chunked, task))
             return 0
