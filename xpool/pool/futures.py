@@ -38,6 +38,7 @@ class _Future(concurrent.futures.Future[T]):
         job = self.job
         if job is not None and not self.done():
             pool = job._pool
+            # A future that runs is not cancelled; the pool's result would stop its task.
             if pool is None or pool._runs(job) or not job.cancel():
                 return self.cancelled()
             self._end_cancelled()
@@ -50,6 +51,7 @@ class _Future(concurrent.futures.Future[T]):
 
     def succeed(self, value: T) -> None:
         self.job = None
+        # False: it was cancelled meanwhile, and nobody wants the value.
         if self.set_running_or_notify_cancel():
             self.set_result(value)
 

@@ -143,6 +143,7 @@ def _name(func: Any) -> str:
     kind = func if hasattr(func, "__qualname__") else type(func)
     name = f"{kind.__module__}.{kind.__qualname__}"
     code = getattr(func, "__code__", None)
+    # A lambda or a local function: others have the same name.
     if "<" in name and code is not None:
         name += f" {hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest()[:16]}"
     return name
@@ -197,6 +198,7 @@ class Recorded(Stream):
         return put_or_find
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        # Counted at once, though it arrives later: what waits to be written takes memory, too.
         self.hold_back(value)
         self._queue.put((index, ok, value))
         return False
@@ -245,6 +247,7 @@ def _opened(answers: list[tuple[int, bool, Any]], keys: dict[int, Key]) -> list[
             continue
         values = value.open() if isinstance(value, Parcel) else [value]
         for i, one in enumerate(values, index):
+            # None: the input has raised, or making the item's key has.
             key = keys.pop(i, None)
             if key is not None and ok and type(one) is not Unopened:
                 found.append((key, one))

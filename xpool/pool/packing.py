@@ -55,6 +55,7 @@ class Packer:
             deliver()
         layout = self.layout._replace(kept=True) if kept else self.layout
         payload = encode(task, recurse=self.recurse, layout=layout)
+        # Handles to tensors on devices are blocks: a message without any has none.
         if type(payload) is not Leased:
             return payload, worker
         owners, gpus = payload.owners, payload.gpus

@@ -208,6 +208,7 @@ class Verbs(Hooks):
             size = 1
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
+        # What the caller gets, and how far ahead of it the input is drawn.
         results = kind(label(func), self, size > 1)
         flow = FlowControl(buffersize, self._size, results.shelf)
         if buffersize is not None:
@@ -232,6 +233,7 @@ class Verbs(Hooks):
             job.release()
             raise
         try:
+            # From here on, what fails does so through the results.
             func = self._begin_progress(job, func)
             put = job.around(self._open_stream(job, func, size > 1, flow, terms))
             put_run = self._open_runs(job, func, terms) if terms.journal is None else None
