@@ -31,6 +31,7 @@ from xpool.worker_local import WorkerLocal
 
 __all__ = ["Broadcast", "Objects"]
 
+# Bytes, of which nothing is used: what counts is who holds the block.
 _TOKEN = 64
 _EVERYONE = -1  # as a message's target: handles to tensors on devices are replaced by copies
 
@@ -117,12 +118,14 @@ def publish(
         return block.view(nbytes)
 
     message = write(Layout(room=room, pool=pool, target=_EVERYONE))
+    # A message without large buffers is a plain pickle: nobody has asked for room.
     if block is None:
         room(len(message))[:] = message
     assert block is not None
     token = lessor(_TOKEN)
     if token is None:
         raise TaskNotPicklable("No shared memory is left for a broadcast; let go of earlier ones.")
+    # Who holds the token, a message for one, holds the object with it.
     token.former = block
     return Broadcast(pool, block.name, len(message), token, what)
 
@@ -150,6 +153,7 @@ class Objects:
         try:
             return self._kept[key]
         except KeyError:
+            # First: what nobody refers to any more makes room for it.
             self.collect()
         obj = place.load() if token is None else decode(self._map(place, nbytes))
         self._kept[key] = obj
@@ -174,6 +178,7 @@ class Objects:
     def collect(self) -> bool:
         """Let go of objects to which there are no references; return whether any are left."""
         for key in list(self._kept):
+            # Others lie in files: nobody tells when their references go, and they stay.
             if type(key) is int and not self._referred(key):
                 del self._kept[key]
         return bool(self._kept)
@@ -181,6 +186,7 @@ class Objects:
     def _referred(self, name: int) -> bool:
         """Whether the pool's process still holds a token."""
         assert self._arena is not None
+        # The stamp tells a block that was leased again; attachment 0 is that of the pool's process.
         file, number = self._arena.file, name & 0xFFFF_FFFF
         return file.stamps[number] == name >> 32 and bool(file.holds(0)[number])
 

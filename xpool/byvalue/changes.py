@@ -7,6 +7,7 @@ from typing import Any
 
 __all__ = ["mark"]
 
+# So many samples of an array, of so many bytes each.
 _SAMPLES, _SAMPLE = 64, 64
 
 
@@ -32,6 +33,7 @@ def mark(value: Any) -> Any:
 
 
 def _version(tensor: Any) -> int | None:
+    # Inference tensors do not count their changes: torch raises where it is asked.
     return None if tensor.is_inference() else tensor._version
 
 
@@ -41,9 +43,11 @@ def _samples(numpy: Any, array: Any) -> bytes:
     if array.flags.c_contiguous or array.flags.f_contiguous:
         flat = array.ravel(order="K").view(numpy.uint8)
         step = max(1, (len(flat) - _SAMPLE) // _SAMPLES)
+        # By itself, since what is less than a step is left out of the rows.
         last = flat[-_SAMPLE:].tobytes()
         whole = len(flat) // step * step
         samples: bytes = flat[:whole].reshape(-1, step)[:, :_SAMPLE].tobytes() + last
         return samples
+    # A view with gaps: its elements are taken by strides, since to flatten it would copy all.
     some = tuple(slice(None, None, max(1, n // 8)) for n in array.shape)
     return bytes(array[some].tobytes())

@@ -60,6 +60,7 @@ def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
         token = registry.token_of(cls)
         entry = registry.lookup(token)
         assert entry is not None
+        # What was received goes on as it came: its definition is its owner's to change.
         if entry.own:
             mark = _mark(cls)
             if entry.mark != mark:
@@ -83,6 +84,7 @@ def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
     entry = registry.lookup(token)
     if entry is not None and (entry.own or entry.version >= version):
         cls = entry.ref()
+        # One without blobs came inside another definition, or is being filled by another thread.
         if cls is not None and (entry.own or entry.blobs):
             return cls
     with registry.lock:
@@ -92,6 +94,7 @@ def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
         if not entry.own:
             entry.version = version
             entry.names = frozenset(names)
+            # Last: now `_load` returns it without the lock.
             entry.blobs = {False: blob, True: blob}
         return cls
 
@@ -231,10 +234,12 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any], frozenset[str]]) -> No
     entry = registry.known(cls)
     if entry is None or entry.own or entry.version >= version:
         return
+    # These are no attributes to be set: registered subclasses, and what members have.
     subclasses = state.pop("_abc_impl", ())
     for key, extra in state.pop("_member_map_", {}).items():
         vars(cls._member_map_[key]).update(extra)
     if entry.version >= 0:
+        # A later version of a class that is here already: its owner has deleted these.
         gone = set(vars(cls)) - state.keys() - skipped - _MADE_BY_PYTHON
         for name in gone:
             if isinstance(vars(cls)[name], FunctionType):

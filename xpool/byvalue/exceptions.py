@@ -28,6 +28,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     not even the class can travel, it is a `ResultNotPicklable` with the text.
     """
     cause = exc.__cause__
+    # A task that was run by a pool in this task: its worker's traceback comes first.
     if (
         hasattr(cause, "text")
         and isinstance(cause, errors.RemoteTraceback)
@@ -42,6 +43,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     for form in (_Raised(exc, traceback_text), _Salvaged(exc, traceback_text)):
         try:
             data = encode(form, main_globals=False)
+            # Opened here: many exceptions can be pickled, and not unpickled.
             if type(decode(data)) is type(exc):
                 return data
         except Exception as error:  # whatever the class does in its own __reduce__

@@ -63,6 +63,7 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
         name = name_for(pickler, function)
     if name is not None:
         return name
+    # By value, then: first, where it finds its globals in the receiver.
     names = global_names(function.__code__)
     values = function.__globals__
     module = values.get("__name__")
@@ -89,6 +90,7 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
         # message that holds it is looked at again (see pickler.py).
         in_main = function.__module__ in main.MAIN_NAMES
         state["__module__"] = None if in_main else function.__module__
+    # Then what a function that was just made of its code does not have.
     for attribute in _ATTRIBUTES:
         value = getattr(function, attribute, None)
         if value is not None and value != ():
@@ -136,6 +138,7 @@ def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> Funct
 def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
     function.__globals__.update(state.pop("globals", ()))
     for name, value in state.pop("helpers", {}).items():
+        # The receiver's own, if it has them, belong to its own rewritten functions.
         function.__globals__.setdefault(name, value)
     function.__dict__.update(state.pop("dict", ()))
     if "__module__" in state and state["__module__"] is None:
@@ -189,6 +192,7 @@ def _private_names(owner: Any, name: str) -> Iterator[str]:
     if name.startswith("__") and not name.endswith("__"):
         classes = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
         for one in classes:
+            # As the compiler changes private names (_Py_Mangle).
             yield f"_{one.__name__.lstrip('_')}{name}"
 
 

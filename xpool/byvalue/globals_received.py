@@ -94,6 +94,7 @@ def retake(entries: list[Entry]) -> None:
     """Set the globals anew that came with a function, where other messages have set others."""
     serials = _incoming.serials
     for entry in entries:
+        # Without the lock, for each call: `_take` looks again, with it.
         if serials.get(entry.name) != entry.serial:
             with _lock:
                 _take(entry, True)
@@ -104,6 +105,7 @@ def _take(entry: Entry, exact: bool) -> None:
     last = _incoming.serials.get(name)
     if last == serial or (last is not None and last > serial and not exact):
         return
+    # Noted whatever comes of it: one that cannot be loaded is not tried again for each task.
     _incoming.serials[name] = serial
     holder, attribute = _place_of(name)
     if holder is None:
@@ -115,6 +117,7 @@ def _take(entry: Entry, exact: bool) -> None:
             return  # code that ran here made it before its first value came: that stays
         if born and kind == VALUE and _is_same(current, data):
             return  # and is still the object that other objects of the script hold
+        # A fork has it from the program, though it cannot be pickled.
         if born and kind == NONE and main.is_forked():
             return
     if kind == KEEP and current is not MISSING:
@@ -139,6 +142,7 @@ def _take(entry: Entry, exact: bool) -> None:
         holder[name] = value
         _incoming.missing.pop(name, None)
         module = sys.modules["__main__"].__dict__
+        # `multiprocessing` has copied the globals of its functions into the module.
         if module is not holder:
             module[name] = value
 
@@ -171,6 +175,8 @@ def missing_global(exc: BaseException) -> str | None:
     )
 
 
+# Guards what was received, and the setting of globals.  Re-entrant: loading a value may load a
+# message that brings others.
 _lock = threading.RLock()
 _incoming = _Incoming()
 

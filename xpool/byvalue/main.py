@@ -110,6 +110,7 @@ def units() -> bytes | None:
 def main_location() -> tuple[str, str] | None:
     """Return ``("path", p)``, ``("name", modname)``, or None when there is no file to run again."""
     module = sys.modules.get("__main__")
+    # What is typed is in no file.
     if module is None or hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     spec = getattr(module, "__spec__", None)
@@ -132,6 +133,7 @@ def filled_namespace() -> dict[str, Any]:
 
     A worker may put that off until somebody asks its ``__main__`` for a name.
     """
+    # No unit binds this name, so all that is left of the script is run.
     fill("xpool_asks_for_any_name")
     return namespace()
 
@@ -151,6 +153,7 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
     """
     _state.replica, _state.forked = True, forked
     _state.told = importable
+    # Nothing of the parent's, from before a fork, is taken for this process's.
     _state.module = None
     _state.values = _run_by_multiprocessing(sys.modules["__main__"])
     note_born()

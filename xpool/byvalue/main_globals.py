@@ -113,6 +113,7 @@ class _Plan(NamedTuple):
         return True
 
 
+# Sets of names whose plans are remembered; when there are more, all are forgotten.
 _PLANS = 256
 
 
@@ -123,6 +124,7 @@ def _quiet(names: set[str]) -> bool:
 
 
 def _plan(names: frozenset[str]) -> _Plan:
+    # Without the lock: a plan is replaced as a whole, and never changed.
     plan = _outgoing.plans.get(names)
     if plan is None or not plan.holds():
         with _lock:
@@ -238,11 +240,13 @@ _PLAIN = frozenset({dict, list, tuple, set, frozenset, bytearray}) | _NEVER_CHAN
 
 def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
     """Return what is to be sent of a global; its serial number is another if it has changed."""
+    # First, whether it is known without pickling.
     large, sent = book.large.get(name), _outgoing.sent.get(name)
     if large is not None and large.refer() is value and large.mark == mark_of(value):
         return large
     if sent is not None and type(value) in _NEVER_CHANGE and sent.refer() is value:
         return sent
+    # Else it is pickled, and compared with what was sent last.
     refer, kind, data, names, mark = None, VALUE, b"", frozenset[str](), None
     try:
         if type(value) not in _PLAIN and _is_of_process(value) and _only_top_level(name):
@@ -265,12 +269,14 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
             if type(value) in _NEVER_CHANGE:
                 sent = _outgoing.sent[name] = sent._replace(refer=_reference(value))
             return sent
+    # Not held: it may be changed in place, so its bytes are compared in any case.
     if kind == VALUE and type(value) not in _NEVER_CHANGE:
         refer = _nothing
     else:
         refer = _reference(value)
     first = sent is None and large is None
     now = _Sent(refer, next(_outgoing.serials), first, kind, data, names, mark)
+    # A place is the pool's that it was made for; what is sent as bytes is the same for all.
     if kind == PLACE:
         book.large[name] = now
     else:
@@ -378,6 +384,8 @@ class _Script:
         return [pickle.dumps(wrapped, 5, buffer_callback=outer.append)], outer
 
 
+# Guards what was sent, plans and books; pickling, which runs the program's code, included: two
+# threads must not give one value two numbers.  Re-entrant: that code may send something, too.
 _lock = threading.RLock()
 _outgoing = _Outgoing()
 reducers.script = _Script()

@@ -14,6 +14,7 @@ __all__ = ["global_names", "reads"]
 
 _names_of: WeakKeyDictionary[CodeType, frozenset[str]] = WeakKeyDictionary()
 
+# Of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS came with 3.12.
 _ABOUT_GLOBALS = frozenset(
     {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"}
 )

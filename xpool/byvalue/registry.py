@@ -88,6 +88,7 @@ def shell(token: str, build: Callable[[], Any]) -> Any:
         cls = None if entry is None else entry.ref()
         if cls is None:
             cls = build()
+            # Below any version, so that `classes._fill` fills it.
             adopt(cls, token, own=False).version = -1
         return cls
 

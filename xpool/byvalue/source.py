@@ -72,6 +72,7 @@ def read(path: str, package: str | None) -> Source:
     guards: list[ast.If] = []
     outside: list[tuple[str, ast.AST]] = []
     inside: set[str] = set()
+    # What runs at the top level, and in guarded blocks; the ``else`` of a guard runs in workers.
     statements = list(_top_level(tree.body, guards))
     for guard in guards:
         for statement in _top_level(guard.body, []):
@@ -79,6 +80,7 @@ def read(path: str, package: str | None) -> Source:
         statements += _top_level(guard.orelse, [])
     for statement in statements:
         outside += [(name, statement) for name in bound_by(statement)]
+    # What functions may bind anywhere: globals that they declare, and attributes of anything.
     declared, attributes = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -135,9 +137,11 @@ def _imports(
             for alias in node.names:
                 if alias.asname == name:
                     found.setdefault(name, []).append((alias.name, None))
+                # ``import a.b`` binds a.
                 elif alias.asname is None and alias.name.partition(".")[0] == name:
                     found.setdefault(name, []).append((name, None))
         elif isinstance(node, ast.ImportFrom):
+            # A relative import: one dot is the package itself.
             above = (package or "").split(".")
             above = above[: len(above) - node.level + 1] if node.level else []
             module = ".".join([*above, *([node.module] if node.module else [])])

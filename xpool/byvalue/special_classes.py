@@ -37,6 +37,7 @@ def namedtuple_shell(cls: type, token: str) -> Shell | None:
     args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, cls.__bases__)
     skip = set(_OF_NAMEDTUPLE)
     text = attributes.get("__repr__")
+    # That of `namedtuple` is made again with the class; one of the class's own travels.
     if isinstance(text, FunctionType) and text.__globals__ is vars(collections):
         skip.add("__repr__")
     return _make_namedtuple, (*args, attributes.get("__orig_bases__")), frozenset(skip)
@@ -105,6 +106,7 @@ def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
     if data_type.__new__ is as_object:
         return ()
     if issubclass(data_type, str):
+        # Not `str(member)`, which a class may define anew.
         return (str.__str__(member),)
     for plain in (int, float, complex, bytes, tuple, frozenset):
         if issubclass(data_type, plain):
@@ -140,6 +142,7 @@ def _make_enum(
 
     def build() -> Any:
         name, qualname, module = names
+        # Not the metaclass's own, whose code has run when the class was defined.
         body = enum.EnumMeta.__prepare__(name, bases)
         body["__module__"], body["__qualname__"] = module, qualname
         if members:

@@ -46,6 +46,7 @@ def _reduce(pickler: Context, obj: Any) -> Any:
 
 
 def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) -> Any:
+    # So that two threads which load one token get one object.
     with registry.lock:
         found = registry.lookup(token)
         made = None if found is None else found.ref()

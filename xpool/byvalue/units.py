@@ -54,6 +54,7 @@ class Units(NamedTuple):
         return self.check, self.flags, tuple(map(tuple, self.units))
 
 
+# Those three print, open a browser, and change how the terminal is read.
 _SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {
     "numpy",
     "torch",
@@ -158,6 +159,7 @@ class _Script:
                 continue
             self.statements.append(node)
             times.update(bound_by(node))
+        # A worker that leaves one of several out would bind the name to another's value.
         self._changed = {name for name, n in times.items() if n > 1}
         for part in ast.walk(tree):
             self._look(part)
@@ -225,6 +227,7 @@ class _Script:
         found = self._values.get(node.name)
         if node.keywords or not isinstance(found, type):
             return False
+        # `object` apart, whose own does nothing: what a base defines runs when the class is made.
         hooked = any("__init_subclass__" in vars(base) for base in found.__mro__[1:-1])
         return (
             type(found) is type

@@ -81,6 +81,7 @@ class AllWorkers(BasePool):
         group = self._group
         if group is None:
             return self._run_on_all(func, args, timeout)
+        # One thread makes the group anew; re-entrant, since that is a call on all workers itself.
         with self._order:
             wrapped = group.wrap(func)
         try:
@@ -107,11 +108,13 @@ class AllWorkers(BasePool):
                 job.terms = terms
                 self._start_on_all(job, (func, args, {}), terms)
             return job.get()
+        # Nothing runs any more that could be stopped.
         except PoolClosed:
             raise
         except BaseException as exc:
             if job is None:
                 raise
+            # Not for Ctrl-C and its like, which are not to wait for the others.
             if isinstance(exc, Exception):
                 job.wait(patience)
             self._cancel(job)
@@ -172,6 +175,7 @@ class AllWorkers(BasePool):
         return False
 
     def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[TaskRange]:
+        # Pickled once, and marked as kept: each worker copies what lies in blocks.
         payload, owner = self._packer.pack_task(call, True, None)
         payloads = [payload] * self._size
         if owner is not None:  # handles to tensors of single workers: the others get copies
@@ -291,6 +295,7 @@ class AllWorkersResult(Job):
         (self._values if ok else self._errors)[index] = value
         self._left -= 1
         self.settled = not self._left
+        # The caller is woken by the first error; by results only when all are there (`release`).
         if not ok:
             self._waiters.wake()
         return self.settled

@@ -143,6 +143,7 @@ class BasePool(PublicVerbs):
                 name=f"{self.name}-engine",
                 daemon=True,
             )
+            # First: the thread looks at the state, and strikes the pool off when it ends.
             self._state = PoolStates.RUN
             _pools[id(ref)] = ref
             self._thread.start()
@@ -348,6 +349,7 @@ class BasePool(PublicVerbs):
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
         deadline = None if timeout is None else time.monotonic() + timeout
         for input_reader in list(self._feeders):
+            # Else one whose results nobody takes would wait for room, and this for its end.
             input_reader.flow.unbind()
         ended = self._finished.wait(timeout) and self._callbacks.join(deadline)
         if ended:
@@ -439,6 +441,7 @@ class BasePool(PublicVerbs):
             if self._torn is not None:
                 failure = PoolBroken(0, 0.0, f"{type(self._torn).__name__}: {self._torn}")
             if failure is not None and self._failure is None:
+                # What has come up to now is delivered; only the rest fails.
                 self._pump()
                 self._break(failure)
         elif time.monotonic() - self._maintained >= TURN:
@@ -464,6 +467,7 @@ class BasePool(PublicVerbs):
             self._callbacks.stop()
             if self._backend is not None:
                 self._backend.close()
+            # Last: whoever waits for it, `__del__` too, takes all else for put away.
             self._finished.set()
 
     def _release_workers(self) -> None:
@@ -479,6 +483,7 @@ class BasePool(PublicVerbs):
             "make a pool of your own here"
         )
         self._finished.set()
+        # Other threads of the parent may have held these.
         self._delivering = threading.Lock()
         self._lock = threading.Lock()
         if self._backend is not None:

@@ -42,6 +42,7 @@ class Callbacks:
 
     def add(self, job: AsyncResult[Any]) -> None:
         """Have the callback of a settled job run; the job is completed after it."""
+        # Queued first: whichever thread serves then finds it.
         self._queue.put(job)
         with self._lock:
             if self._runner is None:
@@ -52,12 +53,14 @@ class Callbacks:
         thread = threading.Thread(
             target=self._run, args=(ended,), name=f"{self._name}-callbacks", daemon=True
         )
+        # Noted before it starts: it looks whether it still is the one that serves.
         self._runner = thread
         self._threads = [(t, e) for t, e in self._threads if t.is_alive()] + [(thread, ended)]
         thread.start()
 
     def _relieve(self) -> None:
         with self._lock:
+            # Once: a thread that was relieved already only has its callback to end.
             if self._runner is threading.current_thread():
                 self._start()
 
@@ -85,10 +88,13 @@ class Callbacks:
                 assert kind is not None
                 args = threading.ExceptHookArgs((kind, exc, trace, threading.current_thread()))
                 threading.excepthook(args)
+                # The traceback holds this frame, and these hold the traceback: a circle.
                 del kind, exc, trace, args
             finally:
                 job.complete()
+                # Else its result would live until the next callback.
                 del job
+            # `_relieve` has put a fresh thread in its place while it waited.
             if self._runner is not threading.current_thread():
                 return
 

@@ -60,6 +60,7 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
                     "worker_contexts of a pool over hosts: as xpool.ray.devices() makes them, each "
                     "on its host; what else a worker is to have, make in the initializer"
                 )
+            # The hosts decide how many workers there are, which `Pool` asks them.
             self._contexts = list(worker_contexts or ())
             super().__init__(processes, initializer, initargs, maxtasksperchild, context, **options)
             return

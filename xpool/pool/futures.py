@@ -38,6 +38,7 @@ class _Future(concurrent.futures.Future[T]):
         job = self.job
         if job is not None and not self.done():
             pool = job._pool
+            # A future that runs is not cancelled; the pool's result would stop its task.
             if pool is None or pool._runs(job) or not job.cancel():
                 return self.cancelled()
             self._end_cancelled()
@@ -50,6 +51,7 @@ class _Future(concurrent.futures.Future[T]):
 
     def succeed(self, value: T) -> None:
         self.job = None
+        # False: it was cancelled meanwhile, and nobody wants the value.
         if self.set_running_or_notify_cancel():
             self.set_result(value)
 
@@ -66,6 +68,7 @@ class _Future(concurrent.futures.Future[T]):
         if super().cancel():
             with self._condition:
                 seen = self._state == "CANCELLED_AND_NOTIFIED"
+            # Once: in any other state it raises (Lib/concurrent/futures/_base.py).
             if not seen:
                 self.set_running_or_notify_cancel()
 
@@ -153,6 +156,7 @@ class PoolExecutor(concurrent.futures.Executor):
         deadline = None if timeout is None else time.monotonic() + timeout
         rows: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
         if buffersize is None:
+            # As the standard executors do: the input is drawn before this returns.
             rows = list(rows)
         with self._lock:
             self._check_open()

@@ -94,6 +94,7 @@ class WorkerGroup:
             join = Join(self.generation, self._pool.size(), address, self.backend, self.timeout)
             try:
                 self._members = self._pool._run_on_all(join, (), None)
+            # The next attempt is with the worker that replaces the dead one.
             except (WorkerDied, PeerLost):
                 if attempt == ATTEMPTS - 1:
                     raise

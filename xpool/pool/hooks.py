@@ -128,9 +128,11 @@ class Hooks:
                 answer = (False, Carried(exc))
             try:
                 put((job, chunk, answer))
+            # A queue between processes pickles here, and could not.
             except Exception as exc:
                 put((job, chunk, (False, errors.ResultNotPicklable(exc, answer[1]))))
             done += 1
+            # `get` may wait for long: nothing of this task is to live as long.
             del task, job, chunk, func, args, kwds, answer
 
 

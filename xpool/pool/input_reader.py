@@ -95,6 +95,8 @@ class FlowControl:
     def reserve(self, most: int = 1) -> int:
         """Wait until items may be drawn, and say how many, of ``most``; 0: no more are wanted."""
         if not self.is_open():
+            # Before `wait` looks again: the engine counts first and looks at this then, so one of
+            # the two sees the other.
             self._waiting = True
             try:
                 self._waiters.wait(self.is_open, None)
@@ -122,6 +124,7 @@ class FlowControl:
     def answered(self, tasks: int) -> None:
         """Note that so many more tasks wait no longer."""
         self.taken_items += tasks
+        # Not for each task: it sleeps until half of what may be ahead is gone.
         if self._waiting and 2 * (self.put - self.taken_items) <= self._ahead:
             self._waiters.wake()
 
@@ -198,18 +201,21 @@ class InputReader:
                 try:
                     if type(task) is _Run:
                         assert self._put_run is not None
+                        # Before they are handed on: threads answer the first at once.
                         flow.put += len(task)
                         self._put_run(self._index, task)
                         self._index += len(task) - 1
                     else:
                         size = self._put(self._index, task)
                 except Exception as exc:
+                    # In the caller's thread: then it is not about the item.
                     if here and by_handler(exc):
                         raise
                     self._fail(self._index, exc)
                 if size:
                     flow.added(size)
                 self._index += 1
+                # The next may be long in coming, and until then this would live.
                 del task
                 if self._index >= most:
                     return False

@@ -76,6 +76,7 @@ class Journal:
             self._begin(os.fspath(path), _name(func))
         except sqlite3.DatabaseError as exc:
             self._base.close()
+            # Locked, or no such folder: that says nothing about what is in the file.
             if isinstance(exc, sqlite3.OperationalError):
                 raise
             raise OptionError(f"{os.fspath(path)} is not a journal: {exc}") from exc
@@ -85,6 +86,8 @@ class Journal:
 
     def _begin(self, path: str, name: str) -> None:
         base = self._base
+        # Commits wait for no disk: a crash of the program loses none of them, one of the machine
+        # maybe the last (sqlite.org/pragma.html#pragma_synchronous).
         base.execute("PRAGMA journal_mode=WAL")
         base.execute("PRAGMA synchronous=NORMAL")
         with base:
@@ -140,6 +143,7 @@ def _name(func: Any) -> str:
     kind = func if hasattr(func, "__qualname__") else type(func)
     name = f"{kind.__module__}.{kind.__qualname__}"
     code = getattr(func, "__code__", None)
+    # A lambda or a local function: others have the same name.
     if "<" in name and code is not None:
         name += f" {hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest()[:16]}"
     return name
@@ -187,12 +191,14 @@ class Recorded(Stream):
             if stored is not None:
                 found(index, stored)
                 return 0
+            # Before it is put: its answer may come before `put` returns.
             keys[index] = key
             return put(index, item)
 
         return put_or_find
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        # Counted at once, though it arrives later: what waits to be written takes memory, too.
         self.hold_back(value)
         self._queue.put((index, ok, value))
         return False
@@ -218,6 +224,7 @@ def _write_all(
     try:
         while not end:
             answers = [results.get()]
+            # What has come during the last commit shares one.
             while len(answers) < AT_ONCE and not results.empty():
                 answers.append(results.get())
             there = [answer for answer in answers if answer is not None]
@@ -240,6 +247,7 @@ def _opened(answers: list[tuple[int, bool, Any]], keys: dict[int, Key]) -> list[
             continue
         values = value.open() if isinstance(value, Parcel) else [value]
         for i, one in enumerate(values, index):
+            # None: the input has raised, or making the item's key has.
             key = keys.pop(i, None)
             if key is not None and ok and type(one) is not Unopened:
                 found.append((key, one))

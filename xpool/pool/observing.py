@@ -138,6 +138,8 @@ def _write(
     path: Path, name: str, workers: int, events: list[Event], begun: float, dropped: int
 ) -> None:
     pid = os.getpid()
+    # Chrome's trace event format: "M" names a row, "X" is a span, "i" a moment of one row ("t") or
+    # of all ("g"); times are in microseconds.
     rows: list[dict[str, Any]] = [
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     ]

@@ -133,6 +133,7 @@ class Orders:
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),
             "recurse": spec.recurse,
+            # A replacement draws other numbers than the worker that it replaces.
             "seed": spec.seed + f"/{index}/{generation}".encode(),
             "threads": spec.threads,
             "forked": self._forked,

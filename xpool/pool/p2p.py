@@ -72,6 +72,7 @@ class P2PPool(Pool):
 
     def _bind(self, worker: int | None) -> int:
         if worker is None:
+            # For the engine: the one with the least to do.
             return -1
         if check_count("worker", worker, least=0) >= self._size:
             raise OptionError(
@@ -80,6 +81,7 @@ class P2PPool(Pool):
         return worker
 
     def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[TaskRange]:
+        # The job's number is the scope of the messages that workers send in this call.
         func, args, kwds = call
         return super()._spans_for_all(job, (InCall(func, job.number), args, kwds), terms)
 

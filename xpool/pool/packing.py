@@ -55,6 +55,7 @@ class Packer:
             deliver()
         layout = self.layout._replace(kept=True) if kept else self.layout
         payload = encode(task, recurse=self.recurse, layout=layout)
+        # Handles to tensors on devices are blocks: a message without any has none.
         if type(payload) is not Leased:
             return payload, worker
         owners, gpus = payload.owners, payload.gpus
@@ -64,6 +65,7 @@ class Packer:
         if chosen is None or chosen < 0:
             return payload, chosen
         if owners.keys() - {chosen} or not all(self._sight.reach(gpu, chosen) for gpu in gpus):
+            # Once more, now that it is known for whom.
             layout = self.layout._replace(target=chosen, kept=kept)
             payload = encode(task, recurse=self.recurse, layout=layout)
         return payload, chosen

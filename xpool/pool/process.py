@@ -132,6 +132,7 @@ class Pool(AllWorkers):
             memory_limit = check_count("memory_limit", memory_limit, least=0)
         self._wanted_limit = memory_limit
         self._files = []
+        # Guards the size, and the order of what runs in all workers.
         self._order = threading.RLock()
         self._task_timeout = check_seconds("task_timeout", task_timeout)
         self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
@@ -245,6 +246,7 @@ class Pool(AllWorkers):
             return
         number, chunk, func, args, kwds = obj
         job = self._jobs.get(number)
+        # None: it was cancelled, or failed, meanwhile.
         if job is not None:
             self._engine.submit(self._call_span(job, chunk, (func, args, kwds), job.terms))
 
@@ -325,6 +327,7 @@ class Pool(AllWorkers):
                 self._engine.call(task_range)
                 if self._engine.results:
                     self._pump()
+                # What it holds was lent for this call, and can be collected now.
                 del task_range
                 if leased or self._exports:
                     self._collect()
@@ -528,6 +531,7 @@ def _launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> 
     """Return what starts the workers of a pool with this ``context=``."""
     if _has_own_server(context):
         modules = wanted_modules()
+        # A program that has called `preload` waits for its server's imports.
         if may_stand_in and "torch" in modules and not asked_for():
             return StandIns(modules)
         return ForkServer.get(modules)

@@ -109,6 +109,7 @@ class ProcessContext:
         pool.close()  # that is all: each process ends when it has answered
 
     def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
+        # Not `self`: a pool holds its callbacks, and this object holds the pool.
         ended, news = self._ended, self._news
 
         def tell(_: Any) -> None:

@@ -107,10 +107,12 @@ class ThreadPool(BasePool):
     def _answerer(self) -> Callable[[Result], None]:
         """Return what the threads call with their results: it must not hold the pool."""
         ref, results = weakref.ref(self), self._results
+        # A subclass with a hook of its own gets the results there, in the engine's thread.
         delivers = type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get
 
         def answer(result: Result) -> None:
             pool = ref()
+            # It was dropped while this task ran: nobody waits for the answer.
             if pool is None:
                 return
             if delivers:
@@ -131,6 +133,7 @@ class ThreadPool(BasePool):
     def pool_inqueue_put(self, obj: Task | None) -> None:
         """Queue a task."""
         if obj is not None:
+            # The hook carries no terms: they are the job's.
             job = self._jobs.get(obj[0])
             if job is not None and (job.terms.timeout is not None or job.terms.retries):
                 chunked = obj[2] in (each, star_each)

@@ -177,6 +177,7 @@ class Verbs(Hooks):
         try:
             func = self._begin_progress(job, func)
             if not items:
+                # There is no task whose answer would complete it.
                 job.settled = True
                 self._complete(job)
                 return
@@ -207,6 +208,7 @@ class Verbs(Hooks):
             size = 1
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
+        # What the caller gets, and how far ahead of it the input is drawn.
         results = kind(label(func), self, size > 1)
         flow = FlowControl(buffersize, self._size, results.shelf)
         if buffersize is not None:
@@ -227,9 +229,11 @@ class Verbs(Hooks):
         try:
             self._enter(job, 0)
         except BaseException:
+            # A journal's thread, which the job has started, ends by it.
             job.release()
             raise
         try:
+            # From here on, what fails does so through the results.
             func = self._begin_progress(job, func)
             put = job.around(self._open_stream(job, func, size > 1, flow, terms))
             put_run = self._open_runs(job, func, terms) if terms.journal is None else None
@@ -303,6 +307,7 @@ class Verbs(Hooks):
             except Exception as exc:
                 if by_handler(exc):
                     raise
+                # The rest is taken all the same, so that the whole input is run and written down.
                 error = error or exc
         if error is not None:
             raise error
@@ -411,6 +416,7 @@ class Verbs(Hooks):
             if pool is None or pool._state is PoolStates.TERMINATE:
                 flow.stop()
             else:
+                # Before it is put: a pool of threads may answer it at once.
                 flow.added(0)
                 pool.pool_inqueue_put(_task(number, index, func, False, chunked, task))
             return 0

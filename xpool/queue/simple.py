@@ -42,8 +42,10 @@ from xpool.transport import packets
 
 __all__ = ["SimpleQueue"]
 
+# The first byte of a packet: neither a plain pickle's nor `frame.FRAMED`.
 _IN_FILE = 2
 _FILE_HEAD = struct.Struct("<BxxxxxxxQ")
+# For the file, and for an in-flight lease of each arena; the kernel passes 253 (SCM_MAX_FD).
 _MOST_FDS = 64
 
 _FOR_A_MESSAGE = 3
@@ -117,6 +119,7 @@ class SimpleQueue:
         else:
             self._put(message, -1, held)
         if held:
+            # Its thread lets go of the blocks when they have arrived, also if nothing more is put.
             foreign.call()
 
     def _put(self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]) -> None:
@@ -244,6 +247,7 @@ class SimpleQueue:
     ) -> bool:
         """Send a message if there is room for it."""
         try:
+            # No shield: nothing is noted for these that a signal handler could cut short.
             if file < 0 and not held:
                 self._writer.send(packet, _SEND)
             else:
@@ -266,7 +270,9 @@ class SimpleQueue:
         with foreign.passing:
             fds = [] if file < 0 else [file]
             fds += [foreign.in_flight_leases_of(arena).descriptor() for arena in held]
+            # The lock keeps forks from copying leases; this does not wait while it is held.
             self._writer.sendmsg([packet], packets.rights(fds), _SEND)
+            # Only now: a packet for which there is no room is sent again, with the same blocks.
             for arena, blocks in held.items():
                 foreign.in_flight_leases_of(arena).sent(blocks)
 
@@ -276,6 +282,8 @@ class SimpleQueue:
     def _try_get(self) -> bytes | memoryview | None:
         """Take out a message if there is one, and take hold of its blocks."""
         with foreign.passing:
+            # Before the packet is taken out: the kernel drops descriptors that have no room.
+            # Another thread may open files in between: then `lost` says so.
             _need_descriptors(self._reader.fileno())
             try:
                 data, fds, lost = packets.receive(self._reader, packets.LONGEST, _MOST_FDS)
@@ -290,6 +298,7 @@ class SimpleQueue:
                     )
                 return _opened(data, list(fds)) if fds else data
             finally:
+                # Closing the leases tells their senders that the blocks are held here by now.
                 for fd in fds:
                     os.close(fd)
 

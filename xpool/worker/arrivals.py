@@ -56,8 +56,10 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
+        # Before the module's code runs, which may ask for its loader.
         module.__loader__ = self._spec.loader = self._own
         self._own.exec_module(module)
+        # Only now: an import that has failed is waited for again.
         call = _waiting.pop(module.__name__, None)
         if call is not None:
             call(module)

@@ -45,6 +45,7 @@ class _Finder:
         """Called by the import system, which finds the module by its other finders."""
         if name not in self._missing:
             return
+        # The first import decides: from then on the module is imported here like any other.
         sys.meta_path.remove(self)
         if self._box.began == 1 and self._unpickling():
             self._box.leave()

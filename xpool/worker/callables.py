@@ -67,6 +67,7 @@ class InCall:
 
     def __call__(self, *args: Any) -> Any:
         peers = current_worker().peers
+        # Without an arena there are no peers, and nothing to be kept apart.
         if peers is None:
             return self._func(*args)
         with peers.call(self._number):

@@ -64,14 +64,18 @@ def main(
     when the device is bound; ``missing``: of what modules it is without, as a stand-in.
     """
     kind, fds = _receive(boot, MOST)
+    # 7: the rows of the table above.
     channels = [_receive(fd, 7)[1] for fd in fds] if kind == SEVERAL else [fds]
     if not channels or any(len(channel) < 4 for channel in channels):
         return 0  # the parent was gone before it began
+    # First of all: from here on, nothing that hangs outlives the parent.
     for channel in channels:
         die_with_parent(channel[2])
     signal.signal(signal.SIGINT, _ignore)
     orders = [_read_orders(channel[0]) for channel in channels]
+    # One environment: contexts whose workers share a process have equal ones (`pool/context`).
     _bind(orders[0])
+    # Before the backends, the initializer and tasks, which may register callbacks.
     from xpool.worker import exits
 
     exits.begin()
@@ -98,6 +102,7 @@ def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
 
 def _read_orders(tasks: int) -> dict[str, Any]:
     head = _read(tasks, _HEAD.size)
+    # Plain data: nothing may be imported for it before `_bind` has set the environment.
     orders: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
     return orders
 
@@ -130,6 +135,8 @@ def die_with_parent(fd: int) -> None:
     if sys.platform == "linux":
         import fcntl
 
+        # fcntl(2).  O_ASYNC comes last, for it is what arms it; without F_SETSIG it sends SIGIO.
+        # The owner is this process: children that a task forks have the descriptor, and live on.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
@@ -161,6 +168,7 @@ def _bind(orders: dict[str, Any]) -> None:
     if orders["cpus"]:
         try:
             os.sched_setaffinity(0, orders["cpus"])
+        # EINVAL: none of them is online, and in the cpuset of this process (sched_setaffinity(2)).
         except OSError as exc:
             print(f"xpool: worker cannot run on cores {orders['cpus']}: {exc}", file=sys.stderr)
     _enter_folder(orders["cwd"], orders["pid"])

@@ -39,6 +39,7 @@ def begin() -> None:
     for inherited in list(finalize._registry):
         inherited.atexit = False
     finalize._registered_with_atexit = False  # the next one registers anew
+    # It has registered this when it was imported, and is not imported again.
     if "logging" in sys.modules:
         atexit.register(sys.modules["logging"].shutdown)
 
@@ -64,6 +65,7 @@ def run() -> None:
 def _finalize() -> None:
     util = sys.modules.get("multiprocessing.util")
     if util is not None:  # else nobody can have registered anything
+        # Finalizers of the process that it was forked from look at the process id, and do nothing.
         util._exit_function()
 
 
@@ -75,8 +77,10 @@ def _limit() -> None:
     """
     if not hasattr(signal, "setitimer"):
         return  # not this system's
+    # The default action ends the process: faulthandler chains to what was there before it.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     faulthandler.register(signal.SIGALRM, file=_STDERR, all_threads=True, chain=True)
+    # A task may have blocked it, or the thread that forked this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.setitimer(signal.ITIMER_REAL, EXIT_LIMIT)
 

@@ -35,6 +35,7 @@ def ready() -> None:
     spare, _spare = _spare, None
     now = list(sys.path)
     sys.path[:] = _path
+    # One is enough: an import opens one file at a time.
     os.close(spare)
     try:
         for name in _MODULES:

@@ -37,6 +37,7 @@ class File:
             fd, path = tempfile.mkstemp(prefix="xpool-shared-")
             remove = path
         left = memoryview(content)
+        # write(2) takes at most 0x7ffff000 bytes at a time.
         while left:
             left = left[os.write(fd, left) :]
         facts = os.fstat(fd)
@@ -83,6 +84,8 @@ class File:
         """Hold the file's lock: against other processes and against threads of this one."""
         fd = self.open()
         try:
+            # The lock belongs to the open file (flock(2)): one that is opened for each turn keeps
+            # threads apart, too.
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
@@ -106,6 +109,7 @@ class FileOfAgent:
             folder = f"/proc/{agent.pid}/fd"
             for fd in os.listdir(folder):
                 path = f"{folder}/{fd}"
+                # The agent may close descriptors meanwhile.  The link is "/memfd:NAME (deleted)".
                 with contextlib.suppress(FileNotFoundError):
                     if os.readlink(path).startswith(f"/memfd:{self.key} "):
                         return File._from(path, os.stat(path).st_ino).load()

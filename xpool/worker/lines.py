@@ -55,6 +55,7 @@ class Lines:
     def _hand_on(self, text: str) -> None:
         before = self._before()
         lines = text.splitlines(keepends=True)
+        # The rest of a line whose beginning `flush` has written gets no prefix.
         if self._continues:
             head = lines.pop(0)
         else:

@@ -91,6 +91,8 @@ def run(
     tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
+    # Before the program's code: an initializer that hangs can be asked where it is, and its time is
+    # limited by the clock in the box (`engine/start_limit`).
     if member is None:
         listen(box, outbox, _Worker._run.__code__)
     else:
@@ -100,6 +102,7 @@ def run(
     try:
         if member is None:
             become(orders, lifeline)
+        # In the order of the table in `entry`: control, relay, arena.
         control = others.pop(0) if orders["peers"] else -1
         open_relay(others.pop(0), orders)
         shared = _join(others, orders)
@@ -110,6 +113,7 @@ def run(
     except BaseException as exc:
         replies.refuse(_refusal(exc))
         return 1
+    # The start has a limit of its own, and ends here; `ready` lets tasks come.
     box.rest()
     if missing:
         runs = _Worker._run.__code__, _Worker._timed.__code__
@@ -125,6 +129,7 @@ def run(
     except (EOFError, BrokenPipeError):
         pass  # the parent is gone: nobody is left to tell
     except SystemExit as exc:
+        # The outbox may have answers of earlier tasks: only the one that called `sys.exit` is lost.
         replies.ring()
         code = _exit_code(exc)
     return code
@@ -133,6 +138,7 @@ def run(
 def _exit_code(exc: SystemExit) -> int:
     if exc.code is None:
         return 0
+    # As CPython does (handle_system_exit in Python/pythonrun.c); wait(2) tells 8 bits of it.
     if isinstance(exc.code, int):
         return exc.code & 0xFF
     print(exc.code, file=sys.stderr)
@@ -166,9 +172,11 @@ class _Worker:
         self._replies = replies
         self._keeper: Keeper | None = None
         self._layout = self._make_layout(orders)
+        # Before anything is unpickled: what arrives, globals too, may refer to what was broadcast.
         self._objects = Objects(arena, orders["token"])
         self._peers: Peers | None = None
         if control >= 0 and arena is not None:
+            # Handles and exports are for the parent; between peers, tensors of devices are copied.
             layout = self._layout._replace(keep=None, exports=None)
             self._peers = Peers(orders["index"], orders["peers"], control, layout)
         self._waits_for_others = False  # for the end of holds, by what `_release` found last
@@ -186,12 +194,14 @@ class _Worker:
             context = decode(orders["context"])
             self._prefix = (context,)
         host = orders["host"]
+        # Before the context and the initializer, which may ask for `current_worker`.
         enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers, host))
         _use_threads(orders["threads"], orders["forked"])
         if hasattr(context, "env"):
             bound: Any = context
             if hasattr(bound, "enter"):
                 bound.enter()
+        # Opened also where it is inherited: the globals of `__main__` that it uses come with it.
         sent = None if orders["initializer"] is None else decode(orders["initializer"])
         if inherited is None:
             inherited = sent
@@ -242,9 +252,11 @@ class _Worker:
         with listening() as heard:
             try:
                 func = decode(closed.payload)
+            # Not `TaskStopped`: that is about this task, and the next one opens the function.
             except Exception as exc:
                 func = _Unavailable(exc)
             entries = heard()
+        # `Retried` stays outermost, since `_run` looks for it there.
         if self._prefix or entries:
             inner = func.func if type(func) is Retried else func
             if entries:
@@ -266,6 +278,7 @@ class _Worker:
             return
         if arena is None or not arena.busy:
             return
+        # No event tells when the parent or a peer lets go: it is looked for, ever less often.
         seconds = 0.1
         while not poll(seconds * 1000):
             kept = self._release(everything=True)
@@ -283,6 +296,7 @@ class _Worker:
         keeper = self._keeper
         if keeper is None:
             return False
+        # Both are to collect, whatever the other has found.
         kept = keeper.collect(everything)
         return cuda_ipc.collect(everything) or kept
 
@@ -299,6 +313,7 @@ class _Worker:
                 # Who makes one call may make another.  In a stream, the parent needs the processor
                 # more.
                 self._likely = count == 1
+            # Here, since a task that is broken off in `run` leaves none for the `del` below.
             value = None
             try:
                 payload, error, value = run(func, mode, task)
@@ -341,6 +356,7 @@ class _Worker:
                 value = [func(*args) for args in task]
             if self._keeper is not None:
                 cuda_ipc.synchronize()
+        # It ends the worker, with the code that `run` makes of it.
         except SystemExit:
             raise
         except BaseException as exc:
@@ -464,6 +480,7 @@ def become(orders: dict[str, Any], lifeline: int) -> None:
             vars(multiprocessing.process)["_parent_process"] = parent(*orders["parent"], lifeline)
         main_module.install(orders["main"], orders["units"])
     Seeds(orders["seed"])
+    # After `install`: it notes the globals of the `__main__` that is there.
     mark_worker(orders["main"] is not None, forked=orders["forked"])
     if orders["forked"]:
         registry.disown()
@@ -481,4 +498,5 @@ def _use_threads(n: int, forked: bool) -> None:
     elif torch is not None and n and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(n)
     if n:
+        # For a torch, or another library with OpenMP, that is imported later.
         os.environ.setdefault("OMP_NUM_THREADS", str(n))

@@ -38,11 +38,14 @@ class _Main(types.ModuleType):
             return self.__dict__[name] if name in self.__dict__ else self._run_for(name)
 
     def _run_for(self, name: str) -> Any:
+        # Taken out while it runs: what the script asks of its own `__main__` does not run it again.
         script: _Script | None = self.__dict__.pop("_xpool_script", None)
+        # Libraries ask any module for such names: they do not have the script run.
         if script is None or (name.startswith("__") and name.endswith("__")):
             if script is not None:
                 self.__dict__["_xpool_script"] = script
             raise AttributeError(f"module '__main__' of the worker has no attribute {name!r}")
+        # For `imported_by_worker`.
         self.__dict__["_xpool_running"] = True
         left: _Script | None = script  # if it fails, the next task gets the same, true reason
         try:
@@ -86,6 +89,7 @@ class _Script:
             first, last, names, _, _ = self._todo[number]
             text[first - 1 : last] = self._lines[first - 1 : last]
             bound += names
+        # With the flags of the script's own ``from __future__``, not of this file's.
         code = compile(b"".join(text), self._place, "exec", flags=self._flags, dont_inherit=True)
         exec(code, namespace)
         note_born(bound if self._begun else None)
@@ -103,6 +107,7 @@ class _Script:
             text = file.read()
         if zlib.crc32(text) != check:
             return False  # it was changed after the program had begun
+        # Lines as the compiler counts them, which has given the units their numbers.
         self._lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines(True)
         self._flags, self._todo = flags, dict(enumerate(units))
         return True
@@ -113,6 +118,7 @@ class _Script:
         assert todo is not None
         pending = [number for number, (_, _, names, _, _) in todo.items() if name in names]
         if pending:
+            # These may act on what the name binds, so they come with the first name.
             pending += [number for number, (*_, always) in todo.items() if always]
         else:
             pending = list(todo)

@@ -88,6 +88,7 @@ class _Channel:
         finally:
             if sent:
                 self.sent = number
+            # A signal handler may have raised before the note, too: then nothing is to be undone.
             elif size and self.under_way and self.under_way[-1][0] == number:
                 self.under_way.pop()
                 self.bytes_out -= size
@@ -109,6 +110,7 @@ class _Channel:
         except (BrokenPipeError, ConnectionResetError):
             self.ended = True
             return False
+        # Each packet says what was taken out; one that was not sent has said nothing.
         self.told = self.got
         return True
 
@@ -126,6 +128,7 @@ class _Channel:
                 data, fds, lost = packets.receive(self.sock, packets.LONGEST + _HEAD.size, 1)
             except BlockingIOError:
                 return
+            # The peer has closed its end with packets unread in it (net/unix/af_unix.c).
             except ConnectionResetError:
                 data, fds, lost = b"", [], False
             try:
@@ -144,6 +147,7 @@ class _Channel:
         if kind == _TAKEN:
             return
         message: bytes | memoryview = memoryview(data)[_HEAD.size :]
+        # Counted before it is opened: one that cannot be opened was taken out all the same.
         self.got = number
         try:
             message = adopt(_from_file(fds, lost) if kind == _FILE else message)
@@ -157,6 +161,7 @@ class _Channel:
         size = len(message) + (weight(message) if type(message) is Leased else 0)
         self.bytes_in += size
         self.inbox.setdefault(scope, deque()).append(message)
+        # At once: the peer holds its blocks, and counts them in the window, until it hears of this.
         if type(message) is Leased:
             self.acknowledge()
 
@@ -193,8 +198,10 @@ class _Section:
         self._masks: list[Any] = []
 
     def __enter__(self) -> None:
+        # Before the lock, and back after it: the handler may raise where the signal is let through.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
         self._lock.acquire()
+        # Guarded by the lock: the last is its holder's, who may have taken it twice.
         self._masks.append(mask)
 
     def __exit__(self, *_: object) -> None:
@@ -232,6 +239,7 @@ class Peers:
         """See `WorkerInfo.send`."""
         self._check(peer)
         until = _until(timeout)
+        # Before the lock, as it runs the program's code, which may send and receive itself.
         message = encode(obj, layout=self._layout)
         with self._waiting():
             while True:
@@ -240,6 +248,8 @@ class Peers:
                     if channel is not None:
                         if channel.try_send(self._scope, message):
                             return
+                        # The peer's acknowledgements open the window; and two that send to each
+                        # other make room for each other.
                         channel.take_out(False)
                         if channel.ended:
                             raise self._lost(peer, channel)
@@ -256,6 +266,7 @@ class Peers:
                     if channel is not None:
                         message = channel.next(self._scope)
                         if message is None:
+                            # All of it: what this call is for may lie behind what is not.
                             channel.take_out(True)
                             channel.forget_before(self._scope)
                             message = channel.next(self._scope)
@@ -266,6 +277,7 @@ class Peers:
                 self._wait(channel, False, until, f"worker {peer} sent nothing")
         if isinstance(message, OSError):
             raise message
+        # Outside the lock, as it runs the program's code.
         return decode(message)
 
     @contextmanager
@@ -273,6 +285,7 @@ class Peers:
         """While this lasts, messages belong to a call of `run_all`."""
         with self._lock:
             for peer, channels in self._channels.items():
+                # A copy, for `_forget` takes channels out of it.
                 for channel in list(channels):
                     channel.take_out(False)
                     channel.forget_before(scope)
@@ -288,10 +301,12 @@ class Peers:
         """Let go of what peers have taken hold of; return whether something is under way."""
         with self._lock:
             for channel in self._all():
+                # Of others nothing is awaited: what they send stays in sockets, which are bounded.
                 if channel.under_way:
                     channel.take_out(False)
                 channel.acknowledge()
                 if channel.ended:
+                    # Nobody will say any more that he has taken hold.
                     channel.under_way.clear()
             return any(channel.under_way for channel in self._all())
 
@@ -300,6 +315,7 @@ class Peers:
         for channel in self._all():
             channel.sock.close()
         self._control.close()
+        # Another thread of the parent may have held it at the fork.
         self._lock = _Section()
         self._count = 0
 
@@ -328,10 +344,12 @@ class Peers:
             channels = self._channels.get(peer)
         if channels:
             return channels[0]
+        # Told once: the next call asks again, when descriptors may be free.
         error = self._refused.pop(peer, 0)
         if error:
             self._asked.discard(peer)
             raise OSError(error, f"no channel to worker {peer}: {os.strerror(error)}")
+        # Once: the parent answers now, or when the peer has been replaced (`engine/switchboard`).
         if peer not in self._asked:
             known = self._known.get(peer, 0)
             self._control.send(WANTED.pack(peer, known > 0, known))
@@ -360,6 +378,7 @@ class Peers:
 
     def _forget(self, peer: int, channel: _Channel) -> None:
         """Let go of a channel whose other end is closed."""
+        # The parent makes a new one when it is asked by one who knows this number.
         self._known[peer] = channel.serial
         self._channels[peer].remove(channel)
         channel.sock.close()
@@ -375,6 +394,7 @@ class Peers:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
+        # No lock: this only chooses how long a wait is.
         self._inside += 1
         try:
             yield
@@ -388,13 +408,16 @@ class Peers:
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         with self._lock:
+            # Those too, so that peers who send to this worker get on while it waits for another.
             others = [one for one in self._all() if one.bytes_in <= WINDOW or one is channel]
             by_fd = {one.sock.fileno(): one for one in others if not one.ended}
             for fd, one in by_fd.items():
                 events = select.POLLIN
+                # Else the socket is writable all the time: a packet is to open the window.
                 if one is channel and to_send and one.full:
                     events |= select.POLLOUT
                 poller.register(fd, events)
+        # Each second anew: a signal that comes just before `poll` does not end it.
         seconds = 1.0 if self._inside < 2 else _SLICE
         if until is not None:
             left = until - time.monotonic()
@@ -406,6 +429,7 @@ class Peers:
             self._take_links()
             for fd, _ in found:
                 other = by_fd.get(fd)
+                # Its own channel the caller reads himself, by what he wants of it.
                 if other is not None and other is not channel and not other.ended:
                     other.take_out(False)
 

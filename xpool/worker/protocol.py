@@ -94,6 +94,8 @@ class Replies:
             self.kept.append((self._leased, payload))  # type: ignore[arg-type]
         if self.kept:
             self.forget_adopted()
+        # In the outbox only what others follow soon.  A task to be tried again is told at once: an
+        # entry there has one bit for errors (`ERROR_BIT`), and none for `BODY_AGAIN`.
         if (
             not last
             and len(payload) <= self.small
@@ -128,6 +130,7 @@ class Replies:
 
     def skip(self, n: int) -> None:
         """Say that ``n`` items were not begun, as told."""
+        # Answers go by their order alone: those in the outbox are of items before these.
         self.ring()
         self._frame(SKIPPED, b"", n)
 
@@ -176,6 +179,7 @@ class Inbox:
         self._replies.begin()
         for k in range(1, count + 1):
             seq = self._seq
+            # Those that follow in the message are above the limit, too; they keep their numbers.
             if not enter(seq):
                 self._seq += count + 1 - k
                 self._replies.skip(count + 1 - k)

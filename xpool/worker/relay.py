@@ -41,6 +41,7 @@ def open_relay(fd: int, orders: dict[str, Any]) -> None:
     Once for a process; another worker of it closes its descriptor.
     """
     global _relay
+    # One with another pid is that of the process that this one was forked from.
     if _relay is not None and _relay.pid == os.getpid():
         os.close(fd)
         return
@@ -56,6 +57,7 @@ class _Relay:
         self.pid = os.getpid()
         self._index, self._levels = index, levels
         self._sock = socket.socket(fileno=fd)
+        # A `struct timeval` of two longs: seconds and microseconds (socket(7), SO_SNDTIMEO).
         seconds = int(PATIENCE)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
@@ -67,6 +69,7 @@ class _Relay:
             index = current_worker().index
         except RuntimeError:
             index = self._index  # a thread that a task has started
+        # Read before the message is sent: other threads may drop theirs meanwhile.
         dropped = self._dropped
         try:
             self._sock.send(pickle.dumps((kind, index, dropped, what)), self._flags)
@@ -84,6 +87,7 @@ class _Relay:
         """Add a handler to the root logger, and take over the parent's levels."""
         forward = self._forward
 
+        # Made here, since logging is imported late or never; so another one is told by its name.
         class ToParent(logging.Handler):  # type: ignore[misc]
             """Sends records to the parent, where nobody else in the worker handles them."""
 
@@ -104,12 +108,14 @@ class _Relay:
             root.removeHandler(old)  # of the worker that this one was forked from
         root.addHandler(ToParent())
         for name, level in (self._levels or {}).items():
+            # Of `logging.disable`, which `levels` lists under this name.
             if name == " disabled":
                 logging.disable(level)
             else:
                 logging.getLogger(name or None).setLevel(level)
 
     def _forward(self, text_of: Callable[[Any], str], record: logging.LogRecord) -> None:
+        # As text: the arguments may not be picklable, and are formatted as they are now.
         record.message = message = record.getMessage()[:LONGEST]
         if record.exc_info and not record.exc_text:
             text_of(record)  # sets `exc_text`
@@ -136,6 +142,7 @@ class _Relay:
             if file is not None:
                 shown_here(message, category, filename, lineno, file, line)
             else:
+                # The parent may not have the class: it makes one of the built-in one below it.
                 base = next(one for one in category.__mro__ if one.__module__ == "builtins")
                 kind = category.__module__, category.__name__, base.__name__
                 self.send(WARNING, str(message)[:LONGEST], kind, filename, lineno)

@@ -31,6 +31,7 @@ class Seeds:
         """Seed the generator of a module that has just come."""
         number = self._number(module.__name__)
         if module.__name__ == "numpy.random":
+            # numpy's legacy generator takes 32 bits.
             module.seed(number & 0xFFFF_FFFF)
             return
         number &= 0x7FFF_FFFF_FFFF_FFFF

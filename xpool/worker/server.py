@@ -56,6 +56,7 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
     _preload(preload)
     late = _find_backends() if "torch" in preload else None
     wake_r, wake_w = os.pipe()
+    # `set_wakeup_fd` demands it of the writing end.  When the pipe is full, a wake-up is there.
     os.set_blocking(wake_r, False)
     os.set_blocking(wake_w, False)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
@@ -76,6 +77,7 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                 rest = 0.0
             for key, _ in events:
                 if key.fileobj is not sock:
+                    # In this order: a child that dies in between writes again.
                     _drain(wake_r)
                     _reap(statuses)
                     continue
@@ -89,9 +91,11 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                 _take_streams(request[1], streams)
                 pid = os.fork()
                 if pid == 0:
+                    # First: a signal to this child would wake the server, whose pipe it has.
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     selector.close()
+                    # Of other workers, too: the parent sees an end when all copies are closed.
                     for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
                     return _child(boot, status, late, missing)
@@ -148,7 +152,9 @@ def _take_streams(which: int, streams: list[int]) -> None:
 def _child(boot: int, status: int, late: Callable[[], None] | None, missing: list[str]) -> int:
     code = 1
     try:
+        # The server collects nothing until all is imported (`workers/launch`).
         gc.enable()
+        # Descriptor 1 may be another file than when this object was made.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=os.isatty(1))
         _await_tracker(status)
@@ -197,6 +203,7 @@ def _reap(statuses: dict[int, int]) -> None:
             return
         if info is None:
             return
+        # None: a process that a preloaded module has started.
         fd = statuses.pop(info.si_pid, None)
         if fd is not None:
             exited = info.si_code == os.CLD_EXITED

@@ -49,11 +49,13 @@ def run(
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
     """Serve with a thread for each channel until all are told to stop; return the exit code."""
+    # First: from here on, what is set for a worker is its thread's.
     share_process()
     become(orders[0], channels[0][2])
     news: _News = queue.SimpleQueue()
     all_ready = threading.Event()
     members: list[_Member] = []
+    # `SimpleQueue.put` may be called in a handler, also while this thread is in `get`.
     signal.signal(STOP_SIGNAL, lambda signum, frame: news.put(None))
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
@@ -61,6 +63,7 @@ def run(
         members.append(_Member(news, all_ready, order, channel, inherited))
         members[-1].start()
         _, code = _next(news, members)
+        # It could not start: `loop.run` has told its parent why.
         if code is not None:
             os._exit(code)
     all_ready.set()
@@ -135,6 +138,8 @@ class _Member(threading.Thread):
             finally:
                 # No lock, which what is raised here could leave held.
                 self._inside = False
+                # Who raises sets `_raising` and looks at `_inside` then: he sees that the task is
+                # over, or is waited for here, and what he has raised is withdrawn.
                 while self._raising:
                     time.sleep(0)
                 _raise_in(self.ident, None)
@@ -156,10 +161,12 @@ class _Member(threading.Thread):
         self._raising = True
         try:
             began = self.box.began
+            # Once for an item: a second one would come into what the task does to clean up.
             if not self._inside or not self.box.told_to_stop() or self._raised == began:
                 return
             while (frame := sys._current_frames().get(self.ident or 0)) is not None:
                 at = frame.f_lasti
+                # In code that keeps books: the signal comes again a moment later.
                 if not may_raise(frame):
                     _thread.start_new_thread(again, (STOP_SIGNAL,))
                     return
@@ -174,5 +181,6 @@ class _Member(threading.Thread):
 
 def _raise_in(ident: int | None, what: type[BaseException] | None) -> None:
     """Raise something in a thread, when it next runs Python code; None: withdraw that."""
+    # NULL withdraws what has not been raised yet; the id is an unsigned long (Python/pystate.c).
     obj = ctypes.c_void_p() if what is None else ctypes.py_object(what)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), obj)

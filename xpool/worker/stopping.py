@@ -53,11 +53,13 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
         if at is not None:
             if may_raise(frame):
                 raise TaskStopped("its time is over, or it was cancelled")
+            # Not `threading.Thread`, whose `start` waits for the thread: this is a signal handler.
             _thread.start_new_thread(again, (signum,))
 
     keeps_clear(stop)
     os.lseek(fd, STACK_AT, os.SEEK_SET)
     signal.signal(STOP_SIGNAL, stop)
+    # Second: with ``chain`` it calls the handler that it finds, after it has written the stack.
     faulthandler.register(STOP_SIGNAL, file=fd, all_threads=False, chain=True)
     if hasattr(signal, "pthread_sigmask"):
         # A process that was forked by a thread has the signals blocked that were there.

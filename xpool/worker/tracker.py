@@ -30,6 +30,7 @@ class Borrowed(ResourceTracker):
         if self._parent >= 0:
             # Others who have a copy of the socket may ask at the same time: the answers are equal.
             fds: list[int] = []
+            # Of a copy: the socket object closes what it has, and `_close` the original.
             with socket.socket(fileno=os.dup(self._parent)) as sock:
                 try:
                     sock.send(TRACKER)
@@ -54,5 +55,6 @@ class Borrowed(ResourceTracker):
     def become(cls, module: Any, parent: int) -> None:
         """Have the tracker of `multiprocessing` asked for on this socket when it is needed."""
         tracker = module._resource_tracker
+        # A property is a data descriptor: it goes before the `_fd` in the instance's dict.
         tracker.__class__ = cls
         tracker._parent = parent
