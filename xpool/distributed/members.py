@@ -52,7 +52,7 @@ class Join:
 @contextmanager
 def _on_this_machine() -> Iterator[None]:
     """Have gloo use the loopback, where nobody has said otherwise: a pool is on one machine."""
-    # gloo reads the variable when it connects; tasks find the environment as it was.
+    # gloo reads the variable when a group is made; tasks find the environment as it was.
     given = sys.platform != "linux" or _INTERFACE in os.environ
     if not given:
         os.environ[_INTERFACE] = "lo"
