@@ -221,6 +221,7 @@ class ModelAssigner:
         owners: dict[int, int] = {}
         for i, model in enumerate(self._models):
             for tensor in (*model.parameters(), *model.buffers()):
+                # All are looked at before the first is moved.
                 first = owners.setdefault(id(tensor), i)
                 if self.assignment[first] != self.assignment[i]:
                     raise OptionError(
