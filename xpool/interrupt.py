@@ -138,6 +138,7 @@ def shielded(func: F) -> F:
         found = [*map(_get_handler, _SIGNALS)]
         plan = _shield.plan if found == _shield.found else _make_plan(found)
         try:
+            # Within the `try`: if a handler raises amid these, `_lower` takes them back.
             if plan:
                 _shield.first = plan[0]
                 for one in plan:
@@ -198,6 +199,7 @@ def deliver(frame: FrameType | None = None) -> None:
             one.handler(one.signum, frame)
     finally:
         if pending:
+            # One has raised: the others are called all the same.
             deliver(frame)
 
 

@@ -70,8 +70,8 @@ class IMapIterator(Iterator[T]):
         self._waiters = Waiters()
         self._chunked = chunked
         self.shelf = Shelf()
-        # Filled by whoever delivers, emptied under `_taking`, with no lock in common: each operation
-        # on a dict is atomic, and each key comes once.
+        # Filled by whoever delivers, emptied under `_taking`, with no common lock: an operation on
+        # a dict is atomic, and each key comes once.
         self._arrived: dict[int, tuple[bool, Any, int]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
@@ -240,6 +240,7 @@ class IMapIterator(Iterator[T]):
             keys, beyond = [first], first + value.count
             values, errors = self._unpacked(ok, value.open(), self.returns_errors)
         else:
+            # Values that came one by one, as far as the next parcel.
             beyond, weight, values, errors = first, 0, [], 0
             while beyond - first < AT_ONCE and beyond in arrived:
                 ok, value, more = arrived[beyond]

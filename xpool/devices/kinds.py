@@ -185,6 +185,7 @@ def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
         n = max(1, n)
     per_process = per_process or 1
     _check_shares(per_worker, per_process)
+    # Of `per_worker` and `per_process`, one is 1.
     env = dict.fromkeys(tpu.SCRUB) | {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(max(per_worker, per_process)),

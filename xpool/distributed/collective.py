@@ -377,7 +377,7 @@ class CollectiveGroup:
         """Wait until what was sent is received, before the connections end; say what is not."""
         end = time.monotonic() + seconds
         with self._lock:
-            # A broken group has closed its connections: nothing more gets through.
+            # A broken group closes its connections: there is nothing to wait for.
             sent = list(self._sent) if self._broken is None else []
         try:
             for pending in sent:

@@ -89,6 +89,7 @@ class World:
         self._made: dict[tuple[int, ...], int] = {}
         self._everyone: CollectiveGroup | None = None
 
+        # Where RPC's address alone is given, the ranks meet beside it.
         if dist_init_method is None and rpc_init_method is not None:
             address = rendezvous.beside(rpc_init_method)
         else:
@@ -112,6 +113,7 @@ class World:
         base = rendezvous.open_store(address, *place, limit)
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
+        # From here on all ranks are known by name, also to the errors of what follows.
         self.rank_name_map = dict(enumerate(self.names))
         self.peers = Peers(self.names, self.name, self._on_loss)
         try:

@@ -82,6 +82,7 @@ class PushPullGradServer:
             raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
         self._check_managed({name: tuple(one.shape) for name, one in gradients.items()})
         sent = on_cpu(gradients)
+        # In random order: the first takes the load, and the others stand in for it.
         reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
         for reducer in reducers:
             service = push_service(_reducer(self.server_name, reducer))

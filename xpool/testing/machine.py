@@ -340,6 +340,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         # Nothing may be drawn that depends on time, as this does: hypothesis replays histories.
         pids = self.pool.statistics()["pids"]
         pid = pids[victim % len(pids)]
+        # None: its process has ended, and there is no other yet.
         if pid is not None:
             self.kills += 1
             try:
