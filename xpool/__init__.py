@@ -109,11 +109,14 @@ __all__ = [*_where, "__version__"]
 def __getattr__(name: str) -> Any:
     if name in _where:
         value = getattr(importlib.import_module(_where[name]), name)
+        # The next look finds it there, and does not come here.
         globals()[name] = value
         return value
     try:
+        # A module of the package, which the program has not imported by itself.
         return importlib.import_module(f"xpool.{name}")
     except ModuleNotFoundError as exc:
+        # The module is there, and something that it imports is not.
         if exc.name != f"xpool.{name}":
             raise
     raise AttributeError(f"module 'xpool' has no attribute {name!r}")

@@ -77,6 +77,7 @@ def _processors(root: Path) -> dict[str, Any]:
     from xpool.devices.host import usable_cpus
 
     found: dict[str, Any] = {"usable": len(usable_cpus()), "of": os.cpu_count()}
+    # cgroup v2: microseconds in each period, or "max", and the period.
     quota = _read(root / "sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0] != "max":
         found["cgroup allows"] = round(int(quota[0]) / int(quota[1]), 2)
@@ -180,6 +181,7 @@ def self_test() -> dict[str, Any]:
             begin = time.perf_counter()
             _expect(sum(pool.imap(abs, range(5000))), sum(range(5000)), "imap")
             found["imap, tasks/s"] = round(5000 / (time.perf_counter() - begin))
+            # Large enough to go through shared memory, where there is any.
             block = bytearray(os.urandom(1 << 20)) * 16
             _expect(pool.apply(lambda data: data, (block,)), block, "16 MiB there and back")
             begin = time.perf_counter()

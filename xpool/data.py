@@ -113,6 +113,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[misc]
         self._epochs = 0  # that had their seed from it
 
     def __iter__(self) -> Any:
+        # For one epoch: the one after it begins at its beginning.
         resume, self._resume = self._resume, None
         if self.num_workers == 0:
             if resume is not None:
@@ -134,6 +135,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[misc]
         )
         if self.persistent_workers:
             self._kept = pool
+            # There is nothing to cancel then, only the pool to end.
             weakref.finalize(self, _janitor(pool), ())
         return pool
 
@@ -203,6 +205,7 @@ class _Epoch(Iterator[Any]):
     def __init__(self, loader: DataLoader, pool: BasePool, resume: _Progress | None) -> None:
         self._loader, self._pool = loader, pool
         owned = pool is not loader._given_pool and pool is not loader._kept
+        # Before all that may fail: `__del__` calls it then.
         self._clean = _janitor(pool if owned else None)
         self._pending: deque[tuple[int, AsyncResult[Any]]] = deque()
         generator = loader.generator
@@ -217,6 +220,7 @@ class _Epoch(Iterator[Any]):
         about = _About(loader, seed, size if loader._iterable else None)
         self._about: Any = pool.broadcast(about)  # type: ignore[attr-defined]
         self._prefix: Callable[..., Any] = _without_context if isinstance(pool, CtxPool) else _call
+        # As many batches ahead as torch's loader is.
         for _ in range((loader.prefetch_factor or 2) * loader.num_workers):
             self._submit()
 
@@ -260,12 +264,14 @@ class _Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         loader, progress = self._loader, self.progress
         while self._pending:
+            # Out of order, this waits for the oldest where none is ready.
             place = self._place()
             number, result = self._pending[place]
             result.wait(loader.timeout or None)
             if not result.ready():
                 raise RuntimeError(f"DataLoader timed out after {loader.timeout} seconds")
             del self._pending[place]
+            # Before this one is opened, so that a worker has something to do meanwhile.
             self._submit()
             try:
                 batch = result.get()
@@ -312,6 +318,7 @@ def _janitor(pool: BasePool | None) -> Callable[[Iterable[AsyncResult[Any]]], No
     orders: queue.SimpleQueue[Iterable[AsyncResult[Any]]] = queue.SimpleQueue()
 
     def clean() -> None:
+        # Waits here for as long as the epoch, or the loader, lives.
         for result in orders.get():
             result.cancel()
         if pool is not None:
@@ -381,6 +388,7 @@ class _About:
 
     def enter(self, shard: int) -> None:
         """Become a worker of this epoch, as torch's code knows one."""
+        # At each batch: the workers of a pool may serve several epochs by turns.
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=shard, num_workers=self.workers, seed=self.seed + shard, dataset=self.dataset
         )
@@ -418,12 +426,14 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
+        # numpy takes 32 bits.
         numpy.random.seed(seed % 2**32)
 
 
 def _fetch(about: _About, number: int, indices: Any) -> Any:
     """Make one batch of a dataset with indices."""
     about.enter(current_worker().index)
+    # By the batch's own number, so that who makes it, and how often, changes nothing.
     _seed(about.seed + number)
     dataset = about.dataset
     if not about.in_batches:
@@ -439,6 +449,7 @@ def _next_of_shard(about: _About, shard: int, place: int) -> Any:
     was taken.
     """
     about.enter(shard)
+    # Behind where this copy is, as when a batch is made a second time: from the start again.
     if about.iterator is None or about.position > place:
         _seed(about.seed + shard)
         about.iterator, about.position = iter(about.dataset), 0

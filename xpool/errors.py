@@ -232,6 +232,7 @@ class HostLost(WorkerDied):
 
     def __init__(self, host: str, reason: str, task: str, worker: int = -1) -> None:
         super().__init__(None, None, worker, task, 0, "", host)
+        # What `__init__` is called with when this is unpickled.
         self.args = (host, reason, task, worker)
         self.reason = reason
 

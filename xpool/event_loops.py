@@ -29,6 +29,7 @@ class _AsyncioBell:
         self._loop, self._event = loop, asyncio.Event()
 
     def release(self) -> object:
+        # An asyncio event may be set in the loop's own thread only; trio's, below, likewise.
         return self._loop.call_soon_threadsafe(self._event.set)
 
     async def rung(self) -> object:
@@ -77,8 +78,10 @@ async def awaited(result: Any) -> Any:
     try:
         await _until(result._waiters, result.ready)
     except BaseException:
+        # The waiting task is cancelled, or its loop ends: nobody wants the result any more.
         result.cancel()
         raise
+    # Not to wait, whatever happens: this would hold up the whole loop.
     return result.get(0)
 
 

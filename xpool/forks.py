@@ -24,6 +24,7 @@ def at_fork(
     """Have these called by the thread that forks; where there is no fork, never."""
     if not hasattr(os, "register_at_fork"):
         return
+    # Python keeps these as long as the process lives, and with them all that they hold.
     given = {"before": before, "after_in_parent": in_parent, "after_in_child": in_child}
     os.register_at_fork(**{when: call for when, call in given.items() if call is not None})
 

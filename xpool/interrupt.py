@@ -125,16 +125,20 @@ def shielded(func: F) -> F:
 
     @functools.wraps(func)
     def whole(*args: Any, **kwds: Any) -> Any:
+        # Python runs signal handlers in the main thread only.
         if get_ident() != _shield.main:
             return func(*args, **kwds)
         first = _shield.first
+        # Looked at in its place, where an interruptible part may have put a handler of its own.
         if first is not None and _get_handler(first.signum) is first:
             return func(*args, **kwds)  # within another
         if pending:
             _drop_stale()
+        # Handlers seldom change between calls, so the plan of the last call mostly fits.
         found = [*map(_get_handler, _SIGNALS)]
         plan = _shield.plan if found == _shield.found else _make_plan(found)
         try:
+            # Within the `try`: if a handler raises amid these, `_lower` takes them back.
             if plan:
                 _shield.first = plan[0]
                 for one in plan:
@@ -143,12 +147,14 @@ def shielded(func: F) -> F:
         finally:
             try:
                 if pending:
+                    # What has waited while this ran.
                     _deliver_outside(sys._getframe(1))
             finally:
                 try:
                     _lower(plan, first)
                 finally:
                     if pending:
+                        # What has come since, before the program's handlers were in their places.
                         _deliver_outside(sys._getframe(1))
 
     # Not what is around it: a handler that raises there finds the books as they were, or done.
@@ -193,10 +199,12 @@ def deliver(frame: FrameType | None = None) -> None:
             one.handler(one.signum, frame)
     finally:
         if pending:
+            # One has raised: the others are called all the same.
             deliver(frame)
 
 
 def _deliver_outside(frame: FrameType) -> None:
+    # The shielded function may itself have been called by one.
     if may_raise(frame):
         deliver(frame)
 
@@ -229,11 +237,13 @@ def _make_plan(found: list[Any]) -> tuple[Deferred, ...]:
     for signum, handler in zip(_SIGNALS, found):
         if type(handler) is Deferred:
             ours = True
+            # The frame of the caller of `whole`.
             if not may_raise(sys._getframe(2)):
                 continue  # of a shielded function that we are in
             handler = handler.handler  # it was left: two handlers raised within a microsecond
         if callable(handler) and not any(handler is one for one in _clear):
             plan.append(Deferred(signum, handler))
+    # A plan that leaves out handlers of ours is good for this once.
     if not ours:
         _shield.found, _shield.plan = found, tuple(plan)
     return tuple(plan)
@@ -265,6 +275,7 @@ _CALLING = {Deferred._call.__code__, deliver.__code__}
 def cut_short(exc: BaseException) -> bool:
     """Whether an exception came out of the midst of a shielded function, against all care."""
     marks = [_marks.get(id(frame.f_code)) for frame in _frames(exc.__traceback__)]
+    # With an interruptible function among them, it came out where it may.
     return False not in marks
 
 
@@ -280,6 +291,7 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 def _after_fork_in_child() -> None:
     # The thread that has forked is the main one now, and does not come back from what it was in.
     _shield.main = get_ident()
+    # The signals came to the parent, which sees to them.
     pending.clear()
     for signum in _SIGNALS:
         handler = _get_handler(signum)

@@ -73,6 +73,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         options = {name: value for name, value in options.items() if name not in _OF_FILES}
         n_jobs = self.effective_n_jobs(n_jobs)
         if n_jobs == 1:
+            # joblib catches this, and runs the batches in this process.
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel = parallel
         # Guards nothing but itself: one operation on it is atomic.
@@ -106,6 +107,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """Stop what runs and drop what waits; workers that do not stop are replaced."""
+        # A copy: callbacks take jobs out, in another thread.
         for job in list(self._jobs):
             job.cancel()
         if not ensure_ready:
@@ -113,6 +115,7 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
 
     def terminate(self) -> None:
         """Give the workers back; they stay for the next call."""
+        # Given back once, however often joblib calls this.
         kept, self._pool = self._pool, None
         if kept is not None:
             kept.give_back()
@@ -153,6 +156,7 @@ class _Done:
 
     def _finish(self, outcome: _Outcome) -> None:
         self._over = True
+        # None: the answer was quicker than `started`.
         if self._job is not None:
             self._jobs.discard(self._job)
         if self._callback is not None:
@@ -193,7 +197,9 @@ class _Kept:
     def give_back(self) -> None:
         with _lock:
             self.users -= 1
+            # Another has taken its place, or `shutdown` was called while it was in use.
             unwanted = self.users == 0 and _kept is not self
+        # Without the lock, here and elsewhere: the end of a pool waits for its workers.
         if unwanted:
             self.end()
 
@@ -214,9 +220,12 @@ def _take(n_jobs: int, threads: Mapping[str, str], options: Mapping[str, Any]) -
     old = None
     with _lock:
         kept = _kept
+        # The pool may have been stopped by its own failure.
         if kept is None or kept.key != key or kept.pool.state != "RUN":
+            # One that is in use is ended by the last who gives it back; a parent's, by the parent.
             if kept is not None and kept.users == 0 and kept.key[0] == os.getpid():  # type: ignore[index]
                 old = kept
+            # Under the lock, although it takes a while: who asks for the same now gets this one.
             pool = Pool(n_jobs, _limit_threads, (dict(threads),), name="joblib", **options)
             kept = _kept = _Kept(key, pool)
         kept.users += 1

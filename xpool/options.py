@@ -94,6 +94,7 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
             `multiprocessing.pool` too.
         OptionError: it is too small (a `ValueError`).
     """
+    # numpy's integers, and others, have `__index__`.
     mistaken = isinstance(value, bool) and name not in ("processes", "chunksize")
     if mistaken or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {reprlib.repr(value)}")
@@ -118,6 +119,7 @@ def check_seconds(name: str, value: Any) -> float | None:
         seconds = float(value)
     except OverflowError:
         raise OptionError(f"{name} is too large a number of seconds; None: no limit") from None
+    # Written so that NaN is refused as well.
     if not seconds > 0:
         raise OptionError(f"{name} must be more than 0 seconds, not {value!r}; None: no limit")
     return None if seconds == math.inf else seconds

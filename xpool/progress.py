@@ -86,16 +86,19 @@ class Progress:
 
     def _run(self) -> None:
         try:
+            # The display ends before those who wait for it go on.
             with contextlib.closing(self._display):
                 shown = -1
                 while not self._over.wait(INTERVAL):
                     shown = self._show(shown)
+                # The last state, which came after the last look.
                 self._show(shown)
         finally:
             self._shown_all = True
             self._waiters.wake()
 
     def _show(self, shown: int) -> int:
+        # The last task may have fewer items than the others.
         done = min(self._tasks * self._size, self._drawn())
         if done != shown or self.on_terminal:  # there, what a worker prints takes its place
             self._display.show(done, self._total)

@@ -174,6 +174,8 @@ class AsyncResult(Job, Generic[T]):
         # Not by `Job`'s: calls in a loop make many of these.
         self.number, self.label, self._pool = number, label, pool
         self._waiters = Waiters()
+        # Held while the value is unpickled, which is done once, by whoever asks first.  Reentrant:
+        # the program's code, which that runs, and signal handlers may ask for this result.
         self._opening = threading.RLock()
         if callback is not None or error_callback is not None:
             self._callback, self._error_callback = callback, error_callback
@@ -242,6 +244,7 @@ class AsyncResult(Job, Generic[T]):
         when it does not end of that, its worker is killed and replaced.  A thread cannot be
         stopped: its task is left to itself, and another thread takes its place.
         """
+        # Read once: `release` takes it away, in another thread.
         pool = self._pool
         if pool is not None and not self.settled:
             pool._cancel(self)
@@ -278,6 +281,7 @@ class AsyncResult(Job, Generic[T]):
         return self.label
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        # Cancelled, or ended with the pool, before the answer came.
         if self.settled:
             return False
         self._success, self._value = ok, value
@@ -292,7 +296,9 @@ class AsyncResult(Job, Generic[T]):
             self.settled = True
 
     def release(self) -> None:
+        # Before anybody is woken, who then looks here.
         self._ready = True
+        # The pool may be dropped from here on, and so may what the callbacks hold.
         self._pool = None
         if self.has_callback:
             self._callback = self._error_callback = None
@@ -310,6 +316,7 @@ class AsyncResult(Job, Generic[T]):
 
     def call_back(self) -> None:
         """Run the callback that fits; it may raise.  Called before `release`, by one thread."""
+        # The callback may ask for the result, which for all others is ready only after it.
         self._calling = threading.get_ident()
         try:
             self._open()
@@ -355,6 +362,7 @@ class MapResult(AsyncResult[list[T]]):
         elif not ok:
             if self._success:
                 self._success, self._value = False, value
+            # One failed: what the others have returned is not asked for, and its memory goes.
             self._pieces.clear()
         elif self._success:
             self._pieces[index] = value
@@ -368,6 +376,7 @@ class MapResult(AsyncResult[list[T]]):
         out: list[Any] = []
         for index in sorted(self._pieces):
             piece = self._pieces[index]
+            # By a loop: `map(_opened, ...)` would take a task's StopIteration for its own end.
             for value in piece.open() if isinstance(piece, Parcel) else (piece,):
                 if self.terms.returns_errors:
                     out.append(value.exc if type(value) is Unopened else value)
@@ -381,6 +390,7 @@ class MapResult(AsyncResult[list[T]]):
 
     def _settle(self, success: bool, value: Any) -> None:
         super()._settle(success, value)
+        # The answers are opened: the memory in which they came goes.
         self._pieces = {}
 
     def fail(self, exc: BaseException | Parcel) -> None:

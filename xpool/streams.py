@@ -70,10 +70,14 @@ class IMapIterator(Iterator[T]):
         self._waiters = Waiters()
         self._chunked = chunked
         self.shelf = Shelf()
+        # Filled by whoever delivers, emptied under `_taking`, with no common lock: an operation on
+        # a dict is atomic, and each key comes once.
         self._arrived: dict[int, tuple[bool, Any, int]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
         self._failure: BaseException | Parcel | None = None
+        # Held while answers are unpickled, each once.  Reentrant: the program's code, which that
+        # runs, and signal handlers may ask for the next result.
         self._taking = threading.RLock()
         # Called when an item was handed out, where a buffersize is to be kept.
         self.taken: Callable[[], object] | None = None
@@ -100,6 +104,7 @@ class IMapIterator(Iterator[T]):
         return self.total
 
     def __bool__(self) -> bool:
+        # A `__len__` would decide otherwise: 0 for an empty input, an error without a length.
         return True
 
     __reduce__ = Job.__reduce__
@@ -118,6 +123,7 @@ class IMapIterator(Iterator[T]):
             multiprocessing.TimeoutError: it has not arrived in time.
             Exception: what the task raised, or the input here (StopIteration: `RuntimeError`).
         """
+        # Set when there is something to wait for: most results are there already.
         deadline: float | None = None
         while True:
             shelf, got = self.shelf, False
@@ -127,6 +133,7 @@ class IMapIterator(Iterator[T]):
                 for value in shelf.take:
                     got = True
                     try:
+                        # Whatever this raises, the value is put back.
                         if self.taken is not None:
                             self.taken()
                         if type(value) is not Unopened:
@@ -148,6 +155,7 @@ class IMapIterator(Iterator[T]):
                 if self._move():
                     continue
             except StopIteration:
+                # The last state is shown before the caller goes on.
                 if self.progress is not None:
                     self.progress.wait()
                 raise
@@ -214,6 +222,7 @@ class IMapIterator(Iterator[T]):
             self._next = beyond
             for key in keys:
                 del self._arrived[key]  # nobody looks there any more
+        # Read once: `release` takes it away, in another thread.
         opened = self.opened
         if opened is not None:
             opened()
@@ -231,6 +240,7 @@ class IMapIterator(Iterator[T]):
             keys, beyond = [first], first + value.count
             values, errors = self._unpacked(ok, value.open(), self.returns_errors)
         else:
+            # Values that came one by one, as far as the next parcel.
             beyond, weight, values, errors = first, 0, [], 0
             while beyond - first < AT_ONCE and beyond in arrived:
                 ok, value, more = arrived[beyond]
@@ -277,8 +287,10 @@ class IMapIterator(Iterator[T]):
     def arrive(self, index: int, ok: bool, value: Any) -> None:
         """Take the answer of task ``index``, or of several from there on."""
         weight = _weigh(value)
+        # Before it can be taken, so that `bytes_out` is never ahead.
         self.shelf.bytes_in += weight
         self._arrived[index] = ok, value, weight
+        # Last, here and below: who wakes looks for what was put there.
         self._waiters.wake()
 
     def finish(self, length: int) -> None:
@@ -288,10 +300,12 @@ class IMapIterator(Iterator[T]):
 
     def fail(self, exc: BaseException | Parcel) -> None:
         """Raise ``exc`` where the answers that came end."""
+        # Nobody is woken: `release` follows.
         self._failure = exc
 
     def release(self) -> None:
         """Nothing more will come."""
+        # The pool may be dropped from here on.
         self._pool = self.opened = None
         self._waiters.wake()
 
@@ -315,6 +329,7 @@ class Stream(Job):
     """
 
     def __init__(self, iterator: IMapIterator[Any], number: int, gone: Callable[[], None]) -> None:
+        # Without the pool: the iterator keeps that, as long as somebody has the iterator.
         super().__init__(number, iterator.label, None)
         self._iterator = weakref.ref(iterator, lambda _: gone())
         self._answered = 0
@@ -339,6 +354,7 @@ class Stream(Job):
 
     def record(self, index: int, ok: bool, value: Any) -> bool:
         """As `deliver`, of an answer that is written in a journal."""
+        # Not a subclass's `deliver`, which sends the answer to the journal first.
         return Stream.deliver(self, index, ok, value)
 
     def hold_back(self, value: Any, times: int = 1) -> None:
@@ -359,6 +375,7 @@ class Stream(Job):
         iterator = self._iterator()
         if iterator is not None:
             iterator.finish(length)
+        # All may have been answered before it was known how many there are.
         self.settled = self._answered == length
         return self.settled
 

@@ -32,8 +32,10 @@ class Waiters(list[Any]):
                 left = min(deadline - time.monotonic(), LOST_SIGNAL)
                 if left <= 0:
                     return False
+            # A lock for each turn: the one of the last turn may have been opened late.
             lock = threading.Lock()
             lock.acquire()
+            # Listed first, looked at then; `wake` is called after the thing is there.
             self.append(lock)
             try:
                 if not there():
@@ -59,6 +61,7 @@ class Waiters(list[Any]):
         """Let all who wait look again."""
         while self:
             try:
+                # Taken out: one that has not run yet is not woken by every further result.
                 self.pop().release()
             except (IndexError, RuntimeError):
                 continue  # another thread has woken it; the event loop of a bell has ended
@@ -79,6 +82,7 @@ class Flag:
 
     def set(self) -> None:
         """Set it, for good."""
+        # Before the wake, after which whoever waits looks here.
         self._on = True
         self._waiters.wake()
 

@@ -9,6 +9,7 @@ __all__ = ["WorkerLocal", "process_is_shared", "share_process"]
 
 T = TypeVar("T")
 
+# Set before the workers' threads start, and never back: it needs no lock.
 _shared = False
 
 

@@ -122,8 +122,10 @@ def _contexts(cache: str | os.PathLike[str] | None) -> list[DeviceContext]:
 def _run_here(
     fn: Callable[..., Any], args: Sequence[Any], cache: str | os.PathLike[str] | None
 ) -> Any:
+    # A runtime that has been started does not look at variables any more.
     if running_runtime() != "XLA":
         context = devices("xla", 1, per_process=1, cache=cache)[0]
+        # The numbers of threads are for workers that share a machine; this is the program.
         set_environment({k: v for k, v in context.env.items() if not k.endswith("_NUM_THREADS")})
         context.enter()
     ordinal = import_module("torch_xla.runtime").global_ordinal()

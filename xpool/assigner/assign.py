@@ -105,6 +105,7 @@ class ModelAssigner:
             raise OptionError(f"max_mem_ratio must be at most 1, not {max_mem_ratio!r}")
         check_number("gpu_gpu_distance", gpu_gpu_distance, least=0)
         check_number("cpu_gpu_distance", cpu_gpu_distance, least=0)
+        # What the models need, and what the devices have.
         connection = _check_connection(model_connection, len(self._models))
         sizes = [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in self._models]
         works = _complexities(self._models, example_inputs)
@@ -221,6 +222,7 @@ class ModelAssigner:
         owners: dict[int, int] = {}
         for i, model in enumerate(self._models):
             for tensor in (*model.parameters(), *model.buffers()):
+                # All are looked at before the first is moved.
                 first = owners.setdefault(id(tensor), i)
                 if self.assignment[first] != self.assignment[i]:
                     raise OptionError(

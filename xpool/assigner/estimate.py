@@ -116,6 +116,7 @@ def check_number(
         OptionError (a `ValueError`): it is out of range.
     """
     try:
+        # `float` would parse them.
         if isinstance(value, (str, bytes)):
             raise TypeError
         number = float(value)

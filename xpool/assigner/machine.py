@@ -61,11 +61,13 @@ def find_places(wanted: Any, cpu_weight: float, host: Host | None = None) -> lis
                 f"devices[{i}] is '{device}', but this process may see cuda:0 to "
                 f"cuda:{len(gpus) - 1}; name those, or 'cpu'"
             )
+    # GPUs are bound by their mask, one each; workers on the CPU share out its cores.
     cpus = sum(device.type == "cpu" for device in named)
     bindings = iter(devices("cpu", cpus, host=host) if cpus else ())
     spare = _spare(gpus, sorted({d.index for d in named if d.type == "cuda"}))
     places = []
     for device in named:
+        # Entries of one device take equal parts of what it has left.
         sharing = named.count(device)
         if device.type == "cpu":
             binding, left = next(bindings), Spare(available_memory(), cpu_weight)
@@ -101,5 +103,6 @@ def _spare(gpus: Sequence[DeviceContext], indices: Sequence[int]) -> dict[int, S
         return {}
     found = find_spare([gpus[i].name for i in indices])
     if found is None:
+        # NVML is missing, or does not know a device of the mask.
         found = [Spare(torch.cuda.mem_get_info(i)[0], 1.0) for i in indices]
     return dict(zip(indices, found))

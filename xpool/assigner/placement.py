@@ -128,6 +128,7 @@ def _decided(placements: Tensor, m: int) -> Tensor:
 def _exact(problem: Problem, n: int, m: int) -> Found:
     """Try all placements: the digits of the numbers below m to the n, in base m."""
     base = m ** torch.arange(n)
+    # In batches, for the memory that their intermediate tensors take.
     step = max(1, BATCH // (n * m))
     best, least = 0, float("inf")
     for first in range(0, m**n, step):
@@ -148,6 +149,7 @@ def greedy(problem: Problem) -> list[int]:
     n, m = problem.model_connection.shape[0], problem.device_distance.shape[0]
     complexity, size = problem.model_complexity[0].tolist(), problem.model_size[0].tolist()
     placement = [0] * n
+    # A model that is not placed yet has a row of zeros: no size, no work, no way to anybody.
     p = torch.zeros(n, m, dtype=torch.double)
     for i in sorted(range(n), key=lambda i: (-complexity[i], -size[i], i)):
         tried = p.repeat(m, 1, 1)
@@ -175,6 +177,7 @@ def _polished(placement: Sequence[int], problem: Problem) -> tuple[list[int], fl
             i, k = divmod(int(swaps.argmin()), len(devices))
             tried[i], tried[k] = devices[k], devices[i]
         value = float(cost(_decided(tried, m), problem))
+        # `_changes` is right to rounding only, which could go round in circles.
         if not value < least:
             return devices.tolist(), least
         devices, least = tried, value
@@ -210,6 +213,7 @@ def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     moves[range(n), devices] = 0
 
     way = way[:, devices]
+    # The two have moved past each other: each way alone was counted to where the other was.
     between = distance[devices][:, devices]
     swaps = way + way.T + (connection + connection.T) * (between + between.T)
     more_size, more_work = size - size[:, None], work - work[:, None]

@@ -123,6 +123,7 @@ class DeviceContext:
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
                     f"{exc}. {_REMEDY[self.kind]}"
                 ) from exc
+        # Only now: a worker that could not open its device is bound to none.
         _opened.set(self)
         torch = sys.modules.get("torch")
         if torch is not None:
@@ -159,6 +160,7 @@ _REMEDY = {
 def _open_cuda(context: DeviceContext) -> None:
     import torch
 
+    # The mask leaves the worker nothing but its own GPUs.
     torch.cuda.set_device(0)
 
 
@@ -180,6 +182,7 @@ def _open_torch_tpu(context: DeviceContext) -> None:
     torch = import_module("torch")
     if not hasattr(torch, "tpu"):
         raise RuntimeError("torch_tpu sees no chip, or no libtpu")
+    # Opens the runtime, so that a chip that is in use is found out at the start.
     torch.empty(1, device=context.device)
 
 

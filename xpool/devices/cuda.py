@@ -66,6 +66,7 @@ def identities(host: Host) -> frozenset[str] | None:
     for one in seen:
         if one.gpu is None:
             return None
+        # As torch tells it in the process: of an instance, its own UUID.
         found.add(one.name if one.name.startswith("MIG-") else one.gpu.uuid)
     return frozenset(found)
 
@@ -126,11 +127,13 @@ def _named(name: str, host: Host, mask: str) -> Seen:
         return Seen(name)  # nobody to ask: the worker will find out
     if name.isdigit():
         if int(name) < len(gpus):
+            # CUDA counts the fastest first, unless told otherwise; NVML counts by the bus.
             by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
             return Seen(name, gpus[int(name)] if by_bus else None)
     elif name.startswith("MIG-"):
         for gpu in gpus:
             for uuid in gpu.mig or ():
+                # The beginning of a UUID is enough for CUDA.
                 if uuid.startswith(name):
                     return Seen(uuid, gpu)
         if name.startswith("MIG-GPU-"):

@@ -82,6 +82,7 @@ def _minor(version: str) -> tuple[int, ...]:
 def refuse_xrt(environ: Mapping[str, str]) -> None:
     """Raise `DeviceError` for a program that is set up for XRT, the runtime before PJRT."""
     found = sorted(name for name in environ if name.startswith("XRT_"))
+    # With PJRT_DEVICE they are left over from an older setup, and workers do not get them.
     if found and "PJRT_DEVICE" not in environ:
         client = "TPU" if any("TPU" in name for name in found) else "CPU"
         raise DeviceError(

@@ -19,6 +19,7 @@ from xpool.devices.nvml import Gpu, find_gpus
 
 __all__ = ["Chip", "Host", "find_chips", "holders", "usable_cpus"]
 
+# PCI vendor, and devices by generation, as sysfs writes them.
 _GOOGLE = "0x1ae0"
 _GENERATIONS = {
     "0x0027": "v3",  # v2 as well: nothing that is set here differs between the two
@@ -114,6 +115,7 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
         generation = _GENERATIONS.get(read(pci / "device"))
         if read(pci / "vendor") != _GOOGLE or generation is None:
             continue
+        # With VFIO, who uses a chip has the file of its IOMMU group open.
         group = ""
         if (pci / "iommu_group").is_symlink():
             group = os.path.basename(os.readlink(pci / "iommu_group"))
@@ -121,15 +123,18 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
         if not group or not (root / file).exists():
             file = ""
         found.append(Chip(generation, pci.name, file, numa_node(pci)))
+    # Some files are there: the other chips are not this container's.
     if any(chip.file for chip in found):
         found = [chip for chip in found if chip.file]
     elif (root / "dev/accel0").exists():
+        # The older drivers number the files in PCI order.
         files = [f"dev/accel{i}" for i in range(len(found))]
         found = [
             Chip(c.generation, c.address, f if (root / f).exists() else "", c.node)
             for c, f in zip(found, files)
         ]
     elif (root / "dev/vfio").is_dir():
+        # VFIO without the file of any chip: a container that was given none.
         return ()
     users = holders((c.file for c in found if c.file), root)
     return tuple(

@@ -26,6 +26,7 @@ def best(host: Host) -> str:
     """Return the kind that ``"auto"`` means on this machine."""
     if host.chips and {"torch_xla", "torch_tpu"} & set(host.packages):
         return "tpu"
+    # A mask that is empty, or -1, hides all GPUs.
     if host.gpus and host.cuda_build and host.environ.get(cuda.MASK, "0").strip() not in ("", "-1"):
         return "cuda"
     return "cpu"
@@ -50,9 +51,11 @@ def _contexts(
     near = [host.near(part.node) for part in parts]
     made = []
     for i, part in enumerate(parts):
+        # Workers near the same cores share these; others share all with everybody.
         sharing = near.count(near[i]) if near[i] else len(parts)
         threads = chosen or max(1, len(near[i] or host.cpus) // sharing)
         env = dict(part.env)
+        # The number that the user has set is inherited as it is.
         if chosen is None:
             env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         made.append(
@@ -182,6 +185,7 @@ def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
         n = max(1, n)
     per_process = per_process or 1
     _check_shares(per_worker, per_process)
+    # Of `per_worker` and `per_process`, one is 1.
     env = dict.fromkeys(tpu.SCRUB) | {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(max(per_worker, per_process)),
@@ -213,6 +217,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
             "or use devices('xla') for torch_xla's CPU client"
         )
     framework = pick_tpu_framework(host.packages, framework)
+    # Which chips each process opens.
     usable = _masked_chips(host)
     cores = _workers_of_a_chip(host, framework, per_worker, per_process, independent)
     if cores > 1:
@@ -229,6 +234,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
                 f"TPU chip {c} (/{chip.file}) is in use by {chip.user}, and takes one process at "
                 "a time; end that, or leave the chip out of TPU_VISIBLE_CHIPS"
             )
+    # What each process sets.
     at = _slice(host)
     if independent:
         envs = [tpu.independent_env(at, chips, framework) for chips in own]
@@ -243,8 +249,10 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
             tpu.group_env(at, rank, chips, ports[1:], framework, ports[0])
             for rank in range(len(own))
         ]
+    # torch, when imported here, would load torch_tpu; the chips are for the workers to open.
     if framework == "torch_tpu" and "torch" not in sys.modules:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # What each worker gets of its process.
     each = tpu.DEVICES.get(at.generation, 1)
     parts = []
     for i, (chips, env) in enumerate(zip(own, envs)):
@@ -315,7 +323,9 @@ def _slice(host: Host) -> tpu.Slice:
 def _ports(count: int, at: tpu.Slice) -> list[int]:
     """Return ports for a group: free ones, or where several hosts must agree, fixed ones."""
     if len(at.hosts) > 1:
+        # The first is the master's port; those of the workers begin at TPU_PORT.
         return list(range(TPU_PORT - 1, TPU_PORT - 1 + count))
+    # All are open at the same time, so they differ.
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:

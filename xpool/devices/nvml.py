@@ -42,6 +42,7 @@ class Gpu:
     """Processes that compute on it."""
 
 
+# nvmlPciInfo_t, nvmlProcessInfo_t of the calls that end in _v3, nvmlMemory_t, nvmlUtilization_t.
 class _PciInfo(ctypes.Structure):
     _fields_ = [
         ("busIdLegacy", ctypes.c_char * 16),
@@ -75,6 +76,7 @@ def find_gpus(root: Path = Path("/"), library: str = LIBRARY) -> tuple[Gpu, ...]
     """Return the GPUs of this machine; None when there is no NVML, or no driver behind it."""
     with _opened(library) as nvml:
         count = ctypes.c_uint()
+        # 0 is NVML_SUCCESS, here and below.
         if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return None
         return tuple(_gpu(nvml, i, root) for i in range(count.value))
@@ -108,6 +110,7 @@ def _opened(library: str) -> Iterator[ctypes.CDLL | None]:
         nvml = ctypes.CDLL(library)
     except OSError:
         nvml = None
+    # NVML counts these: what else in the process uses it stays initialized after the shutdown.
     if nvml is None or nvml.nvmlInit_v2() != 0:
         yield None
         return
@@ -171,11 +174,13 @@ def _node(nvml: ctypes.CDLL, device: ctypes.c_void_p, root: Path) -> int | None:
     info = _PciInfo()
     if nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(info)) != 0:
         return None
+    # The GPU is the first function of its device; others are sound and USB.
     address = f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
     return numa_node(root / "sys/bus/pci/devices" / address)
 
 
 def _users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[int, ...]:
+    # Room for so many; with more, NVML fails (NVML_ERROR_INSUFFICIENT_SIZE), and none is told.
     count = ctypes.c_uint(64)
     found = (_ProcessInfo * count.value)()
     if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:

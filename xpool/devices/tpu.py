@@ -119,6 +119,7 @@ def independent_env(at: Slice, chips: Sequence[int], framework: str) -> Env:
         env[name] = "1,1,1"
     if framework == "torch_xla":
         env |= {"PJRT_DEVICE": "TPU", "PJRT_LOCAL_PROCESS_COUNT": "1"}
+        # A slice of its own: this host is all there is of it.
         env |= _instead_of_metadata(at, 0, ("localhost",))
     else:
         env |= _torch_tpu()
@@ -142,6 +143,7 @@ def group_env(
     env = _scrubbed()
     addresses = ",".join(f"{host}:{port}" for host in at.hosts for port in ports)
     if framework == "torch_xla":
+        # Each process has one chip; the processes lie as the chips of all hosts do together.
         lie = [int(d) for d in shape(at.generation, n).split(",")]
         bounds = ",".join(str(h * c) for h, c in zip(at.bounds, lie))
         for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):

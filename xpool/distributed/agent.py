@@ -48,10 +48,12 @@ def start(
     Raises what torch raises.
     """
     global _rank
+    # Before torch is called: it keeps the rank also where its start fails.
     _rank = rank
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=address, rpc_timeout=timeout, **_transports(world_size)
     )
+    # torch puts this number before the keys of its store; a replacement would count from 0.
     rpc._init_counter = earlier
     for counts in ("_all_gather_sequence_id", "_all_gather_sequence_id_to_states"):
         getattr(rpc.api, counts, {}).clear()
@@ -69,6 +71,7 @@ def start(
 
 def _transports(world_size: int) -> dict[str, Any]:
     """Which ways of TensorPipe's to use: all, unless they take too many descriptors."""
+    # The soft limit is the one that open(2) fails by, with EMFILE.
     room, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if room == resource.RLIM_INFINITY or (world_size + 4) * DESCRIPTORS < room:
         return {}
@@ -84,8 +87,11 @@ def shut_down(graceful: bool) -> None:
         except RuntimeError:
             pass  # it was not up, or someone died in this very moment; it is down now
 
+    # In a thread that can be left behind: torch's limit does not bound the wait for functions
+    # that run here.
     thread = threading.Thread(target=end, name="xpool-rpc-shutdown", daemon=True)
     thread.start()
+    # Graceful, torch waits twice: for all ranks to come, and for their calls to end.
     thread.join(2 * LIMIT if graceful else LIMIT)
     if thread.is_alive():
         warnings.warn(

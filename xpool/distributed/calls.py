@@ -52,6 +52,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     try:
         return func(*args, **kwargs)
     except BaseException as exc:
+        # SystemExit and the like too: `Raised.error` wraps them for the caller.
         return raised(exc)
 
 
@@ -83,6 +84,7 @@ def call(
 
     ``timeout`` is in seconds, as torch has it: 0 is none, -1 is the world's ``rpc_timeout``.
     """
+    # A rank that is known to be lost costs no call, and the error says what became of it.
     the_world().peers.check(to)
     outer: Future[Any] = Future()
     # torch takes this one object for the arguments of `run`; it pickles here, in the caller.
@@ -122,6 +124,7 @@ def transport_error(exc: Exception, to: str, what: Any, timeout: float) -> Excep
     error: GroupError
     if connection_lost(exc):
         peers = the_world().peers
+        # This call may fail before the one that is held open there: it tells the others here.
         peers.lose(to, DIED)
         error = PeerLost(f"{name} has no answer from {to!r}: {peers.describe(to)} ({text})")
         error.__cause__ = exc

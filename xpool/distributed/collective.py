@@ -57,6 +57,8 @@ class CollectiveGroup:
         self.current_rank = ranks.index(world.rank) if world.rank in ranks else None
         self.destroyed = False
         self._world, self._ranks, self._timeout = world, ranks, timeout
+        # Held for moments only.  Nobody waits for torch under it, or closes connections: threads of
+        # torch's RPC take it to break the group, and must get through while others wait.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # of _begun and _aborted
         # Guarded by _lock: why the group is of no use any more, and who waits for any message.
@@ -272,19 +274,23 @@ class CollectiveGroup:
         try:
             self._send_out(self._timeout)
         finally:
+            # Also after a warning that is an error, or a signal handler that raises.
             self._end()
 
     def _end(self) -> None:
         """Destroy the group as it is: what was sent and not received is lost."""
         busy = self._is_busy()
         self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=False)
+        # Without anything pending, torch's own destruction closes the connections.
         self._close(abort=busy)
         if not self.destroyed:
             self.destroyed = True
+            # The end of torch's default group, that of `World.group`, takes all others along.
             if self.current_rank is not None and dist.is_initialized():
                 dist.destroy_process_group(self.group)
             self.group = None
         with self._lock:
+            # Not while it is connected: torch drops messages of which nobody holds the work.
             self._sent.clear()
         self._world._forget_group(self)
 
@@ -325,16 +331,20 @@ class CollectiveGroup:
             events, self._events = self._events, set()
             self._retire()
             over = self._succeeded >= self._unharmed
+        # From here on without the lock: `_close` takes it, and waits for torch.
         for event in events:
             event.set()
         if abort and over:
             self._close()
         elif abort and first:
+            # Some collectives are to end first.  A thread waits for these: this one may be torch's,
+            # which brings the news of a loss and has other calls to answer.
             threading.Thread(target=self._close_later, name="xpool-group-end", daemon=True).start()
 
     def _close(self, abort: bool = True) -> None:
         """Close the group's connections, once, so that whatever waits on them ends."""
         with self._changed:
+            # Of several threads that come here, one closes them.
             abort, self._aborted = abort and not self._aborted, True
             self._changed.notify_all()
         if abort and self.current_rank is not None:
@@ -349,6 +359,7 @@ class CollectiveGroup:
                 # The rest of them, if there are any, ends when the connections are closed.
                 if self._aborted or self._begun - len(self._works) >= self._unharmed:
                     break
+                # There is one: of those begun, fewer than `_unharmed` have ended.
                 work = self._works[0]
             try:
                 work.wait()
@@ -366,6 +377,7 @@ class CollectiveGroup:
         """Wait until what was sent is received, before the connections end; say what is not."""
         end = time.monotonic() + seconds
         with self._lock:
+            # A broken group closes its connections: there is nothing to wait for.
             sent = list(self._sent) if self._broken is None else []
         try:
             for pending in sent:
@@ -383,6 +395,7 @@ class CollectiveGroup:
 
     def _retire(self) -> None:
         """Take out the works that have ended; under the lock."""
+        # To wait for a completed work takes no time, and raises if it has failed.
         while self._works and self._works[0].is_completed():
             before = self._begun - len(self._works)
             try:
@@ -395,14 +408,18 @@ class CollectiveGroup:
     def _explain(self, what: str, exc: RuntimeError) -> GroupError:
         """Break the group for what torch says; return the error to raise."""
         names = tuple(self._world.names[rank] for rank in self._ranks)
+        # While `explain` waits for news, a loss may break the group with the name of who died.  The
+        # first reason stays.
         self._break(explain(self._world, names, exc, self._timeout))
         return self._error(what)
 
     def _error(self, what: str) -> GroupError:
         """The reason of the group's end, for one caller."""
+        # Without the lock, which `_launch` holds: the reason is set once, and stays.
         reason = self._broken
         if self.destroyed:
             return GroupError(str(reason))
+        # An error of its own for each caller, so that tracebacks do not grow into each other.
         return type(reason or GroupError())(
             f"{what} in {self!r} failed: {reason}. The group is broken: destroy() it in all who "
             "are left, and make a new one of them."
@@ -438,8 +455,10 @@ class CollectiveGroup:
                 f"Rank {self._world.rank} is not in the group, whose ranks are {self._ranks}."
             )
         with self._lock:
+            # A collective that whoever is lost has done its part of may still begin.
             if self._broken is not None and (what in _MESSAGES or self._begun >= self._unharmed):
                 raise self._error(what)
+        # Without the lock: an error of torch's breaks the group, which takes it.
         with self._watched(what, launching=True):
             pending = kind(self, what, start())
         with self._changed:
@@ -472,6 +491,7 @@ class CollectiveGroup:
 
 def explain(world: World, names: tuple[str, ...], exc: RuntimeError, timeout: float) -> GroupError:
     """Say in our words why torch gave up something among these members."""
+    # After a timeout, or without RPC, no news of a death is on its way.
     late = timed_out(exc)
     lost = world.peers.wait_lost(list(names), 0 if late or not world.has_rpc else _HEARSAY)
     if lost:
@@ -503,6 +523,7 @@ def _abort(group: Any) -> None:
 
 
 def _input(tensor: Tensor) -> Tensor:
+    # `view_as_real` refuses conjugate views.  Only what is sent may be a copy of the tensor.
     return _output(tensor.resolve_conj() if isinstance(tensor, Tensor) else tensor)
 
 
@@ -514,6 +535,7 @@ def _output(tensor: Tensor) -> Tensor:
 
 def _summand(tensor: Tensor, op: Any) -> Tensor:
     real = _output(tensor)
+    # Of pairs of reals, only a sum or a mean is that of the complex numbers.
     if real is not tensor and op not in _SUMS:
         raise OptionError(f"{op} is not for complex tensors: only SUM and AVG are.")
     return real

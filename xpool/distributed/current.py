@@ -31,6 +31,7 @@ def claim(world: World) -> None:
                 f"This process is {_world.name!r} of a world already, and can be in one at a time:"
                 " use get_world(), or stop() that world first."
             )
+        # The world first: `get_world` looks at the process first.
         _world, _pid = world, os.getpid()
 
 
@@ -38,12 +39,14 @@ def free(world: World) -> None:
     """Forget ``world``, if it is this process's."""
     global _world
     with _lock:
+        # In a forked child, this may be the parent's, and the child in a world of its own.
         if _world is world:
             _world = None
 
 
 def get_world() -> World | None:
     """Return the world that this process is in, or None."""
+    # Without the lock: each of the two is read at once, in the order opposite to `claim`'s.
     return _world if _pid == os.getpid() else None
 
 

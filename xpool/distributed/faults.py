@@ -19,6 +19,7 @@ def connection_lost(exc: BaseException) -> bool:
 
 def timed_out(exc: BaseException) -> bool:
     """Whether something took too long."""
+    # Without the first letter, which torch writes in either case.
     text = str(exc)
     return "imed out" in text or "imeout" in text
 

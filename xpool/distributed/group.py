@@ -41,6 +41,7 @@ class RpcGroup:
         self.group_name = group_name
         self.group_members = list(group_members)
         self.destroyed = False
+        # Never held while another process is asked, which may take as long as a timeout.
         self._lock = threading.Lock()
         # Guarded by _lock: what this process offers, and how many barriers it has called.
         self._offers: dict[Kind, dict[Any, Any]] = {"service": {}, "value": {}}
@@ -182,6 +183,7 @@ class RpcGroup:
         """
         self._check_member()
         with self._lock:
+            # The number tells this meeting from the next one of the same group.
             number, self._barriers = self._barriers, self._barriers + 1
         key = ("barrier", self.group_name, number)
         meet(self.group_members[0], key, tuple(self.group_members))
@@ -189,6 +191,7 @@ class RpcGroup:
     def destroy(self) -> None:
         """Take the group, and what this process offers in it, away from this process."""
         world = the_world()
+        # A group that was sent here, and is not this process's own, takes nothing along.
         if not self.destroyed and world.groups.get(self.group_name) is self:
             del world.groups[self.group_name]
             world.register.drop(self.group_name)
@@ -261,6 +264,7 @@ class RpcGroup:
                     f"{key!r} was not {_DONE[kind]} Group [{self.group_name}] by "
                     f"{get_cur_name()!r}, which alone could withdraw it; its own: {own}."
                 )
+        # The register first: calls by those who have found the key are still served meanwhile.
         self._ask(_strike, kind, key, get_cur_name()).wait()
         with self._lock:
             self._offers[kind].pop(key, None)
@@ -271,6 +275,7 @@ class RpcGroup:
 
     def _holder(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
         with self._lock:
+            # What this process offers itself takes no call.
             if key in self._offers[kind]:
                 return get_cur_name(), []
         found: tuple[str | None, list[Any]] = self._ask(_look_up, kind, key).wait()
@@ -299,6 +304,7 @@ def _not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupK
 def _arrived(name: str, members: list[str]) -> RpcGroup:
     """A group that was sent: the receiver's own of this name, else a view from outside."""
     world = get_world()
+    # By name: the sender's object and the receiver's are one group.
     own = world.groups.get(name) if world is not None else None
     return own if own is not None else RpcGroup(name, members)
 
@@ -311,6 +317,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _offered(group_name: str, kind: Kind, key: Any) -> Any:
+    # Without the lock: to look into a dict is atomic, and what is found there was offered.
     group = the_world().groups.get(group_name)
     offers = group._offers[kind] if group is not None else {}
     if key not in offers:
@@ -329,6 +336,7 @@ class Register:
     """Who holds what, in the groups whose first member is this process."""
 
     def __init__(self) -> None:
+        # Calls of all members come in threads of torch's RPC, several at a time.
         self._lock = threading.Lock()
         self._holders: dict[tuple[str, Kind], dict[Any, str]] = {}  # guarded by _lock
 

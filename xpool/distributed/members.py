@@ -40,9 +40,11 @@ class Join:
         global _generation
         if self._backend == "xla":
             import_module("torch_xla.distributed.xla_backend")  # registers it with torch
+        # A replacement has the index of the worker before it, and so takes over its rank.
         rank, how = current_worker().index, {"backend": self._backend, "timeout": self._timeout}
         with _on_this_machine():
             join(rank, self._size, self._address, **how)  # type: ignore[arg-type]
+        # Only now: a worker that could not join is in no group.
         _generation = self._generation
         return os.getpid()
 
@@ -50,6 +52,7 @@ class Join:
 @contextmanager
 def _on_this_machine() -> Iterator[None]:
     """Have gloo use the loopback, where nobody has said otherwise: a pool is on one machine."""
+    # gloo reads the variable when a group is made; tasks find the environment as it was.
     given = sys.platform != "linux" or _INTERFACE in os.environ
     if not given:
         os.environ[_INTERFACE] = "lo"
@@ -68,6 +71,7 @@ class InGroup:
 
     def __call__(self, *args: Any) -> Any:
         world = get_world()
+        # A replacement has not joined, and a group of an earlier generation has dead members.
         if world is None or _generation != self._generation:
             raise PeerLost(
                 f"worker {current_worker().index} has replaced another since the group was made, "

@@ -35,6 +35,7 @@ class Peers:
         self._on_loss = on_loss
         # Guards what follows; waited on by `wait_lost`.
         self._changed = threading.Condition()
+        # Names are only ever added to `_lost`.
         self._lost: dict[str, str] = {}
         self._held: list[Future[str]] = []
         self._leaving = False
@@ -57,6 +58,7 @@ class Peers:
 
     def check(self, name: str) -> None:
         """Raise `PeerLost` when a process is known to be gone."""
+        # Without the lock: a look into a dict is atomic.
         if name in self._lost:
             raise PeerLost(f"No call can reach {name!r}: {self.describe(name)}.")
 
@@ -79,6 +81,7 @@ class Peers:
         for name in others:
             rpc.rpc_sync(name, _greet)
         for name in others:
+            # No timeout: it lasts as long as both are in the world.
             held = rpc.rpc_async(name, _hold, timeout=0)
             held.add_done_callback(lambda done, name=name: self._ended(done, name))
 
@@ -86,14 +89,17 @@ class Peers:
         """A caller watches this process: answer when it leaves."""
         future: Future[str] = Future()
         with self._changed:
+            # Once it leaves, nobody looks into `_held` any more: the caller is answered below.
             if not self._leaving:
                 self._held.append(future)
                 return future
+        # Without the lock, here and elsewhere: torch may call back, or send, in this thread.
         future.set_result(LEFT)
         return future
 
     def _ended(self, done: Future[str], name: str) -> None:
         try:
+            # LEFT, from `leave`; torch raises when the connection is lost instead.
             reason = done.value()
         except RuntimeError:
             reason = DIED
@@ -102,10 +108,13 @@ class Peers:
     def lose(self, name: str, reason: str, completed: dict[Any, int] | None = None) -> None:
         """Take note that a process is gone; ``completed`` is as in `Farewell`."""
         with self._changed:
+            # The first news counts.  When this process leaves, its calls fail: that tells nothing.
             if name in self._lost or name == self.me or self._leaving:
                 return
+            # Before `_on_loss`: it ends meetings, which ask who is lost.
             self._lost[name] = reason
             self._changed.notify_all()
+        # Without the lock: `Meetings` asks `lost` under its own, so the other order would deadlock.
         self._on_loss(name, completed or {})
 
     def leave(self, farewell: Callable[[str], Farewell] | None) -> None:
@@ -114,6 +123,8 @@ class Peers:
             self._leaving = True
             held, self._held = self._held, []
             left = [name for name in self.names if name not in self._lost and name != self.me]
+        # Before the held calls are answered: these answers do not say which collectives were
+        # completed, and the first news of a loss counts.
         if farewell is not None:
             for name in left:
                 try:
@@ -149,6 +160,7 @@ class Farewell:
 
 
 def _told(name: str, farewell: Farewell) -> None:
+    # None: the receiver has left as well, while the farewell was on its way.
     world = get_world()
     if world is not None:
         world.meetings.deliver(name, farewell.answers)
@@ -182,6 +194,8 @@ class Meetings:
     """
 
     def __init__(self) -> None:
+        # Taken before the lock of `Peers`, never after it.  Nothing is answered under it: a host is
+        # its own guest as well, and its answer may call `settle` in this thread.
         self._lock = threading.Lock()
         # Guarded by _lock, in the host: open meetings, and by name the answers to be acknowledged.
         self._open: dict[Any, _Meeting] = {}
@@ -214,6 +228,7 @@ class Meetings:
                 future.set_result(raised(OptionError(text)))
                 return future
             meeting.arrived[name] = future
+            # Whoever comes last ends it; so does one who comes after a member was lost.
             answer = self._answer(key, meeting)
         if answer is not None:
             meeting.answer(answer)
@@ -229,7 +244,9 @@ class Meetings:
             return None
         else:
             answer = lost
+        # From here on nobody else finds it, so it is answered once.
         del self._open[key]
+        # Kept until it is acknowledged: the connection may end before the answer gets through.
         for name in meeting.arrived:
             self._unacknowledged.setdefault(name, {})[key] = answer
         return answer
@@ -243,6 +260,7 @@ class Meetings:
         """``name`` gives up, which ends the meeting; return who had not come."""
         with self._lock:
             meeting = self._open.pop(key, None)
+        # It has ended meanwhile, and its answer was on its way.
         if meeting is None:
             return []
         missing = meeting.missing()
@@ -254,6 +272,7 @@ class Meetings:
         """End the meetings that waited for ``name``, who is lost."""
         with self._lock:
             concerned = [(key, one) for key, one in self._open.items() if name in one.expected]
+            # A list of them is made first, since `_answer` takes meetings out.
             answers = [(one, self._answer(key, one)) for key, one in concerned]
         for meeting, answer in answers:
             if answer is not None:
@@ -273,6 +292,7 @@ class Meetings:
         with self._lock:
             future = self._awaited[host].pop(key, None)
             self._received.setdefault(host, []).append(key)
+        # None: the farewell was quicker, and `deliver` has settled it.
         if future is not None:
             settle(future, done, host, meet, timeout)
 
@@ -322,6 +342,7 @@ def meet(
     """
     world = the_world()
     world.peers.check(host)
+    # Before the call: its answer, or a farewell, may come at any time after it.
     outer, received = world.meetings.expect(host, key)
     arrival = key, world.name, expected, of_survivors, received
     inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
@@ -330,7 +351,9 @@ def meet(
         lost: list[str] = outer.wait()
         return lost
     except GroupTimeout:
+        # The host ends the meeting for all, and says who had not come.
         missing = call(host, _withdraw, (key, world.name), timeout=MOMENT).wait()
+        # All had come: the answer was late, not they.
         if not missing:
             raise
         seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout

@@ -41,7 +41,9 @@ class Pending:
         """
         with self._group._watched(self._what):
             self._work.wait(*(() if timeout is None else (timeout,)))
+        # Only after success: `_send_out` reports what is left as lost.
         self._group._taken(self)
+        # Once, however often this is called.
         then, self._then = self._then, None
         if then is not None:
             then()
@@ -64,12 +66,14 @@ class ReceivingAny(Pending):
         super().__init__(group, what, work)
         self._received = False
         self._error: Exception | None = None
+        # It is set at once where the group is broken by now, so no wait is missed.
         self._over = group._over_event()
         threading.Thread(target=self._receive, name="xpool-irecv", daemon=True).start()
 
     def _receive(self) -> None:
         try:
             self._work.wait()
+            # Before `_over`: whoever that wakes looks here.
             self._received = True
         except RuntimeError as exc:
             self._error = exc
@@ -82,6 +86,7 @@ class ReceivingAny(Pending):
     def wait(self, timeout: timedelta | None = None) -> int:
         in_time = self._over.wait(None if timeout is None else timeout.total_seconds())
         self._group._forget(self._over)
+        # Raised inside, so that it becomes the group's error; `timed_out` goes by the text.
         with self._group._watched("irecv"):
             if not in_time:
                 raise RuntimeError("Timed out waiting")
@@ -103,6 +108,7 @@ class Watch:
         pass
 
     def __exit__(self, kind: Any, exc: BaseException | None, tb: Any) -> None:
+        # A GroupError has been explained already, by a watch inside of this one.
         if not isinstance(exc, RuntimeError) or isinstance(exc, GroupError):
             return
         if self._launching and not (connection_lost(exc) or isinstance(exc, DistError)):

@@ -112,6 +112,7 @@ def exchange_names(
 def _exchange(
     store: Any, address: str, name: str, rank: int, world_size: int, timeout: float
 ) -> list[str]:
+    # Adding is atomic in the store: of two processes with one rank, one sees a 2.
     if store.add(f"claims/{rank}", 1) > 1:
         raise OptionError(
             f"Rank {rank} at {address} is taken already: give each process a rank of its own, "
@@ -121,6 +122,7 @@ def _exchange(
     keys = [str(other) for other in range(world_size)]
     end = time.monotonic() + timeout
     for key in keys:
+        # The time is for all ranks together.  Not 0, which torch's stores take for no limit.
         left = timedelta(seconds=max(0.001, end - time.monotonic()))
         try:
             store.wait([key], left)

@@ -67,6 +67,7 @@ class RRef:
             if _COPIED in str(exc):
                 raise
             error = transport_error(exc, self._rref.owner_name(), what, timeout)
+            # It was torch's own all along: no error is its own cause.
             if error is exc:
                 raise
             raise error from exc

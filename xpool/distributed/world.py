@@ -89,14 +89,17 @@ class World:
         self._made: dict[tuple[int, ...], int] = {}
         self._everyone: CollectiveGroup | None = None
 
+        # Where RPC's address alone is given, the ranks meet beside it.
         if dist_init_method is None and rpc_init_method is not None:
             address = rendezvous.beside(rpc_init_method)
         else:
             address = dist_init_method or rendezvous.default_address()
+        # Before torch is asked for anything: what it keeps is the process's, and for one world.
         current.claim(self)
         try:
             self._join(address, rpc_init_method or rendezvous.beside(address), dist_backend)
         except BaseException:
+            # Whatever cuts the joining short: the process may join again.
             self._tear_down(graceful=False)
             raise
 
@@ -110,10 +113,12 @@ class World:
         base = rendezvous.open_store(address, *place, limit)
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
+        # From here on all ranks are known by name, also to the errors of what follows.
         self.rank_name_map = dict(enumerate(self.names))
         self.peers = Peers(self.names, self.name, self._on_loss)
         try:
             if self.has_dist:
+                # Noted before it is started: what has failed halfway is torn down too.
                 self._running.append("dist")
                 dist.init_process_group(
                     backend,
@@ -126,6 +131,7 @@ class World:
                 self._running.append("rpc")
                 limit = self.rpc_timeout
                 agent.start(self.name, *place, rpc_address, earlier, limit)
+                # Before the meeting, so that a death ends it.
                 self.peers.watch()
                 # Nobody begins, and perhaps leaves again, while others still connect.
                 meet(self.names[0], ("join", "the world"), tuple(self.names), limit)
@@ -157,6 +163,7 @@ class World:
         self.peers.lose(self.names[rank], reason)
 
     def _on_loss(self, name: str, completed: dict[Any, int]) -> None:
+        # Without the lock: meetings and groups have their own, and a group may close connections.
         self.meetings.lose(name)
         with self._lock:
             groups = list(self._collective)
@@ -180,6 +187,7 @@ class World:
                 self._everyone = everyone
                 self._collective.append(everyone)
         if first:
+            # After it is in `_collective`: a loss meanwhile comes by this way or by `_on_loss`.
             self._tell_losses(everyone)
         return everyone
 
@@ -219,6 +227,7 @@ class World:
                 number = self._made.get(tuple(ranks), 0)
                 self._made[tuple(ranks)] = number + 1
             names = tuple(self.names[rank] for rank in ranks)
+            # They meet first: a death ends a meeting at once, and torch's call at its timeout.
             if self.has_rpc:
                 key = ("create_collective_group", f"ranks {', '.join(map(str, ranks))}", number)
                 meet(names[0], key, names, timeout)
@@ -235,6 +244,7 @@ class World:
         if group is not None:
             with self._lock:
                 self._collective.append(made)
+            # After the group is in `_collective`, as in `group`.
             self._tell_losses(made)
         return made
 
@@ -267,6 +277,7 @@ class World:
                 f"{', '.join(members) or 'none'}."
             )
         group = RpcGroup(group_name, members)
+        # One atomic operation, in the place of a lock: of two threads with one name, one fails.
         if self.groups.setdefault(group_name, group) is not group:
             there = ", ".join(self.groups)
             raise GroupError(
@@ -274,6 +285,7 @@ class World:
                 f"destroy() that one. Groups: {there}."
             )
         try:
+            # The group is in `groups` by now: who has been to the meeting may call here at once.
             meet(members[0], ("create_rpc_group", group_name), tuple(members))
         except BaseException:
             self.groups.pop(group_name, None)
@@ -317,6 +329,7 @@ class World:
         """
         self._check_started(True, "", "")
         if graceful and self.has_rpc:
+            # torch's graceful shutdown waits for all ranks: with one lost, it would wait in vain.
             graceful = not self._last_meeting()
         try:
             if graceful:
@@ -331,20 +344,25 @@ class World:
         """Wait for all who are still there to stop; return those who are not."""
         key = ("stop", "the world")
         while True:
+            # All who are left hear of the same losses, and so come to the same host in the end.
             lead = self.peers.lead()
             try:
                 return meet(lead, key, tuple(self.names), timeout=0, of_survivors=True)
             except PeerLost:
+                # Else the host was lost, and all meet again at the next one.
                 if lead == self.peers.lead():
                     raise
 
     def _tear_down(self, graceful: bool) -> None:
         try:
             if "rpc" in self._running:
+                # While the groups are still there: the farewell says how far each has come.
                 self.peers.leave(None if graceful else self._farewell)
                 agent.shut_down(graceful)
+            # A copy: each group takes itself out of the list.
             for group in list(self._collective):
                 group._end()
+            # `World.group`, if it was used, has taken torch's default group along.
             if "dist" in self._running and dist.is_initialized():
                 dist.destroy_process_group()
         finally:

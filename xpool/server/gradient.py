@@ -82,6 +82,7 @@ class PushPullGradServer:
             raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
         self._check_managed({name: tuple(one.shape) for name, one in gradients.items()})
         sent = on_cpu(gradients)
+        # In random order: the first takes the load, and the others stand in for it.
         reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
         for reducer in reducers:
             service = push_service(_reducer(self.server_name, reducer))
@@ -197,6 +198,7 @@ class PushPullGradServerImpl:
         self.lr_scheduler: Any = None
         self.dropped = 0
 
+        # Pushes come in threads of torch's RPC.  It is not held while a batch is reduced or sent.
         self._changed = threading.Condition()
         # Guarded by _changed: what waits to be reduced, and the state of the thread that does it.
         self._queues: dict[ReduceType, deque[Gradients]] = {kind: deque() for kind in ReduceType}
@@ -214,6 +216,7 @@ class PushPullGradServerImpl:
         self.group.register(push_service(own), self._push_service)
         if self.is_primary:
             self.group.register(_shapes_service(self.server_name), self._shapes_service)
+            # The accessor comes last: who finds it may push at once.
             accessor = PushPullGradServer(
                 self.server_name,
                 self.group,
@@ -239,6 +242,7 @@ class PushPullGradServerImpl:
             )
         model.pp_version = 0
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        # Last: services look at it in threads of torch's RPC, to know whether a model is managed.
         self.model = model
 
     def start(self) -> None:
@@ -266,6 +270,7 @@ class PushPullGradServerImpl:
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
+            # Without the lock, which the thread needs to see that it is to stop.
             thread.join()
             with self._changed:
                 self._thread = None
@@ -279,6 +284,7 @@ class PushPullGradServerImpl:
     # -- services -----------------------------------------------------------------------------
 
     def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
+        # What clients pushed before there was a managed model is compared with it here.
         if self.model is not None and level is ReduceType.REDUCE_PRIMARY:
             given = {name: tuple(one.shape) for name, one in gradients.items()}
             check_shapes(self.server_name, self._shapes(self.model), given)
@@ -314,11 +320,13 @@ class PushPullGradServerImpl:
                 if level is ReduceType.REDUCE_PRIMARY:
                     self._apply(reduced)
                 elif self.is_primary:
+                    # Its own queue takes no call.
                     self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
                 else:
                     service = push_service(_reducer(self.server_name, self.primary_reducer))
                     self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
         except BaseException as exc:
+            # Kept for `watch`, and for all who push: nobody waits for this thread.
             with self._changed:
                 self._error = exc
 
@@ -335,6 +343,7 @@ class PushPullGradServerImpl:
         return None
 
     def _reduced(self, batch: list[Gradients]) -> Gradients:
+        # Clients that push before a model is managed are compared with each other only.
         own = {name: tuple(one.shape) for name, one in batch[0].items()}
         for other in batch[1:]:
             check_shapes(
@@ -358,6 +367,7 @@ class PushPullGradServerImpl:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         version: Any = model.pp_version
+        # `on_cpu` copies: the next step changes the model in place.
         self.o_server.push(self.model_name, on_cpu(model.state_dict()), version + 1, version)
         model.pp_version = version + 1
 

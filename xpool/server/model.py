@@ -73,6 +73,7 @@ class PushPullModelServer:
         if pulled is None:
             return False
         state, version = pulled
+        # A model without a version takes any, the very first (0) too.
         if getattr(model, "pp_version", -1) < version:
             load(model, state, self.model_name)
             model.pp_version = version

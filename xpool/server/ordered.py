@@ -94,11 +94,13 @@ class OrderedServerSimpleImpl:
         if version_depth < 1:
             raise OptionError(f"version_depth must be 1 or more, not {version_depth}")
         self.server_name, self.group, self.version_depth = server_name, group, version_depth
+        # Pushes and pulls come in threads of torch's RPC.
         self._lock = threading.Lock()
         # Guarded by _lock: the versions of each key, the newest last.  Values are never changed.
         self._storage: dict[Hashable, OrderedDict[Any, Any]] = {}
         group.register(push_service(server_name), self._push_service)
         group.register(pull_service(server_name), self._pull_service)
+        # Last: who finds the accessor may call at once.
         group.pair(server_name, OrderedServerSimple(server_name, group))
 
     def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
@@ -106,6 +108,7 @@ class OrderedServerSimpleImpl:
             versions = self._storage.setdefault(key, OrderedDict())
             if versions:
                 newest = next(reversed(versions))
+                # Another was quicker, or the caller is mistaken, which raises.
                 if newest != prev_version:
                     _check_previous(key, prev_version, newest)
                     return False
@@ -115,6 +118,7 @@ class OrderedServerSimpleImpl:
                         f"one of that name. It has, the newest last: {list(versions)}."
                     )
             versions[version] = value
+            # The newest, and `version_depth` before it.
             while len(versions) > self.version_depth + 1:
                 versions.popitem(last=False)
         return True
@@ -129,6 +133,7 @@ class OrderedServerSimpleImpl:
             if version not in versions:
                 return None
             value = versions[version]
+        # Without the lock: a large value takes long to copy, and none in the storage changes.
         return deepcopy(value), version  # a caller in this process gets no reference to ours
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ _ndarray: Any = None
 
 def _lazy_numpy() -> None:
     np = sys.modules["numpy"]
+    # Whichever of the modules is met first enters all: the others need not come here again.
     for name in _MODULES:
         LAZY.pop(name, None)
     REDUCERS[np.ndarray] = _reduce
@@ -56,6 +57,7 @@ def _described(dtype: Any) -> Any:
 def _reduce(pickler: Context, array: Any) -> Any:
     """An array of exactly that type."""
     dtype = array.dtype
+    # numpy's own pickle has the objects.
     if dtype.hasobject:
         return NotImplemented
     kind = _described(dtype)
@@ -66,6 +68,7 @@ def _reduce(pickler: Context, array: Any) -> Any:
     seen = pickler.tensors
     if seen is None:
         seen = pickler.tensors = Seen()
+    # First run: addresses are asked for at its end, and only if arrays can alias at all.
     if seen.plan is None:
         seen.note_array(array)
         if flags.c_contiguous and size < INLINE_BELOW:
@@ -82,6 +85,7 @@ def _dense(seen: Seen, array: Any, kind: Any) -> Any:
     piece = None if seen.plan is None else seen.plan.get(found)
     if piece is not None:
         return _array_view, (piece, address - piece.start, kind, shape, strides, writable)
+    # With steps backwards, the first element is not at the first byte.
     start, _, gaps = found
     if not gaps:
         data = bytes_of(start, own, array)
@@ -98,6 +102,7 @@ def _dense(seen: Seen, array: Any, kind: Any) -> Any:
 def _short(array: Any, by_number: bool) -> bytes | None:
     flags = array.flags
     size = array.nbytes
+    # It is all of its message: no other object that it could alias.
     if size >= INLINE_BELOW or not flags.c_contiguous or not flags.writeable or not size:
         return None
     dtype = array.dtype
@@ -121,6 +126,7 @@ def _reduce_subclass(pickler: Context, array: Any) -> Any:
     for name in ("__reduce__", "__reduce_ex__", "__setstate__"):
         if getattr(cls, name) is not getattr(np.ndarray, name):
             return NotImplemented
+    # By numpy's own function: the class may have one of its own, or none.
     plain = np.ndarray.view(array, np.ndarray)
     attributes = getattr(array, "__dict__", None)
     if attributes:
@@ -130,6 +136,7 @@ def _reduce_subclass(pickler: Context, array: Any) -> Any:
 
 def _reduce_masked(pickler: Context, array: Any) -> Any:
     np = sys.modules["numpy"]
+    # `_fill_value`: the property would make up one where none was set.
     mask = None if array.mask is np.ma.nomask else array.mask
     return _masked, (array.data, mask, array._fill_value, array.hardmask, array._optinfo)
 
@@ -197,6 +204,8 @@ def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
             "shows, or view.tobytes()"
         )
     data: Any
+    # `from_buffer` of ctypes takes writable memory only; a memoryview itself is nothing for a
+    # PickleBuffer (see `buffer_at`).
     if view.nbytes < INLINE_BELOW or view.readonly or not view.c_contiguous:
         data = bytearray(view.tobytes())
     else:
@@ -207,6 +216,7 @@ def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
 @builder
 def _memoryview(data: Any, kind: Any, shape: Any, readonly: bool) -> Any:
     flat = memoryview(data).cast("B")
+    # `cast` refuses axes of length 0.
     view = flat.cast(kind, shape) if 0 not in shape else flat.cast(kind)
     return view.toreadonly() if readonly else view
 
@@ -229,6 +239,7 @@ def _reduce_std_array(pickler: Context, array: Any) -> Any:
 def _std_array(typecode: str, data: Any) -> Any:
     from array import array
 
+    # A copy: an `array` cannot use memory of others.
     made = array(typecode)
     made.frombytes(data)
     return made

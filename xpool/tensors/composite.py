@@ -24,6 +24,7 @@ def parts(torch: Any, tensor: Any) -> Any:
         return _nested_parts(tensor) if tensor.is_nested else None
     shape = tuple(tensor.shape)
     if layout is torch.sparse_coo:
+        # By the private names: the public ones refuse a tensor that is not coalesced.
         members = (tensor._indices(), tensor._values())
         return _sparse, (*members, shape, tensor.is_coalesced())
     if layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -32,6 +33,7 @@ def parts(torch: Any, tensor: Any) -> Any:
     if layout in (torch.sparse_csc, torch.sparse_bsc):
         columns, rows = tensor.ccol_indices(), tensor.row_indices()
         return _compressed, (columns, rows, tensor.values(), shape, layout)
+    # Its memory is mkldnn's own: values come out, and go in, by a conversion.
     if tensor.is_mkldnn:
         return _mkldnn, (tensor.to_dense(),)
     return NotImplemented  # torch's own way, or its own words that there is none
@@ -146,6 +148,7 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
     own_ways = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
     if cls.__reduce_ex__ not in own_ways or cls.__reduce__ is not torch.Tensor.__reduce__:
         return NotImplemented
+    # The class's own `__torch_function__` would be called at each look at the tensor.
     with torch._C.DisableTorchFunctionSubclass():
         check(tensor)
         if is_kept(pickler.layout, tensor):
@@ -154,6 +157,7 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
         if _is_wrapper(torch, tensor):
             return NotImplemented
         grad = tensor.requires_grad
+        # Nor its `__torch_dispatch__`: what is made here is a plain tensor of the same memory.
         with torch._C._DisableTorchDispatch():
             bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
     state = torch._utils._get_obj_state(tensor)

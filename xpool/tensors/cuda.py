@@ -81,6 +81,7 @@ class Calls:
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
+        # The function keeps it: with it, the weak reference would be given back.
         weak = StorageWeakRef(storage)
         return lambda: torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
 

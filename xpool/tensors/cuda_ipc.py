@@ -86,6 +86,7 @@ class _Imported:
 
     def __init__(self, facts: Facts, block: Block, ordinal: int, storage: Any) -> None:
         self.facts, self.block, self.ordinal = facts, block, ordinal
+        # Weak: the storage has this as its attribute.
         self.storage: Callable[[], Any] = cuda.calls.weak(storage)
 
     @uninterrupted
@@ -101,6 +102,7 @@ class _Imported:
 _Key = tuple[int, int]  # of a token: its arena's token, and its name
 
 # Guarded by `_lock`, which a thread holds for moments; opening memory may take longer.
+# Reentrant: a signal handler may share something while its thread has the lock.
 _lock = threading.RLock()
 _exported: dict[
     _Key, tuple[_Exported, Any]
@@ -148,6 +150,7 @@ def export(pickler: Context, storage: Any, about: Callable[[], str]) -> Any:
     if layout.keep is not None and not _is_of_pool(known):
         return None  # this message is for the pool's process, which opens nothing unasked
     try:
+        # The GPU is waited for without the lock.
         cuda.calls.synchronize(cuda.calls.ordinal(storage))
         with _lock:
             facts, block = _exported_again(arena, known) or _export_storage(arena, storage, known)
@@ -178,12 +181,14 @@ def _exported_again(arena: Arena, known: Any) -> tuple[Facts, Block] | None:
             "it is shared with other processes already: those of another pool, in a worker of "
             "which this runs. Send a clone() of it instead."
         )
+    # The exporter's token goes on: a message with it holds the memory as this process does.
     return known.facts, known.block
 
 
 def _export_storage(arena: Arena, storage: Any, known: Any) -> tuple[Facts, Block]:
     # torch wraps a storage once more each time that it exports it: so that is done once.
     if known is None or known.address != storage.data_ptr():
+        # Also where the storage has got other memory meanwhile, as by `resize_`.
         known = _Exported(_export(storage), storage.data_ptr())
     block: Block | None = known.block
     if block is None:
@@ -192,6 +197,7 @@ def _export_storage(arena: Arena, storage: Any, known: Any) -> tuple[Facts, Bloc
             raise _Refused("no shared memory is left for what stands for it.")
         known.block = block
         storage.xpool_ipc = known
+        # The table keeps the storage, and so the memory, as long as others hold the token.
         _exported[arena.token, block.name] = known, storage
     return known.facts, arena.adopt(block.name)  # the message's own hold, beside the table's
 
@@ -222,10 +228,13 @@ def _take_back(everything: bool) -> bool:
     found = False
     with _lock:
         for key in list(islice(_exported, len(_exported) if everything else _AT_ONCE)):
+            # Put back, it is the last: the next look begins with those after it.
             exported, storage = _exported.pop(key)
             block = exported.block
             assert block is not None
+            # The table's own hold is the last one.
             if block.arena.alone(block):
+                # The storage may be exported again, with another token and the same facts.
                 exported.block = None
                 found = True
             else:
@@ -246,9 +255,11 @@ def import_(buffer: Any, facts: tuple[Any, ...]) -> Any:
     block: Block = buffer.obj
     key = block.arena.token, block.name
     with _lock:
+        # CUDA does not open memory in the process that made it.
         if key in _exported:
             return _exported[key][1]
         known = _imported.get(key)
+        # None: its last tensor has just gone, and the entry goes with it.
         storage = None if known is None else known.storage()
         if storage is None:
             storage = _open(Facts(*facts), key, block)
@@ -285,6 +296,7 @@ def _open(facts: Facts, key: _Key, block: Block) -> Any:
         storage = calls.open(ordinal, facts.handle, facts.nbytes, facts.offset)
     except RuntimeError as exc:
         raise DeviceError(f"{what} cannot be opened: {exc}. {WAY_OUT}") from exc
+    # The storage keeps it, and that keeps the token: the table's own reference is weak.
     storage.xpool_ipc = _imported[key] = _Imported(facts, block, ordinal, storage)
     return storage
 
@@ -293,6 +305,7 @@ def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except OSError as exc:
+        # EPERM: it is there, and another user's; ESRCH: it is not (kill(2)).
         return exc.errno == errno.EPERM
     return True
 
@@ -305,6 +318,7 @@ def synchronize() -> None:
 
     So an answer comes after the writes of its task.
     """
+    # Without the lock: most processes have neither, and each answer comes by here.
     if _exported or _imported:
         with _lock:
             ordinals = {cuda.calls.ordinal(storage) for _, storage in _exported.values()}

@@ -61,10 +61,12 @@ def _lazy_torch() -> None:
     """Put torch's types into the table of reducers."""
     torch = sys.modules["torch"]
     for name in _MODULES:
+        # Whichever of the modules is met first enters all: the others need not come here again.
         LAZY.pop(name, None)
     _learn(torch)
     REDUCERS[torch.Tensor] = _reduce
     SHORT[torch.Tensor] = _short
+    # A Parameter is never just its elements.
     REDUCERS[torch.nn.Parameter] = reduce_any
     REDUCERS[torch.UntypedStorage] = _reduce_storage
     FOR_SUBCLASSES[torch.Tensor] = composite.reduce_subclass
@@ -103,6 +105,7 @@ def bytes_of(start: int, size: int, owner: Any) -> bytearray | PickleBuffer:
         owner: kept alive as long as the result; it keeps the memory where it is.
     """
     if size < INLINE_BELOW:
+        # A copy: it becomes part of the pickle, so nobody has to be kept alive.
         return bytearray(_Window.from_address(start)[:size])  # type: ignore[arg-type]
     return PickleBuffer(buffer_at(start, size, owner))
 
@@ -137,6 +140,7 @@ def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
     if seen.plan is not None:
         piece: Piece | None = seen.plan.get(found)
         return piece
+    # First run: `seen` holds the object, so that its address is not used again meanwhile.
     seen.append((*found, obj))
     return None
 
@@ -148,6 +152,7 @@ def _simple(tensor: Any) -> str | None:
     """The name of the dtype of a tensor that is nothing but contiguous elements, or None."""
     name = _SIMPLE.get(tensor.dtype)
     if (
+        # Complex dtypes are not in `_SIMPLE`, so there is no conjugate bit to ask for.
         name is None
         or not tensor.is_cpu
         or tensor.layout is not _strided
@@ -168,6 +173,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     if name is None:
         return reduce_any(pickler, tensor)
     start = tensor.data_ptr()
+    # Share mode.
     if pickler.layout.arena is not None and start:
         return _dense(pickler, sys.modules["torch"], tensor, name)
     seen = pickler.tensors
@@ -177,6 +183,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     # An axis of length 1 may have any stride.
     if seen.plan is not None or 1 in shape or not start:
         return reduce_any(pickler, tensor)
+    # First run: sent alone, and noted.
     size = tensor.nbytes
     seen.append((start, start + size, (), tensor))
     data = bytes_of(start, size, tensor)
@@ -193,6 +200,7 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
         start = tensor.data_ptr()
     except RuntimeError:  # inside a transform of torch.func; the pickler will say so
         return None
+    # It is all of its message: no other object that it could alias.
     if size >= INLINE_BELOW or 1 in shape or not start:
         return None
     end = tail(name) if len(shape) == 1 else tail(name, shape)
@@ -204,6 +212,7 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     """A tensor or Parameter of any kind."""
     if tensor.requires_grad or tensor._backward_hooks:
         composite.check(tensor)
+    # Share mode of a worker: the tensor stays on its device, and a handle goes.
     if is_kept(pickler.layout, tensor):
         assert pickler.layout.keep is not None
         return pickler.layout.keep(pickler, tensor)
@@ -224,6 +233,7 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
         _storage_in_arena(pickler, tensor)
     bare = tensor.detach()
     if flags & _CONJ:
+        # The bit is taken off by setting it once more: the elements travel as they lie in memory.
         bare = bare.conj()
     if flags & _NEG:
         bare = torch._neg_view(bare)
@@ -255,10 +265,12 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
 def _on_device(pickler: Context, tensor: Any, name: str) -> Any:
     """A tensor on a device: where it is, if that can be shared in this message, or copied."""
     if tensor.is_cuda:
+        # Share mode, if the message's layout has it for GPUs.
         exported = export(pickler, tensor.untyped_storage(), partial(composite.about, tensor))
         if exported is not None:
             place = tensor.storage_offset(), name, tuple(tensor.shape), tensor.stride()
             return tensor_on_gpu, (*exported, *place)
+    # A large one goes from the GPU into its block; small ones, and other devices, by `cpu()`.
     fetched = fetch(pickler.layout, tensor)
     if fetched is None:
         return on_own_device, (tensor.cpu(),)
@@ -274,21 +286,26 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         start = tensor.data_ptr()
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
     if pickler.layout.arena is not None:
+        # Share mode: the storage travels by name, and the tensor as a place in it.
         storage = _storage_in_arena(pickler, tensor)
         return _at, (storage, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
+    # None in the first run, and for what aliases nothing.
     piece = piece_of(pickler, found, tensor)
     if piece is not None:
         return _view, (piece, start - piece.start, name, shape, strides)
     _, stop, gaps = found
+    # The bytes as they lie, whatever the order of the axes.
     if not gaps:
         return _tensor, (bytes_of(start, own, tensor), name, shape, strides)
     # Once along the axes that repeat the same elements.
     once = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
     compact = tensor.as_strided(once, strides).contiguous()
     data = bytes_of(compact.data_ptr(), compact.nbytes, compact)
+    # The gaps are small: they are not sent, and made anew by the receiver.
     if stop - start <= _SPREAD * own:
         return _spread, (data, name, once, shape, strides)
+    # Without the gaps for good; an axis that repeated its elements (stride 0) still does.
     pairs = zip(compact.stride(), strides, strict=True)
     return _tensor, (data, name, shape, tuple(new if old else 0 for new, old in pairs))
 
@@ -296,6 +313,7 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
 def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
     storage, layout = tensor.untyped_storage(), pickler.layout
     arena = layout.arena
+    # One that was shared before, or received, is there already.
     if arena is not None and storage.nbytes() and not arena.holds(storage.data_ptr()):
         move(arena, layout, storage, partial(composite.about, tensor), tensor)
     return storage
@@ -368,6 +386,7 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
         return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
     # Not at a multiple of its element size, which a tensor of this storage cannot say.
     rest = memoryview(memory.buffer)[offset:]
+    # `frombuffer` takes nothing but whole elements.
     whole = rest[: len(rest) // dtype.itemsize * dtype.itemsize]
     return _from_buffer(name, whole).as_strided_(shape, strides)
 

@@ -50,12 +50,14 @@ def fetch(layout: Layout, tensor: Any) -> tuple[Block, tuple[int, ...]] | None:
         tensor = _without_gaps(torch, tensor)
     host = torch.frombuffer(block.view(tensor.nbytes), dtype=torch.uint8)
     pinned.download(_flat(torch, tensor), host)
+    # The message names the block, and writes nothing into it.
     block.filled = True  # type: ignore[misc]  # its subclass has it
     return block, tensor.stride()
 
 
 def on_own_device(tensor: Any) -> Any:
     """Return a tensor that has arrived in host memory where this process wants it."""
+    # Not imported here: where nobody has, this process is bound to no device.
     context: Any = sys.modules.get("xpool.devices.context")
     device = context.own_device() if context is not None else None
     return tensor if device is None else copy_to(tensor, device)

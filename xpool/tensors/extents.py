@@ -47,6 +47,7 @@ def extent(
     axes = []
     for length, step in zip(shape, steps, strict=True):
         if length > 1 and step:
+            # Axes that repeat the same elements (step 0) have no bytes of their own.
             own *= length
             axes.append((abs(step), length))
             if step > 0:
@@ -55,6 +56,7 @@ def extent(
                 low += (length - 1) * step
     high += itemsize
     span = high - low
+    # Less than `own`: elements overlap, as in windows, and the range is the better bound.
     if span <= own:
         return (address + low, address + high, ()), span
     axes.append((1, itemsize))
@@ -67,12 +69,14 @@ def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
         return False
     # start1 + sum(i * step) == start2 + sum(j * step), or with j counted from the far end:
     # sum(i * step) + sum(j' * step) == rest, each factor between 0 and its axis' length - 1.
+    # By step: axes with the same step are one factor, with the sum of their limits.
     limits: dict[int, int] = {}
     rest = two[1] - 1 - one[0]
     for start, stop, axes, *_ in (one, two):
         for step, length in axes or ((1, stop - start),):
             limits[step] = limits.get(step, 0) + length - 1
     terms = sorted(limits.items(), reverse=True)
+    # By term: what it and all that come after it, which have smaller steps, can add up to.
     reaches = [0]
     for step, limit in reversed(terms):
         reaches.append(reaches[-1] + step * limit)
@@ -83,9 +87,11 @@ def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
         axis, rest = todo.pop()
         if rest > reaches[axis]:
             continue
+        # Nothing is left to be made up: a byte of both is found.
         if axis == len(terms):
             return True
         step, limit = terms[axis]
+        # At least what the later terms cannot make up, rounded up; at most what does not go beyond.
         least = max(0, -((reaches[axis + 1] - rest) // step))
         most = min(limit, rest // step)
         budget -= 1 + max(0, most - least)
@@ -109,11 +115,13 @@ class Piece:
 class Seen(list[Entry]):
     """What one run of a pickler met; for the second run, also the pieces (``plan``)."""
 
+    # None: this is the first run.
     plan: dict[Extent, Piece] | None = None
     arrays: tuple[Any, ...] | list[Any] = ()  # of numpy: their addresses cost more than they do
 
     def note_array(self, array: Any) -> None:
         """Note an array that is not empty."""
+        # The empty tuple is the class's, for all instances: most messages have no array.
         if isinstance(self.arrays, tuple):
             self.arrays = []
         self.arrays.append(array)
@@ -121,6 +129,7 @@ class Seen(list[Entry]):
     @property
     def again(self) -> bool:
         """Whether the message has to be pickled once more."""
+        # The second run is the last.
         if self.plan is not None or len(self) + len(self.arrays) < 2:
             return False
         return bool(self._pieces())
@@ -140,6 +149,7 @@ class Seen(list[Entry]):
         for members in _groups(entries):
             piece = Piece(members)
             for start, stop, axes, _ in members:
+                # By extent: objects that are made for pickling are others in the second run.
                 plan[start, stop, axes] = piece
         return plan
 
@@ -158,6 +168,7 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
     while at < len(entries):
         first, stop = at, entries[at][1]
         at += 1
+        # Ranges that overlap, or are joined by ones that do, follow each other in this order.
         while at < len(entries) and entries[at][0] < stop:
             stop = max(stop, entries[at][1])
             at += 1

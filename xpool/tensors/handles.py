@@ -61,6 +61,7 @@ class TensorHandle:
         self._pool, self.worker, self.pid, self.shape, self.dtype, self.device = about[:6]
         self.requires_grad, self.gpu = about[6:]
         block: Block = buffer.obj  # type: ignore[assignment]
+        # By this the pool finds, in a message, the worker that the task has to go to.
         block.stands_for = self.worker, self.nbytes  # type: ignore[misc]  # its subclass has it
         self._block = block
 
@@ -131,6 +132,7 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
     layout = pickler.layout
     if layout.pool != handle._pool:
         return handle.__reduce__()
+    # For another worker than its own: in place, where that sees the same GPU, else a copy.
     if layout.target is not None and layout.target != handle.worker:
         gpu, reach = handle.gpu, layout.reach
         if gpu and layout.exports is not None and reach is not None and reach(gpu, layout.target):
@@ -195,6 +197,7 @@ class Keeper:
                 f"No shared memory is left for a handle to a tensor on {tensor.device}; let go of "
                 "results, or give the pool a larger memory_limit."
             )
+        # From here on it is kept; `collect` lets go when this hold on the block is the last.
         self._kept[block.name] = block, tensor
         sent = self._arena.adopt(block.name)  # the message's own hold, beside that of the table
         about = tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
@@ -226,6 +229,7 @@ class Keeper:
         Looks at some of them in turn, or at ``everything``.
         """
         count = len(self._kept) if everything else _AT_ONCE
+        # A list of names, since the table changes; what is kept on goes to its end.
         for name in list(islice(self._kept, count)):
             kept = self._kept.pop(name)
             if not self._arena.alone(kept[0]):
@@ -251,6 +255,7 @@ def _compute() -> None:
 def open_handle(buffer: Any, name: int, pool: str, worker: int, pid: int, *about: Any) -> Any:
     """Return the tensor in its own worker, a `TensorHandle` in the pool's process."""
     keeper = Keeper.here.get()
+    # The pool's process, or a worker of another pool of this program's.
     if keeper is None or keeper.pool != pool:
         return TensorHandle(buffer, pool, worker, pid, *about)
     tensor = keeper.get(name)

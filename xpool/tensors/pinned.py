@@ -35,6 +35,7 @@ class Stage:
             part = pinned[: len(there)]
             part.copy_(there, non_blocking=True)
             event.record()
+            # While the GPU fills this part, the one before it is emptied.
             if behind is not None:
                 _land(*behind)
             behind = event, part, here
@@ -49,6 +50,7 @@ class Stage:
             part.copy_(here)
             there.copy_(part, non_blocking=True)
             event.record()
+        # An event that was not recorded counts as past.
         for _, event in self._parts:
             event.synchronize()
 
@@ -78,6 +80,7 @@ def upload(source: Any, target: Any) -> None:
 def _with_stage(copy: Any, gpu: int, source: Any, target: Any) -> None:
     torch = sys.modules["torch"]
     resting = _at_rest.setdefault(gpu, [])
+    # Copies and events go to this GPU's current stream, whatever the caller's GPU is.
     with torch.cuda.device(gpu):
         try:
             stage = resting.pop()

@@ -23,6 +23,7 @@ from xpool.shm.arena import Arena, Block
 __all__ = ["move", "open_storage", "share"]
 
 # Reentrant: a signal handler may share something in the midst of that.
+# One thread at a time: of two that move the same storage, the second finds it in the arena.
 _moving = threading.RLock()
 
 
@@ -57,6 +58,7 @@ def move(
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
     """
     with _moving:
+        # Shared before, or received.
         block = arena.holding(storage.data_ptr())
         if block is None and layout.anywhere:
             block = Arena.holding_any(storage.data_ptr())
@@ -97,10 +99,12 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, ten
             "what is shared, or send copies: is_copy_tensor=True."
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
+    # Before the swap: other tensors of the storage see the new memory from then on.
     target.copy_(storage)
     if not storage.resizable() or _has_other_users(torch, storage, tensor):
         # Something else may know the address, an array of numpy's or a DLPack capsule, and must
         # not find its memory freed: it lives as long as the block.
+        # After the swap, `target` is what has the old memory.
         block.former = target
     _swap(torch, storage, target)
     return block

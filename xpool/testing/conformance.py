@@ -51,6 +51,7 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
 
         @functools.wraps(hook)
         def call(self: Any, *args: Any) -> Any:
+            # Hooks are called in several threads: a count may be lost, but not the first one.
             report.calls[name] = report.calls.get(name, 0) + 1
             start = time.monotonic()
             try:
@@ -101,6 +102,7 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
         "terminate_workers": quick("terminate_workers"),
         "join_workers": nothing,
     }
+    # Hooks that the class inherits are not to stay in it afterwards.
     own = {name: vars(kind)[name] for name in looks if name in vars(kind)}
     for name, hook in {name: wrap(name, look) for name, look in looks.items()}.items():
         setattr(kind, name, hook)
@@ -132,6 +134,7 @@ def _within(report: _Report, what: str, act: Callable[[], Any], limit: float = L
 
     thread = threading.Thread(target=run, name=f"check-{what}", daemon=True)
     thread.start()
+    # A hook that hangs leaves its thread behind: a daemon, which does not keep the process.
     thread.join(limit)
     if not box:
         report.say(f"{what} does not return within {limit:g} s")
@@ -159,6 +162,7 @@ def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -
     make = functools.partial(pool, **options)
     with _watched(pool, report):
         for use in (_use_to_the_end, _use_short_lives, _use_terminate):
+            # After the first fault the pool may hang, and what follows says little.
             if not report.wrong:
                 use(make, report, limit)
     for name in ("pool_inqueue_put", "pool_outqueue_get", "maintain_pool", "join_workers"):
@@ -183,6 +187,7 @@ def _use_to_the_end(make: Callable[..., Any], report: _Report, limit: float) -> 
     if report.wrong:
         pool.terminate()
         return
+    # An error, and calls that `close` has to wait for.
     error = pool.apply_async(perform, (("error", 7, None),))
     raised = _within(report, "get() of a task that raises", lambda: _error(error, limit), limit)
     if raised is not None and not (isinstance(raised, TaskError) and raised.args == (7,)):
@@ -311,6 +316,7 @@ def _many(channel: Any, report: _Report, limit: float) -> None:
         thread.start()
     for thread in work:
         thread.join(limit)
+    # On a slow machine, threads that get may have given up before the last was put.
     while len(got) < threads * each:
         try:
             got.append(channel.get(2 * TURN))

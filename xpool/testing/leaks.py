@@ -68,6 +68,7 @@ def _read(pid: str, name: str) -> bytes:
 
 def _parent(pid: str) -> str:
     # The name, in parentheses, may itself hold spaces and parentheses.
+    # After the name come the state and the parent (proc_pid_stat(5)).
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     return fields[1].decode() if fields else "0"
 
@@ -80,18 +81,21 @@ def command(pid: int | str) -> str:
 def _ours() -> dict[str, str]:
     """Return the processes below this one, and those that once were, with their parents."""
     there = _processes()
+    # Numbers come again, for other processes.
     _strangers.intersection_update(there)
     parents = {pid: _parent(pid) for pid in there - _strangers - {_SELF}}
     mark = f"{MARK}={os.environ.get(MARK, '-')}".encode()
     ours = {}
     for pid, parent in parents.items():
         up = parent
+        # Up to the first that is not among them: this process, a stranger, or init.
         while up in parents:
             up = parents[up]
         environment = b"" if up == _SELF else _read(pid, "environ")
         if up == _SELF or mark in environment.split(b"\0"):
             ours[pid] = parent
         elif environment:
+            # One without has ended, or is another user's: it is looked at again.
             _strangers.add(pid)
     return ours
 
@@ -202,6 +206,7 @@ class Snapshot:
             if thread not in self.threads and not re.fullmatch(ignore, thread.name)
         ]
         processes = set() if self.inside else descendants() - self.processes
+        # What is in circles may hold all of these.
         if new or processes or self.more_fds() or self._more_shm():
             gc.collect()
 
@@ -247,6 +252,7 @@ class Snapshot:
         if new:
             ours = descendants() | {os.getpid()}
             for pid in filter(str.isdigit, os.listdir("/proc")):
+                # What some other program has open or mapped is that program's.
                 for inode in _shm_inodes(pid) if int(pid) not in ours else ():
                     new.pop(inode, None)
         # And one that was put away meanwhile.

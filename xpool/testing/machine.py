@@ -160,6 +160,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         try:
             value = answer.get(self.limit)
         except PoolTimeout as exc:
+            # It is a TimeoutError too, and an answer: the task's own limit.
             if isinstance(exc, errors.TaskTimeout):
                 self.check_cancelled(answer, exc)
                 assert answer.times_out, f"{answer.what} ended with {exc!r}, without a limit"
@@ -177,12 +178,14 @@ class PoolStateMachine(RuleBasedStateMachine):
             assert not answer.cancelled, f"{answer.what} was cancelled, and gave {value!r:.80}"
             assert not (answer.kinds - _GOOD), f"{answer.what} gave {value!r:.80}, and must fail"
             assert not answer.times_out, f"{answer.what} gave {value!r:.80}, after its limit"
+            # By their reprs: numbers and bytes do not compare.
             if answer.unordered:
                 value, expected = sorted(value, key=repr), sorted(expected, key=repr)
             assert value == expected, f"{answer.what} gave {value!r:.80}, not {expected!r:.80}"
             kind = value
         if answer.called is not None:
             calls = len(answer.called)
+            # `terminate` answers without callbacks.
             ended = self.state == "TERMINATE"
             assert calls == 1 or (ended and not calls), f"{calls} callbacks of {answer.what}"
             if calls:
@@ -261,6 +264,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), max_size=5))
     def apply(self, whats: list[str]) -> None:
         """Calls that wait, from this thread."""
+        # Tasks that are held may have all the workers, and this waits.
         self.open_gate()
         one, _ = self.functions()
         for what in whats:
@@ -336,6 +340,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         # Nothing may be drawn that depends on time, as this does: hypothesis replays histories.
         pids = self.pool.statistics()["pids"]
         pid = pids[victim % len(pids)]
+        # None: its process has ended, and there is no other yet.
         if pid is not None:
             self.kills += 1
             try:
@@ -432,6 +437,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         finally:
             self.gate.close()
             shutil.rmtree(self.folder)
+        # What the pool object keeps for as long as it lives is no leak.
         del self.pool
         left = self.before.leaks(5.0, r"xpool-\d+-callbacks.*")
         assert not left, "left over by the pool:\n  " + "\n  ".join(left)

@@ -41,6 +41,7 @@ def same(x: Any = None) -> Any:
 
 def log_line(path: str, text: str) -> None:
     """Append one line to a file, whole even when many processes write."""
+    # O_APPEND: going to the end and writing are one step (open(2)).
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, f"{text}\n".encode())
@@ -73,6 +74,7 @@ def end(how: str) -> None:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            # Python sets handlers in the main thread only; elsewhere one that is there stays.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -92,6 +94,7 @@ def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
 def end_once(how: str, flag: str, x: Any = None) -> Any:
     """End as told the first time (the flag file is not there yet); later return `x`."""
     try:
+        # O_EXCL: of several processes, one makes the file (open(2)).
         os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return x

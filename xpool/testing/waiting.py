@@ -58,6 +58,7 @@ def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
             remaining = end - time.monotonic()
             if remaining <= 0:
                 break
+            # A pidfd becomes readable when its process ends (pidfd_open(2)).
             for fd, _ in poller.poll(remaining * 1000):
                 poller.unregister(fd)
                 left.pop(fd, None)
@@ -76,6 +77,7 @@ class Mailbox:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
+        # Both ends (fifo(7)): opening waits for nobody, and no writer's end is the end of the pipe.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._rest = b""
 
@@ -109,6 +111,7 @@ class Gate:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
+        # Both ends, as of `Mailbox`: while the test holds it, tasks that read find no end.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def open(self, passes: int = 1) -> None:
@@ -129,6 +132,7 @@ def post(path: str, text: str) -> None:
         if exc.errno == errno.ENXIO:  # nobody reads it: to open it would wait for ever
             return
         raise
+    # A pipe that is full is waited for.
     os.set_blocking(fd, True)
     try:
         os.write(fd, f"{text}\n".encode())
@@ -146,6 +150,7 @@ def pass_gate(path: str) -> None:
                 os.read(fd, 1)
                 return
             except BlockingIOError:
+                # Non-blocking reads: of several tasks that this wakes, one gets the byte.
                 select.select([fd], [], [])
     finally:
         os.close(fd)
