@@ -334,7 +334,10 @@ def _random_state(generator: torch.Generator | None) -> torch.Tensor:
 
 
 class _RandomState:
-    """Draws from a generator as it was; afterwards it is as before.  None: draws as usual."""
+    """Draws from a generator as it was in a given state, None: as it is.
+
+    Torch's own is as before afterwards; a loader's own goes on, as later epochs draw from it.
+    """
 
     def __init__(self, generator: torch.Generator | None, state: torch.Tensor | None) -> None:
         self._generator, self._state = generator, state

@@ -124,6 +124,26 @@ def test_cancel():
         pool.join()
 
 
+class Submits:
+    """Has something else done while it is pickled."""
+
+    def __init__(self, executor, futures):
+        self.executor, self.futures = executor, futures
+
+    def __reduce__(self):
+        self.futures.append(self.executor.submit(abs, -2))
+        return int, (1,)
+
+
+def test_a_call_whose_argument_submits():
+    """What is pickled for a call may submit to the same executor."""
+    with Executor(1) as executor:
+        inner = []
+        future = executor.submit(work.same, Submits(executor, inner))
+        assert future.result(WAIT) == 1
+        assert inner[0].result(WAIT) == 2
+
+
 def test_a_worker_dies():
     """A death costs one future, which says why; the executor goes on."""
     with Executor(1) as executor:

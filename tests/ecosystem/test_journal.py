@@ -119,6 +119,28 @@ def test_another_function_is_refused(pool, path, tmp_path):
     assert pool.map(work.square, [1], journal=path) == [1]
 
 
+NAMES = """
+from xpool.pool.journal import _name
+print(_name(lambda x: [(lambda z: z in {"a", "b", "c", "d"})(y) for y in x]))
+print(_name(lambda x: abs(x)))
+print(_name(lambda x: len(x)))
+"""
+
+
+def test_a_lambda_has_its_name_in_each_run():
+    """Its inner code and its sets say the same wherever they lie; another one has another name."""
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", NAMES],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout.split("\n")
+        for seed in "123"
+    ]  # fmt: skip
+    assert said[0] == said[1] == said[2]
+    assert len(set(said[0][:3])) == 3
+
+
 def test_verbs_without_a_journal(pool, path):
     """`starmap` and the async forms have none."""
     with pytest.raises(OptionError, match="journal= is for"):

@@ -133,6 +133,13 @@ def _take(entry: Entry, exact: bool) -> None:
     except Exception as error:  # of any object's own __setstate__
         value = MISSING
         _incoming.missing[name] = f"{type(error).__name__} while it was loaded: {error}"
+    except BaseException:
+        # The task was stopped meanwhile: the next one that comes with it loads it.
+        if last is None:
+            del _incoming.serials[name]
+        else:
+            _incoming.serials[name] = last
+        raise
     if "." in name:
         if value is not MISSING:
             setattr(main.namespace()[name.partition(".")[0]], attribute, value)

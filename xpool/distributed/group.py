@@ -245,15 +245,26 @@ class RpcGroup:
             if new:
                 self._offers[kind][key] = offered
         me = get_cur_name()
-        holder = me if not new else self._ask(_enter, kind, key, me).wait()
+        holder = me
+        if new:
+            try:
+                holder = self._ask(_enter, kind, key, me).wait()
+            except BaseException:
+                self._forget(kind, key)
+                raise
+            if holder == me:  # by an earlier try, whose answer did not come
+                return
         if holder is not None:
             if new:
-                with self._lock:
-                    del self._offers[kind][key]
+                self._forget(kind, key)
             raise GroupKeyError(
                 f"{key!r} is already {_DONE[kind]} Group [{self.group_name}], by {holder!r}; "
                 "take another key, or withdraw that one there."
             )
+
+    def _forget(self, kind: Kind, key: Hashable) -> None:
+        with self._lock:
+            del self._offers[kind][key]
 
     def _withdraw(self, kind: Kind, key: Hashable) -> None:
         self._check_member()

@@ -66,11 +66,11 @@ class _Future(concurrent.futures.Future[T]):
         """Become cancelled, once, whoever comes first: who asked for it, or the pool's answer."""
         self.job = None
         if super().cancel():
+            # Its lock, which may be taken again, is held for both: two that have seen that nobody
+            # was told would both tell, and that raises (Lib/concurrent/futures/_base.py).
             with self._condition:
-                seen = self._state == "CANCELLED_AND_NOTIFIED"
-            # Once: in any other state it raises (Lib/concurrent/futures/_base.py).
-            if not seen:
-                self.set_running_or_notify_cancel()
+                if self._state != "CANCELLED_AND_NOTIFIED":
+                    self.set_running_or_notify_cancel()
 
 
 class PoolExecutor(concurrent.futures.Executor):
@@ -85,7 +85,8 @@ class PoolExecutor(concurrent.futures.Executor):
     def __init__(self, pool: BasePool) -> None:
         self._pool = pool
         # Guards `_over`: no call is submitted once `shutdown` has looked at what is pending.
-        self._lock = threading.Lock()
+        # Again by the thread that has it: what is pickled may submit, and so may a signal handler.
+        self._lock = threading.RLock()
         self._over = False
         # Unfinished futures.  Added and removed by single operations, which the interpreter
         # does not interrupt, so that finishing one takes no lock.

@@ -14,6 +14,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from xpool.errors import OptionError
@@ -145,8 +146,20 @@ def _name(func: Any) -> str:
     code = getattr(func, "__code__", None)
     # A lambda or a local function: others have the same name.
     if "<" in name and code is not None:
-        name += f" {hashlib.sha256(code.co_code + repr(code.co_consts).encode()).hexdigest()[:16]}"
+        name += f" {hashlib.sha256(repr(_said(code)).encode()).hexdigest()[:16]}"
     return name
+
+
+def _said(constant: Any) -> Any:
+    """Return what a constant of some code says, the same in each run of the program.
+
+    The text of inner code has its address; that of a set the order of its strings' hashes.
+    """
+    if isinstance(constant, CodeType):
+        return constant.co_code, constant.co_names, [_said(one) for one in constant.co_consts]
+    if isinstance(constant, frozenset):
+        return sorted(repr(_said(one)) for one in constant)
+    return [_said(one) for one in constant] if isinstance(constant, tuple) else constant
 
 
 class Recorded(Stream):

@@ -292,7 +292,8 @@ class PushPullGradServerImpl:
             if self._error is not None:
                 raise GroupError(
                     f"The reducer of {self.server_name!r} in {self.group.get_cur_name()!r} has "
-                    f"stopped: {self._error!r}. Its watch() raises that; start() begins anew."
+                    f"stopped: {self._error!r}. Its watch() raises that; start() after stop() "
+                    "begins anew."
                 )
             queue = self._queues[level]
             queue.append(gradients)

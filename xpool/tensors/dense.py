@@ -158,6 +158,7 @@ def _simple(tensor: Any) -> str | None:
         or tensor.layout is not _strided
         or tensor.is_nested
         or tensor.requires_grad
+        or tensor._backward_hooks  # which it has kept from when it required one
         or tensor.is_neg()
         or not tensor.is_contiguous()
         or tensor.__dict__

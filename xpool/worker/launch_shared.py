@@ -89,6 +89,8 @@ class File:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
+            # Not by closing alone: a process forked meanwhile has the open file, too.
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 
