@@ -688,7 +688,8 @@ class HostWorld(World):
             self.check_tries(job, index, "has killed its worker")
 
     def check_failure(self) -> None:
-        """The pool gives up only when no host is left."""
+        """The pool gives up only when no host is left of those of which it was told."""
         self.note("the pool gives up:", self.engine.failure)
-        if any(number not in self.engine.service.gone for number in range(len(self.sizes))):
+        service = self.engine.service
+        if (service.expected | service.agents.keys()) - service.gone.keys():
             self.wrong(f"the pool gives up without a reason: {self.engine.failure}")

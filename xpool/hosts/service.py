@@ -64,6 +64,7 @@ class HostService:
         """Names of hosts that are lost, by number."""
         self.blobs: list[m.Blob] = []
         self.ending = self.retiring = False
+        self._last_to_go = ""
         self.deaths = 0
         """Of workers, on hosts that are gone."""
         self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
@@ -87,10 +88,14 @@ class HostService:
         return self._timers[0][0] if self._timers else None
 
     def due(self) -> None:
-        """Call what is to be called by now."""
+        """Call what is to be called by now; fail, if all hosts that there were are gone."""
         while self._timers and self._timers[0][0] <= self._now():
             heapq.heappop(self._timers)[2]()
         self.sched.due(self._now())
+        # Not at once with the death of the last: the next event may be that another one comes.
+        if self._last_to_go and self.ended and not self.ending and not self.retiring:
+            last = self._last_to_go
+            self._fail(XPoolError(f"No host of the pool is left; the last to go was {last}"))
 
     # -- to the hosts ------------------------------------------------------------------------------
 
@@ -298,9 +303,7 @@ class HostService:
                 worker = -1 if lost.item.bound is None else lost.item.bound
                 error = HostLost(agent.name, reason, self._describe(job, index), worker)
                 self.results.append((job, index, (False, error)))
-        if self.ended and not self.ending and not self.retiring:
-            last = f"{agent.name}: {reason}"
-            self._fail(XPoolError(f"No host of the pool is left; the last to go was {last}"))
+        self._last_to_go = f"{agent.name}: {reason}"
 
     def _fail(self, error: BaseException | Parcel) -> None:
         if self.failure is None and not self.ending:
