@@ -244,7 +244,7 @@ class Answers:
         ``innocent``: it ended for something that another thread of its process ran.  ``beside``:
         what others have to do with it.  ``last``: no worker will come.
         """
-        # The signal ended it, or the kill after it: `TaskTimeout`, or another try after that.
+        # It ended by the signal that was to break this off, or by the kill after that.
         if batch.seq + position == slot.interrupted:
             self._broken_off(slot, batch, position)
             return

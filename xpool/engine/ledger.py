@@ -109,7 +109,7 @@ class Ledger:
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
-        # Not a `Leased` one: kept here, it would hold its blocks for as long as the pool lives.
+        # Not a `Leased` one: kept here, it would hold its blocks.
         kept = item if type(item) is bytes and len(item) <= ITEM else None
         task = self._describe(*batch.name(batch.first + batch.done))
         slow = Slow(nanos, next(self._numbers), task, worker, kept)

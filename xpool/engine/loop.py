@@ -305,7 +305,7 @@ class Engine:
 
     def _leave_signal_handler(self) -> None:
         # This thread waits in `call`, below the signal handler that it is in now.  That turn
-        # would go on only after the handler, which may wait for this worker's answer, or end.
+        # would go on only after the handler, which may wait for that worker's answer or end.
         for job in self._direct.of_this_thread():
             self._replacement.let_go(job)
 

@@ -169,7 +169,7 @@ class Reactor:
         if fd == self._wake_r:
             os.read(fd, 512)
             return
-        # The number may have been given to another since the wait: each handler can find nothing.
+        # The number may have been given to another since the wait: each handler may find nothing.
         handler = self._handlers.get(fd)
         if handler is not None:
             handler(fd)

@@ -110,7 +110,7 @@ class Replacement:
         arena, attachment = self._tidying.take_attachment()
         try:
             # Before there is a process: when this fails, the slot is as it was.
-            # Of the process to come: `Slot.start` counts it when it is there.
+            # The generation is that of the process to come: `Slot.start` counts it.
             orders = [recipe.orders(one.index, one.generation + 1, attachment) for one in slots]
             name = f"{recipe.name}-worker-{slot.index}"
             slot.start(recipe.launcher, name, recipe.daemon, recipe.inherited, arena)

@@ -346,7 +346,7 @@ class Service:
             self._looks.by(slot, now + LOOK)
             return
         box = slot.box
-        # Read before the pipe is drained: what is seen now is for the next look.
+        # Read before the pipe is drained: the next look takes what this one has seen.
         began, tail = box.began, box.tail
         seen, slot.seen = slot.seen, (began, tail)
         # Messages first: an answer in the pipe may come before those in the outbox.

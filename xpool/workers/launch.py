@@ -192,7 +192,7 @@ class ForkServer:
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        # What a dead one has left: its socket, and a process that nobody has waited for.
+        # What a dead one has left: its socket.
         self._stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The server alone has its end from here on: else its death would not be seen by who asks.

@@ -18,7 +18,7 @@ from xpool.worker.relay import LOG
 
 __all__ = ["Relay", "levels"]
 
-# Bytes of a message: a record is cut to less (`LONGEST` in worker/relay).
+# Bytes of a message: the parts of a record are cut (`LONGEST` in worker/relay).
 LARGEST = 1 << 20
 END_LIMIT = 5.0
 """Seconds for which the end of a pool waits for handlers of loggers."""
@@ -66,7 +66,7 @@ class Relay:
 
     def end(self) -> None:
         """Read what has come, and close; the workers have ended.  Called once, by the engine."""
-        # The engine's thread may have ended before it saw the last that came.
+        # Something may have come since the engine's thread last looked.
         if select.select([self._ours], [], [], 0)[0]:
             self.begin()
         # What has come is read all the same, and then there is no more.

@@ -91,7 +91,6 @@ class Entry:
 
     def begin(self) -> Any:
         """Start the clock; return the task to run, whose clock starts anew at each item."""
-        # Anew: `_hold` has noted it as taken, and this is when it begins.
         self.since = time.monotonic()
         if not self.chunked or self.terms.timeout is None:
             return self.task
