@@ -41,12 +41,15 @@ def refusal(
         return _noted(obj, error, frame)
 
     path, culprit = "", obj
+    # Nested too deeply, each part would fail for the same reason.  A `__reduce__` that pickles
+    # something itself may come here during the search, and starts none of its own.
     if not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
         _busy.looking = True
         try:
             path, culprit = _descend(obj, fails)
         finally:
             _busy.looking = False
+        # What is wrong with the part itself says more than what the whole failed with.
         if culprit is not obj:
             error = fails(culprit) or error
     kind = type(culprit).__qualname__
@@ -187,4 +190,5 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _pickles_itself(kind: type) -> bool:
     """Whether a class says what its state is: then its attributes need not be picklable."""
+    # Not of `object`, which has one since Python 3.11.
     return any("__getstate__" in vars(base) for base in kind.__mro__[:-1])

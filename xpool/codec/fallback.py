@@ -35,6 +35,7 @@ def make_pickler(file: Any, recurse: bool, callback: Any) -> Any:
 @lru_cache(None)
 def _pickler_class() -> Any:
     dill = import_module("dill")
+    # The type of capsules, which has no public name.
     capsule = type(import_module("datetime").datetime_CAPI)
 
     class DillPickler(dill.Pickler):  # type: ignore[misc, name-defined]

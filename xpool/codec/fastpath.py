@@ -35,11 +35,13 @@ class Head:
 
     def __init__(self, function: Callable[..., Any], number: int) -> None:
         module, name = function.__module__, function.__name__
+        # Opcodes of Lib/pickle.py: PROTO 5, the two names, STACK_GLOBAL, BYTEARRAY8.
         self.by_name = b"\x80\x05" + _text(module) + _text(name) + b"\x93\x96"
         # Under a second name: so picklers that meet the function still write the first.
         second = f"extension{name}"
         setattr(sys.modules[module], second, function)
         copyreg.add_extension(module, second, _NUMBERS + number)
+        # PROTO 5, EXT4 in the place of the names, BYTEARRAY8.
         self.by_number = b"\x80\x05\x84" + struct.pack("<I", _NUMBERS + number) + b"\x96"
 
     def __call__(self, size: int, by_number: bool) -> bytes:
@@ -53,9 +55,12 @@ _length = struct.Struct("<Q").pack
 @lru_cache(4096)
 def tail(*args: Any) -> bytes:
     """Return the opcodes after the buffer: one or two more (hashable) arguments, and the call."""
+    # A pickle of protocol 2 begins with PROTO, two bytes, and ends with STOP.
     body = b"".join(pickle.dumps(one, 2)[2:-1] for one in args)  # without begin and end
+    # TUPLE2 or TUPLE3, the buffer included, REDUCE and STOP.
     return body + (b"\x86R." if len(args) == 1 else b"\x87R.")
 
 
 def _text(text: str) -> bytes:
+    # SHORT_BINUNICODE, for at most 255 bytes.
     return b"\x8c" + bytes([len(text)]) + text.encode()

@@ -15,6 +15,7 @@ from typing import Any
 
 __all__ = ["reducer_for"]
 
+# _ctypes._CData, the base of all that ctypes makes, has no public name.
 _CDATA = ctypes.c_int.__mro__[-2]
 
 #: In their table since Python 2 could not pickle them.

@@ -35,6 +35,7 @@ __all__ = [
     "tokens", "unpack", "weight",
 ]  # fmt: skip
 
+# The first byte: PROTO of a pickle, or 1, which is no opcode.
 PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
@@ -116,6 +117,7 @@ def pack(
     views = [buffer.raw() if type(buffer) is PickleBuffer else buffer for buffer in buffers]
     size = sum(map(len, chunks))
     blocks: list[Block | None] = [None]
+    # By identity: `buffers` keeps all of them alive, so no other object has the same.
     blocks += [shared.get(id(buffer)) for buffer in buffers]
     leased = _lease(chunks, size, views, blocks, layout)
     table, inline, held = b"", [], {}
@@ -130,6 +132,7 @@ def pack(
             which = arenas.setdefault(block.arena, len(arenas))
             name = block.name
             held[which, name] = block
+            # Given, and not filled for this message alone: memory that both sides use.
             of_both = given is not None and not hasattr(given, "filled")
             table += _ENTRY.pack(name, length, which, of_both)
     first, *more = [arena.token for arena in arenas] or [0]
@@ -137,6 +140,7 @@ def pack(
     head = _HEAD.pack(FRAMED, flags, len(more), len(views), first)
     for token in more:
         head += _TOKEN.pack(token)
+    # A pickle that lies in a block is not in the message, too.
     message = _join(head + table, () if leased[0] is not None else chunks, inline, layout.room)
     if held:
         message = Leased(message)
@@ -158,6 +162,7 @@ def _lease(
     if in_block(size):
         leased[0] = block = layout.lessor(size)
         if block is None:
+            # Refused: what was leased so far is let go of with `leased`.
             return blocks
         at, target = 0, block.view(size)
         for chunk in chunks:
@@ -181,6 +186,7 @@ def _join(
     parts: list[bytes | memoryview] = [head, *chunks]
     size = sum(map(len, parts))
     for view in views:
+        # Each buffer begins at a multiple of `ALIGN`, the pickle right behind the table.
         pad = -size % ALIGN
         parts.append(bytes(pad))
         parts.append(view)
@@ -218,6 +224,7 @@ def adopt(message: bytes | memoryview) -> bytes | memoryview:
     known = tokens(message)
     if not known:
         return message
+    # A copy: only a `Leased` carries holds.
     leased = Leased(message)
     leased.blocks = {
         (which, place): _block(memoryview(message), known, which, place)
@@ -260,12 +267,14 @@ def _come_to(token: int, inode: int, pid: int, number: int) -> Arena:
             f"had: {exc}. That process must live, and keep what dumps() returned, until it is read"
         ) from exc
     try:
+        # The process, or its descriptor, may be another by now than the one that the message means.
         if os.fstat(fd).st_ino != inode:
             raise LookupError(
                 f"a pickle with shared tensors lies in the memory of process {pid}, which has let "
                 "go of it"
             )
         return ForeignArena.enter(fd, token)
+    # `enter` has opened the file for itself.
     finally:
         os.close(fd)
 
@@ -306,6 +315,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
+        # Held already where the message was adopted; else it is taken hold of now.
         block = held.get((which, place)) or _block(view, known, which, place)
         part = block.view(size)
         if len(part) < size:
@@ -342,6 +352,7 @@ def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
     if view[0] != FRAMED:
         return pack([view], [], layout, {})
     _, table, end = _table(view)
+    # Laid out as in `unpack`, where all parts lie inline.
     parts: list[memoryview] = []
     for _, size, _, _ in table:
         begin = end + -end % ALIGN if parts else end

@@ -89,6 +89,7 @@ def _placer(
 def _place(
     out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
 ) -> bool:
+    # What is a block already goes by its name, however small it is.
     if id(buffer) not in shared and (
         not out_of_band or placement(buffer.raw().nbytes) is Placement.INLINE
     ):
@@ -144,15 +145,18 @@ def encode(
         if short is not None:
             return short
     if recurse:
+        # `recurse` is a setting of the run: none of those at rest has it.
         result = _pickle(obj, layout, recurse)
     else:
         try:
+            # Popped: it is this thread's alone until `_rest` puts it back.
             pickler = _at_rest.pop()
             pickler.layout = layout
         except IndexError:
             pickler = _FastPickler(layout)
         try:
             pickler.dump(obj)
+        # It is not put back: it may be anywhere in the midst of an object.
         except Exception as error:
             if by_handler(error):
                 raise
@@ -167,12 +171,14 @@ def encode(
 
 def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | None:
     """The message of a pickler that is done, if nothing is left to see to."""
+    # Tensors that share memory: that is written in a second run, once for all of them.
     spans = pickler.tensors
     if spans is not None and spans.again:
         return None
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    # Something may go by a name that the receiver does not have: `_finish` sees to it.
     if not reducers.script.importable() and _MAIN in data:
         return None
     if pickler.names:
@@ -185,6 +191,7 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
     small = len(data) < INLINE_BELOW
     if buffers or not (small or layout.lessor is None):
         data = frame.pack(chunks, buffers, layout, pickler.shared)
+        # Now, and not with the next message: they hold memory.
         pickler.buffers.clear()
         pickler.shared.clear()
     if small:  # a pickler's memory of a larger message is not worth keeping
@@ -209,6 +216,7 @@ def _rest(pickler: _FastPickler) -> None:
         pickler.spaces.clear()
     pickler.chunks.clear()
     pickler.clear_memo()
+    # Last: from here on it may be another thread's.
     _at_rest.append(pickler)
 
 
@@ -317,8 +325,10 @@ def _pickle(
             error = first
         else:
             return _finish(fast, obj, layout, blob)
+    # Refused by a reducer of xpool's, or for want of memory: dill would do no better.
     if isinstance(error, (XPoolError, MemoryError)):
         raise error
+    # Only these say that the C pickler cannot do something, which dill may.
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error, fails)
     try:
@@ -450,6 +460,7 @@ def write_global(value: Any, out_of_band: bool) -> Written:
     written = Written(_finish(pickler, value, _COPY, False))
     if pickler.tensors is None and written.chunks is pickler.chunks and not pickler.buffers:
         written.chunks = [b"".join(pickler.chunks)]
+        # `written` has the old set.
         if pickler.names:
             pickler.names = set()
         _rest(pickler)

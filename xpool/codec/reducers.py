@@ -51,6 +51,7 @@ class Context(Protocol):
 def in_place(pickler: Context, block: Block, nbytes: int = 1) -> PickleBuffer:
     """Return the first bytes of a block as what a message names, and does not copy."""
     buffer = PickleBuffer(buffer_at(ctypes.addressof(block), nbytes, block))  # type: ignore[arg-type]
+    # The pickler keeps the buffer in a list, so its `id` stays its own.
     pickler.shared[id(buffer)] = block
     return buffer
 
@@ -147,6 +148,7 @@ _finding = threading.RLock()
 def _find(kind: type) -> Reducer | None:
     with _finding:
         while True:
+            # Looked for again: another thread may have registered it, or `load` just now.
             reducer = REDUCERS.get(kind)
             if reducer is not None:
                 return reducer

@@ -77,16 +77,20 @@ class Answers:
         Raises:
             Exception, of any kind: the worker has written nonsense.
         """
+        # The message counts these, too: `Service._look` took them out before it came.
         boxed = count - slot.answers_taken_early
         slot.answers_taken_early = 0
         self._budget.finished = True
+        # Looked at before the books move on: the ledger names the task at the front.
         held = self._sched.in_flight[slot.index].held
         self._ledger.answered(slot.index, held[0] if held else None, count + bool(body), nanos)
         self._ledger.bytes_in += len(body)
+        # Where all of them were taken early, none is left, and the time is not used.
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
             data = slot.box.take(mark)
             self._ledger.bytes_in += len(data)
+            # One may be the item that is to be broken off: its answer is not the worker's to give.
             plain = not errors & OUTBOX_MIXED and slot.interrupted is None
             job, together = self._sched.next_answers(slot.index)
             if plain and boxed <= together and job != CALLS:
@@ -95,6 +99,7 @@ class Answers:
                 self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
             else:
                 self._split(slot, data, boxed, plain and boxed <= together, seconds)
+        # All were taken early, up to the head.  With another mark, an answer would be missing.
         elif count and mark != slot.box.head:
             raise ValueError(f"outbox mark {mark} where all up to {slot.box.head} is taken")
         if body:
@@ -165,6 +170,7 @@ class Answers:
     def _over(self, slot: Slot) -> str:
         """What it was asked to break off is over; return where it was then."""
         stack = slot.box.stack()
+        # A signal that arrives after this finds no item named, and raises nothing.
         slot.box.ask(0)
         slot.interrupted = None
         slot.happens(WorkerEvent.BROKEN_OFF)
@@ -189,6 +195,7 @@ class Answers:
 
     def _again(self, batch: Batch, position: int, killed: bool) -> None:
         """Have a task run once more, after a pause."""
+        # The driver of a pool over hosts has the retries: it decides where the task runs again.
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
             return
@@ -212,6 +219,7 @@ class Answers:
         hand = self._sched.in_flight[slot.index]
         while hand.held and hand.answered < slot.box.began:
             batch = hand.held[0]
+            # Asked before `answered` counts it.  What was taken back waits elsewhere already.
             wanted = batch.done < batch.taken and not batch.withdrawn
             index = self._sched.answered(slot.index, 1)[1]
             if wanted and batch.retries > 0 and batch.past.killed + 1 < CULPRIT:
@@ -236,6 +244,7 @@ class Answers:
         ``innocent``: it ended for something that another thread of its process ran.  ``beside``:
         what others have to do with it.  ``last``: no worker will come.
         """
+        # It ended by the signal that was to break this off, or by the kill after that.
         if batch.seq + position == slot.interrupted:
             self._broken_off(slot, batch, position)
             return

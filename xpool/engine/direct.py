@@ -36,6 +36,7 @@ class DirectReceive:
 
     def __init__(self, reactor: Reactor, sched: Scheduler) -> None:
         self._reactor, self._sched = reactor, sched
+        # Guarded by the engine's lock, but for a look of `Engine.call` into `turns`.
         self.turns: dict[int, _Turn] = {}  # by job
         self._jobs: dict[int, int] = {}  # by worker
         self.muted: set[int] = set()  # workers whose pipe does not wake the engine's thread
@@ -45,6 +46,7 @@ class DirectReceive:
 
     def begin(self, slot: Slot, job: int) -> None:
         """The answer of this job, which the worker is given now, is for the calling thread."""
+        # As a rule it is muted still, since the last caller's turn: that saves a system call.
         if slot.index not in self.muted:
             self._mute(slot, True)
         turn = self.turns[job] = _Turn(slot)
@@ -94,9 +96,11 @@ class DirectReceive:
 
     def gone(self, slot: Slot) -> None:
         """The worker's process has ended."""
+        # The next process of this slot begins with a pipe that is heard.
         self.muted.discard(slot.index)
 
     def _mute(self, slot: Slot, muted: bool) -> None:
+        # A pipe that has ended is out of the reactor already, and says no more.
         if (slot.index in self.muted) != muted and slot.reader.fd in self._reactor:
             self._reactor.mute(slot.reader.fd, muted)
             (self.muted.add if muted else self.muted.discard)(slot.index)

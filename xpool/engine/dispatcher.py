@@ -22,6 +22,7 @@ class Dispatcher:
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
+        # By number; kept as long as the job, for workers that start later.
         self._functions: dict[int, tuple[int, bytes | memoryview]] = {}
         self._last_number = 0
 
@@ -42,6 +43,7 @@ class Dispatcher:
     def send_batch(self, slot: Slot, batch: Batch) -> None:
         """Send tasks to a worker, and the function before them that it does not have yet."""
         parts: Parts = []
+        # What it may drop goes first, then the function, then its tasks: all in one write.
         if slot.forget:
             parts = forget_frame(slot.forget)
             slot.forget = []
@@ -67,11 +69,13 @@ class Dispatcher:
             self._flush_later(slot.writer)
 
     def _flush_later(self, writer: FrameWriter) -> None:
+        # Watched already: what was added to the backlog follows in its turn.
         if writer.fd in self._reactor:
             return
 
         def flush(fd: int) -> None:
             writer.flush()
+            # Not watched for longer: epoll reports a pipe that has room at every turn.
             if not writer.backlog:
                 self._reactor.remove(fd)
 

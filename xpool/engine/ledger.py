@@ -99,6 +99,7 @@ class Ledger:
         account.tasks += tasks
         account.busy += nanos
         if batch is not None:
+            # Of several answers in a message, only the time of all together is known.
             if tasks == 1 and nanos > self._floor:
                 self._slow(worker, batch, nanos)
             if self.events is not None:
@@ -108,6 +109,7 @@ class Ledger:
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
+        # Not a `Leased` one: kept here, it would hold its blocks.
         kept = item if type(item) is bytes and len(item) <= ITEM else None
         task = self._describe(*batch.name(batch.first + batch.done))
         slow = Slow(nanos, next(self._numbers), task, worker, kept)

@@ -87,6 +87,8 @@ class Engine:
         memory_full: float | None = None,
         hands_back: bool = False,
     ) -> None:
+        # Taken by whoever submits, and by the engine's thread for each turn, not for its wait.  No
+        # `interruptible` function holds it: a handler that uses the pool would wait for itself.
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
         self._slot, self._relay = slot, relay
@@ -103,6 +105,7 @@ class Engine:
         self.ledger = Ledger(workers, reactor.now, describe)
         self._dispatcher = Dispatcher(reactor)
         self._direct = DirectReceive(reactor, self.sched)
+        # The service needs the answers, and they need it: so it is looked up when it is called.
         self._answers = Answers(
             self.sched,
             reactor,
@@ -156,6 +159,7 @@ class Engine:
             self._put(ranges)
 
     def _put(self, ranges: Iterable[TaskRange], direct_job: int = 0) -> None:
+        # When the pool ends, it answers all jobs itself; nobody would take what is queued now.
         if not self._replacement.ending:
             for one in ranges:
                 if one.bound is not None and one.bound < 0:
@@ -180,6 +184,7 @@ class Engine:
         """See to it that a range to which items were appended is queued, and the idle get it."""
         with self.lock:
             if not self._replacement.ending:
+                # The reader looked without the lock: `_dry` may have queued it since.
                 if not task_range.queued and task_range.items:
                     self.sched.put(task_range)
                 self._service.give_idle()
@@ -212,6 +217,7 @@ class Engine:
         """Whether a worker is in a task of this job now, or in that task."""
         with self.lock:
             for slot in self.slots:
+                # A slot without a process has no page: it was unmapped.
                 if slot.handle is not None:
                     running = self.sched.running(slot.index, slot.box.began)
                     if running is not None and running[0].job == job:
@@ -266,6 +272,8 @@ class Engine:
             if self._direct.turns:
                 self._leave_signal_handler()
             if task_range.bound is None and not self._replacement.ending:
+                # An idle worker gets it past the queues.  Else it waits as any other, and this
+                # caller receives its answer only if it comes to a worker in this very step.
                 slot = self._service.give_direct(task_range)
                 if slot is not None:
                     return slot
@@ -285,6 +293,7 @@ class Engine:
             if events:
                 self._service.receive(slot)
             held = self.sched.in_flight[slot.index].held
+            # It is still the oldest in hand: what has come was something else.
             if held and held[0].name(held[0].first) == (job, 0):
                 return True
             # Answered: another thread may receive from this worker from now on.
@@ -296,6 +305,8 @@ class Engine:
             self._replacement.let_go(job)
 
     def _leave_signal_handler(self) -> None:
+        # This thread waits in `call`, below the signal handler that it is in now.  That turn
+        # would go on only after the handler, which may wait for that worker's answer or end.
         for job in self._direct.of_this_thread():
             self._replacement.let_go(job)
 
@@ -330,6 +341,7 @@ class Engine:
         ledger = self.ledger
         with self.lock:
             work = [ledger.work(slot.index, slot.pid) for slot in self.slots]
+            # What ended processes were sent is in the ledger; their writers still have the number.
             sent = sum(slot.writer.sent for slot in self.slots if slot.handle is not None)
             out = sent + ledger.bytes_out
             return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
@@ -384,6 +396,7 @@ class Engine:
             try:
                 self._replacement.resize()
             except BaseException:
+                # Those that did start are dismissed; their slots stay, empty, for the next time.
                 self.sched.resize(before)
                 self._replacement.resize()
                 raise
@@ -401,12 +414,15 @@ class Engine:
         with self.lock:
             self._leave_signal_handler()
             self._replacement.terminate()
+            # This alone may make `ended` true: then no descriptor wakes the thread that waits.
             self._reactor.wake()
 
     def close(self) -> None:
         """Let go of the engine's own descriptors; all workers have ended."""
         with self.lock:
             self._reactor.close()
+        # Both without the lock: the first gives back memory, which takes its time, the second waits
+        # for handlers of loggers, which may look at this pool.
         self._tidying.end()
         if self._relay is not None:
             self._relay.end()
@@ -415,6 +431,7 @@ class Engine:
         """These workers are the parent's; their descriptors are closed here already."""
         self.lock = threading.Lock()  # some thread of the parent may have held it
         self._replacement.ending = True
+        # Touches no descriptor: the epoll that the child has is the parent's, too.
         self._service.clear()
         self._tidying.forget()
         if self._relay is not None:
@@ -426,11 +443,13 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for something to happen, at most ``timeout`` seconds, and act on it."""
+        # Without the lock: callers submit meanwhile, and epoll takes their changes while it waits.
         ready = self._reactor.poll(timeout)
         with self.lock:
             for fd in ready:
                 self._reactor.handle(fd)
             self._reactor.run_timers()
+        # Without the lock: to clear a dead worker's holds takes milliseconds.
         if self._tidying.after_turn():
             with self.lock:
                 self._tidying.again()

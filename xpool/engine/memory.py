@@ -27,7 +27,9 @@ def private_memory(pid: int) -> int:
     """Return how many bytes of memory a process has to itself; 0: it is gone."""
     try:
         with open(f"/proc/{pid}/statm") as file:
+            # proc(5), in pages: size, resident, and of that what is backed by files or shared.
             _, resident, shared, *_ = map(int, file.read().split())
+    # OSError: there is no such process; ValueError: it ended while this was read.
     except (OSError, ValueError):
         return 0
     return (resident - shared) * _PAGE
@@ -81,6 +83,7 @@ class MemoryGuard:
             return
         bytes_ = private_memory(pid)
         if bytes_ > most:
+            # Said first: what is made of its end looks for it.
             slot.over = (
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
                 f"worker_memory={most} allows {most / 1e6:.0f} MB."

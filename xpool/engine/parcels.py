@@ -33,6 +33,7 @@ class Encoded(Parcel):
         if type(self._data) is Leased:
             pickled, buffers = unpack(self._data)
             return Spread, ([PickleBuffer(part) for part in (pickled, *buffers)],)
+        # A `memoryview` cannot be pickled; a large one goes beside the pickle, without a copy.
         large = len(self._data) >= INLINE_BELOW
         data = PickleBuffer(self._data) if large else bytes(self._data)
         return Encoded, (data, self.count, self._run)
@@ -48,12 +49,14 @@ class Encoded(Parcel):
             try:
                 return [decode(data)]
             except Exception as exc:
+                # Of a signal handler, a time limit for one: the answer can be asked for again.
                 if by_handler(exc):
                     raise
                 return [Unopened(exc)]
         # As `entries`, in one pass: every result of a stream of short tasks comes through here.
         values: list[Any] = []
         at, end, size = 0, len(data), ENTRY.unpack_from
+        # No entry has the error bit here: those with errors were split when they came (`_split`).
         while at + 4 <= end:
             stop = at + 4 + size(data, at)[0]
             values.append(_opened(data[at + 4 : stop]))
@@ -91,6 +94,7 @@ def _opened(payload: Any, load: Callable[[Any], Any] = decode) -> Any:
     try:
         return load(payload)
     except Exception as exc:
+        # As in `Encoded.open`.
         if by_handler(exc):
             raise
         return Unopened(exc)

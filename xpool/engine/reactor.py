@@ -37,9 +37,11 @@ class _Poll:
         self._nudge()
 
     def unregister(self, fd: int) -> None:
+        # No nudge: what the poller still sees of it has no handler, and is passed by.
         self._poll.unregister(fd)
 
     def poll(self, timeout: float | None) -> list[tuple[int, int]]:
+        # poll takes milliseconds, epoll takes seconds.
         return self._poll.poll(None if timeout is None else timeout * 1000)
 
     def close(self) -> None:
@@ -81,6 +83,7 @@ class Reactor:
     def __init__(self) -> None:
         self._epoll: Any = _Poll(self.nudge) if _epoll is None else _epoll()
         self._wake_r, self._wake_w = os.pipe()
+        # Non-blocking: `nudge` may run in a finalizer, which must not wait for room.
         for fd in (self._wake_r, self._wake_w):
             os.set_blocking(fd, False)
         self._epoll.register(self._wake_r, _IN)
@@ -109,11 +112,13 @@ class Reactor:
 
     def remove(self, fd: int) -> None:
         """Forget a descriptor, if it is known."""
+        # Its owner closes it after this, never before: the number may be another file's at once.
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
     def mute(self, fd: int, muted: bool) -> None:
         """Let nothing but a hang-up of this descriptor be seen, or all again."""
+        # EPOLLHUP and EPOLLERR come all the same (epoll_ctl(2)): a death is always seen.
         self._epoll.modify(fd, 0 if muted else _IN)
 
     def call_at(self, when: float, call: Callable[..., object], *args: Any) -> Timer:
@@ -139,6 +144,7 @@ class Reactor:
 
     def wake(self) -> None:
         """Make `poll` return."""
+        # Under the lock, as `close`: after that, the number may be another file's.
         if not self._closed:
             self.nudge()
 
@@ -151,6 +157,7 @@ class Reactor:
 
     def poll(self, timeout: float | None) -> list[int]:
         """Wait; return the descriptors that are ready.  Called by one thread."""
+        # A sooner timer that is set after this look writes to the pipe: the wait returns at once.
         when = self._next
         if when is not None:
             left = max(0.0, when - self.now())
@@ -162,6 +169,7 @@ class Reactor:
         if fd == self._wake_r:
             os.read(fd, 512)
             return
+        # The number may have been given to another since the wait: each handler may find nothing.
         handler = self._handlers.get(fd)
         if handler is not None:
             handler(fd)
@@ -170,6 +178,7 @@ class Reactor:
         """Let go of the descriptors."""
         if not self._closed:
             self._closed = True
+            # Their calls hold the parts of the engine, and these hold the reactor.
             self._timers.clear()
             self._epoll.close()
             os.close(self._wake_r)

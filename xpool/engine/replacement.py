@@ -110,9 +110,11 @@ class Replacement:
         arena, attachment = self._tidying.take_attachment()
         try:
             # Before there is a process: when this fails, the slot is as it was.
+            # The generation is that of the process to come: `Slot.start` counts it.
             orders = [recipe.orders(one.index, one.generation + 1, attachment) for one in slots]
             name = f"{recipe.name}-worker-{slot.index}"
             slot.start(recipe.launcher, name, recipe.daemon, recipe.inherited, arena)
+        # Whatever came: a place in the arena that nobody frees is lost for the pool's life.
         except BaseException:
             self._tidying.free_attachment(attachment)
             raise
@@ -141,8 +143,10 @@ class Replacement:
     def _start_again(self, slot: Slot) -> None:
         try:
             self._start(slot)
+        # A step that the table of states does not have: to try again would hide the bug.
         except InternalError:
             raise
+        # The system has no process or descriptor for it now, say: that may pass.
         except Exception as exc:
             slot.reason = exc
             self._start_later(slot, self._starts[slot.index].refused(), None)
@@ -181,6 +185,7 @@ class Replacement:
         """Stop all workers now: asked first, and killed a moment later if they do not."""
         self.ending = True
         self._service.clear()
+        # The pool's end calls this again: those who were asked before have their timer.
         for slot in self._slots:
             if slot.handle is not None and not self._kills.pending(slot):
                 if slot.state is WorkerStates.STARTING or slot.state.serves:
@@ -206,17 +211,21 @@ class Replacement:
             return
         ended = [slot, *slot.siblings]
         if any(self._direct.postpone_exit(one) for one in ended):
+            # Unread, it would wake the engine's thread at every turn until the caller lets go.
             self._reactor.remove(handle.sentinel)
             return
         if not handle.ended():
             return
         exitcode = handle.exitcode
+        # What was sent comes before what lies in the outbox: answers are in the tasks' order.
         for one in ended:
             if exitcode is None:
                 self._finish_off(one)
             self._service.drain(one)
             if not self._service.stopped:
+                # The worker is dead: its `tail` is final, and all up to that is whole.
                 self._service.take_early(one, one.box.tail)
+        # All this before the accounts, which end an interrupt, and before the slots are emptied.
         died = _story(ended, exitcode)
         # A stand-in that steps aside has run nothing, and takes nothing with it: no death.
         served = [one for one in ended if _served(one) and not handle.stepped_aside]
@@ -227,6 +236,7 @@ class Replacement:
         failed = next((one for one in ended if one.reason is not None), slot)
         started = bool(served) or handle.stepped_aside or slot.state is WorkerStates.RETIRING
         self._make_accounts(ended, exitcode)
+        # Out of the reactor before `_put_away` closes it.
         self._reactor.remove(handle.sentinel)
         for one in ended:
             self._put_away(one)
@@ -235,10 +245,12 @@ class Replacement:
         if self._left_over(slot):
             pass  # nobody takes its place
         elif not started:
+            # By an operator, or the kernel short of memory: that says little about the next one.
             killed = failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM)
             self._start_later(failed, self._starts[failed.index].failed(killed), exitcode)
         else:
             self._replace(slot, served, asked, died)
+        # What it held waits again, and others may be idle.
         self._service.give_idle()
 
     def _replace(self, slot: Slot, served: list[Slot], asked: bool, died: str) -> None:
@@ -266,11 +278,14 @@ class Replacement:
         Before the accounts are made: what it still ran would be run twice.
         """
         slot.kill()
+        # Its end of the pipe closes with it.  After a second of silence, a child that a task has
+        # forked has that end, too.  This waits with the engine's lock held.
         while not slot.reader.ended and slot.hears(1.0):
             self._service.receive(slot)
 
     def _put_away(self, slot: Slot) -> None:
         """Let go of a worker whose accounts are made."""
+        # Out of the reactor first: `slot.gone` closes the descriptors.
         self._service.gone(slot)
         self._direct.gone(slot)
         self._kills.cancel(slot)
@@ -283,6 +298,7 @@ class Replacement:
 
     def _make_accounts(self, ended: list[Slot], exitcode: int | None) -> None:
         """Answer what the workers of a process ran, or have it tried again; others get the rest."""
+        # All hands are emptied before anyone is answered: an error tells what ran beside it.
         lost: dict[Slot, tuple[Batch, int]] = {}
         for one in ended:
             found = self._sched.gone(one.index, one.box.began)
@@ -329,6 +345,7 @@ def _start_failure(
         reason = f"{type(cause).__name__}: {cause}"
     else:
         reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
+        # It ended by itself, as one does that imports a script which makes a pool at its top.
         if exitcode is None or exitcode >= 0:
             reason += (
                 "; look at its output on stderr. A script must keep its own work behind "

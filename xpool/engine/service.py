@@ -98,15 +98,18 @@ class Service:
         """Take a worker into service that says that it is ready."""
         self._start_limit.over(slot)
         self._ledger.ready(slot.index)
+        # Else it was told to end while it started: it goes on to the STOP that lies in its pipe.
         if slot.state is WorkerStates.READY:
             self._sched.ready(slot.index, self.lifetime)
             self.give_idle()
+            # Others may sit on tasks that they were given when it was not there.
             self._look_for_surplus(slot)
 
     def retire(self, slot: Slot) -> None:
         """Let a worker end when it has answered what it holds."""
         slot.happens(WorkerEvent.RETIRE)
         self._sched.retire(slot.index)
+        # The last of what it is sent: it answers all that came before.
         self._dispatcher.send(slot, stop_frame())
 
     def dismiss(self, slot: Slot) -> None:
@@ -119,6 +122,7 @@ class Service:
         """Kill a worker; it gets nothing more, and is looked at no more."""
         slot.happens(WorkerEvent.CONDEMN)
         self._sched.retire(slot.index)
+        # A timer that is left could want a step that a condemned worker's table does not have.
         self._unset(slot)
         slot.kill()
 
@@ -132,6 +136,7 @@ class Service:
         self._deep.pop(slot.index, None)
         self._ledger.gone(slot.index, slot.writer.sent)
         self._unset(slot)
+        # Before the slot closes them.  The writer is there while it has a backlog.
         for fd in (slot.reader.fd, slot.writer.fd):
             self._reactor.remove(fd)
 
@@ -148,6 +153,8 @@ class Service:
     def receive(self, slot: Slot) -> None:
         """Take what has come from a worker, and give it its next tasks in the same step."""
         frames = slot.reader.frames()
+        # Only what the worker wrote is read within the `try`.  What follows is done outside of it:
+        # an exception there is a bug of the engine's, and no nonsense of the worker's.
         while slot.protocol_error is None:
             kind = ENDED
             try:
@@ -168,6 +175,7 @@ class Service:
                 self._after_answers(slot)
                 if kind == SKIPPED:
                     self.give_idle()
+        # The end of a pipe stays readable.  What it means is for the sentinel to say.
         if slot.reader.ended:
             self._reactor.remove(slot.reader.fd)
 
@@ -189,6 +197,7 @@ class Service:
         if kind == ANSWER:
             self._answers.announced(slot, errors, count, body, mark, nanos)
         elif kind == READY:
+            # Of another size, it is the greeting of another version.
             wire, slot.mapped = GREETING.unpack(body) if len(body) == GREETING.size else (0, True)
             if wire != WIRE:
                 slot.reason = RuntimeError(
@@ -208,8 +217,10 @@ class Service:
         """Kill a worker that has written nonsense, and believe nothing more that comes from it."""
         slot.protocol_error = exc
         if slot.state is WorkerStates.STARTING:
+            # Its start has failed for this reason.
             slot.reason = exc
         self.condemn(slot)
+        # So that whoever drains the pipe comes to an end; what is left in it is not believed.
         slot.reader.ended = True
         self._reactor.remove(slot.reader.fd)
         self._answers.disown(slot, exc)
@@ -226,27 +237,32 @@ class Service:
         if waits and slot.interrupted is None and self._overdue.cancel(slot):
             # It has broken off what it was to.  What it runs now may have to end, too.
             self._checks.by(slot, self._reactor.now())
+        # It has answered, or skipped, all that it held when it was told to begin nothing more.
         if hand.paused and not size:
             self._emptied(slot)
         if slot.state is not WorkerStates.READY:
             return
         if self._sched.queued:
+            # Only where nothing else is in flight: one at a time while memory is short.
             if self.guard.short:
                 self.give_idle()
             else:
                 for batch in self._sched.refill(w):
                     self._give(slot, batch)
             size = hand.sent - hand.answered
+        # It has run as many tasks as a process may (`maxtasksperchild`).
         if not size and hand.left == 0:
             self.retire(slot)
         elif w in self._deep:
             if not self._looks.pending(slot):  # it may have been given up looking at
                 self._looks.by(slot, self._reactor.now() + LOOK)
+        # This one may be free, and others have more in hand than what they run.
         elif self._deep:
             self._look_for_surplus(slot)
 
     def _emptied(self, slot: Slot) -> None:
         """A worker that was told to begin nothing more has answered all that it held."""
+        # Before it may be given anything: it would answer that as skipped.
         slot.box.limit = NO_LIMIT
         self._recalls.cancel(slot)
         slot.happens(WorkerEvent.EMPTIED)
@@ -280,6 +296,7 @@ class Service:
             most = 1  # so that there is an end to it
         for w, batch in self._sched.next_batches(direct_job != 0, most):
             slot = self._slots[w]
+            # Before it is given: `_give` has the engine's thread hear a pipe that nobody polls.
             if direct_job and batch.job == CALLS and batch.first == direct_job:
                 self._direct.begin(slot, direct_job)
             self._give(slot, batch)
@@ -298,6 +315,7 @@ class Service:
         if slot.index in self._direct.muted:
             self._direct.given(slot)
         self._dispatcher.send_batch(slot, batch)
+        # Nothing that is given now can be over its time before.
         if batch.limit is not None:
             self._checks.by(slot, self._reactor.now() + batch.limit.seconds)
         held = self._sched.in_flight[slot.index]
@@ -328,6 +346,7 @@ class Service:
             self._looks.by(slot, now + LOOK)
             return
         box = slot.box
+        # Read before the pipe is drained: the next look takes what this one has seen.
         began, tail = box.began, box.tail
         seen, slot.seen = slot.seen, (began, tail)
         # Messages first: an answer in the pipe may come before those in the outbox.
@@ -355,6 +374,7 @@ class Service:
 
     def _take_back(self, slot: Slot) -> None:
         box = slot.box
+        # It may have begun more before it saw the limit.
         self._sched.take_back(slot.index, max(box.limit, box.began))
         self.give_idle()
 
@@ -364,6 +384,7 @@ class Service:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
         for w in self._sched.withdraw(job, index):
             slot = self._slots[w]
+            # A condemned one begins nothing more, and its table has no recall.
             if slot.state is not WorkerStates.CONDEMNED:
                 self._recall(slot, slot.box.began)
                 self._check(slot)
@@ -395,6 +416,8 @@ class Service:
     def _interrupt(self, slot: Slot, item: int) -> None:
         """Ask a worker to break off what it runs, and to begin nothing more."""
         assert slot.handle is not None
+        # The item is named, and the rest forbidden, before the signal is sent: its handler looks
+        # for the name, and could hit the next task.  The table, too, wants the recall first.
         slot.interrupted = item
         slot.box.ask(item + 1)
         self._recall(slot, item + 1)
@@ -408,6 +431,7 @@ class Service:
             self.drain(slot)
         if slot.interrupted is None:
             return
+        # It is in that item still, and has had its time.
         if slot.box.began == slot.interrupted + 1:
             self.condemn(slot)
         else:  # it has left it: the answer is on its way

@@ -45,6 +45,7 @@ class StartLimit:
     def _check(self, slot: Slot) -> None:
         assert self._seconds is not None and slot.handle is not None
         since, now = slot.box.since, self._reactor.now()
+        # Not at its first line yet: the time until then is the fork server's, or the system's.
         if since is None or now < since + self._seconds:
             self._checks.by(slot, (now if since is None else since) + self._seconds)
         else:
@@ -56,5 +57,6 @@ class StartLimit:
         assert self._seconds is not None
         stack = own_part(slot.box.stack())
         task = "The start of the worker, with its initializer,"
+        # Said first: the pool asks for it when the process has ended.
         slot.reason = TaskTimeout(self._seconds, slot.index, slot.pid, task, stack)
         self._condemn(slot)

@@ -71,6 +71,7 @@ class Switchboard:
                 data = os.read(fd, WANTED.size)
             except BlockingIOError:
                 return
+            # It has ended, and had not read all that was sent (unix_release_sock in af_unix.c).
             except ConnectionResetError:
                 data = b""
             if not data:
@@ -83,9 +84,11 @@ class Switchboard:
         pair = min(slot.index, peer), max(slot.index, peer)
         other = self._slots[peer]
         link = self._links.get(pair)
+        # A replacement has another generation: the channel to its predecessor is no channel to it.
         current = link is not None and link.ends == self._ends(pair)
         if link is not None and current and link.serial > known:
             return  # it is on its way
+        # Its death may not have been seen here: a new channel would lead to the dead process.
         if other.handle is None or (current and ended):
             asker = slot.index
             self._forget(asker, peer)
@@ -99,6 +102,7 @@ class Switchboard:
 
     def _connect(self, asker: int, peer: int) -> None:
         """Make a channel and hand its ends to both."""
+        # One channel serves both: whoever else waits for the same pair has it, too.
         self._forget(asker, peer)
         self._forget(peer, asker)
         self._serials += 1
@@ -107,6 +111,7 @@ class Switchboard:
         except OSError as exc:
             self._refuse(asker, peer, exc)
             return
+        # The ends kept here close when they are handed on: else none would see the other's death.
         with ends[0], ends[1]:
             try:
                 # The asker last: it is told when the other cannot have its end.
@@ -122,6 +127,7 @@ class Switchboard:
         fd = self._slots[worker].control
         if fd is None:
             raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        # Borrowed for the call: the slot owns the descriptor, which `detach` leaves open.
         control = socket.socket(fileno=fd)
         try:
             socket.send_fds(control, [LINK.pack(peer, 0, self._serials)], [end.fileno()])
@@ -132,6 +138,7 @@ class Switchboard:
         control = self._slots[asker].control
         try:
             if control is not None:
+                # The reason, in the place of a descriptor: else the asker would wait for ever.
                 os.write(control, LINK.pack(peer, exc.errno or errno.EIO, self._serials))
         except OSError:
             return  # it has ended, or reads nothing: then it does not wait either

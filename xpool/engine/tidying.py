@@ -18,6 +18,7 @@ class Tidying:
     def __init__(self, arena: Arena | None, reactor: Reactor) -> None:
         self._arena = arena
         self._reactor = reactor
+        # Filled under the lock, emptied without: `append` and `pop` of a list are atomic.
         self._pending_reclaim: list[int] = []  # to be cleared by the engine's thread
         self._due = False  # so is the memory that lay unused
         self._planned = False
@@ -33,6 +34,7 @@ class Tidying:
     def free_attachment(self, attachment: int | None) -> None:
         """The process that had this attachment has ended, or was not started."""
         if attachment is not None:
+            # Not here: to clear its holds takes milliseconds, and the engine's lock is held.
             self._pending_reclaim.append(attachment)
 
     def later(self) -> None:
@@ -52,6 +54,7 @@ class Tidying:
         """Do what is due, without the lock; return whether `again` is to be called, with it."""
         while self._pending_reclaim and self._arena is not None:
             self._arena.reclaim(self._pending_reclaim.pop())
+        # A few of what is exported at each turn; all of them when it is due.
         cuda_ipc.collect()
         if not self._due:
             return False
@@ -67,6 +70,7 @@ class Tidying:
         self._plan()
 
     def end(self) -> None:
+        # No thread turns any more: what ended last is cleared here.
         """All workers have ended."""
         while self._pending_reclaim and self._arena is not None:
             self._arena.reclaim(self._pending_reclaim.pop())

@@ -9,6 +9,7 @@ __all__ = ["START_ATTEMPTS", "WINDOW", "RestartBudget", "Starts", "back_off"]
 WINDOW = 60.0
 """Seconds after which a death is forgotten."""
 
+# Seconds between two tries of a task: at first, and at most.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 
@@ -80,6 +81,7 @@ class Starts:
             self.failures += 1
         if self.failures >= START_ATTEMPTS or self._killed >= KILLED_STARTS:
             return None
+        # The first kill is taken for an accident: no pause.
         return min(1.0, 0.05 * 2**self._killed) if self._killed > 1 else 0.0
 
     def refused(self) -> float | None:
@@ -88,6 +90,7 @@ class Starts:
         Descriptors or memory were short, say: that may pass.
         """
         self.failures += 1
+        # Never at once: what the system was short of a moment ago, it is short of now.
         return None if self.failures > SYSTEM_ATTEMPTS else 0.05 * 2**self.failures
 
     @property
@@ -102,5 +105,6 @@ def back_off(tries: int, chance: float) -> float:
     Doubled with each try, and drawn from the upper half (``chance``, from 0 to 1), so that tasks
     that failed together do not come back together.
     """
+    # No power above 30: a task may have thousands of retries.
     pause: float = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries - 1, 30))
     return pause * (0.5 + chance / 2)

@@ -62,6 +62,7 @@ class Deadlines:
         if running is not None:
             batch, position = running
             due = None
+            # Its job is cancelled: that needs no clock.
             if batch.withdrawn:
                 due = now
             elif batch.limit is not None and seen.since is not None:
@@ -70,11 +71,13 @@ class Deadlines:
                 if now >= due:
                     return Verdict(Act.INTERRUPT, batch.seq + position)
                 again.append(due)
+        # Only a limit says how long a standstill may last.
         limits = [batch.limit.seconds for batch in held.held if batch.limit is not None]
         if not limits:
             return Verdict(Act.NOTHING, when=min(again, default=None))
         # The soonest that one can be over its time which is not begun yet.
         again.append(now + min(limits))
+        # It is in a task whose clock runs, or that may take any time: that is no standstill.
         if seen.since is not None or (running is not None and running[0].limit is None):
             self._last_progress = None
             return Verdict(Act.NOTHING, when=min(again))
@@ -93,6 +96,7 @@ class Deadlines:
     ) -> Verdict:
         doing = seen.began, held.answered, seen.pipes
         if self._last_progress is None or self._last_progress[0] != doing:
+            # No time to look again: `judge` has one, when a limit has passed.
             self._last_progress = doing, now
             return Verdict(Act.NOTHING)
         since = self._last_progress[1]

@@ -140,6 +140,7 @@ class Batch:
         return part
 
 
+# Without the input reader: it was told of these items when they were first sent.
 def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
     """Return some items of a batch or a range as a range of their own."""
     items = itertools.islice(one.items, start, stop)
@@ -157,5 +158,6 @@ def covers(part: Batch | TaskRange, job: int, index: int | None) -> bool:
     """Whether a range waits, or a batch is in flight, with items of a job, or a certain one."""
     if part.job != job or index is None:
         return part.job == job
+    # Of a batch, what is answered is in flight no longer.
     first = part.first + part.done if isinstance(part, Batch) else part.first
     return first <= index < part.first + len(part.items)

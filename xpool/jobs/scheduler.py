@@ -102,6 +102,7 @@ class Scheduler(Waiting):
                 return w
 
         def load(w: int) -> tuple[int, bool]:
+            # Of equals, one that gets tasks now, and not one that starts or is recalled.
             return self.in_flight[w].size + self._bound[w], not self.in_flight[w].accepting
 
         return min(range(self.size), key=load)
@@ -153,6 +154,7 @@ class Scheduler(Waiting):
 
         None: there is none, or something waits already; then nothing was done.
         """
+        # What waits already must not be overtaken, whoever it is for.
         if self.queued or not self.idle:
             return None
         w = next(reversed(self.idle))
@@ -187,6 +189,7 @@ class Scheduler(Waiting):
         if SHORT_SECONDS < self.cost <= LONG_SECONDS:
             n = self._handful()
             more = math.ceil(AHEAD_SECONDS / (n * self.cost))
+            # Nobody else may run these: no share of them is left to others.
             if self._bound[w]:
                 return 1 + more
             share = len(self.shared[0].items) // (n * self.size) if self.shared else 0
@@ -199,12 +202,14 @@ class Scheduler(Waiting):
         in_flight = self.in_flight[w]
         if not in_flight.accepting:
             return None
+        # Its own queue first: what is bound to it has nobody else.
         for queue in (self.own[w], self.shared):
             task_range = self.first_of(queue)
             if task_range is not None:
                 n = self._share(len(task_range.items), in_flight, queue is self.shared)
                 items = self.take(queue, n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
+                # `take` has moved the range on: the batch is what came before its first item now.
                 batch.first -= len(items)
                 self._hold(w, batch)
                 return batch
@@ -219,6 +224,7 @@ class Scheduler(Waiting):
     def _share(self, waiting: int, in_flight: InFlight, shared: bool) -> int:
         n = self._handful()
         if shared:
+            # Rounded up: the last few items go one to each worker.
             n = min(n, -(-waiting // self.size))
         if in_flight.left is not None:
             n = min(n, in_flight.left)
@@ -256,6 +262,7 @@ class Scheduler(Waiting):
                 self.idle[w] = None
         if seconds > 0.0:
             # Up at once, down by halves: nothing is queued behind one long task among short ones.
+            # A task of an hour counts as a second: a dozen short ones later it is forgotten.
             before = 0.0 if self.cost == float("inf") else min(self.cost, 1.0)
             self.cost = max(seconds / n, before / 2)
         return batch, first
@@ -277,6 +284,7 @@ class Scheduler(Waiting):
         back: list[TaskRange] = []
         for batch in in_flight.held:
             start = batch.done
+            # It has begun this one and not answered it: the one that it died in.
             if start < batch.taken and batch.seq + start < began:
                 if lost is not None:
                     raise InternalError(f"worker {w} was running two tasks at once")
@@ -284,6 +292,7 @@ class Scheduler(Waiting):
                 start += 1
             if start < batch.taken and not batch.withdrawn:
                 back.append(piece(batch, start, batch.taken))
+        # The last first, since each goes in front of all that waits.
         for task_range in reversed(back):
             self.put_back(task_range)
         in_flight.reset(None)
@@ -316,6 +325,7 @@ class Scheduler(Waiting):
         for batch in self.in_flight[w].held:
             position = began - 1 - batch.seq
             if position < batch.done:
+                # The last that it began is answered: it is between two, or waits.
                 return None
             if position < len(batch.items):
                 return batch, position
@@ -324,6 +334,7 @@ class Scheduler(Waiting):
     def surplus(self, w: int, began: int) -> bool:
         """Say whether the worker holds items that it has not begun and others could run."""
         held = self.in_flight[w].held
+        # What is bound to it nobody else could run.
         if any(g.bound is not None for g in held):
             return False
         return any(max(began, g.seq + g.done) < g.seq + g.taken for g in held)
@@ -351,6 +362,7 @@ class Scheduler(Waiting):
         back = []
         count = 0
         for batch in in_flight.held:
+            # Negative for a batch that begins behind the limit: all of that goes back.
             start = max(batch.done, limit - batch.seq)
             if start < batch.taken:
                 if not batch.withdrawn:
@@ -359,6 +371,7 @@ class Scheduler(Waiting):
                 batch.taken = start
         for task_range in reversed(back):
             self.put_back(task_range)
+        # They do not count against its lifetime: it never runs them.
         if in_flight.left is not None:
             in_flight.left += count
         return count
@@ -402,6 +415,7 @@ class Scheduler(Waiting):
         for w, in_flight in enumerate(self.in_flight):
             self.retire(w)
             in_flight.held.clear()
+            # Nothing is in flight any more: what these workers still say is not taken.
             in_flight.answered = in_flight.sent
 
 
@@ -417,4 +431,5 @@ def _single_out(held: deque[Batch], batch: Batch, position: int) -> Batch:
     for part in reversed(parts):
         if part.done < len(part.items):  # else it is answered
             held.insert(at, part)
+    # Where nothing comes before the item, the item is the first part.
     return parts[position > 0]

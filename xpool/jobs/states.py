@@ -103,6 +103,7 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
         WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
+    # No INTERRUPT: a recall comes first, so that nothing else is begun (`Service._interrupt`).
     WorkerStates.READY: {
         WorkerEvent.RECALL: WorkerStates.RECALLING,
         WorkerEvent.RETIRE: WorkerStates.RETIRING,
@@ -116,12 +117,14 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
         WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
+    # No EMPTIED: until BROKEN_OFF, the item to break off is in its hand.
     WorkerStates.INTERRUPTING: {
         WorkerEvent.BROKEN_OFF: WorkerStates.RECALLING,
         WorkerEvent.RETIRE: WorkerStates.RETIRING,
         WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
+    # No HELLO: who condemns a worker that starts leaves a reason, and then it is not greeted.
     WorkerStates.CONDEMNED: {
         WorkerEvent.BROKEN_OFF: WorkerStates.CONDEMNED,
         WorkerEvent.EMPTIED: WorkerStates.CONDEMNED,

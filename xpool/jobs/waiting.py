@@ -26,6 +26,7 @@ class Waiting:
         self._bound = [0] * workers
         self.queued = 0
         # Ranges that wait for their time, then for a worker: (when, a number, task range).
+        # The number keeps two of one time in order: ranges cannot be compared.
         self._later: list[tuple[float, int, TaskRange]] = []
         self._numbers = itertools.count()
         self._calls = TaskRange(CALLS, 0, 0, ())  # the last one that calls were appended to
@@ -46,6 +47,8 @@ class Waiting:
         So calls in a loop travel in batches: while the caller has the interpreter, they gather.
         """
         calls = self._calls
+        # Another job has taken a number in between, or the terms differ.  In a range of its own,
+        # a call overtakes nothing that was submitted before it.
         if (
             calls.first + len(calls.items) != number
             or calls.retries != retries
@@ -119,6 +122,7 @@ class Waiting:
             return []
         if task_range.bound is not None:
             self._bound[task_range.bound] -= 1
+        # Cut in two at the item; the later part stays the range that others append to.
         n = index - task_range.first
         before = [task_range.items.popleft() for _ in range(n + 1)][:n]
         task_range.first += n + 1

@@ -62,6 +62,7 @@ class Arena:
     """The file as one process sees it.  All methods may be called by any thread."""
 
     _own: Arena | None = None
+    # Guards `_own`: two threads may make their first pools at once.
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
     _mapping: type[File] = File
@@ -76,6 +77,8 @@ class Arena:
         self.limit = limit
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
         self._mine = self.file.holds(attachment)
+        # Guards the books of this process, for moments.  Re-entrant: a handler or a finalizer may
+        # come into its own thread's turn; `_turn` tells it so, and it leaves the books alone.
         self._lock = threading.RLock()
         self._turn = 0  # the thread that has the lock, by its identity
         # Holds of this process: how often by block, and those that were dropped since.
@@ -125,6 +128,7 @@ class Arena:
             fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
             os.ftruncate(fd, File.size_for(region))
             attachments.attach(fd, 0)
+            # The token is odd, so never 0: in a message that stands for no arena.
             arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
         except (OSError, ValueError, OverflowError):
             # No such thing here, or a limit on addresses or descriptors: pipes do as well.
@@ -241,12 +245,14 @@ class Arena:
             with self._lock:
                 self._pending_reclaim.add(attachment)
             return
+        # Without the lock: the only writer of this column is dead.
         self.file.clear_holds(attachment)
         attachments.leave(self.file, self.file.fd, attachment)
         with self._lock:
             self._vacant.add(attachment)
             self._left.update(n for n in numbers if self.file.filled[n])
         self._sweep()
+        # Last: nobody may come to it before what its former process has left is noted.
         with self._lock:
             self._attachments.append(attachment)
         self._catch_up()
@@ -254,6 +260,7 @@ class Arena:
     def _sweep(self) -> None:
         """Give back the memory of blocks whose owners have ended and that nobody holds."""
         left = list(self._left)
+        # By turns: whoever leases a block waits for one of them at most.
         for start in range(0, len(left), _AT_ONCE):
             with self._take_turn():
                 for number in left[start : start + _AT_ONCE]:
@@ -297,6 +304,7 @@ class Arena:
                 if self._dropped:
                     self._take_dropped()
                 most = self.limit if limit is None else limit
+                # The dead are looked for only in need: that takes a system call for each.
                 number = self._region.take(nbytes, most)
                 if number is None and self._clear_dead():
                     number = self._region.take(nbytes, most)
@@ -417,6 +425,7 @@ class Arena:
                 counts[number] = count
                 continue
             del counts[number]
+            # Held by a handler since: the byte stays, `late` is counted next.
             if number not in late:
                 self._mine[number] = 0
                 if number // ENTRIES in self._vacant:
@@ -538,6 +547,7 @@ def _before_fork() -> None:
     for arena in list(Arena._known.values()):
         if arena._turn == me:
             continue  # a signal handler in the midst of a turn: its child must not look
+        # Held over the fork: the child copies books that are in order.
         arena._lock.acquire()
         arena._turn = me
         arena._unpin()
@@ -553,6 +563,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_parent() -> None:
     for arena, r, w in _forking.pop(get_ident(), ()):
+        # The child's copy alone is left: its closing is the hang-up that `_unpin` looks for.
         if w >= 0:
             os.close(w)
         if arena._counts:
@@ -563,6 +574,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    # The child keeps the other end: it closes with the child, or when that executes a program.
     for _, r, _ in _forking.get(get_ident(), ()):
         if r >= 0:
             os.close(r)
@@ -571,6 +583,7 @@ def _after_fork_in_child() -> None:
         for fd, _ in arena._pins:
             if fd >= 0:
                 os.close(fd)
+        # Made anew: nobody releases the copy of a lock that was held over the fork.
         arena._lock = threading.RLock()
         arena._turn = 0
         arena.__class__ = _Inherited

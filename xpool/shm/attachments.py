@@ -47,7 +47,10 @@ __all__ = [
 FIRST_FOREIGN = 224
 """Foreign arenas take numbers from the last down to this one, workers from the first on."""
 
+# Bytes of offsets for each number: 480 spans stay far below 2**63, the end of all offsets.
 _SPAN = 1 << 40
+# `struct flock` of a 64-bit system (fcntl(2)): type, whence, start, length, and a pid that has to
+# be 0 for such locks.
 _FLOCK = struct.Struct("@hhqqi4x")
 _MARKS = 8 * HOLDS  # behind the ledger: a byte for each upper attachment that is not cleared yet
 
@@ -66,6 +69,7 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
     except OSError as exc:
+        # fcntl(2): either may say that somebody else has a lock there.
         if exc.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
@@ -75,6 +79,7 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
 def _locked(fd: int, start: int, length: int) -> bool:
     """Whether another description than this has a lock there."""
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    # The kernel writes into the request: whose lock is in the way, or that none is.
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, request)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -107,6 +112,8 @@ def claim(file: File, fd: int, attachment: int, *, foreign: bool) -> bool:
     file.clear_holds(attachment)
     if attachment >= FIRST_FOREIGN:
         file.map[_MARKS + attachment - FIRST_FOREIGN] = foreign
+    # The first byte stays locked: it says that the process lives.  Its in-flight leases are locked
+    # by other descriptions, for which the rest must be free.
     _set(fd, fcntl.F_UNLCK, attachment * _SPAN + 1, _SPAN - 1)
     return True
 
@@ -114,6 +121,7 @@ def claim(file: File, fd: int, attachment: int, *, foreign: bool) -> bool:
 def leave(file: File, fd: int, attachment: int) -> None:
     """Give an attachment away that one has claimed and in which one holds nothing any more."""
     if attachment >= FIRST_FOREIGN:
+        # Before the lock goes: whoever claims the number next sets the mark anew.
         file.map[_MARKS + attachment - FIRST_FOREIGN] = 0
     _set(fd, fcntl.F_UNLCK, attachment * _SPAN, 1)
 
@@ -128,6 +136,7 @@ def clear_dead(file: File, fd: int, own: int) -> bool:
     at = marks.find(1)
     while at >= 0:
         attachment = FIRST_FOREIGN + at
+        # A living one is not claimed: its lock is in the way.
         if attachment != own and claim(file, fd, attachment, foreign=True):
             leave(file, fd, attachment)
             found = True

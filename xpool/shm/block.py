@@ -66,8 +66,10 @@ def make_block_type(capacity: int) -> Any:
     """Return the type of blocks of this many bytes."""
     made = block_types.get(capacity)
     if made is None:
+        # `arena` keeps the mapping: what `from_address` makes owns no memory.
         bases = Block, ctypes.c_char * capacity
         slots = "arena", "filled", "former", "gpu", "number", "stands_for"
         space = {"__slots__": slots, "capacity": capacity}
+        # Two threads may make the same type at once: either does.
         made = block_types[capacity] = type(f"Block{capacity}", bases, space)
     return made

@@ -43,6 +43,7 @@ def buffer_at(start: int, nbytes: int, owner: Any) -> ctypes.Array[ctypes.c_char
     meets the two in a cycle, as in the traceback of an error that comes while something is
     pickled, CPython before 3.12.7 ends with a segmentation fault (its issue 77894).
     """
+    # All that keeps the memory: `from_address` takes no reference.
     made = array_type(nbytes).from_address(start)
     made.owner = owner  # type: ignore[attr-defined]
     return made

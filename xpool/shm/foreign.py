@@ -69,6 +69,7 @@ class _Part(File):
             region = mmap.mmap(self.fd, self.region, offset=self.start(attachment))
             region.madvise(mmap.MADV_DONTDUMP)
             address = ctypes.addressof(ctypes.c_char.from_buffer(region))
+            # Kept for good: blocks that lie there keep the arena, and it keeps this.
             self._others[attachment] = region, address
         return self._others[attachment][1] + offset - self.start(attachment)
 
@@ -118,8 +119,10 @@ class ForeignArena(Arena):
             LookupError: too many processes have taken attachments.
         """
         region = File.region_of(fd)
+        # A description of its own, for locks of its own; that of the message is its sender's.
         own = attachments.reopen(fd)
         try:
+            # A number for the time being: which one is free can be seen when the file is mapped.
             foreign = cls(own, token, HOLDS - 1, region, 0)
             try:
                 for attachment in range(HOLDS - 1, attachments.FIRST_FOREIGN - 1, -1):
@@ -134,6 +137,7 @@ class ForeignArena(Arena):
                     "possible"
                 )
             except BaseException:
+                # Where `Arena` has entered it.
                 del cls._known[token]
                 raise
         except BaseException:
@@ -164,6 +168,7 @@ class ForeignArena(Arena):
                     self._inherit()
                 return True
             del Arena._known[self.token], _foreign[self.token]
+            # Nothing is held, so nothing is on its way: at most, an empty lease is at hand.
             if self.token in _in_flight:
                 _in_flight.pop(self.token).retire()
             attachments.leave(self.file, self.file.fd, self.attachment)
@@ -257,6 +262,7 @@ class InFlightLeases:
         lease = self._current
         if lease is not None:
             self._current = None
+            # Copies of it on their way, or with a receiver, keep the byte locked.
             os.close(lease.fd)
             if lease.blocks:
                 self._out.append(lease)
@@ -277,6 +283,7 @@ class InFlightLeases:
             if attachments.out(fd, attachment, lease.number):
                 self._out.append(lease)
             else:
+                # Its blocks go with it.
                 found = True
         return found
 
@@ -322,6 +329,7 @@ def tidy(now: float | None = None) -> bool:
     return again
 
 
+# Re-entrant: a signal handler that uses a queue may come into `call`.
 _calling = threading.RLock()
 _thread: threading.Thread | None = None  # guarded by _calling, as is the next
 _called = False
@@ -347,6 +355,7 @@ def _run() -> None:
         while True:
             _wake.wait(IDLE)
             _wake.clear()
+            # Before the look: who calls during it has it done once more.
             _called = False
             if not tidy():
                 with _calling:
@@ -362,9 +371,11 @@ def _run() -> None:
 
 def _after_fork_in_child() -> None:
     global _calling, _thread, _wake
+    # The parent's: a copy that stays open here would keep the byte locked.
     for one in _in_flight.values():
         if one._current is not None:
             os.close(one._current.fd)
+    # Their arenas are `_Inherited` by now: these blocks let go of nothing of the parent's.
     _in_flight.clear()
     for foreign in _foreign.values():
         # As long as we may look at what our parent held, its attachment must be kept.
@@ -374,6 +385,7 @@ def _after_fork_in_child() -> None:
     _calling = threading.RLock()
     _thread = None
     _wake = threading.Event()
+    # Taken before the fork, by the thread that has become this process's.
     passing.release()
 
 

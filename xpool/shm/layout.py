@@ -31,10 +31,13 @@ PAGE = mmap.PAGESIZE
 LARGE = 4 * PAGE
 """Bytes from which a block has pages of its own, whose memory can go back to the system."""
 
+# Bytes: 480 of holds, three u64, a u32, and 4 to spare; eight entries to a page.
 _ENTRY = 512
+# The ledger has 3840 bytes; the marks of `attachments` are the other 256.
 _TABLES = 4096
 _DATA = _TABLES + HOLDS * ENTRIES * _ENTRY
 _NOBODY = bytes(HOLDS)
+# MADV_POPULATE_WRITE, since Linux 5.14 (asm-generic/mman-common.h).
 _POPULATE_WRITE = 23
 
 _fence = threading.Lock()
@@ -47,6 +50,7 @@ class File:
         self.fd = fd
         self.region = region
         self.map = mmap.mmap(fd, self._extent())
+        # A core dump leaves it out: the addresses are terabytes.
         self.map.madvise(mmap.MADV_DONTDUMP)
         whole = memoryview(self.map)
         self._ledger = whole[: 8 * HOLDS].cast("Q")
@@ -90,11 +94,13 @@ class File:
     def add(self, number: int, offset: int, capacity: int) -> bool:
         """Write the next entry of a table; False when there is no memory for it."""
         at = _TABLES + number * _ENTRY
+        # The first entry of a page: here a shortage is a refusal, in a write it would be a SIGBUS.
         if at % PAGE == 0 and not self.reserve(at, PAGE):
             return False
         self.offsets[number] = offset
         self.capacities[number] = capacity
         attachment, index = divmod(number, ENTRIES)
+        # Last: from here on, other processes take it for a block.
         self._ledger[attachment] = index + 1
         return True
 
@@ -157,6 +163,7 @@ class File:
     def fill(self, number: int, nbytes: int) -> bool:
         """Have memory behind the first ``nbytes`` bytes of a block; False when there is none."""
         offset, filled = self.offsets[number], self.filled[number]
+        # From the page in which the memory ends, which may be there in part.
         start = (offset + filled) // PAGE * PAGE
         stop = -(-(offset + nbytes) // PAGE) * PAGE
         if not filled and self.capacities[number] >= LARGE:
@@ -165,6 +172,7 @@ class File:
             if not filled:
                 self.punch(number)  # a part of it may have been there
             return False
+        # Last: a process that dies before this leaves no more than a trace.
         self.filled[number] = nbytes
         return True
 
@@ -174,6 +182,7 @@ class File:
             try:
                 self.map.madvise(_POPULATE_WRITE, start, length)
             except OSError as exc:
+                # Not known to this kernel: all else is a refusal.
                 if exc.errno != errno.EINVAL:
                     raise
                 os.posix_fallocate(self.fd, start, length)  # Linux before 5.14
@@ -195,4 +204,5 @@ class File:
 
     def used(self) -> int:
         """Return how many bytes of memory the whole file has."""
+        # Blocks of 512 bytes, whatever the file system's are (stat(2)).
         return os.fstat(self.fd).st_blocks * 512

@@ -24,6 +24,7 @@ _AT_ONCE = 512
 
 def _capacity(nbytes: int) -> int:
     """Round up to one of four steps an octave."""
+    # An eighth of the next power of two: so there are four steps between two of them.
     step = max(256, 1 << nbytes.bit_length() >> 3)
     if nbytes >= LARGE:
         step = max(step, PAGE)
@@ -103,6 +104,7 @@ class Region:
             self._put(index, warmest=False)
         while self.give_back(time.monotonic()):
             pass
+        # `take` has put one of this size back: one of the two has some.
         index = bare.pop() if bare else self._pop(warm)
         if self._extend(index, nbytes, limit):
             return index
@@ -115,6 +117,7 @@ class Region:
 
     def _new(self, capacity: int) -> int | None:
         index = len(self._since)
+        # A large one begins at a page: only whole pages go back to the system.
         offset = -(-self._top // PAGE) * PAGE if capacity >= LARGE else self._top
         if index == ENTRIES or offset + capacity > self._end:
             return None
@@ -139,6 +142,7 @@ class Region:
     def _look_at_young(self, wanted: int = 0) -> None:
         """Look from the youngest on; one of the capacity ``wanted`` is enough."""
         young, claim, first = self._young, self._file.claim, self._first
+        # From the end: what is taken out moves none that are still to come.
         for i in range(len(young) - 1, -1, -1):
             if claim(first + young[i]) and self._put(young.pop(i)) == wanted:
                 return
@@ -198,6 +202,7 @@ class Region:
         """
         left, most = _AT_ONCE, self._kept()
         for capacity, warm in self._warm.items():
+            # Small ones share their pages with others: that memory stays.
             if capacity < LARGE:
                 continue
             while warm and (self._since[warm[0]] <= before or self._spare > most):

@@ -33,6 +33,7 @@ def _of_machine() -> Iterator[int]:
         with open("/proc/meminfo", "rb") as file:
             for line in file:
                 if line.startswith(b"MemAvailable:"):
+                    # proc(5): in kB.
                     yield int(line.split()[1]) * 1024
                     return
     except OSError:
@@ -48,5 +49,6 @@ def _of_cgroup() -> Iterator[tuple[int, int]]:
                 most, now = first.read().strip(), second.read().strip()
         except OSError:
             continue
+        # Version 2 says `max` where there is no limit.
         if most.isdigit() and now.isdigit():
             yield int(most), int(now)

@@ -52,6 +52,7 @@ STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SI
 """Asks a worker where it is, and to break off the item that `stop` names.  None that programs use:
 libraries take SIGUSR1 and SIGUSR2, the C library the first of the real-time ones."""
 
+# Bytes: a page of words, the ring of answers, and the stack behind them.
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
@@ -81,6 +82,7 @@ class Outbox:
     capacity = CAPACITY
 
     def __init__(self, fd: int) -> None:
+        # The mapping has a descriptor of its own (mmapmodule.c duplicates it): `fd` may be closed.
         self._map = mmap.mmap(fd, SIZE)
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("Q")
@@ -91,6 +93,7 @@ class Outbox:
 
     def close(self) -> None:
         """Unmap; nothing may be used afterwards."""
+        # First the views: a mapping to which views lead cannot be closed.
         self.words.release()
         self._data.release()
         self._map.close()
@@ -132,6 +135,7 @@ class Outbox:
         n = len(payload)
         tail = self._written
         end = tail + 4 + n
+        # The parent's word is looked at only when there seems to be no room.
         if end > self._room:
             self._room = self.words[_HEAD] + self.capacity
             if end > self._room:
@@ -145,6 +149,7 @@ class Outbox:
             cut = self.capacity - start
             self._data[start:] = entry[:cut]
             self._data[: stop - self.capacity] = entry[cut:]
+        # Last: a worker that dies before this has not answered, and the item is lost with it.
         self._written = self.words[_TAIL] = end
         return True
 
@@ -182,6 +187,7 @@ class Outbox:
 
     def ask(self, began: int) -> None:
         """Name the item to break off: the one that made `began` this; 0: none any more."""
+        # Cleared before it is named: what lies there is of an earlier stop.
         if began:
             self._map[STACK_AT:SIZE] = bytes(STACK)
         self.words[_STOP] = began
@@ -209,6 +215,7 @@ class Outbox:
             data = bytes(self._data[start:stop])
         else:
             data = bytes(self._data[start:]) + bytes(self._data[: stop - self.capacity])
+        # After the copy: from here on the worker may write over these bytes.
         self.words[_HEAD] = mark
         return data
 
@@ -222,6 +229,7 @@ def entries(data: bytes) -> list[tuple[bool, bytes]]:
         error = n >= ERROR_BIT
         n &= ~ERROR_BIT
         at += 4
+        # The top bit is off by now: this is a length, or nonsense.
         if at + n > end:
             raise ValueError("an entry of the outbox is longer than the outbox")
         found.append((error, data[at : at + n]))

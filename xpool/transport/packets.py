@@ -27,6 +27,7 @@ _UNDER_WAY = 1024 * 1024
 
 _RECEIVE = 0
 if sys.platform == "linux":
+    # Closed on exec from the start: a program that another thread starts must not have them.
     _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
@@ -55,7 +56,9 @@ def receive(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[in
     data, found, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(4 * most), _RECEIVE)
     fds = array("i")
     for _, _, numbers in found:
+        # A number that was cut short at the end is none, as in Python's example of `recvmsg`.
         fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
+    # recvmsg(2): MSG_CTRUNC where descriptors were dropped.
     return data, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
@@ -69,6 +72,7 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
     Raises:
         MemoryError: the machine has no memory for it.
     """
+    # Asked first: such a file has no limit; where memory runs out, the kernel ends some process.
     if len(message) > available_memory():
         raise MemoryError(
             f"there is no memory for a message of {len(message)} bytes; send smaller objects, or "
@@ -78,10 +82,12 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
     _files.add(fd)
     try:
         view = memoryview(message)
+        # write(2) takes a little less than 2 GiB at once.
         while view:
             view = view[os.write(fd, view) :]
         yield fd
     finally:
+        # Struck off before it is closed: the number may be another file's in a child of a fork.
         _files.remove(fd)
         os.close(fd)
 
@@ -95,6 +101,7 @@ def read_file(fd: int, size: int) -> memoryview:
     whole = memoryview(new_buffer(size))
     at = 0
     while at < size:
+        # At a place of its own: the descriptor's is the same for all who have got a copy of it.
         got = os.preadv(fd, [whole[at:]], at)
         if not got:
             raise ValueError(f"the file of a message has {at} bytes instead of {size}")

@@ -15,7 +15,9 @@ from xpool.transport.wire import Parts
 
 __all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]
 
+# Bytes: as much as a pipe holds where nobody has asked for more (pipe(7)).
 READ = 64 * 1024
+# Parts in one `writev`; the system takes 1024 (IOV_MAX).
 _IOV = 64
 
 
@@ -54,6 +56,7 @@ class FrameWriter:
         """
         size = sum(map(len, parts))
         self.sent += size
+        # Behind what waits: a frame must not come into the midst of another.
         if self.backlog:
             self.backlog.extend(parts)
             return
@@ -98,6 +101,7 @@ class FrameWriter:
                 else:
                     backlog[0] = memoryview(part)[n:]
                     n = 0
+            # Empty parts take no bytes off `n`: left there, they would be written for ever.
             while backlog and not len(backlog[0]):
                 backlog.popleft()
 
@@ -142,6 +146,7 @@ class FrameReader:
         if self._body is not None:
             if not self._receive():
                 return
+            # Put away before it is handed out: who takes it may not come back for more.
             head, body = self._head, self._body
             self._head = self._body = None
             assert head is not None
@@ -159,10 +164,12 @@ class FrameReader:
             data = self._buffer + data
             self._buffer = b""
         size = self.head_size
+        # Frames behind the one that is handed out lie in this generator alone, until it has ended.
         at, end = 0, len(data)
         while end - at >= size:
             n = int.from_bytes(data[at + 8 : at + 16], "little")
             if n > self.limit:
+                # Refused before any memory is made for it.
                 raise ValueError(f"a frame of {n} bytes is announced, more than {self.limit}")
             stop = at + size + n
             head = data[at : at + size]

@@ -42,6 +42,8 @@ class Spin:
 
     def look(self, poll: Callable[[int], _Events]) -> _Events:
         """Call ``poll(0)`` until it returns something, for a moment or not at all; return that."""
+        # No lock: two that come at the same moment both look, which costs little.  A signal handler
+        # that comes into a look, and waits here too, sleeps at once.
         if not self._free:
             return []
         if self._left:

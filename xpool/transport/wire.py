@@ -56,14 +56,18 @@ WIRE = 2
 STEPPED_ASIDE = 75
 """Exit code of a stand-in (`worker/aside`) whose first task is for its successor to run."""
 
+# The size stands in bytes 8 to 16 of both: `FrameReader` looks for it there.  `worker/entry` has
+# the first once more, since it may not import this.
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<BBxxIQQQ")
 WANTED = LINK = struct.Struct("<IIQ")
+# TO_WORKER, and the table of a single item: a call is one `pack`.
 _ONE_TASK = struct.Struct("<BxxxIQQQ")
 FUNC_HEAD = struct.Struct("<QB")
 GREETING = struct.Struct("<I?")
 U64 = struct.Struct("<Q")
 ENTRY = struct.Struct("<I")
+# More than any size there: an answer in the outbox is small (`SMALL` in worker/protocol).
 ERROR_BIT = 0x8000_0000
 
 TASKS, FUNC, FORGET, STOP, BOOT, TIMED = 1, 2, 3, 4, 5, 6

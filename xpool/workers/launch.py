@@ -158,6 +158,8 @@ class ForkServer:
     forks = False
 
     _servers: dict[tuple[tuple[str, ...], bool], ForkServer] = {}
+    # Taken before a server's `_sending`, never within it.  That is held while a server starts, and
+    # while it is asked: two orders at once would mix with its restart.
     _lock = threading.Lock()  # guards `_servers`; each server's `_sending` its socket
 
     def __init__(self, preload: tuple[str, ...], stands_in: bool = False) -> None:
@@ -190,8 +192,10 @@ class ForkServer:
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
+        # What a dead one has left: its socket.
         self._stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # The server alone has its end from here on: else its death would not be seen by who asks.
         with theirs:
             flags = [f"-X{k}" if v is True else f"-X{k}={v}" for k, v in sys._xoptions.items()]
             flags += [f"-W{w}" for w in sys.warnoptions]
@@ -264,6 +268,7 @@ class ForkServer:
         """End the servers that have no workers, but for one, and for who stands in for it."""
         with cls._lock:
             for other in [s for s in cls._servers.values() if s.preload != but]:
+                # A server that another thread has just asked has a worker by now: see `launch`.
                 with other._sending:
                     if not other._live:
                         other._stop()
@@ -282,6 +287,7 @@ class ForkServer:
         """In a forked child: these servers are the parent's; let go of them."""
         servers, cls._servers, cls._lock = cls._servers, {}, threading.Lock()
         for server in servers.values():
+            # Else the server would end with this child, and not with the parent.
             if server._sock is not None:
                 server._sock.close()
             if server._process is not None:
@@ -298,6 +304,7 @@ def occupy_streams() -> None:
 
     Else a channel of the pool would get such a number, and what is printed would go into it.
     """
+    # open(2) gives the lowest free number: the first that is above 2 ends this.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         continue
     os.close(fd)
@@ -326,6 +333,7 @@ class _Forked:
         self.tell: Callable[[_Forked], None] | None = None
         self._pid: int | None = None
         self._ended = False
+        # Non-blocking: `ended` is asked with the engine's lock held.
         os.set_blocking(status, False)
 
     @property
@@ -361,9 +369,11 @@ class _Forked:
         from multiprocessing import resource_tracker  # only here: most programs need it never
 
         try:
+            # Starts the tracker where the program has none yet.
             tracker = resource_tracker.getfd()
         except Exception:
             tracker = None  # no process can be started; perhaps the worker can
+        # A copy: a socket object closes what it is made of.
         with socket.socket(fileno=os.dup(self.sentinel)) as sock:
             try:
                 socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
@@ -393,6 +403,7 @@ class _Forked:
             os.close(fd)
 
     def close(self) -> None:
+        # Struck off before it is closed: another launch may be given the number at once.
         self._live.discard(self.sentinel)
         os.close(self.sentinel)
 
@@ -422,6 +433,7 @@ class StandIns:
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         if self._needed or self._server.ready():
+            # Not ready yet, perhaps: the order lies in its socket until it has imported.
             return self._server.launch(boot, name, daemon, inherited)
         handle = self._bare_server.launch(boot, name, daemon, inherited)
         handle.tell = self._told
@@ -458,6 +470,7 @@ class ProcessLauncher:
             with ours:
                 process.start()
                 with socket.socket(fileno=os.dup(ours.fileno())) as sock:
+                    # Descriptors travel with a byte at least (unix(7)).
                     socket.send_fds(sock, [b"B"], [boot.fileno()])
         return _Process(process)
 
@@ -466,6 +479,7 @@ def _enter_through(connection: Any, inherited: Any) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         connection.close()
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    # None where the parent has ended before it could send them.
     if fds and (code := entry.main(fds[0], inherited)):
         sys.exit(code)
 

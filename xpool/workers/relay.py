@@ -18,6 +18,7 @@ from xpool.worker.relay import LOG
 
 __all__ = ["Relay", "levels"]
 
+# Bytes of a message: the parts of a record are cut (`LONGEST` in worker/relay).
 LARGEST = 1 << 20
 END_LIMIT = 5.0
 """Seconds for which the end of a pool waits for handlers of loggers."""
@@ -32,6 +33,7 @@ def levels() -> dict[str, int] | None:
         return None
     root = logging.getLogger()
     found = {"": root.level, " disabled": root.manager.disable}
+    # A copy: other threads may make loggers meanwhile.
     for name, logger in list(root.manager.loggerDict.items()):
         level = getattr(logger, "level", 0)  # a placeholder has none
         if level:
@@ -44,6 +46,7 @@ class Relay:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        # `theirs` stays open here: each worker that starts gets a copy of it.
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, _KIND)
         self._thread: threading.Thread | None = None
         self._places: set[tuple[Any, ...]] = set()  # of warnings that were shown
@@ -54,6 +57,7 @@ class Relay:
 
     def begin(self) -> None:
         """Start to read."""
+        # No lock: it is called with the engine's, or when the engine has ended.
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name=f"{self._name}-logs", daemon=True
@@ -62,6 +66,7 @@ class Relay:
 
     def end(self) -> None:
         """Read what has come, and close; the workers have ended.  Called once, by the engine."""
+        # Something may have come since the engine's thread last looked.
         if select.select([self._ours], [], [], 0)[0]:
             self.begin()
         # What has come is read all the same, and then there is no more.
@@ -70,6 +75,7 @@ class Relay:
         if self._thread is None:
             self._ours.close()
         else:
+            # A handler that hangs must not keep the pool from ending.
             self._thread.join(END_LIMIT)
 
     def after_fork_in_child(self) -> None:
@@ -97,6 +103,7 @@ class Relay:
     def _warn(self, text: str, kind: tuple[str, str, str], filename: str, lineno: int) -> None:
         import warnings
 
+        # Each worker would show it once; the program shows it once.
         place = kind, filename, lineno
         if place in self._places:
             return

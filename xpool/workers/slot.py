@@ -28,6 +28,7 @@ from xpool.workers.launch import Handle, Launcher
 
 __all__ = ["Slot"]
 
+# Of all pools, each with its own lock: a set changes in one operation, so there is none here.
 _parents_only: set[int] = set()
 
 
@@ -37,6 +38,8 @@ def _mine(fd: int) -> int:
 
 
 def _close(fd: int) -> None:
+    # Struck off first: once it is closed, the number may be another file's, and a child of a fork
+    # would close that.
     _parents_only.discard(fd)
     os.close(fd)
 
@@ -163,6 +166,7 @@ class Slot:
             mine.append(_mine(life_w))
             page = make_file()
             theirs.append(page)
+            # Each end of a pipe has flags of its own: the worker's still block.
             for fd in (task_w, answer_r):
                 _widen(fd)
             os.set_blocking(task_w, False)
@@ -174,6 +178,7 @@ class Slot:
                 mine.append(_mine(control))
                 os.set_blocking(control, False)
             box = Outbox(page)
+            # The page is all zeros, which would forbid the worker to begin anything.
             box.limit = NO_LIMIT
             shared = [] if self.relay is None else [self.relay]
             if arena is not None:
@@ -184,6 +189,7 @@ class Slot:
                 _close(fd)
             raise
         finally:
+            # The boot socket keeps what they stand for until the worker takes it out.
             for fd in theirs:
                 os.close(fd)
         self.writer, self.reader, self.box = (
@@ -217,6 +223,7 @@ class Slot:
 
     def kill(self) -> None:
         """End the process at once, whatever it is doing, stopped by SIGSTOP included."""
+        # The lifeline first: it also ends a worker whose pid is not known yet.
         if self.lifeline is not None:
             _close(self.lifeline)
             self.lifeline = None
@@ -229,6 +236,7 @@ class Slot:
         handle, self.handle = self.handle, None
         self.happens(WorkerEvent.GONE)
         self._shut()
+        # The last of the siblings closes what is the process's.
         if all(mate.handle is None for mate in self.siblings):
             _parents_only.discard(handle.sentinel)
             handle.close()

@@ -154,12 +154,14 @@ class ThreadWorkers:
         self._start_at: float | None = None  # when to try again
         self._ending = False
         # What is done now that has a limit of time, and by whom.
+        # No lock: who pops the entry answers the task, and a `dict` pops in one operation.
         self._held: dict[int, tuple[_Member, Entry]] = {}
         self._numbers = itertools.count()
         self._random = random.Random()
         # Guards what follows.  The threads by index; a replacement takes the place of the one
         # that ended; how many were left to themselves.  When to look for tasks over their time or
         # to be tried again, and the latter.
+        # Held for moments: never while a task, an initializer or the delivery of a result runs.
         self._lock = threading.Lock()
         self._threads: dict[int, _Member] = {}
         self._left = 0
@@ -219,6 +221,8 @@ class ThreadWorkers:
                 get, put = self._ends(me)
                 self._work(get, put, None, (), self._lifetime)
         finally:
+            # The place is free before `_replace` looks for one.  `wake` comes last: whoever
+            # waits for the end of all looks at `_threads` then.
             leave()
             with self._lock:
                 if not me.left:
@@ -236,6 +240,7 @@ class ThreadWorkers:
         try:
             self._initializer(*self._initargs)
         except BaseException as exc:
+            # Else it was over its time: that is noted, and this thread left to itself.
             if self._held.pop(key, None) is not None:
                 self._failed(me.index, exc)
             return False
@@ -248,6 +253,7 @@ class ThreadWorkers:
 
         def get() -> Any:
             while not me.left:
+                # A look without the lock, for each task; `_goes` decides with it.
                 if len(self._threads) > self._size and self._goes(me):
                     return None
                 if me.source is not None:
@@ -268,6 +274,7 @@ class ThreadWorkers:
                     continue
                 if type(task) is Entry:
                     entry, task = task, task.task
+                # Not for a job that is answered: failed, or cancelled, while this waited.
                 job = jobs.get(task[0])
                 if job is not None and not job.settled:
                     me.job = task[0]
@@ -281,6 +288,7 @@ class ThreadWorkers:
             me.job = 0
             if entries:
                 key, entry = entries.pop(result[:2], (-1, None))
+                # None: `_too_late` has answered it meanwhile.
                 if entry is not None and (
                     self._held.pop(key, None) is None or self._retried(entry, result[2])
                 ):
@@ -300,6 +308,7 @@ class ThreadWorkers:
         """Note what a thread begins; return the key of the note."""
         key = next(self._numbers)
         entry.since = time.monotonic()
+        # In the table before the alarm is set: who wakes for it looks there.
         self._held[key] = me, entry
         if entry.terms.timeout is not None:
             self._wake_by(entry.since + entry.terms.timeout)
@@ -352,6 +361,7 @@ class ThreadWorkers:
                 running = [one.source for one in self._threads.values() if one.source is not None]
                 surplus = len(self._threads) - self._over - self._size
             for _ in range(surplus):
+                # One that waits in `get` looks at the size only when something comes.
                 self.tasks.put(_LOOK)
         if size > before:
             self._spread(running, size - before)
@@ -373,11 +383,13 @@ class ThreadWorkers:
 
     def put(self, source: Source, tasks: int) -> None:
         """Let the threads take from a source; it has this number of tasks."""
+        # A source of few tasks need not wake all threads.
         for _ in range(min(tasks, self._size)):
             self.tasks.put(source)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until there is something to look at."""
+        # Without the lock: who sets a sooner one puts into `_signal` after that.
         alarm = self._alarm
         if alarm is not None:
             left = min(max(0.0, alarm - time.monotonic()), LONGEST)
@@ -396,6 +408,7 @@ class ThreadWorkers:
         with self._lock:
             while self._later and self._later[0][0] <= now:
                 self.tasks.put(heapq.heappop(self._later)[2])
+            # Cleared before the table is looked at: an entry that comes meanwhile sets it anew.
             self._alarm = self._later[0][0] if self._later else None
         if self._start_at is not None:
             if now >= self._start_at:
@@ -403,11 +416,13 @@ class ThreadWorkers:
                 self._replace()
             else:
                 self._wake_by(self._start_at)
+        # A copy, made in one operation: other threads begin and end tasks meanwhile.
         for key, (member, entry) in self._held.copy().items():
             if entry.terms.timeout is not None:
                 due = entry.since + entry.terms.timeout
                 if now < due:
                     self._wake_by(due)
+                # Popped here: its thread, when it comes back, does not answer it any more.
                 elif self._held.pop(key, None) is not None:
                     self._too_late(member, entry, entry.terms.timeout)
 
@@ -434,6 +449,7 @@ class ThreadWorkers:
         """Leave these threads to themselves."""
         with self._lock:
             for member in members:
+                # It may have ended, or been left, since the caller looked.
                 if self._threads.get(member.index) is member:
                     self._remove(member)
                     member.left = True
@@ -497,6 +513,7 @@ class ThreadWorkers:
 
     def after_fork_in_child(self) -> None:
         """The threads were not copied."""
+        # Some thread of the parent may have held it.
         self._lock = threading.Lock()
         self._ending = True
         self._threads = {}
