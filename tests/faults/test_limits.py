@@ -58,6 +58,23 @@ def test_many_tensors_under_few_descriptors(tmp_path):
     assert script(tmp_path, text) == ["ok"]
 
 
+def test_a_program_with_many_descriptors(tmp_path):
+    """A pool whose descriptors have numbers beyond what `select` can take works, and ends."""
+    text = """
+        import os, resource
+        import xpool
+
+        if __name__ == "__main__":
+            _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+            held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+            with xpool.Pool(2) as pool:
+                print(pool.map(abs, [-1, -2]))
+            print(pool.apply_async if pool.state == "RUN" else "over")
+        """
+    assert script(tmp_path, text) == ["[1, 2]", "over"]
+
+
 def test_descriptors_run_out_in_the_constructor(tmp_path):
     """Without free descriptors the constructor raises OSError or an xpool error, leaks nothing."""
     text = """

@@ -256,10 +256,10 @@ def _(patch: Patch) -> None:
     def acked(link: Link) -> int:
         return 0
 
-    def flush(original: Any, agent: Conversation, expects: bool) -> None:
+    def flush(original: Any, agent: Conversation, *how: Any) -> None:
         link = agent.link
         kept, link.acked = link.acked, min(link.acked, agent._sent)
-        original(agent, expects)
+        original(agent, *how)
         link.acked = kept
 
     wrap(patch, Conversation, "flush", flush)

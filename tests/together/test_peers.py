@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import struct
 import threading
 import time
 from typing import Any
@@ -83,6 +85,22 @@ def many_small(n: int, times: int) -> int:
         for other in others:
             me.send(other, k, FAR)
     return sum(me.recv(other, FAR) for _ in range(times) for other in others)
+
+
+def write_nonsense(data: bytes) -> None:
+    """Write to the pool's own process what no worker writes there."""
+    control: Any = next(o for o in gc.get_objects() if type(o).__name__ == "Peers")._control
+    control.send(data)
+    work.sleep_long()
+
+
+@pytest.mark.parametrize("data", [b"?", struct.pack("<IIQ", 1 << 20, 0, 0)])
+def test_nonsense_on_the_control_socket(make_pool, data):
+    """A worker that asks for a channel in a garbled message ends, and the pool goes on."""
+    pool = make_pool(P2PPool, 2)
+    with pytest.raises(WorkerDied):
+        pool.apply(write_nonsense, (data,))
+    assert pool.map(abs, range(20)) == list(range(20))
 
 
 def test_more_than_a_socket_holds(make_pool):

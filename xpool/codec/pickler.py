@@ -460,6 +460,8 @@ def write_global(value: Any, out_of_band: bool) -> Written:
     written = Written(_finish(pickler, value, _COPY, False))
     if pickler.tensors is None and written.chunks is pickler.chunks and not pickler.buffers:
         written.chunks = [b"".join(pickler.chunks)]
+        # Those of the pickler will be those of whatever it pickles next, in any thread.
+        written._buffers, written._shared = [], {}
         # `written` has the old set.
         if pickler.names:
             pickler.names = set()

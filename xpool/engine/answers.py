@@ -79,6 +79,8 @@ class Answers:
         """
         # The message counts these, too: `Service._look` took them out before it came.
         boxed = count - slot.answers_taken_early
+        if boxed < 0:
+            raise ValueError(f"{count} answers where {slot.answers_taken_early} were taken before")
         slot.answers_taken_early = 0
         self._budget.finished = True
         # Looked at before the books move on: the ledger names the task at the front.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 from collections.abc import Sequence
 
 from xpool.engine.reactor import Reactor, Timer
@@ -77,7 +78,16 @@ class Switchboard:
             if not data:
                 self._reactor.remove(fd)
                 return
-            self._wanted(slot, *WANTED.unpack(data))
+            try:
+                peer, ended, known = WANTED.unpack(data)
+                if not 0 <= peer < len(self._slots) or peer == slot.index:
+                    raise ValueError(f"worker {slot.index} wants a channel to {peer}")
+            except (struct.error, ValueError):
+                # It writes nonsense: that is its end, and nobody else's.
+                self._reactor.remove(fd)
+                slot.kill()
+                return
+            self._wanted(slot, peer, ended, known)
 
     def _wanted(self, slot: Slot, peer: int, ended: int, known: int) -> None:
         """A worker wants a channel; it knows of those up to ``known``; ``ended``: that has."""

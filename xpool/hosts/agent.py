@@ -35,7 +35,7 @@ from xpool.workers.launch import ForkServer
 __all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]
 
 REPLY_BYTES = 8 * 1024 * 1024
-"""Bytes of a reply, at most, unless one message is larger."""
+"""Bytes of a reply beside its first message, at most."""
 
 PATIENCE = 1.0
 """Seconds after which a call has its reply although there is nothing to say.  An eighth of the

@@ -20,7 +20,7 @@ CALLS_IN_FLIGHT = 4
 """Calls to a host that are under way at one time, at most."""
 
 CALL_BYTES = 4 * 1024 * 1024
-"""Bytes of one call, at most, unless one message is larger."""
+"""Bytes of one call beside its first message, at most."""
 
 NOTHING: dict[str, Any] = {"ready": 0, "waiting": 0, "running": 0, "deaths": 0, "pids": []}
 """What an agent's workers do that has not said it."""
@@ -41,6 +41,8 @@ class Conversation:
         self.name, self.first = name, first
         self.heard = now
         """When the last reply came: the agent's lease counts from before that."""
+        self.called = now
+        """When it was called last: no call, no longer lease."""
         self.status = m.Status(float("inf"), dict(NOTHING))
         self.ended = False
         self.link = Link()
@@ -55,22 +57,23 @@ class Conversation:
         """Queue a message; it leaves with the next `flush`."""
         self.link.send(message)
 
-    def flush(self, expects: bool) -> None:
+    def flush(self, now: float, expects: bool) -> None:
         """Send what is queued, as far as calls are free; with ``expects``, have a call there that
         brings what the agent has to say."""
         # What a call did not bring that failed, a later one may have brought.
         self._sent = max(self._sent, self.link.acked)
         while len(self._calls) < CALLS_IN_FLIGHT and self._sent < self.link.last:
-            self._call(self.link.take(self._sent, CALL_BYTES, _weight))
+            self._call(now, self.link.take(self._sent, CALL_BYTES, _weight))
         if expects and not self._calls:
-            self._call([])
+            self._call(now, [])
 
-    def beat(self) -> None:
+    def beat(self, now: float) -> None:
         """Call an agent whose reply may be long under way, beside that call: to keep its lease."""
         if self._calls:
-            self._call([], beat=True)
+            self._call(now, [], beat=True)
 
-    def _call(self, messages: list[Any], beat: bool = False) -> None:
+    def _call(self, now: float, messages: list[Any], beat: bool = False) -> None:
+        self.called = now
         number, first = next(self._numbers), self._sent + 1
         self._sent += len(messages)
         self._calls[number] = first

@@ -36,13 +36,14 @@ class Link:
     def take(self, after: int, most: int, weight: Any) -> list[Any]:
         """Return messages that come after number ``after``, in order.
 
-        So many that their ``weight(message)`` is ``most`` in all, and at least one if there is one.
+        The first, whatever it weighs, and so many more that these weigh ``most`` in all: what
+        permits a large batch travels with it.
         """
         found: list[Any] = []
         total = 0
         for i in range(max(0, after - self.acked), len(self._out)):
-            total += weight(self._out[i])
-            if found and total > most:
+            total += weight(self._out[i]) if found else 0
+            if total > most:
                 break
             found.append(self._out[i])
         return found

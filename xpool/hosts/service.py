@@ -150,7 +150,10 @@ class HostService:
             host = self.sched.hosts[number]
             # It may have something to say, or must hear that it is not forgotten.
             expects = bool(host.permitted) or host.asked is not None or self.retiring
-            agent.flush(expects or self._now() >= agent.heard + self._beat_seconds)
+            # Since the last call, not since the last reply: one that was long under way renews
+            # nothing before the agent is told that it has come.
+            now = self._now()
+            agent.flush(now, expects or now >= agent.called + self._beat_seconds)
 
     def _beat(self) -> None:
         """Call the hosts that have nothing to do; give up those that say nothing."""
@@ -160,7 +163,7 @@ class HostService:
                 if self._now() > agent.heard + self._lease:
                     self._fleet.stop(number)
                 elif self._now() >= agent.heard + 2 * self._beat_seconds:
-                    agent.beat()
+                    agent.beat(self._now())
         if not self.ended:
             self.at(self._now() + self._beat_seconds, self._beat)
 

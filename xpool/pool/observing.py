@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from xpool.codec.frame import PLAIN
 from xpool.errors import OptionError
+from xpool.interrupt import shielded
 
 if TYPE_CHECKING:
     from xpool.engine.ledger import Event, Slow
@@ -126,11 +127,11 @@ def trace(pool: BasePool, path: str | os.PathLike[str]) -> Iterator[None]:
     if engine is None:
         raise OptionError(f"trace() is for pools of processes, not {type(pool).__name__}")
     Path(path).write_text("[]", encoding="utf-8")  # refused now, not when all is done
-    engine.begin_trace()
+    shielded(engine.begin_trace)()
     try:
         yield
     finally:
-        events, begun, dropped = engine.end_trace()
+        events, begun, dropped = shielded(engine.end_trace)()
         _write(Path(path), pool.name, pool.size(), events, begun, dropped)
 
 

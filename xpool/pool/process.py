@@ -424,6 +424,7 @@ class Pool(AllWorkers):
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(*_place(job))
 
+    @shielded
     def _runs(self, job: Job) -> bool:
         return self._engine.runs(*_place(job))
 
@@ -437,6 +438,7 @@ class Pool(AllWorkers):
 
     # -- looking at it -----------------------------------------------------------------------------
 
+    @shielded
     def statistics(self) -> dict[str, Any]:
         """Return counts; ``waiting`` and ``running`` in tasks, ``deaths`` of workers, ``pids``."""
         return {**super().statistics(), **self._engine.statistics()}

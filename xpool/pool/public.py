@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from xpool.errors import OptionError
+from xpool.interrupt import shielded
 from xpool.options import Exceptions, ManyOptions, MapOptions, resolve_processes
 from xpool.pool.verbs import PLAIN, WAITING, Verbs
 from xpool.results import AsyncResult, MapResult
@@ -44,6 +45,7 @@ class PublicVerbs(Verbs):
 
     # -- looking at it -----------------------------------------------------------------------------
 
+    @shielded
     def report(self) -> Report:
         """Return what was done so far: by each worker, bytes, the slowest tasks, deaths, retries.
 

@@ -360,10 +360,13 @@ def _run() -> None:
             if not tidy():
                 with _calling:
                     if not _called:
+                        # Under the same lock: who calls after this look starts another thread.
+                        _thread = None
                         return
-    finally:
+    except BaseException:
         with _calling:
             _thread = None
+        raise
 
 
 # -- forks -------------------------------------------------------------------------------------

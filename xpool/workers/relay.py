@@ -67,7 +67,10 @@ class Relay:
     def end(self) -> None:
         """Read what has come, and close; the workers have ended.  Called once, by the engine."""
         # Something may have come since the engine's thread last looked.
-        if select.select([self._ours], [], [], 0)[0]:
+        # `poll`: `select` takes no descriptor above 1023 (FD_SETSIZE), whatever ulimit -n allows.
+        look = select.poll()
+        look.register(self._ours, select.POLLIN)
+        if look.poll(0):
             self.begin()
         # What has come is read all the same, and then there is no more.
         self._ours.shutdown(socket.SHUT_RD)
