@@ -56,7 +56,9 @@ class Bell:
         sys.unraisablehook = self._not_raised
 
     def _ring(self, signum: int, frame: Any) -> None:
-        if self.armed:
+        # Python prints what is raised in that hook.
+        hooked = frame is not None and frame.f_code is Bell._not_raised.__code__
+        if self.armed and not hooked:
             self.heard += 1
             raise Alarm
 
