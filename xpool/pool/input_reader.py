@@ -29,6 +29,9 @@ HERE_ITEMS = 64
 HERE_BYTES = 64 * 1024
 """Tasks, and bytes, that are drawn without a thread: to start one takes as long as to pickle 50."""
 
+LOOK = 16
+"""Items between two looks at how far ahead the input reader is, where their bytes are few."""
+
 RUN = 256
 """Items that are handed on at once, where it costs nothing to draw them."""
 
@@ -104,10 +107,12 @@ class FlowControl:
                 self._waiting = False
         if self.stopped:
             return 0
-        shelf = self._shelf() if most > 1 and self._buffersize is not None else None
-        if shelf is None or self._buffersize is None:
-            return most
-        return max(1, min(most, self._buffersize - self.drawn + shelf.handed_out))
+        most = min(most, self._ahead - self.put + self.taken_items)
+        if self._buffersize is not None:
+            shelf = self._shelf()
+            handed_out = self.drawn if shelf is None else shelf.handed_out
+            most = min(most, self._buffersize - self.drawn + handed_out)
+        return max(1, most)
 
     def added(self, size: int) -> None:
         """Note that a task of ``size`` bytes waits now."""
@@ -243,14 +248,18 @@ class InputReader:
     def _one_by_one(self, iterator: Iterator[Any]) -> Iterator[Any]:
         flow, size = self.flow, self._chunksize
         if size == 1:
-            while flow.reserve():
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-                flow.drawn += 1
-                yield item
-                del item
+            while n := flow.reserve(LOOK):
+                for _ in range(n):
+                    try:
+                        item = next(iterator)
+                    except StopIteration:
+                        return
+                    flow.drawn += 1
+                    yield item
+                    del item
+                    # These two at each item: one may be large, and nobody may want the next.
+                    if flow.stopped or flow.bytes_in - flow.taken_bytes >= AHEAD_BYTES:
+                        break
             return
         chunk: list[Any] = []
         while flow.reserve():
