@@ -321,6 +321,10 @@ class SimSlot(Slot):
         for slot in sorted((self, *self.siblings), key=lambda slot: slot.index):
             slot._begin(process)  # type: ignore[attr-defined]
 
+    def waited(self) -> float:
+        """Its world has processors for all."""
+        return 0.0
+
     def _begin(self, process: list[Any]) -> None:
         self._fresh()
         world, kernel = self._world, self._world.kernel

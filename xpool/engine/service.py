@@ -42,6 +42,9 @@ __all__ = ["GRACE", "TASK_GRACE", "Service"]
 ENDED = -1
 """In the place of the kind of a message: there is none."""
 
+STARVED = 0.5
+"""Seconds after which a worker is killed that was asked, though it has waited for a processor."""
+
 LOOK = 0.010
 """Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
 
@@ -422,6 +425,7 @@ class Service:
         slot.box.ask(item + 1)
         self._recall(slot, item + 1)
         slot.happens(WorkerEvent.INTERRUPT)
+        slot.asked = self._reactor.now(), slot.waited()
         slot.handle.signal(STOP_SIGNAL)
         self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
 
@@ -431,8 +435,13 @@ class Service:
             self.drain(slot)
         if slot.interrupted is None:
             return
+        when, waited = slot.asked
+        # On a machine with too much to do it may not have run since: it could not even clean up.
+        starved = slot.waited() - waited > TASK_GRACE / 2
         # It is in that item still, and has had its time.
-        if slot.box.began == slot.interrupted + 1:
+        if slot.box.began == slot.interrupted + 1 and not (
+            starved and self._reactor.now() < when + STARVED
+        ):
             self.condemn(slot)
         else:  # it has left it: the answer is on its way
             self._overdue.by(slot, self._reactor.now() + TASK_GRACE)

@@ -102,6 +102,8 @@ class Slot:
         self.seen = (0, 0)
         self.answers_taken_early = 0
         self.interrupted: int | None = None
+        # When it was asked to break it off, and what `waited` said then.
+        self.asked = 0.0, 0.0
 
     def happens(self, event: WorkerEvent) -> None:
         """Go to the state that follows."""
@@ -220,6 +222,15 @@ class Slot:
         poller = select.poll()
         poller.register(self.reader.fd, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
+
+    def waited(self) -> float:
+        """Return the seconds that the process has waited for a processor, ever; 0.0: not known."""
+        try:
+            with open(f"/proc/{self.pid}/schedstat") as file:
+                # Of its main thread, which runs the tasks (Documentation/scheduler/sched-stats).
+                return int(file.read().split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):
+            return 0.0
 
     def kill(self) -> None:
         """End the process at once, whatever it is doing, stopped by SIGSTOP included."""
