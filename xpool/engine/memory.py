@@ -69,11 +69,12 @@ class MemoryGuard:
         if self._most is not None:
             for slot in self._slots:
                 self._weigh(slot, self._most)
+        used = 0.0 if self._high is None and self._full is None else used_memory()
         if self._high is not None:
-            before, self.short = self.short, used_memory() > self._high
+            before, self.short = self.short, used > self._high
             if before:
                 self._again()  # also while it is short: one task may run where none does
-        if self._full is not None and used_memory() > self._full:
+        if self._full is not None and used > self._full:
             self._end_largest()
         self._reactor.call_at(self._reactor.now() + INTERVAL, self._look)
 

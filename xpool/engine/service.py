@@ -435,13 +435,14 @@ class Service:
             self.drain(slot)
         if slot.interrupted is None:
             return
-        when, waited = slot.asked
-        # On a machine with too much to do it may not have run since: it could not even clean up.
-        starved = slot.waited() - waited > TASK_GRACE / 2
         # It is in that item still, and has had its time.
-        if slot.box.began == slot.interrupted + 1 and not (
-            starved and self._reactor.now() < when + STARVED
-        ):
+        if slot.box.began == slot.interrupted + 1 and not self._is_starved(slot):
             self.condemn(slot)
-        else:  # it has left it: the answer is on its way
+        else:  # it has left it, and the answer is on its way; or it is given more time
             self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
+
+    def _is_starved(self, slot: Slot) -> bool:
+        """Whether a worker that was asked has hardly run since: it could not even clean up."""
+        when, waited = slot.asked
+        has_time = self._reactor.now() < when + STARVED
+        return has_time and slot.waited() - waited > TASK_GRACE / 2
