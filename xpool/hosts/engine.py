@@ -134,7 +134,7 @@ class HostEngine:
             service = self.service
             blob = m.Blob(f"xpool-{os.getpid()}-{id(self):x}-{len(service.blobs)}", held)
             service.blobs.append(blob)
-            service.send([(n, blob) for n, agent in service.agents.items() if not agent.ended])
+            service.send([(number, blob) for number in service.living()])
             service.give()
         return blob.name
 

@@ -259,11 +259,14 @@ class HostService:
         """Whether no agent is left and none will come."""
         return not self.expected and all(agent.ended for agent in self.agents.values())
 
+    def living(self) -> list[int]:
+        """Return the numbers of the agents that have not ended."""
+        return [number for number, agent in self.agents.items() if not agent.ended]
+
     def retire(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""
         self.retiring = True
-        living = [number for number, agent in self.agents.items() if not agent.ended]
-        self.send([(number, m.Retire()) for number in living])
+        self.send([(number, m.Retire()) for number in self.living()])
         # What has not joined by now may never: nobody is to wait for that.
         for number in self.expected:
             self._fleet.stop(number)
@@ -274,8 +277,7 @@ class HostService:
         if not self.ending:
             self.ending = True
             self.sched.clear()
-            living = [number for number, agent in self.agents.items() if not agent.ended]
-            for number in (*living, *self.expected):
+            for number in (*self.living(), *self.expected):
                 self._fleet.stop(number)
             self.at(self._now() + limit, self._strike_off)
 
