@@ -10,7 +10,8 @@
 #   make rest       the exhaustive tests, which make test leaves out: more kinds, methods and faults
 #   make faults     tests/faults, whole: the fault matrix of docs/reliability.md
 #   make cores      the core without torch, on every other Python from 3.10 on that is found here
-#   make nightly    many seeds, the slow tests, mixed load while workers are killed, the benchmark
+#   make nightly    many seeds, the slow tests, all of tests/conformance on a Ray cluster, mixed load
+#                   while workers are killed, the benchmark
 #   make coverage   what make test runs of the package, in workers too; with floors
 #   make docs       the site, in docs/_build: Sphinx, with what pip needs for it in DOCS_VENV
 #   make dist       wheel and sdist, checked
@@ -115,6 +116,7 @@ FLOOR   ?= 95
 nightly: $(venv)/.test
 	XPOOL_TEST_DEEP=20 XPOOL_TEST_PROGRAMS=10000 XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=3600 \
 		$(PYTEST) --all $(ARGS)
+	$(MAKE) test-ray OVER_HOSTS="--all tests/conformance"
 	$(MAKE) soak
 	$(MAKE) soak-ray
 	$(MAKE) bench ARGS=
@@ -135,10 +137,12 @@ soak-ray: $(ray_venv)/.ray
 	$(call PIP,$(RAY_VENV)) $(TORCH)
 	"$(RAY_VENV)/bin/python" -m bench.soak_hosts --minutes $(MINUTES) $(ARGS)
 
-# One cluster of two hosts for all of them: one test at a time.
-# XPOOL_TEST_AGAINST=ray has tests/conformance run over hosts, too, where that is named in ARGS.
+# One cluster of two hosts for all of them: one test at a time.  XPOOL_TEST_AGAINST=ray has what is
+# promised of each kind of pool tried over hosts: these files here, all by make nightly.
+OVER_HOSTS ?= $(foreach name,apply map errors,tests/conformance/test_$(name).py)
+
 test-ray: $(ray_venv)/.ray
-	XPOOL_TEST_AGAINST=ray "$(RAY_VENV)/bin/python" -m pytest -m "ray and not exhaustive" tests/hosts $(ARGS)
+	XPOOL_TEST_AGAINST=ray "$(RAY_VENV)/bin/python" -m pytest -m ray tests/hosts $(OVER_HOSTS) $(ARGS)
 
 # Real torch_xla opens its client once for a process: one test at a time.
 test-xla: $(xla_venv)/.xla

@@ -116,6 +116,15 @@ def _is_pure(item: pytest.Item) -> bool:
     return bool(item.get_closest_marker("pure")) and not item.get_closest_marker("starts")
 
 
+def _without(item: pytest.Item) -> str | None:
+    """Why the kind of pool that a test is about does not have what is tested; None: it has."""
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        for given in item.callspec.params.values():
+            if isinstance(given, Kind) and item.originalname in given.without:
+                return given.without[item.originalname]
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave exhaustive tests to make test-all; skip, with the reason, what cannot run here."""
@@ -136,6 +145,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                     reasons[mark.name] = MARKERS[mark.name][1]()
                 if reason := reasons[mark.name]:
                     item.add_marker(pytest.mark.skip(reason=reason))
+        if reason := _without(item):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:
@@ -227,10 +238,18 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[clusters.Cluster | None]
         yield it
 
 
+def _taken(**which: bool) -> Snapshot:
+    before = Snapshot.take(**which)
+    if clusters.is_connected():
+        # Ray keeps connections to whom it has spoken with.
+        before.fds = dict.fromkeys(range(1 << 16), "")
+    return before
+
+
 @pytest.fixture(autouse=True, scope="module")
 def module_leaves_nothing(cluster: object) -> Iterator[None]:
     """Fail the last test of a module after which processes or names in /dev/shm are left."""
-    before = Snapshot.take(outside=True)
+    before = _taken(outside=True)
     yield
     left = [] if STDLIB else before.leaks(WAIT)
     if left:
@@ -248,10 +267,7 @@ def nothing_leaks(request: pytest.FixtureRequest, module_leaves_nothing: None) -
         request.getfixturevalue("pool")
     elif "make_pool" in request.fixturenames:
         request.getfixturevalue("warm")
-    before = Snapshot.take(inside=not ALL_LEAKS)
-    if request.node.get_closest_marker("ray"):
-        # Ray keeps connections to whom it has spoken with.
-        before.fds = dict.fromkeys(range(1 << 16), "")
+    before = _taken(inside=not ALL_LEAKS)
     yield
     # Threads for callbacks and logs come when they are needed and go with the pool: those of a
     # pool stay that was there before.
@@ -359,7 +375,7 @@ class Shared:
 
 @pytest.fixture(scope="module")
 def _shared(kind: Kind, warm: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
-    before = Snapshot.take()
+    before = _taken()
     shared = Shared(kind, tmp_path_factory.mktemp("shared"))
     yield shared
     shared.pool.close()

@@ -183,12 +183,8 @@ def test_a_long_task_does_not_hold_up_the_others(pool, mailbox, gate):
     assert long.get() == "long"
 
 
-def test_short_tasks_queued_first_do_not_wait_behind_a_long_one(pool, kind, mailbox, gate):
+def test_short_tasks_queued_first_do_not_wait_behind_a_long_one(pool, mailbox, gate):
     """Short tasks that were submitted all at once with a long one do not wait for it."""
-    if kind.name == "p2p":
-        pytest.skip("its tasks are bound to a worker when they are submitted")
-    if kind.name == "hosts":
-        pytest.skip("what the only worker of a host has in hand, no other host is given")
     short = [pool.apply_async(work.square, (i,)) for i in range(100)]
     long = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "long"))
     short += [pool.apply_async(work.square, (i,)) for i in range(100)]

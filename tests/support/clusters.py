@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ HEAD = "127.0.0.2"
 CPUS = 16
 """Of each host: as many pools as a test likes have room."""
 
-SHORT = {
+SETTINGS = {
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "500",
     "RAY_health_check_failure_threshold": "2",
+    "RAY_worker_niceness": "0",
 }
-"""So that the loss of a host is seen in one or two seconds."""
+"""So that the loss of a host is seen in one or two seconds, and that agents have their share of a
+busy machine: Ray has its workers stand back behind everything else that runs."""
 
 
 class Cluster:
@@ -59,7 +62,7 @@ class Cluster:
 def started() -> Iterator[Cluster]:
     """Start a cluster of two hosts, and connect to it."""
     # The path of the program is not sent to hosts, and what tests run there is in a module.
-    settings = {**SHORT, "PYTHONPATH": scripts.environment()["PYTHONPATH"]}
+    settings = {**SETTINGS, "PYTHONPATH": scripts.environment()["PYTHONPATH"]}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     import ray
@@ -87,6 +90,11 @@ def connect(address: str) -> None:
     import ray
 
     ray.init(address=address, _node_ip_address=HEAD, log_to_driver=False, logging_level="ERROR")
+
+
+def is_connected() -> bool:
+    """Whether this program is connected to a cluster."""
+    return "ray" in sys.modules and sys.modules["ray"].is_initialized()
 
 
 def is_alive(node: Any) -> bool:

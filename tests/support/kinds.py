@@ -10,8 +10,8 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.pool
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 STDLIB = os.environ.get("XPOOL_TEST_AGAINST") == "multiprocessing"
@@ -83,6 +83,8 @@ class Kind:
     build: Callable[..., Any]
     processes: bool
     """Whether its workers are processes: arguments are copied and must be picklable."""
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Tests of what it does not have by design, by name: they are skipped, for this reason."""
 
     def __call__(self, processes: Any = 2, *args: Any, **kwds: Any) -> Any:
         return self.build(processes, *args, **kwds)
@@ -136,11 +138,24 @@ if STDLIB:
     ]
     METHODS = [Kind("std-spawn", _std("spawn"), True)]
 elif OVER_HOSTS:
-    KINDS, METHODS = [Kind("hosts", _over_hosts, True)], []
+    # docs/hosts.md, "What is different over hosts".
+    without = {
+        "test_short_tasks_queued_first_do_not_wait_behind_a_long_one": (
+            "what the only worker of a host has in hand, no other host is given"
+        ),
+        "test_workers_are_children_that_leave": "workers are children of their host's agent",
+        "test_workers_have_a_parent": "the parent of workers is their host's agent",
+    }
+    KINDS, METHODS = [Kind("hosts", _over_hosts, True, without)], []
 else:
+    bound = {
+        "test_short_tasks_queued_first_do_not_wait_behind_a_long_one": (
+            "its tasks are bound to a worker when they are submitted"
+        )
+    }
     KINDS = [
         Kind("pool", _xpool("Pool"), True),
-        Kind("p2p", _xpool("P2PPool"), True),
+        Kind("p2p", _xpool("P2PPool"), True, bound),
         Kind("ctx", _context_pool("CtxPool"), True),
         Kind("thread", _xpool("ThreadPool"), False),
         Kind("ctxthread", _context_pool("CtxThreadPool"), False),
