@@ -302,10 +302,10 @@ def _drop_thread_limit() -> None:
 def _as_one(parts: list[Any]) -> Any:
     """Return what is said as Ray carries it best: bytes, and buffers as arrays, which it does not
     copy into its pickles."""
-    import numpy
-
     if len(parts) == 1:
         return parts[0]
+    import numpy
+
     return [parts[0], *(numpy.frombuffer(one, "uint8") for one in parts[1:])]
 
 

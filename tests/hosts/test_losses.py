@@ -190,8 +190,9 @@ def test_a_loss(stage, tmp_path, what, how, when):
             undo = strike(what, how, stage, pool)
         first = pool.starmap_async(work, [(once, seconds, i) for i in range(n)], **options)
         second = pool.starmap_async(
-            work, [(again, seconds, i) for i in range(n)], retries=3, **options
-        )
+            work, [(again, seconds, i) for i in range(n)],
+            retries=3, retry_on=TaskTimeout, **options,
+        )  # fmt: skip
         if when != "idle":
             eventually(
                 lambda: any(run[0] in pids for runs in history(once).values() for run in runs)
@@ -208,6 +209,8 @@ def test_a_loss(stage, tmp_path, what, how, when):
             assert len(lost) <= (2 if when == "running" else 20)
         if what == "agent":
             assert wait_gone(pids) == []
+            why = "died" if how == signal.SIGKILL else f"no word of its agent for {LEASE:g} s"
+            assert all(why in error.reason for error in lost.values())
     finally:
         if undo is not None:
             undo()

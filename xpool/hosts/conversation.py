@@ -45,6 +45,8 @@ class Conversation:
         """When it was called last: no call, no longer lease."""
         self.status = m.Status(float("inf"), dict(NOTHING))
         self.ended = False
+        self.given_up = ""
+        """Why the driver has it stopped: what is said of its end then is that it was stopped."""
         self.link = Link()
         self._fleet, self._host = fleet, host
         self._sent = 0  # number of the last message that is under way, or there

@@ -161,6 +161,7 @@ class HostService:
             if not agent.ended:
                 self._flush(number)
                 if self._now() > agent.heard + self._lease:
+                    agent.given_up = f"no word of its agent for {self._lease:g} s"
                     self._fleet.stop(number)
                 elif self._now() >= agent.heard + 2 * self._beat_seconds:
                     agent.beat(self._now())
@@ -295,6 +296,7 @@ class HostService:
         if agent.ended or number in self.gone:
             return
         agent.ended = True
+        reason = agent.given_up or reason
         self.expected.discard(number)
         self.gone[number] = agent.name
         self.deaths += agent.status.statistics.get("deaths", 0)
