@@ -15,6 +15,12 @@ __all__ = ["Region"]
 _YOUNG = 64
 """Blocks leased last: the ones to look at first, since most values do not live long."""
 
+_LEAST, _MOST = 8, 64
+"""Blocks to look at before a new one is made: the more, the more often that has found one."""
+
+_WORTH = 16 * 1024
+"""Bytes of fresh memory that take about as long to touch as it takes to look at a block."""
+
 _WARM = 16 * 1024 * 1024
 """Bytes of free blocks, or two blocks, that keep their memory: what is reused while it is warm."""
 
@@ -46,6 +52,7 @@ class Region:
         # Those that are free, by capacity: with memory, the coldest first, and without.
         self._warm: dict[int, deque[int]] = defaultdict(deque)
         self._bare: dict[int, list[int]] = defaultdict(list)
+        self._looks = _MOST
         self._spare = 0  # bytes of memory that can go back, in `_warm`
         # Who sat here before may have left blocks that others still hold.
         count = file.entries(attachment)
@@ -82,10 +89,12 @@ class Region:
     def _find(self, capacity: int, nbytes: int) -> int | None:
         warm = self._warm[capacity]
         if not warm:
-            self._look_at_young(capacity)
+            most = max(self._looks, nbytes // _WORTH)
+            self._look_at_young(most, capacity)
             if not warm and self._old:
-                # A look costs a twentieth of the first touch of 4 KiB of fresh memory.
-                self._look_at_old(max(16, nbytes // 4096), capacity)
+                self._look_at_old(most, capacity)
+            # All looks are in vain while the input and the results of a `map` are held.
+            self._looks = min(2 * self._looks, _MOST) if warm else max(_LEAST, self._looks * 3 // 4)
         elif self._old:
             self._look_at_old(4)  # so that what is free among them is found in time
         if warm:
@@ -139,13 +148,15 @@ class Region:
             elif self._put(index) == wanted:
                 return
 
-    def _look_at_young(self, wanted: int = 0) -> None:
-        """Look from the youngest on; one of the capacity ``wanted`` is enough."""
+    def _look_at_young(self, most: int = _YOUNG, wanted: int = 0) -> None:
+        """Look at ``most`` of the young; one of the capacity ``wanted`` is enough."""
         young, claim, first = self._young, self._file.claim, self._first
-        # From the end: what is taken out moves none that are still to come.
-        for i in range(len(young) - 1, -1, -1):
-            if claim(first + young[i]) and self._put(young.pop(i)) == wanted:
-                return
+        # What is dropped at once is the youngest, and what is dropped in turn the oldest.
+        for index in young[:-3:-1] + young[: max(0, min(most, len(young)) - 2)]:
+            if claim(first + index):
+                young.remove(index)
+                if self._put(index) == wanted:
+                    return
 
     def _put(self, index: int, warmest: bool = True) -> int:
         """Take a free block in; return its capacity."""
