@@ -112,9 +112,6 @@ class IMapIterator(Iterator[T]):
     def __iter__(self) -> IMapIterator[T]:
         return self
 
-    def __next__(self) -> T:
-        return self.next()
-
     def next(self, timeout: float | None = None) -> T:
         """Return the next result, waiting at most ``timeout`` seconds for it.
 
@@ -165,6 +162,9 @@ class IMapIterator(Iterator[T]):
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):
                 raise TimeoutError(f"no next result of {self.label} after {timeout} s")
+
+    # The function itself: a call less for each result of a loop.
+    __next__ = next  # noqa: A003 - not the builtin
 
     def __aiter__(self) -> IMapIterator[T]:
         """Iterate in a loop of asyncio or trio; who is cancelled has what is left cancelled."""

@@ -32,7 +32,7 @@ from xpool.shm.buffers import HUGE_PAGES_FROM, new_buffer
 
 __all__ = [
     "ALIGN", "FRAMED", "PLAIN", "Leased", "addressed", "adopt", "inline", "lodge", "pack",
-    "tokens", "unpack", "weight",
+    "tokens", "unpack", "weight", "weight_of_all",
 ]  # fmt: skip
 
 # The first byte: PROTO of a pickle, or 1, which is no opcode.
@@ -100,6 +100,14 @@ def weight(message: bytes | memoryview) -> int:
     if type(message) is Leased:
         return sum(block.capacity for block in message.blocks.values())
     return len(message)
+
+
+def weight_of_all(messages: Sequence[bytes | memoryview]) -> int:
+    """Return how many bytes of memory these messages hold together."""
+    # Most streams have none: each item of a short task comes through here.
+    if Leased in set(map(type, messages)):
+        return sum(map(weight, messages))
+    return sum(map(len, messages))
 
 
 def pack(

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections import deque
@@ -147,13 +148,14 @@ class Waiting:
         ``n`` at most, and of no more than ``nbytes`` bytes in all, unless one alone is larger.
         """
         task_range = queue[0]
-        items: list[Item] = []
-        size = 0
-        while len(items) < n and task_range.items:
-            size += len(task_range.items[0])
-            if items and size > nbytes:
-                break
-            items.append(task_range.items.popleft())
+        waiting = task_range.items
+        # As many as would fit if all were as long as the first: few are put back then.
+        n = min(n, len(waiting), nbytes // (len(waiting[0]) or 1) + 1)
+        items = [waiting.popleft() for _ in range(n)]
+        if n > 1 and sum(map(len, items)) > nbytes:
+            fits = bisect.bisect(list(itertools.accumulate(map(len, items))), nbytes) or 1
+            waiting.extendleft(reversed(items[fits:]))
+            del items[fits:]
         if task_range.bound is not None:
             self._bound[task_range.bound] -= len(items)
         task_range.first += len(items)

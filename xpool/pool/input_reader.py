@@ -121,9 +121,9 @@ class FlowControl:
 
     def taken(self, items: list[Any]) -> None:
         """Note that these tasks went to a worker."""
-        from xpool.codec.frame import weight  # here: it is there by now, and leads to all else
+        from xpool.codec.frame import weight_of_all  # here: it is there by now, and leads to all
 
-        self.taken_bytes += sum(map(weight, items))
+        self.taken_bytes += weight_of_all(items)
         self.answered(len(items))
 
     def answered(self, tasks: int) -> None:

@@ -6,6 +6,7 @@ short is seen as such: the pipe ends in the middle of it.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -85,7 +86,7 @@ class FrameWriter:
         """Write from the backlog until it is empty or the pipe is full."""
         backlog = self.backlog
         while backlog:
-            batch = [backlog[i] for i in range(min(len(backlog), _IOV))]
+            batch = list(itertools.islice(backlog, _IOV))
             try:
                 n = self._writev(self.fd, batch)
             except BlockingIOError:
@@ -93,6 +94,10 @@ class FrameWriter:
             except BrokenPipeError:
                 backlog.clear()
                 return
+            if n == sum(map(len, batch)):
+                for _ in batch:
+                    backlog.popleft()
+                continue
             while n:
                 part = backlog[0]
                 if n >= len(part):
