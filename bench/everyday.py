@@ -127,6 +127,26 @@ PEERS = {
             pool.stop_and_join()
     """,
 }
+THREADS = {
+    "xpool": """
+        from xpool import ThreadPool
+        start = ThreadPool
+    """
+    + _AS_A_POOL,
+    "fork": """
+        from multiprocessing.pool import ThreadPool
+        start = ThreadPool
+    """
+    + _AS_A_POOL,
+    "futures": """
+        from concurrent.futures import ThreadPoolExecutor
+        start = ThreadPoolExecutor
+    """
+    + _AS_AN_EXECUTOR,
+    "mpire": PEERS["mpire"].replace('start_method="fork"', 'start_method="threading"'),
+}
+"""Pools of threads; in the column `fork`, the standard library's."""
+
 PACKAGES = {"loky": "loky", "mpire": "mpire", "torch": "torch", "joblib": "joblib"}
 
 PRELUDE = """
@@ -318,6 +338,29 @@ TESTED = """
         tell((clock.end - clock.begin) / 5)
 """
 
+STREAMED_THROUGH = """
+    if __name__ == "__main__":
+        pool = start(2)
+        run(pool, square, range(9))
+        begin = time.perf_counter()
+        for _ in range({times}):
+            assert sum(1 for _ in stream(pool, square, range({n}), 1)) == {n}
+        tell(time.perf_counter() - begin)
+        finish(pool)
+"""
+
+ONE_BY_ONE = """
+    if __name__ == "__main__":
+        pool = start(2)
+        one = getattr(pool, "apply", None) or (lambda f, args: pool.submit(f, *args).result())
+        one(square, (1,))
+        begin = time.perf_counter()
+        for n in range(1000):
+            one(square, (n,))
+        tell(time.perf_counter() - begin)
+        finish(pool)
+"""
+
 MEMORY = """
     def field(name, pid="self"):
         with open(f"/proc/{{pid}}/status") as file:
@@ -422,7 +465,9 @@ IMPORT_TORCH = "import torch\n"
 RECORDS = '[{"id": i, "name": f"name {i}", "values": [i, i + 1.5]} for i in range(20_000)]'
 STRINGS = '[f"line {i} of a text" for i in range(50_000)]'
 _LOADERS = {
-    "xpool": "from xpool.data import DataLoader\n" + textwrap.dedent(IMAGES),
+    # What its documentation begins a program with that uses torch.
+    "xpool": 'import xpool\nif __name__ == "__main__":\n    xpool.preload("torch")\n'
+    "from xpool.data import DataLoader\n" + textwrap.dedent(IMAGES),
     "torch": "from torch.utils.data import DataLoader\n" + textwrap.dedent(IMAGES),
 }
 
@@ -435,6 +480,12 @@ def _with_joblib(program: str) -> Mapping[str, str]:
             ),
             "joblib": textwrap.dedent(program.format(importing="", backend="loky")),
         }
+    )
+
+
+def _with_threads(program: str) -> Mapping[str, str]:
+    return MappingProxyType(
+        {peer: textwrap.dedent(top) + _program(program) for peer, top in THREADS.items()}
     )
 
 
@@ -485,6 +536,23 @@ ROWS = [
     ),
     Row("grid search", "", needs="joblib sklearn", programs=_with_joblib(SEARCH)),
     Row("10,000 joblib calls of 1 ms", "", needs="joblib", programs=_with_joblib(JOBS)),
+    Row("threads: open, 10 tasks, close, join", "", programs=_with_threads(TEN)),
+    Row(
+        "threads: imap of 20,000", "",
+        programs=_with_threads(STREAMED_THROUGH.format(n=20_000, times=1)),
+    ),
+    Row(
+        "threads: 100 imaps of 8", "",
+        programs=_with_threads(STREAMED_THROUGH.format(n=8, times=100)),
+    ),
+    Row("threads: 1,000 calls of apply", "", programs=_with_threads(ONE_BY_ONE)),
+    Row(
+        "threads: map of 20,000", "",
+        programs=_with_threads(DATA.format(items="range(20_000)", how="spread", func="square")),
+        needs="numpy",
+    ),
+    Row("threads: 2,000 callbacks", "", programs=_with_threads(CALLBACKS)),
+    Row("1,000 calls of apply", _program(ONE_BY_ONE)),
     Row(
         "memory, map of 1,000,000: parent", _memory(1_000_000, MAPPED, OF_PARENT),
         unit="B/task", once=True,

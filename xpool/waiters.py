@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["LOST_SIGNAL", "Flag", "Waiters"]
+__all__ = ["LOST_SIGNAL", "Flag", "TaskQueue", "Waiters"]
 
 LOST_SIGNAL = 1.0
 """Seconds after which a wait begins anew.  A signal that comes when the interpreter has looked for
@@ -89,3 +90,52 @@ class Flag:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most ``timeout`` seconds (None: any time); False: it is not."""
         return self._waiters.wait(self.is_set, timeout)
+
+
+class TaskQueue:
+    """A queue for threads, of which the one that has waited least gets what comes.
+
+    Its stack and caches are warm.  With `queue.SimpleQueue` all take turns: a caller who waits for
+    each answer would wake another thread each time.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._idle: list[Any] = []  # locks of the threads that wait
+
+    def put(self, item: Any) -> None:
+        """Append an item.  A signal handler that raises in here may leave a thread asleep."""
+        self._items.append(item)
+        with contextlib.suppress(IndexError):  # nobody waits
+            self._idle.pop().release()
+
+    def get(self) -> Any:
+        """Take the next item; wait until there is one.  For threads that run no signal handlers."""
+        items, idle = self._items, self._idle
+        lock: Any = None
+        while True:
+            try:
+                return items.popleft()
+            except IndexError:
+                pass  # looked at by trying, since other threads take from it
+            if lock is None:
+                lock = threading.Lock()
+                lock.acquire()
+            # Listed first, looked at then; `put` does it the other way round, so one of the two
+            # sees the other.
+            idle.append(lock)
+            if items:
+                try:
+                    idle.remove(lock)
+                    continue
+                except ValueError:
+                    pass  # it is about to be released
+            lock.acquire()
+
+    def get_nowait(self) -> Any:
+        """Take the next item.
+
+        Raises:
+            IndexError: there is none.
+        """
+        return self._items.popleft()

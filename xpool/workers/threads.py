@@ -27,6 +27,7 @@ from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
 from xpool.jobs.budget import START_ATTEMPTS, back_off
 from xpool.options import Terms
 from xpool.results import Job
+from xpool.waiters import TaskQueue
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
 
@@ -134,7 +135,7 @@ class ThreadWorkers:
         initializer_timeout: float | None = None,
     ) -> None:
         # Tasks as they are, entries, or sources; None asks a thread to end.
-        self.tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.tasks = TaskQueue()
         self._answer = answer  # takes results, in any thread
         self.failure: BaseException | None = None
         self.dropped = False
@@ -372,7 +373,7 @@ class ThreadWorkers:
         try:
             while True:
                 waiting.append(self.tasks.get_nowait())
-        except queue.Empty:
+        except IndexError:
             pass  # these are all: what comes now comes behind them, or is run already
         seen: set[int] = set()
         for task, waits in [*((one, 0) for one in running), *((one, 1) for one in waiting)]:
@@ -494,7 +495,7 @@ class ThreadWorkers:
         try:
             while True:
                 self.tasks.get_nowait()
-        except queue.Empty:
+        except IndexError:
             pass  # that was the last; the threads take from it too, so it cannot be counted
         self.release()
 

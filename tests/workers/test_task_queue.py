@@ -1,0 +1,62 @@
+"""The queue from which the threads of a pool take their tasks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+from support.waiting import eventually
+
+from xpool.waiters import TaskQueue
+
+
+def test_each_item_is_taken_once() -> None:
+    """Many threads put and take at the same time: nothing is lost, nothing comes twice."""
+    queue, taken = TaskQueue(), []
+
+    def take() -> None:
+        while (item := queue.get()) is not None:
+            taken.append(item)
+
+    def put(first: int) -> None:
+        for item in range(first, first + 5000):
+            queue.put(item)
+
+    takers = [threading.Thread(target=take, daemon=True) for _ in range(4)]
+    putters = [threading.Thread(target=put, args=(1 + 5000 * n,)) for n in range(3)]
+    for thread in takers + putters:
+        thread.start()
+    for thread in putters:
+        thread.join()
+    for _ in takers:
+        queue.put(None)
+    for thread in takers:
+        thread.join()
+    assert Counter(taken) == dict.fromkeys(range(1, 15001), 1)
+    with pytest.raises(IndexError):
+        queue.get_nowait()
+
+
+def test_who_has_waited_least_is_next() -> None:
+    """Items that come one after the other go to one thread, the last that began to wait."""
+    queue, taken = TaskQueue(), []
+
+    def take() -> None:
+        while (item := queue.get()) is not None:
+            taken.append((item, threading.get_ident()))
+
+    threads = []
+    for n in range(3):
+        threads.append(threading.Thread(target=take, daemon=True))
+        threads[-1].start()
+        eventually(lambda n=n: len(queue._idle) == n + 1, "it waits")
+    for item in range(20):
+        queue.put(item)
+        done = item + 1
+        eventually(lambda done=done: len(taken) == done and len(queue._idle) == 3, "it waits again")
+    for _ in threads:
+        queue.put(None)
+    for thread in threads:
+        thread.join()
+    assert taken == [(item, threads[-1].ident) for item in range(20)]
