@@ -16,7 +16,7 @@ from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.engine.start_limit import TASK_GRACE
 from xpool.errors import OptionError, TaskTimeout, WorkerDied
-from xpool.jobs.scheduler import CALLS, Limit, TaskRange
+from xpool.jobs.scheduler import CALLS, Batch, Limit, TaskRange
 from xpool.jobs.states import WorkerStates
 from xpool.transport.outbox import entries
 
@@ -149,6 +149,7 @@ class EngineWorld(World):
         self.engine._answers._random.seed(seed)
         self.limits: dict[int, Limit] = {}  # of jobs that have one
         self.known: dict[Task, _Known] = {}
+        self.payloads: dict[Task, bytes] = {}
         self.unanswered: dict[Task, None] = {}
         self.funcs: dict[int, int] = {}  # of jobs that use one
         self.withdrawn: set[int] = set()
@@ -165,6 +166,10 @@ class EngineWorld(World):
         self.over = False  # retired or terminated
         self.ended_violently = False
         self.turns = 0
+        # Whether tasks are asked for by whom the engine works for; batches of those in the hands of
+        # workers, and how many tasks these had begun, since when.
+        self.asks = self.chance(0.25)
+        self.asked: list[tuple[Batch, int, int, float]] = []
 
     # -- the play --------------------------------------------------------------------------------
 
@@ -241,6 +246,8 @@ class EngineWorld(World):
                 acts.append(self.resize)
             if self.cancellable and self.chance(0.01):
                 acts.append(self.cancel)
+            if self.asks and self.unanswered and not self.calls and self.chance(0.05):
+                acts.append(self.ask)
             if self.violent_end and self.jobs > 1 and self.chance(0.02):
                 acts.append(self.terminate)
         return acts
@@ -325,7 +332,8 @@ class EngineWorld(World):
         task.large = self.one_of([0, 0, 0, 0, 0, 60, 300])
         huge = self.pipe_size >= 4096 and self.chance(0.003)
         padding = 70_000 if huge else self.one_of([0, 0, 0, 40, 400])
-        return b"%d.%d." % (job, index) + bytes(padding)
+        payload = self.payloads[job, index] = b"%d.%d." % (job, index) + bytes(padding)
+        return payload
 
     def append(self) -> None:
         """The input reader of a stream draws some more, or comes to the end of its input."""
@@ -355,6 +363,50 @@ class EngineWorld(World):
             self.note(f"{self.now:.6f}", "cancel call", job)
             self.withdrawn.add(job)
             self.engine.withdraw(CALLS, job)
+
+    def ask(self) -> None:
+        """Whom the engine works for wants what nobody has begun of a job, or of all calls."""
+        job = self.one_of(list(self.unanswered))[0]
+        if job in self.open:
+            return
+        job = job if self.funcs[job] else CALLS
+        self.note(f"{self.now:.6f}", "job", job, "is asked for")
+        self.engine.give_back(job, range(1 << 40))
+        for w, in_flight in enumerate(self.engine.sched.in_flight):
+            began = self.engine.slots[w].box.began if in_flight.held else 0
+            its = [batch for batch in in_flight.held if batch.job == job]
+            self.asked += [(batch, w, began, self.now) for batch in its]
+
+    def handed_back(self, job: int, index: int) -> None:
+        """A task is given back; the engine is given it once more, and has to run it then."""
+        task = self.known[job, index]
+        self.note(f"{self.now:.6f}", "task", index, "of job", job, "is given back")
+        if (job, index) not in self.unanswered or job in self.withdrawn or self.ended_violently:
+            return
+        if task.begun > task.died + task.over + task.failed:
+            self.wrong(f"task {index} of job {job} is given back, and is run")
+        payload = self.payloads[job, index]
+        number, first = (job, index) if self.funcs[job] else (CALLS, job)
+        left = max(0, task.retries - task.begun - task.died_at_door)
+        limit = self.limits.get(job)
+        self.engine.submit(TaskRange(number, self.funcs[job], first, [payload], left, None, limit))
+
+    def check_asked(self) -> None:
+        """No worker sits on what was asked for."""
+        sched, direct = self.engine.sched, self.engine._direct
+        left = []
+        for batch, w, began, since in self.asked:
+            in_flight, slot = sched.in_flight[w], self.engine.slots[w]
+            if batch not in in_flight.held or slot.handle is None or in_flight.paused:
+                continue
+            if slot.box.began != began or slot in direct or slot.state is not WorkerStates.READY:
+                began, since = slot.box.began, self.now
+            wanted = not batch.withdrawn and batch.seq + batch.taken > began
+            if wanted and sched.surplus(w, began):
+                left.append((batch, w, began, since))
+                if self.now - since > PATIENCE:
+                    self.wrong(f"worker {w} sits on tasks of job {batch.job}, which was asked for")
+        self.asked = left
 
     def resize(self) -> None:
         """Somebody wants another number of workers."""
@@ -387,6 +439,9 @@ class EngineWorld(World):
         results = self.engine.results
         while results:
             job, index, (ok, value) = results.popleft()
+            if ok is None:
+                self.handed_back(job, index)
+                continue
             if isinstance(value, WorkerDied):
                 self.check_death(job, index, value)
                 self.answered(job, index, "lost")
@@ -625,6 +680,7 @@ class EngineWorld(World):
         if self.over or self.now < self.check_at:
             return
         self.check_at = self.now + PATIENCE / 8
+        self.check_asked()
         sched, slots = self.engine.sched, self.engine.slots
         sits = [
             (w, slots[w].box.began)

@@ -8,7 +8,7 @@ what is withdrawn, and end when they are told to.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 from xpool.engine.answers import CULPRIT
@@ -17,6 +17,7 @@ from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
 from xpool.hosts.fleet import Call
 from xpool.hosts.service import GRACE, RETRY
+from xpool.jobs.ranges import name_of
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 
 if TYPE_CHECKING:
@@ -112,11 +113,39 @@ class AgentEngine:
                 self.world.later(0.1 * self.world.draw.random(), self._stop, w, run)
         self._give()
 
-    def take_back(self, task_range: TaskRange) -> int:
-        count = len(task_range.items) if task_range.queued else 0
-        if count:
-            task_range.items.clear()
-        return count
+    def give_back(self, job: int, items: range) -> None:
+        for index in reversed(self.sched.take_out(job, items)):
+            self.results.append((*name_of(job, index), (None, None)))
+            self.host.news()
+        for w, began in enumerate(self.began):
+            if any(one.job == job and one.first in items for one in self.sched.in_flight[w].held):
+                self.world.later(LOOK, self._look, w, began, job, items)
+
+    def _look(self, w: int, began: int, job: int, items: range) -> None:
+        """Hand back what a worker has in hand, if it sits on it."""
+        sched = self.sched
+        if not self.host.alive or self.ending:
+            return
+        if began != self.began[w]:
+            self.give_back(job, items)
+        elif sched.surplus(w, began) and not sched.in_flight[w].paused:
+            sched.pause(w)
+            sched.take_back(w, began)
+            self._give()
+            self.give_back(job, items)
+            self._go_on(w)
+
+    def sat_on(self, permitted: Container[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the workers that have tasks in hand behind the one that they run, which others
+        could run, and how many each has begun."""
+        return [
+            (w, self.began[w])
+            for w, run in enumerate(self.runs)
+            if run is not None and self.sched.surplus(w, self.began[w])
+            for one in self.sched.in_flight[w].held
+            if not one.withdrawn and one.seq + one.taken > self.began[w]
+            and one.name(one.first + one.taken - 1) in permitted
+        ]  # fmt: skip
 
     def retire_all(self) -> None:
         self.ending = True
@@ -312,6 +341,9 @@ class Host:
         self.good_from = 0.0  # from then on nothing was lost on the way
         # A worker that has nothing although something waits, and since when.
         self.starved: tuple[tuple[int, int], float] | None = None
+        self.idle: tuple[tuple[int, int], float] | None = None  # as above, whatever waits
+        # Its workers that sit on tasks, by the number of those that they have begun; since when.
+        self.sat_on: dict[tuple[int, int], float] = {}
         self.rate = world.one_of([1.0, 1 / 1.02, 1.02])
         self.offset = 1000 * world.draw.random()
         self.engine = AgentEngine(world, self, workers)

@@ -187,6 +187,7 @@ class HostWorld(World):
         self.now = max(self.now, when)
         call(*args)
         self.check_starved()
+        self.check_sat_on()
 
     def tell(self, event: Any) -> None:
         """Tell the driver."""
@@ -575,7 +576,7 @@ class HostWorld(World):
     def spy(self) -> None:
         """Look over the scheduler's shoulder."""
         sched: Any = self.engine.sched
-        permit, put_again, given_back = sched._permit, sched.put_again, sched.given_back
+        permit, put_again, unbegun = sched._permit, sched.put_again, sched.unbegun
 
         def permitting(host: Any, lot: Any, found: Any) -> None:
             permit(host, lot, found)
@@ -599,16 +600,12 @@ class HostWorld(World):
             if item.past.tries != task.tries or item.retries != task.retries - task.tries:
                 self.wrong(f"{item.items[0].task} has {item.retries} retries, {item.past}")
 
-        def back(number: int, batch: int, tasks: int) -> None:
-            host = sched.hosts.get(number)
-            before = dict(host.permitted) if host is not None else {}
-            given_back(number, batch, tasks)
-            for name in before:
-                if name not in host.permitted:
-                    self.note(self.at, "task", name, "is given back by host", number)
-                    self.granted.discard((number, name))
+        def back(number: int, job: int, item: int) -> None:
+            self.note(self.at, "task", (job, item), "is given back by host", number)
+            unbegun(number, job, item)
+            self.granted.discard((number, (job, item)))
 
-        sched._permit, sched.put_again, sched.given_back = permitting, again, back
+        sched._permit, sched.put_again, sched.unbegun = permitting, again, back
 
     def calls_host(self, number: int, call: f.Call) -> None:
         """The driver says something."""
@@ -660,6 +657,33 @@ class HostWorld(World):
                 host.starved = None if idle is None else (idle, self.now)
             elif self.now - host.starved[1] > 8 * self.latency + 0.05:
                 self.wrong(f"{host.name} has nothing to do since {host.starved[1]:.6f}")
+
+    def check_sat_on(self) -> None:
+        """No worker sits on tasks behind a long one for longer than it takes to ask for all lots of
+        its host, while another host has nothing to do."""
+        if self.over or self.losses or self.stalls or self.deaths or self.turns % 8:
+            return
+        sched = self.engine.sched
+        idle = None
+        for number, host in self.hosts.items():
+            its = sched.hosts.get(number)
+            fine = its is not None and its.accepting and not host.over
+            if not fine or self.now < host.good_from:
+                host.idle, host.sat_on = None, {}
+                continue
+            worker = host.longest_idle() if its.ahead < its.workers else None
+            if host.idle is None or host.idle[0] != worker:
+                host.idle = None if worker is None else (worker, self.now)
+            if host.idle is not None:
+                idle = min(idle or self.now, host.idle[1])
+            sits = host.engine.sat_on(its.permitted) if its.ahead > its.workers else []
+            host.sat_on = {one: host.sat_on.get(one, self.now) for one in sits}
+        for host in self.hosts.values():
+            for (worker, _), since in host.sat_on.items():
+                lots = len(sched.hosts[host.number].lots)
+                limit = 0.1 + 4 * self.latency * (2 + lots)
+                if idle is not None and self.now - max(idle, since) > limit:
+                    self.wrong(f"worker {worker} of {host.name} sits on tasks since {since:.6f}")
 
     # -- what must hold of the end of a task -------------------------------------------------------
 

@@ -258,6 +258,16 @@ def _(patch: Patch) -> None:
     patch.setattr(Service, "_look", nothing)
 
 
+@mutant("what is asked for is given back from the queue only")
+def _(patch: Patch) -> None:
+    def give_back(original: Any, service: Service, job: int, items: range) -> None:
+        deep, service._deep = service._deep, {}
+        original(service, job, items)
+        service._deep = deep
+
+    wrap(patch, Service, "give_back", give_back)
+
+
 @mutant("the limit stays after the worker has emptied its hand")
 def _(patch: Patch) -> None:
     def emptied(original: Any, service: Service, slot: Slot) -> None:

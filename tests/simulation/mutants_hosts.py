@@ -12,6 +12,7 @@ from xpool.hosts.link import Link
 from xpool.hosts.scheduler import Host, HostScheduler, Lost
 from xpool.hosts.service import HostService
 from xpool.jobs.ranges import CALLS, TaskRange
+from xpool.jobs.scheduler import Scheduler
 
 from .mutants import Mutant, Patch, nothing, wrap
 
@@ -94,7 +95,7 @@ def _(patch: Patch) -> None:
 
 @mutant("what is given back is queued twice")
 def _(patch: Patch) -> None:
-    def given_back(original: Any, sched: HostScheduler, *which: int) -> None:
+    def unbegun(original: Any, sched: HostScheduler, *which: int) -> None:
         put_back = sched.put_back
 
         def twice(part: TaskRange) -> None:
@@ -105,16 +106,27 @@ def _(patch: Patch) -> None:
         original(sched, *which)
         del sched.put_back
 
-    wrap(patch, HostScheduler, "given_back", given_back)
+    wrap(patch, HostScheduler, "unbegun", unbegun)
 
 
 @mutant("what is given back is begun all the same")
 def _(patch: Patch) -> None:
-    def back(original: Any, desk: Desk, batch: int) -> m.Given:
-        task_range = desk._given.pop(batch, None)
-        return m.Given(batch, 0 if task_range is None else len(task_range.items))
+    def take_out(original: Any, sched: Scheduler, job: int, items: range) -> list[int]:
+        found = [one for one in sched.shared if one.job == job and one.first in items]
+        return [i for one in found for i in range(one.first, one.first + len(one.items))]
 
-    wrap(patch, Desk, "_back", back)
+    wrap(patch, Scheduler, "take_out", take_out)
+
+
+@mutant("what a host is asked for, it keeps")
+def _(patch: Patch) -> None:
+    def do(original: Any, desk: Desk, message: Any) -> None:
+        if type(message) is m.Back:
+            desk.say(m.Given(message.batch))
+        else:
+            original(desk, message)
+
+    wrap(patch, Desk, "_do", do)
 
 
 # -- hosts that are lost ---------------------------------------------------------------------------

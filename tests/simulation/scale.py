@@ -72,7 +72,9 @@ class _Host:
                 mine = [one for one in self.waiting if one[0] == message.batch]
                 for one in mine:
                     self.waiting.remove(one)
-                self.say(m.Given(message.batch, len(mine)))
+                self.say(m.Given(message.batch))
+                for _, index in reversed(mine):
+                    self.say(m.Unbegun(1, index))
             elif type(message) is m.Go:
                 for batch in message.batches:
                     stage = self.staged.pop(batch)
@@ -193,7 +195,9 @@ class Cluster:
         for number, news in inbox:
             for message in news:
                 if type(message) is m.Given:
-                    self.sched.given_back(number, *message)
+                    self.sched.given(number, message.batch)
+                elif type(message) is m.Unbegun:
+                    self.sched.unbegun(number, *message)
                 elif self.sched.answered(number, 1, message, 1):
                     self.done += 1
             busy += ITEM * len(news)

@@ -140,9 +140,6 @@ if STDLIB:
 elif OVER_HOSTS:
     # docs/hosts.md, "What is different over hosts".
     without = {
-        "test_short_tasks_queued_first_do_not_wait_behind_a_long_one": (
-            "what the only worker of a host has in hand, no other host is given"
-        ),
         "test_workers_are_children_that_leave": "workers are children of their host's agent",
         "test_workers_have_a_parent": "the parent of workers is their host's agent",
     }

@@ -17,6 +17,7 @@ from xpool.engine.parcels import Encoded
 from xpool.engine.reactor import Reactor
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
 from xpool.jobs.budget import RestartBudget, back_off
+from xpool.jobs.ranges import name_of
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler
 from xpool.jobs.states import WorkerEvent
 from xpool.transport.outbox import entries
@@ -168,6 +169,10 @@ class Answers:
 
     def _result(self, batch: Batch, index: int, ok: bool | None, value: Any) -> None:
         self.results.append((*batch.name(index), (ok, value)))
+
+    def handed_back(self, job: int, index: int) -> None:
+        """Tell that an item waits here no more, which nobody has begun."""
+        self.results.append((*name_of(job, index), (None, None)))
 
     def _over(self, slot: Slot) -> str:
         """What it was asked to break off is over; return where it was then."""

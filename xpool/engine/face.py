@@ -116,5 +116,6 @@ class EngineFace(WorkerBackend, Protocol):
 class LocalEngine(EngineFace, Protocol):
     """An engine that has its workers here, and may work for a driver elsewhere."""
 
-    def take_back(self, task_range: TaskRange) -> int:
-        """Take the items of a range that no worker has, the last ones of it; return how many."""
+    def give_back(self, job: int, items: range) -> None:
+        """Hand back those of these items that nobody has begun, each as a result without a value
+        whose ``ok`` is None: what waits now, what a worker has when it is seen to sit on it."""

@@ -207,13 +207,11 @@ class Engine:
         with self.lock:
             self._service.withdraw(job, index)
 
-    def take_back(self, task_range: TaskRange) -> int:
-        """Take the items of a range that no worker has, the last ones of it; return how many."""
+    def give_back(self, job: int, items: range) -> None:
+        """Hand back those of these items that nobody has begun, each as a result without a value
+        whose ``ok`` is None: what waits now, what a worker has when it is seen to sit on it."""
         with self.lock:
-            count = len(task_range.items) if task_range.queued else 0
-            if count:
-                task_range.items.clear()  # it leaves its queue when somebody looks there
-            return count
+            self._service.give_back(job, items)
 
     def runs(self, job: int, index: int | None = None) -> bool:
         """Whether a worker is in a task of this job now, or in that task."""

@@ -76,6 +76,8 @@ class Service:
         self._deadlines = {slot.index: Deadlines() for slot in slots}
         # Workers with two or more items in hand: the ones to look at when they are silent.
         self._deep: dict[int, None] = {}
+        # What is to be handed back, as job and items, if such a worker is seen to sit on it.
+        self._wanted: dict[int, list[tuple[int, range]]] = {}
         self._looks = Alarms(reactor, self._look)
         self._recalls = Alarms(reactor, self._take_back)
         self._checks = Alarms(reactor, self._check)
@@ -137,6 +139,7 @@ class Service:
     def gone(self, slot: Slot) -> None:
         """Its process has ended, and all that it sent is taken."""
         self._deep.pop(slot.index, None)
+        self._wanted.pop(slot.index, None)
         self._ledger.gone(slot.index, slot.writer.sent)
         self._unset(slot)
         # Before the slot closes them.  The writer is there while it has a backlog.
@@ -344,6 +347,7 @@ class Service:
         """
         w, now = slot.index, self._reactor.now()
         if w not in self._deep:
+            self._wanted.pop(w, None)
             return
         if slot in self._direct:  # its caller receives all there is
             self._looks.by(slot, now + LOOK)
@@ -357,7 +361,9 @@ class Service:
         if seen[1] > box.head and not slot.reader.partial:
             slot.answers_taken_early += self.take_early(slot, seen[1])
             self._after_answers(slot)
-        if self._sched.idle and slot.state is WorkerStates.READY and self._sched.surplus(w, began):
+        sits = w in self._wanted and seen == (began, tail)
+        surplus = slot.state is WorkerStates.READY and self._sched.surplus(w, began)
+        if surplus and (self._sched.idle or sits):
             self._recall(slot, began)
             self._looks.by(slot, now + GRACE)
         elif w in self._deep and (tail > box.head or seen != (began, tail)):
@@ -380,6 +386,19 @@ class Service:
         # It may have begun more before it saw the limit.
         self._sched.take_back(slot.index, max(box.limit, box.began))
         self.give_idle()
+        for job, items in self._wanted.pop(slot.index, ()):
+            self.give_back(job, items)  # others may have got some of them just now
+
+    def give_back(self, job: int, items: range) -> None:
+        """Hand back those of these items that nobody has begun, now or when they are recalled."""
+        # The last first: each is queued in front of all others.
+        for index in reversed(self._sched.take_out(job, items)):
+            self._answers.handed_back(job, index)
+        for w in self._deep:
+            held = self._sched.in_flight[w].held
+            if any(batch.job == job and batch.first in items for batch in held):
+                self._wanted.setdefault(w, []).append((job, items))
+                self._looks.by(self._slots[w], self._reactor.now() + GRACE)
 
     # -- deadlines ---------------------------------------------------------------------------------
 

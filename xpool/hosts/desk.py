@@ -26,7 +26,8 @@ MOST_WAITING = 2
 class Desk:
     """What a host has been told, and what it has to say.
 
-    ``engine`` hands back what is to be tried again, as a result whose ``ok`` is None.
+    ``engine`` hands back what is to be tried again, as a result whose ``ok`` is None, and what was
+    begun by nobody, where its value is None, too.
     """
 
     def __init__(self, engine: LocalEngine, lease: float, now: float) -> None:
@@ -41,7 +42,6 @@ class Desk:
         self._link = Link()
         self._sent = 0  # number of the last message that is under way, or there
         self._staged: dict[int, m.Stage] = {}
-        self._given: dict[int, TaskRange] = {}  # what the engine was given, while it may wait
         self._files: list[Any] = []  # what was broadcast: it is there as long as it is held
         self._functions: dict[int, int] = {}  # the engine's numbers, by the driver's
         self._failed = self._ended = False
@@ -75,7 +75,9 @@ class Desk:
             for batch in message.batches:
                 del self._staged[batch]
         elif kind is m.Back:
-            self.say(self._back(message.batch))
+            last = message.first + message.tasks
+            engine.give_back(message.job, range(message.first, last))
+            self.say(m.Given(message.batch))
         elif kind is m.Cancel:
             engine.withdraw(message.job, message.item)
         elif kind is m.Func:
@@ -92,8 +94,7 @@ class Desk:
 
     def _range(self, batch: int) -> TaskRange:
         stage = self._staged.pop(batch)
-        self._given = {b: one for b, one in self._given.items() if one.items}
-        task_range = self._given[batch] = TaskRange(
+        return TaskRange(
             stage.job,
             self._function(stage.func),
             stage.first,
@@ -103,7 +104,6 @@ class Desk:
             stage.limit,
             stage.past,
         )
-        return task_range
 
     def _function(self, number: int) -> int:
         if number and number not in self._functions:
@@ -113,11 +113,6 @@ class Desk:
             self.engine.forget(unknown)
             return unknown
         return self._functions.get(number, 0)
-
-    def _back(self, batch: int) -> m.Given:
-        """Take from the engine what no worker has of a batch."""
-        task_range = self._given.pop(batch, None)
-        return m.Given(batch, 0 if task_range is None else self.engine.take_back(task_range))
 
     # -- what there is to say ----------------------------------------------------------------------
 
@@ -160,7 +155,7 @@ class Desk:
         while results:
             job, index, (ok, value) = results.popleft()
             if ok is None:
-                found.append(m.Again(job, index, value))
+                found.append(m.Unbegun(job, index) if value is None else m.Again(job, index, value))
             else:
                 found.append(m.Answer(job, index, getattr(value, "count", 1), ok, value))
         failure = self.engine.failure

@@ -29,6 +29,7 @@ __all__ = [
     "Retire",
     "Stage",
     "Status",
+    "Unbegun",
 ]
 
 # -- from the driver ---------------------------------------------------------------------------
@@ -87,9 +88,12 @@ class Drop(NamedTuple):
 
 
 class Back(NamedTuple):
-    """Give back what nobody has begun of a permitted batch."""
+    """Give back what nobody has begun of a permitted batch: so many ``tasks`` from ``first`` on."""
 
     batch: int
+    job: int
+    first: int
+    tasks: int
 
 
 class Cancel(NamedTuple):
@@ -128,10 +132,17 @@ class Again(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The last ``tasks`` of a batch were begun by nobody, and will not be here."""
+    """Of a batch that was asked for, what waited is given back: `Unbegun` follows for each task.
+    What a worker has in hand is, too, when it turns out that it sits on it."""
 
     batch: int
-    tasks: int
+
+
+class Unbegun(NamedTuple):
+    """A task was begun by nobody, and will not be here."""
+
+    job: int
+    item: int
 
 
 class Status(NamedTuple):

@@ -330,7 +330,9 @@ class HostScheduler(Waiting):
         for number in self._askable:
             rich = self.hosts[number]
             lot = rich.asked = rich.unasked.pop(next(reversed(rich.unasked)))
-            found.append((rich.number, Back(lot.number)))
+            part = lot.items
+            back = Back(lot.number, part.job, part.first, len(part.items))
+            found.append((rich.number, back))
             self._look_at_wealth(rich)
             break
         return None
@@ -481,23 +483,21 @@ class HostScheduler(Waiting):
         item.past = Past(item.past.tries + 1, item.past.killed + killed)
         self.put_later(when, item)
 
-    def given_back(self, number: int, batch: int, tasks: int) -> None:
-        """Queue again what a host was asked for and had not begun: the last items of a lot."""
+    def given(self, number: int, batch: int) -> None:
+        """Note that a host has given back what waited there of a lot that it was asked for."""
         host = self.hosts.get(number)
-        lot = None if host is None else host.lots.get(batch)
+        if host is not None and host.asked is not None and host.asked.number == batch:
+            host.asked = None
+            self._look_at_wealth(host)
+
+    def unbegun(self, number: int, job: int, item: int) -> None:
+        """Queue an item again, in front, that a host was asked for and has not begun."""
+        host = self.hosts.get(number)
+        lot = None if host is None else host.permitted.pop((job, item), None)
         if host is None or lot is None:
             return
-        host.asked = None
-        self._look_at_wealth(host)
-        n = len(lot.items.items)
-        back: list[TaskRange] = []
-        for index in range(lot.items.first + n - tasks, lot.items.first + n):
-            name = name_of(lot.items.job, index)
-            if host.permitted.pop(name, None) is not None:
-                back.append(self._item(lot, name))
-                self._answered(host, lot)
-        for part in reversed(back):
-            self.put_back(part)
+        self._answered(host, lot)
+        self.put_back(self._item(lot, (job, item)))
         if host.accepting:
             # Behind those for whose sake it was asked, if it had room as well.
             self.hungry.pop(number, None)

@@ -233,7 +233,9 @@ class HostService:
         elif kind is m.Again:
             self.sched.again(host, message.job, message.item, message.killed, self._pause)
         elif kind is m.Given:
-            self.sched.given_back(host, message.batch, message.tasks)
+            self.sched.given(host, message.batch)
+        elif kind is m.Unbegun:
+            self.sched.unbegun(host, message.job, message.item)
         elif kind is m.Status:
             agent.status = message
             if message.cost < float("inf"):  # else it has answered nothing yet

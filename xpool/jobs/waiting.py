@@ -101,6 +101,16 @@ class Waiting:
         yield from (w for w, queue in enumerate(self.own) if queue)
         yield from (one.bound for _, _, one in self._later if one.bound is not None)
 
+    def take_out(self, job: int, items: range) -> list[int]:
+        """Take out those of these items that wait for any worker; return their indices."""
+        found: list[int] = []
+        for one in self.shared:
+            if one.job == job and one.first in items:
+                found += range(one.first, one.first + len(one.items))
+                one.first += len(one.items)
+                one.items.clear()  # it leaves the queue when somebody looks there
+        return found
+
     def strike(self, job: int, index: int | None) -> None:
         """Forget what waits of a job, or this item of it alone."""
         for queue in (self.shared, *self.own):
