@@ -46,6 +46,7 @@ class Stage:
     def whole(self):
         """See to it that both are there and well."""
         if not clusters.is_alive(self.victim):
+            self.cluster.remove(self.victim)  # it may have ended by itself: nobody waited for it
             self.victim = self.cluster.add(losses=100)
 
     def pool(self, **options):
@@ -64,8 +65,7 @@ def hosts(cluster, warm):
     stage = Stage(cluster)
     yield stage
     for node in (stage.safe, stage.victim):
-        if clusters.is_alive(node):
-            cluster.remove(node)
+        cluster.remove(node)
 
 
 @pytest.fixture

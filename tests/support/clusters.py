@@ -53,8 +53,9 @@ class Cluster:
         )  # fmt: skip
 
     def remove(self, node: Any) -> None:
-        """Kill a host's processes, and wait until the cluster knows."""
-        self._cluster.remove_node(node, allow_graceful=False)
+        """Kill a host's processes, unless that is done, and wait until the cluster knows."""
+        if node in self._cluster.worker_nodes:
+            self._cluster.remove_node(node, allow_graceful=False)
         eventually(lambda: not is_alive(node), "the host is gone", WAIT)
 
 
