@@ -247,6 +247,9 @@ class Service:
         if hand.paused and not size:
             self._emptied(slot)
         if slot.state is not WorkerStates.READY:
+            # It goes on with what it holds, and what it answers next may wait in its outbox.
+            if w in self._deep and slot.state is not WorkerStates.CONDEMNED:
+                self._looks.by(slot, self._reactor.now() + LOOK)
             return
         if self._sched.queued:
             # Only where nothing else is in flight: one at a time while memory is short.
