@@ -338,6 +338,26 @@ def test_moderate_input_needs_no_thread(pool, verb, monkeypatch):
         assert "input_reader" in started.pop()
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_items_of_many_kinds_in_one_list(pool, verb):
+    """What comes after a run of numbers comes whole and in its place: texts, tuples, long bytes."""
+    items = [*range(600), "a text", (1, 2), None, 2.5, bytes(300_000), *range(600), "x" * 70_000]
+    results = list(getattr(pool, verb)(work.same, items))
+    assert sorted(map(repr, results)) == sorted(map(repr, items))
+    assert verb == "imap_unordered" or results == items
+
+
+@pytest.mark.parametrize("after", [0, 10, 300])
+def test_unpicklable_item_after_numbers(process_kind, make_pool, after):
+    """An item that cannot be pickled fails alone, wherever in a run of numbers it stands."""
+    pool = make_pool(process_kind, 2)
+    results = pool.imap(work.same, [*range(after), threading.Lock(), *range(after)])
+    assert [results.next() for _ in range(after)] == list(range(after))
+    with pytest.raises(TaskNotPicklable):
+        results.next()
+    assert list(results) == list(range(after))
+
+
 def test_large_items_are_not_drawn_at_once(pool):
     """The caller draws a short list of large items no further than the thread would."""
     items = [bytes(300_000)] * 20

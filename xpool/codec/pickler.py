@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from typing import Any
 
@@ -27,7 +28,7 @@ from xpool.errors import OptionError, XPoolError
 from xpool.interrupt import by_handler
 from xpool.shm.arena import Arena, Block
 
-__all__ = ["Pickler", "decode", "dumps", "encode", "loads"]
+__all__ = ["Pickler", "decode", "dumps", "encode", "encode_atoms", "loads"]
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _LONG = frozenset({str, bytes})
@@ -117,6 +118,16 @@ class _Result:
 # are atomic, so no lock: a pickler belongs to whoever popped it, and an object whose
 # __reduce__ pickles something itself simply gets another one.
 _at_rest: list[_FastPickler] = []
+
+
+def encode_atoms(items: Sequence[Any]) -> list[bytes] | None:
+    """Pickle each of many numbers or short texts, in one pass; None: others are among them."""
+    kinds = set(map(type, items))
+    if not kinds <= _ATOMS:
+        return None
+    if kinds & _LONG and (kinds - _LONG or sum(map(len, items)) >= INLINE_BELOW):
+        return None
+    return list(map(_dumps, items, repeat(5)))
 
 
 def encode(

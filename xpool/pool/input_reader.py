@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool.interrupt import by_handler
 from xpool.results import Unopened
@@ -20,7 +20,7 @@ from xpool.shm.system import available_memory
 from xpool.streams import Shelf
 from xpool.waiters import Waiters
 
-__all__ = ["InputReader", "FlowControl"]
+__all__ = ["FlowControl", "InputReader", "Runs"]
 
 AHEAD_ITEMS = 1024
 """Tasks for each worker that may wait, drawn and pickled: two of the largest batches."""
@@ -33,7 +33,8 @@ LOOK = 16
 """Items between two looks at how far ahead the input reader is, where their bytes are few."""
 
 RUN = 256
-"""Items that are handed on at once, where it costs nothing to draw them."""
+"""Items that are handed on at once, where it costs nothing to draw them.  Pickled in one pass, 256
+numbers take as long as a thread takes to start."""
 
 AHEAD_BYTES = 16 * 1024 * 1024
 """Bytes of payload that may wait for a worker, unless it is a single one."""
@@ -49,8 +50,17 @@ def room_for_results() -> int:
     return max(64 * 1024 * 1024, available_memory() // 16)
 
 
+class Runs(NamedTuple):
+    """How consecutive items are handed on together that are there at once."""
+
+    prepare: Callable[[list[Any]], list[Any] | None]
+    """Returns what is to be put for items; None: they, and all that follow, go one by one."""
+    put: Callable[[int, list[Any]], int]
+    """Hands on what was prepared, with the index of the first; returns its size in bytes."""
+
+
 class _Run(list[Any]):
-    """Items that were drawn at once."""
+    """What was prepared of items that were drawn at once."""
 
 
 class FlowControl:
@@ -153,8 +163,8 @@ class InputReader:
     """Draws one iterable, in a thread of its own; what is there at once, in the caller's.
 
     ``put(index, task)`` hands on a task: an item, or a list of ``chunksize`` items when that is
-    more than 1; it returns the size in bytes, and raises when the task cannot be sent.  Where there
-    is a ``put_run(index, items)``, it hands on consecutive items that are there at once.
+    more than 1; it returns the size in bytes, and raises when the task cannot be sent.
+    ``runs``, where there are some, hand on consecutive items that are there at once.
     ``fail(index, exc)`` answers the task in its stead, `Unopened` where the input has raised
     that; ``end(length)`` says how many there were.
     None of them may hold the pool, so that a pool can be dropped while its input reader waits.
@@ -166,7 +176,7 @@ class InputReader:
         chunksize: int,
         flow: FlowControl,
         put: Callable[[int, Any], int],
-        put_run: Callable[[int, list[Any]], None] | None,
+        runs: Runs | None,
         fail: Callable[[int, BaseException | Unopened], None],
         end: Callable[[int], None],
         name: str,
@@ -176,7 +186,9 @@ class InputReader:
         self._known = type(iterable) in (list, tuple, range)
         self._chunksize = chunksize
         self.flow = flow
-        self._put, self._put_run = put, put_run
+        self._put = put
+        # Only where to draw costs nothing: else the first of them would wait for the last.
+        self._runs = runs if self._known and chunksize == 1 else None
         self._fail = fail
         self._end = end
         self._index = 0  # of the next task
@@ -189,7 +201,8 @@ class InputReader:
         Raises:
             Exception: what a signal handler raised, or the system, which has no thread for us.
         """
-        if not (self._known and self._draw(HERE_ITEMS)):
+        most = HERE_ITEMS if self._runs is None else RUN
+        if not (self._known and self._draw(most)):
             self.thread.start()
 
     def _draw(self, most: float = math.inf) -> bool:
@@ -199,27 +212,28 @@ class InputReader:
         try:
             if self._tasks is None:
                 iterator = iter(self._iterable)
-                runs = self._known and self._chunksize == 1 and self._put_run is not None
-                self._tasks = self._runs(iterator) if runs else self._one_by_one(iterator)
+                runs = self._runs
+                self._tasks = (
+                    self._one_by_one(iterator) if runs is None else self._by_runs(iterator, runs)
+                )
             for task in self._tasks:
-                size = 0
+                n = 1
                 try:
                     if type(task) is _Run:
-                        assert self._put_run is not None
+                        assert self._runs is not None
+                        n = len(task)
                         # Before they are handed on: threads answer the first at once.
-                        flow.put += len(task)
-                        self._put_run(self._index, task)
-                        self._index += len(task) - 1
-                    else:
-                        size = self._put(self._index, task)
+                        flow.put += n
+                        flow.bytes_in += self._runs.put(self._index, task)
+                    elif size := self._put(self._index, task):
+                        flow.added(size)
                 except Exception as exc:
                     # In the caller's thread: then it is not about the item.
                     if here and by_handler(exc):
                         raise
-                    self._fail(self._index, exc)
-                if size:
-                    flow.added(size)
-                self._index += 1
+                    for index in range(self._index, self._index + n):
+                        self._fail(index, exc)
+                self._index += n
                 # The next may be long in coming, and until then this would live.
                 del task
                 if self._index >= most:
@@ -235,15 +249,19 @@ class InputReader:
         self._end(self._index)
         return True
 
-    def _runs(self, iterator: Iterator[Any]) -> Iterator[_Run]:
+    def _by_runs(self, iterator: Iterator[Any], runs: Runs) -> Iterator[Any]:
         flow = self.flow
         while n := flow.reserve(RUN):
-            run = _Run(itertools.islice(iterator, n))
-            if not run:
+            items = list(itertools.islice(iterator, n))
+            if not items:
                 return
-            flow.drawn += len(run)
-            yield run
-            del run
+            prepared = runs.prepare(items)
+            if prepared is None:
+                yield from self._one_by_one(itertools.chain(items, iterator))
+                return
+            flow.drawn += len(items)
+            yield _Run(prepared)
+            del items, prepared
 
     def _one_by_one(self, iterator: Iterator[Any]) -> Iterator[Any]:
         flow, size = self.flow, self._chunksize

@@ -10,6 +10,7 @@ from typing import Any
 from xpool.byvalue.broadcast import Broadcast, publish
 from xpool.byvalue.main_globals import Book
 from xpool.codec.frame import Leased
+from xpool.codec.pickler import encode_atoms
 from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.interrupt import deliver, interruptible, pending
@@ -41,6 +42,9 @@ class Packer:
         """Pickle something for a worker; ``kept``: it may be sent more than once."""
         layout = self.layout._replace(kept=True) if kept else self.layout
         return encode(obj, recurse=self.recurse, layout=layout)
+
+    pack_atoms = staticmethod(encode_atoms)
+    """Pickle each of many numbers or short texts; None: others are among them."""
 
     @interruptible
     def pack_task(self, task: Any, kept: bool, worker: int | None) -> tuple[Payload, int | None]:

@@ -30,8 +30,10 @@ from xpool.options import (
 from xpool.pool.all_workers import AllWorkers, limit_of
 from xpool.pool.base import at_exit
 from xpool.pool.hooks import Result, Task
-from xpool.pool.input_reader import FlowControl
+from xpool.pool.input_reader import FlowControl, Runs
+from xpool.pool.task_stream import TaskStream
 from xpool.results import Job
+from xpool.streams import Stream
 from xpool.transport.wire import Mode
 from xpool.worker.callables import Retried, applied
 from xpool.worker.main_module import imported_by_worker
@@ -419,7 +421,11 @@ class Pool(AllWorkers):
         if not self._direct:
             return super()._open_stream(job, func, chunked, flow, terms)
         job.func, owner = self._learn(func, False, chunked, terms)
-        return _Stream(self, job, flow, terms, owner).put
+        stream = TaskStream(self._engine, self._packer, job, flow, terms, owner)
+        if owner is None:
+            assert isinstance(job, Stream)
+            job.runs = Runs(self._packer.pack_atoms, stream.put_run)
+        return stream.put
 
     def _withdraw(self, job: Job) -> None:
         self._engine.withdraw(*_place(job))
@@ -481,41 +487,6 @@ def _check_over_hosts(processes: Any, context: Any, copies: bool) -> None:
 def _place(job: Job) -> tuple[int, int | None]:
     """Return what the engine knows a job by, and which item of that it is; None: all of them."""
     return (CALLS, job.number) if job.is_call else (job.number, None)
-
-
-class _Stream:
-    """Puts the tasks of an `imap` where the workers take them."""
-
-    def __init__(
-        self, pool: Pool, job: Job, flow: FlowControl, terms: Terms, owner: int | None
-    ) -> None:
-        # Not the pool itself: the input reader must not keep it from going.
-        self._engine = pool._engine
-        self._task_range = TaskRange(
-            job.number, job.func, 0, (), terms.retries, None, limit_of(terms)
-        )
-        self._task_range.input_reader = flow
-        self._next = 0
-        self._packer = pool._packer
-        self._kept = terms.retries > 0
-        self._owner = owner
-
-    def put(self, index: int, task: Any) -> int:
-        payload, worker = self._packer.pack_task(task, self._kept, self._owner)
-        task_range = self._task_range
-        if worker is not None:
-            self._engine.submit(task_range.beside(index, (payload,), worker))
-            return self._engine.sent(payload)
-        if index != self._next:
-            # An item between could not be sent: a task range has no gaps.
-            task_range = self._task_range = task_range.beside(index)
-        self._next = index + 1
-        task_range.items.append(payload)
-        # The engine looks at the items after it has marked a worker idle or the task range as not
-        # queued, and we look at the marks after appending: one of us sees the other.
-        if not task_range.queued or self._engine.idle:
-            self._engine.feed(task_range)
-        return self._engine.sent(payload)
 
 
 def describe(jobs: dict[int, Job], number: int, index: int) -> str:

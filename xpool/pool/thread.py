@@ -22,7 +22,9 @@ from xpool.options import (
 )
 from xpool.pool.base import BasePool
 from xpool.pool.hooks import Result, Task
+from xpool.pool.input_reader import FlowControl, Runs
 from xpool.results import Job
+from xpool.streams import Stream
 from xpool.worker.callables import applied, each, star_each
 from xpool.workers.threads import Entry, Source, ThreadWorkers
 
@@ -193,17 +195,20 @@ class ThreadPool(BasePool):
         call, before = applied(func, starred, chunked)
         self._threads.put(Source(job, call, before, items), len(items))
 
-    def _open_runs(
-        self, job: Job, func: Callable[..., Any], terms: Terms
-    ) -> Callable[[int, list[Any]], None] | None:
-        if not self._plain(terms):
-            return None
-        threads = self._threads
+    def _open_stream(
+        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
+    ) -> Callable[[int, Any], int]:
+        put = super()._open_stream(job, func, chunked, flow, terms)
+        if self._plain(terms):
+            assert isinstance(job, Stream)
+            threads = self._threads
 
-        def put_run(index: int, items: list[Any]) -> None:
-            threads.put(Source(job, func, (), items, index), len(items))
+            def put_run(index: int, items: list[Any]) -> int:
+                threads.put(Source(job, func, (), items, index), len(items))
+                return 0
 
-        return put_run
+            job.runs = Runs(lambda items: items, put_run)
+        return put
 
     def _plain(self, terms: Terms) -> bool:
         return self._direct and terms.timeout is None and not terms.retries

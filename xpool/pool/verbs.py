@@ -236,7 +236,7 @@ class Verbs(Hooks):
             # From here on, what fails does so through the results.
             func = self._begin_progress(job, func)
             put = job.around(self._open_stream(job, func, size > 1, flow, terms))
-            put_run = self._open_runs(job, func, terms) if terms.journal is None else None
+            runs = job.runs if terms.journal is None else None
         except BaseException as exc:
             self._give_up(job, exc)
             return results
@@ -253,7 +253,7 @@ class Verbs(Hooks):
             if pool is not None:
                 pool._end(number, length, input_reader)
 
-        input_reader = InputReader(iterable, size, flow, put, put_run, fail, end, self.name)
+        input_reader = InputReader(iterable, size, flow, put, runs, fail, end, self.name)
         self._feeders.add(input_reader)
         if self._state is PoolStates.TERMINATE:
             flow.stop()  # since we entered the job; nobody else would
@@ -405,7 +405,10 @@ class Verbs(Hooks):
     def _open_stream(
         self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
     ) -> Callable[[int, Any], int]:
-        """Return what the input reader calls with each task; it must not hold the pool."""
+        """Return what the input reader calls with each task; it must not hold the pool.
+
+        Where it has another way for items that are there at once, it sets the job's ``runs``.
+        """
         assert isinstance(job, Stream)
         job.answers = flow.answered  # the hooks do not tell when a worker takes a task
         ref = weakref.ref(self)
@@ -422,12 +425,6 @@ class Verbs(Hooks):
             return 0
 
         return put
-
-    def _open_runs(
-        self, job: Job, func: Callable[..., Any], terms: Terms
-    ) -> Callable[[int, list[Any]], None] | None:
-        """As `_open_stream`, for items that are there at once; None: they go one by one."""
-        return None
 
     # -- what `BasePool` gives ---------------------------------------------------------------------
 

@@ -1,0 +1,75 @@
+"""What an input reader draws, on its way to an engine: pickled, appended to a range of tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xpool.jobs.scheduler import TaskRange
+from xpool.options import Terms
+from xpool.pool.all_workers import limit_of
+from xpool.pool.input_reader import FlowControl
+from xpool.results import Job
+
+if TYPE_CHECKING:
+    from xpool.engine.face import EngineFace
+    from xpool.pool.packing import Packer
+
+__all__ = ["TaskStream"]
+
+
+class TaskStream:
+    """Puts the tasks of one `imap` where the workers take them.
+
+    ``owner``: the worker to which all are bound; None: where each item's tensors lie, or any.
+    """
+
+    def __init__(
+        self,
+        engine: EngineFace,
+        packer: Packer,
+        job: Job,
+        flow: FlowControl,
+        terms: Terms,
+        owner: int | None,
+    ) -> None:
+        # The pool's, and not the pool itself: the input reader must not keep it from going.
+        self._engine = engine
+        self._task_range = TaskRange(
+            job.number, job.func, 0, (), terms.retries, None, limit_of(terms)
+        )
+        self._task_range.input_reader = flow
+        self._next = 0
+        self._packer = packer
+        self._kept = terms.retries > 0
+        self._owner = owner
+
+    def put(self, index: int, task: Any) -> int:
+        """Pickle an item and hand it on; return its size in bytes."""
+        payload, worker = self._packer.pack_task(task, self._kept, self._owner)
+        if worker is not None:
+            self._engine.submit(self._task_range.beside(index, (payload,), worker))
+            return self._engine.sent(payload)
+        task_range = self._from(index)
+        self._next = index + 1
+        task_range.items.append(payload)
+        # The engine looks at the items after it has marked a worker idle or the task range as not
+        # queued, and we look at the marks after appending: one of us sees the other.
+        if not task_range.queued or self._engine.idle:
+            self._engine.feed(task_range)
+        return self._engine.sent(payload)
+
+    def put_run(self, index: int, payloads: list[bytes]) -> int:
+        """As `put`, of several that are pickled."""
+        task_range = self._from(index)
+        self._next = index + len(payloads)
+        task_range.items.extend(payloads)
+        if not task_range.queued or self._engine.idle:
+            self._engine.feed(task_range)
+        return sum(map(len, payloads))
+
+    def _from(self, index: int) -> TaskRange:
+        """Return the range to which item ``index`` is appended."""
+        if index != self._next:
+            # An item between could not be sent: a task range has no gaps.
+            self._task_range = self._task_range.beside(index)
+        return self._task_range
