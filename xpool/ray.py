@@ -98,6 +98,10 @@ class Hosts(NamedTuple):
         workers = [node.workers for node in nodes]
         return make_engine(pool, workers, functools.partial(RayFleet, self, nodes), self.kind)
 
+    def driver_address(self) -> str:
+        """Return the address under which hosts reach this program."""
+        return str(_ray().util.get_node_ip_address())
+
     def living(self) -> list[Node]:
         """Return the hosts that fit and are there now, those with the most workers first."""
         every = [self._node(one) for one in _ray().nodes() if one["Alive"]]

@@ -255,6 +255,30 @@ def test_statistics_and_report(pool):
     eventually(lambda: {one.pid for one in pool.report().workers} == pids, "its pids", WAIT)
 
 
+def total(value):
+    """Add up what all ranks have."""
+    import torch
+
+    from xpool.distributed import get_world
+
+    tensor = torch.tensor([value])
+    get_world().group.all_reduce(tensor)
+    return tensor.item()
+
+
+def test_a_group(cluster, make_pool):
+    """The workers of all hosts are one world, which is made anew when one of them has died."""
+    pytest.importorskip("torch", reason="the group is one of torch.distributed")
+    pool = make_pool(over, cluster)
+    group = pool.create_group()
+    assert pool.run_all(total, 2.0) == [4.0, 4.0]
+    made = group.generation
+    with pytest.raises(WorkerDied):
+        pool.apply_async(os._exit, (3,)).get(WAIT)
+    assert pool.run_all(total, 3.0) == [6.0, 6.0]
+    assert group.generation > made
+
+
 def test_initializer(cluster, make_pool):
     """It runs once in each worker, before its first task."""
     pool = make_pool(over, cluster, initializer=work.remember, initargs=("a", 1))

@@ -18,6 +18,9 @@ __all__ = ["InGroup", "Join"]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
+_STORE_IS_THERE = "TORCHELASTIC_USE_AGENT_STORE"
+"""What tells torch that no rank opens the store at a TCP address: somebody else has."""
+
 _generation = 0  # of the group that this worker is in
 
 
@@ -42,7 +45,7 @@ class Join:
             import_module("torch_xla.distributed.xla_backend")  # registers it with torch
         # A replacement has the index of the worker before it, and so takes over its rank.
         rank, how = current_worker().index, {"backend": self._backend, "timeout": self._timeout}
-        with _on_this_machine():
+        with _variables(self._address):
             join(rank, self._size, self._address, **how)  # type: ignore[arg-type]
         # Only now: a worker that could not join is in no group.
         _generation = self._generation
@@ -50,17 +53,25 @@ class Join:
 
 
 @contextmanager
-def _on_this_machine() -> Iterator[None]:
-    """Have gloo use the loopback, where nobody has said otherwise: a pool is on one machine."""
-    # gloo reads the variable when a group is made; tasks find the environment as it was.
-    given = sys.platform != "linux" or _INTERFACE in os.environ
-    if not given:
-        os.environ[_INTERFACE] = "lo"
+def _variables(address: str) -> Iterator[None]:
+    """Have torch use the driver's store, over hosts, and gloo the loopback, on one machine, where
+    nobody has said otherwise."""
+    wanted: dict[str, str] = {}
+    if address.startswith("tcp:"):
+        wanted[_STORE_IS_THERE] = "True"
+    elif sys.platform == "linux" and _INTERFACE not in os.environ:
+        wanted[_INTERFACE] = "lo"
+    before = {name: os.environ.get(name) for name in wanted}
+    # Both are read when a group is made; tasks find the environment as it was.
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if not given:
-            del os.environ[_INTERFACE]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class InGroup:

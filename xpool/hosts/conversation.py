@@ -100,6 +100,13 @@ class Conversation:
         if first is not None:
             self._sent, self._lost = min(self._sent, first - 1), True
 
+    def without(self, pid: int | None) -> None:
+        """Note that a worker has ended, before the agent's next word of all: who asks for the
+        processes then, as a `create_group` does, must not find it."""
+        facts = self.status.statistics
+        pids = [None if one == pid else one for one in facts.get("pids", ())]
+        self.status = self.status._replace(statistics={**facts, "pids": pids})
+
 
 def _weight(message: Any) -> int:
     kind = type(message)

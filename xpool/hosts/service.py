@@ -228,6 +228,8 @@ class HostService:
             if self.sched.answered(host, job, first, message.tasks):
                 value = message.value
                 if isinstance(value, (WorkerDied, TaskTimeout)):
+                    if isinstance(value, WorkerDied):
+                        agent.without(value.pid)
                     value = _placed(value, agent, self._describe(job, first))
                 self.results.append((job, first, (message.ok, value)))
         elif kind is m.Again:

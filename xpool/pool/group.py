@@ -45,6 +45,7 @@ class WorkerGroup:
         self._pool = pool
         self._members: list[int] = []  # by worker: the process id of the one that is a member
         self._failed = True
+        self._store: Any = None  # where they have met
 
     def _check_backend(self, pool: AllWorkers) -> None:
         if self.backend not in BACKENDS:
@@ -88,9 +89,7 @@ class WorkerGroup:
         for attempt in range(ATTEMPTS):
             self._failed = True
             self.generation += 1
-            meeting = File()
-            # One file may have the descriptor of an earlier one; worlds are told apart by address.
-            address = f"file://{meeting.key[0]}?generation={self.generation}"
+            address = self._meet()
             join = Join(self.generation, self._pool.size(), address, self.backend, self.timeout)
             try:
                 self._members = self._pool._run_on_all(join, (), None)
@@ -101,6 +100,20 @@ class WorkerGroup:
                 continue
             self._failed = False
             return
+
+    def _meet(self) -> str:
+        """Open a store for the ranks, which lasts until the next; return its address."""
+        hosts = self._pool._hosts
+        if hosts is None:
+            self._store = File()
+            # One file may have the descriptor of an earlier one; worlds are told apart by address.
+            return f"file://{self._store.key[0]}?generation={self.generation}"
+        from torch.distributed import TCPStore
+
+        # Here, and not at rank 0: of the driver it is known how hosts reach it.
+        host = hosts.driver_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return f"tcp://{host}:{self._store.port}"
 
     def wrap(self, func: Any) -> Any:
         """Return what runs a function in the group; make that anew before, if it is broken."""
