@@ -73,6 +73,52 @@ def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, l
     assert pool.apply(work.pid) == pid
 
 
+@pytest.mark.parametrize("runnable", [True, False])
+def test_a_worker_that_waits_for_a_processor_is_not_killed(
+    make_pool, monkeypatch, mailbox, gate, runnable
+):
+    """It could not even clean up; one that has nothing to wait for is killed."""
+    from xpool import Pool
+    from xpool.engine import service
+    from xpool.workers.slot import Slot
+
+    asked = threading.Semaphore(0)
+
+    def processor(slot):
+        asked.release()
+        return 0.0, 0.0, runnable  # as of one that has been put aside since it was asked
+
+    monkeypatch.setattr(service, "STARVED", WAIT)
+    monkeypatch.setattr(Slot, "processor", processor)
+    pool = make_pool(Pool, 1)
+    pid = pool.apply(work.pid)
+    result = pool.apply_async(work.leave_slowly, (mailbox.path, gate.path), timeout=LIMIT)
+    mailbox.lines(1)
+    for _ in range(2):  # when it is asked, and when its time is over
+        assert asked.acquire(timeout=WAIT)
+    if runnable:
+        gate.open()
+    stopped(result)
+    assert (pool.apply(work.pid) == pid) is runnable
+
+
+def test_how_long_a_worker_has_run(make_pool, mailbox, gate):
+    """The system says so of a worker's main thread, and whether it is at a processor or in line."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 1)
+    pool.apply(work.pid)
+    (slot,) = pool._engine.slots
+    eventually(lambda: not slot.processor()[2], "it sleeps")
+    spinning = pool.apply_async(work.post_and_spin, (mailbox.path,))
+    mailbox.lines(1)
+    ran, waited, _ = slot.processor()
+    eventually(lambda: slot.processor()[2], "it runs, or waits for a processor")
+    eventually(lambda: slot.processor()[0] > ran, "it has run for longer")
+    assert slot.processor()[1] >= waited
+    spinning.cancel()
+
+
 @pytest.mark.parametrize("how", ["stubborn", "in C"])
 def test_a_task_that_does_not_end_is_killed(process_kind, make_pool, how):
     """Its worker is gone, and another has its slot."""

@@ -473,6 +473,17 @@ def count_up(log: str | None = None, box: str | None = None) -> None:
             log_line(log, "cleaned")
 
 
+def leave_slowly(box: str, gate: str) -> None:
+    """Use the processor for ever; when that is broken off, wait at a gate."""
+    n = 0
+    try:
+        post(box, "counts")
+        while True:
+            n += 1
+    finally:
+        pass_gate(gate)
+
+
 def count_up_stubbornly() -> None:
     """Use the processor for ever, whatever is raised."""
     n = 0

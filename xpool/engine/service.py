@@ -447,7 +447,7 @@ class Service:
         slot.box.ask(item + 1)
         self._recall(slot, item + 1)
         slot.happens(WorkerEvent.INTERRUPT)
-        slot.asked = self._reactor.now(), slot.waited()
+        slot.asked = (self._reactor.now(), *slot.processor()[:2])
         slot.handle.signal(STOP_SIGNAL)
         self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
 
@@ -465,6 +465,11 @@ class Service:
 
     def _is_starved(self, slot: Slot) -> bool:
         """Whether a worker that was asked has hardly run since: it could not even clean up."""
-        when, waited = slot.asked
-        has_time = self._reactor.now() < when + STARVED
-        return has_time and slot.waited() - waited > TASK_GRACE / 2
+        when, ran_then, waited_then = slot.asked
+        if self._reactor.now() >= when + STARVED:
+            return False
+        ran, waited, is_runnable = slot.processor()
+        # The second: the first wait may go on still, and is not counted then.
+        return waited - waited_then > TASK_GRACE / 2 or (
+            is_runnable and ran - ran_then < TASK_GRACE / 2
+        )

@@ -102,8 +102,8 @@ class Slot:
         self.seen = (0, 0)
         self.answers_taken_early = 0
         self.interrupted: int | None = None
-        # When it was asked to break it off, and what `waited` said then.
-        self.asked = 0.0, 0.0
+        # When it was asked to break it off, and how long it had run and waited (`processor`) then.
+        self.asked = 0.0, 0.0, 0.0
 
     def happens(self, event: WorkerEvent) -> None:
         """Go to the state that follows."""
@@ -223,14 +223,22 @@ class Slot:
         poller.register(self.reader.fd, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
 
-    def waited(self) -> float:
-        """Return the seconds that the process has waited for a processor, ever; 0.0: not known."""
+    def processor(self) -> tuple[float, float, bool]:
+        """Return the seconds that its main thread, which runs the tasks, has run and has waited for
+        a processor, ever, and whether it runs or waits now.  Zeros and False: not known.
+
+        The system counts a wait when it is over: one that goes on is in neither number.
+        """
         try:
-            with open(f"/proc/{self.pid}/schedstat") as file:
-                # Of its main thread, which runs the tasks (Documentation/scheduler/sched-stats).
-                return int(file.read().split()[1]) * 1e-9
+            with open(
+                f"/proc/{self.pid}/schedstat"
+            ) as file:  # (Documentation/scheduler/sched-stats)
+                ran, waited = (int(word) * 1e-9 for word in file.read().split()[:2])
+            with open(f"/proc/{self.pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
         except (OSError, ValueError, IndexError):
-            return 0.0
+            return 0.0, 0.0, False
+        return ran, waited, state == "R"
 
     def kill(self) -> None:
         """End the process at once, whatever it is doing, stopped by SIGSTOP included."""
