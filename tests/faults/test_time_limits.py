@@ -79,7 +79,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 ):
     """It could not even clean up; one that has nothing to wait for is killed."""
     from xpool import Pool
-    from xpool.engine import service
+    from xpool.engine import start_limit
     from xpool.workers.slot import Slot
 
     asked = threading.Semaphore(0)
@@ -88,7 +88,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
         asked.release()
         return 0.0, 0.0, runnable  # as of one that has been put aside since it was asked
 
-    monkeypatch.setattr(service, "STARVED", WAIT)
+    monkeypatch.setattr(start_limit, "STARVED", WAIT)
     monkeypatch.setattr(Slot, "processor", processor)
     pool = make_pool(Pool, 1)
     pid = pool.apply(work.pid)
@@ -365,6 +365,21 @@ def pass_gate_at(gate, bad, x):
 
 
 # Initializers and join ---------------------------------------------------------------------------
+
+
+def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_pool, monkeypatch):
+    """It is not killed before it could, however long the system has it wait."""
+    from xpool import Pool, WorkerStartFailed
+    from xpool.engine import start_limit
+    from xpool.workers.slot import Slot
+
+    monkeypatch.setattr(start_limit, "STARVED", WAIT)
+    monkeypatch.setattr(start_limit, "TASK_GRACE", 0.001)  # no time at all
+    monkeypatch.setattr(Slot, "processor", lambda slot: (0.0, 0.0, True))  # it is in line
+    pool = make_pool(Pool, 1, work.count_up, initializer_timeout=LIMIT)
+    with pytest.raises(WorkerStartFailed) as caught:
+        pool.apply_async(work.square, (3,)).get(WAIT)
+    assert "count_up" in story(caught.value)
 
 
 def test_an_initializer_that_does_not_end(process_kind, make_pool, log):

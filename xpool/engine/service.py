@@ -19,7 +19,7 @@ from xpool.engine.dispatcher import Dispatcher
 from xpool.engine.ledger import Ledger
 from xpool.engine.memory import MemoryGuard
 from xpool.engine.reactor import Alarms, Reactor
-from xpool.engine.start_limit import TASK_GRACE, StartLimit
+from xpool.engine.start_limit import TASK_GRACE, StartLimit, is_starved, note_asked
 from xpool.jobs.deadlines import Act, Deadlines, Seen
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool.jobs.states import WorkerEvent, WorkerStates
@@ -41,9 +41,6 @@ __all__ = ["GRACE", "TASK_GRACE", "Service"]
 
 ENDED = -1
 """In the place of the kind of a message: there is none."""
-
-STARVED = 0.5
-"""Seconds after which a worker is killed that was asked, though it has waited for a processor."""
 
 LOOK = 0.010
 """Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
@@ -447,7 +444,7 @@ class Service:
         slot.box.ask(item + 1)
         self._recall(slot, item + 1)
         slot.happens(WorkerEvent.INTERRUPT)
-        slot.asked = (self._reactor.now(), *slot.processor()[:2])
+        note_asked(slot, self._reactor.now())
         slot.handle.signal(STOP_SIGNAL)
         self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
 
@@ -458,18 +455,8 @@ class Service:
         if slot.interrupted is None:
             return
         # It is in that item still, and has had its time.
-        if slot.box.began == slot.interrupted + 1 and not self._is_starved(slot):
+        now = self._reactor.now()
+        if slot.box.began == slot.interrupted + 1 and not is_starved(slot, now):
             self.condemn(slot)
         else:  # it has left it, and the answer is on its way; or it is given more time
-            self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
-
-    def _is_starved(self, slot: Slot) -> bool:
-        """Whether a worker that was asked has hardly run since: it could not even clean up."""
-        when, ran_then, waited_then = slot.asked
-        if self._reactor.now() >= when + STARVED:
-            return False
-        ran, waited, is_runnable = slot.processor()
-        # The second: the first wait may go on still, and is not counted then.
-        return waited - waited_then > TASK_GRACE / 2 or (
-            is_runnable and ran - ran_then < TASK_GRACE / 2
-        )
+            self._overdue.by(slot, now + TASK_GRACE)

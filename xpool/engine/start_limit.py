@@ -1,4 +1,4 @@
-"""A worker whose start takes too long is asked where it is, and killed.
+"""How long a worker has that was asked to stop, and one that starts.
 
 Called with the engine's lock held.
 """
@@ -13,10 +13,31 @@ from xpool.errors import TaskTimeout
 from xpool.transport.outbox import NO_LIMIT, STOP_SIGNAL
 from xpool.workers.slot import Slot
 
-__all__ = ["TASK_GRACE", "StartLimit"]
+__all__ = ["TASK_GRACE", "StartLimit", "is_starved", "note_asked"]
 
 TASK_GRACE = 0.1
 """Seconds between asking a worker to break off what it does and killing it."""
+
+
+STARVED = 0.5
+"""Seconds after which a worker is killed that was asked, though it has waited for a processor."""
+
+
+def note_asked(slot: Slot, now: float) -> None:
+    """Note that a worker is asked now."""
+    slot.asked = (now, *slot.processor()[:2])
+
+
+def is_starved(slot: Slot, now: float) -> bool:
+    """Whether a worker that was asked has hardly run since: it could not even answer."""
+    when, ran_then, waited_then = slot.asked
+    if now >= when + STARVED:
+        return False
+    ran, waited, is_runnable = slot.processor()
+    # The second: the first wait may go on still, and is not counted then.
+    return waited - waited_then > TASK_GRACE / 2 or (
+        is_runnable and ran - ran_then < TASK_GRACE / 2
+    )
 
 
 class StartLimit:
@@ -50,12 +71,16 @@ class StartLimit:
             self._checks.by(slot, (now if since is None else since) + self._seconds)
         else:
             slot.box.ask(NO_LIMIT)  # no item: it is asked for its stack only
+            note_asked(slot, now)
             slot.handle.signal(STOP_SIGNAL)
             self._overdue.by(slot, now + TASK_GRACE)
 
     def _kill(self, slot: Slot) -> None:
         assert self._seconds is not None
-        stack = own_part(slot.box.stack())
+        stack, now = own_part(slot.box.stack()), self._reactor.now()
+        if not stack and is_starved(slot, now):
+            self._overdue.by(slot, now + TASK_GRACE)
+            return
         task = "The start of the worker, with its initializer,"
         # Said first: the pool asks for it when the process has ended.
         slot.reason = TaskTimeout(self._seconds, slot.index, slot.pid, task, stack)
