@@ -321,9 +321,9 @@ class SimSlot(Slot):
         for slot in sorted((self, *self.siblings), key=lambda slot: slot.index):
             slot._begin(process)  # type: ignore[attr-defined]
 
-    def waited(self) -> float:
+    def processor(self) -> tuple[float, float, bool]:
         """Its world has processors for all."""
-        return 0.0
+        return 0.0, 0.0, False
 
     def _begin(self, process: list[Any]) -> None:
         self._fresh()
