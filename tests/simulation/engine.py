@@ -69,7 +69,7 @@ class _Known:
         self.retries = 0
         self.bound: int | None = None
         self.takes = 0.0
-        self.longest = 0.0  # that it ran
+        self.longest = 0.0  # that it was in hand
         self.error = False
         self.large = 0
 
@@ -640,7 +640,8 @@ class EngineWorld(World):
                 continue
             task, limit = self.known[which], self.limits.get(which[0])
             ran = self.now - (worker.began_at if worker.at_work else worker.came_at)
-            task.longest = max(task.longest, ran)
+            # From when it was entered: the parent may have seen that before it saw the clock start.
+            task.longest = max(task.longest, self.now - worker.came_at)
             if limit is None or self.ended_violently:
                 continue
             if which == worker.unsafe and ran >= limit.seconds and task.finished is not None:
