@@ -18,7 +18,6 @@ __all__ = ["TASK_GRACE", "StartLimit", "is_starved", "note_asked"]
 TASK_GRACE = 0.1
 """Seconds between asking a worker to break off what it does and killing it."""
 
-
 STARVED = 0.5
 """Seconds after which a worker is killed that was asked, though it has waited for a processor."""
 

@@ -230,9 +230,8 @@ class Slot:
         The system counts a wait when it is over: one that goes on is in neither number.
         """
         try:
-            with open(
-                f"/proc/{self.pid}/schedstat"
-            ) as file:  # (Documentation/scheduler/sched-stats)
+            # See the kernel's Documentation/scheduler/sched-stats.
+            with open(f"/proc/{self.pid}/schedstat") as file:
                 ran, waited = (int(word) * 1e-9 for word in file.read().split()[:2])
             with open(f"/proc/{self.pid}/stat") as file:
                 state = file.read().rpartition(")")[2].split()[0]
