@@ -34,7 +34,8 @@ T = TypeVar("T")
 KINDS: dict[str, Any] = {"Pool": Pool, "P2PPool": P2PPool, "ThreadPool": ThreadPool}
 
 PATIENCE = 60.0
-"""Seconds without any event after which this says where it hangs, and ends with status 3."""
+"""Seconds without a call that is through, after which this says where it hangs, and ends with
+status 3.  Alarms do not count: a call that hangs is struck and begun again for ever."""
 
 
 class Alarm(Exception):
@@ -268,10 +269,10 @@ def more(before: dict[int, str], now: dict[int, str]) -> list[str]:
 
 def watch(bell: Bell) -> None:
     """End the program if nothing happens any more."""
-    last, since = (-1, -1), time.monotonic()
+    last, since = -1, time.monotonic()
     while True:
         time.sleep(1)
-        now = bell.seen, bell.calls
+        now = bell.calls
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > PATIENCE:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from xpool.interrupt import uninterrupted
+
 __all__ = ["LOST_SIGNAL", "Flag", "TaskQueue", "Waiters"]
 
 LOST_SIGNAL = 1.0
@@ -103,11 +105,16 @@ class TaskQueue:
         self._items: deque[Any] = deque()
         self._idle: list[Any] = []  # locks of the threads that wait
 
+    @uninterrupted
     def put(self, item: Any) -> None:
-        """Append an item.  A signal handler that raises in here may leave a thread asleep."""
+        """Append an item."""
         self._items.append(item)
-        with contextlib.suppress(IndexError):  # nobody waits
+        # A thread whose lock is taken out, but not opened, sleeps for good: so no signal handler
+        # may raise here, and nothing is called that is written in Python.
+        try:
             self._idle.pop().release()
+        except IndexError:
+            return  # nobody waits
 
     def get(self) -> Any:
         """Take the next item; wait until there is one.  For threads that run no signal handlers."""

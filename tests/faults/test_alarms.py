@@ -53,7 +53,7 @@ def strike() -> None:
 # -- a program under alarms --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["Pool", *also("P2PPool", "ThreadPool")])
+@pytest.mark.parametrize("kind", ["Pool", "ThreadPool", *also("P2PPool")])
 def test_alarms_at_random_instants(kind):
     """Under alarms at any instant every verb ends as it should, and nothing is left afterwards."""
     count = 2000 if kind == "ThreadPool" else 300
