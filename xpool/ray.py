@@ -41,6 +41,10 @@ __all__ = ["CtxPool", "Devices", "HostDevice", "Hosts", "Pool", "devices", "host
 LISTENS = 5.0
 """Seconds in which a cluster answers a connection."""
 
+INLINE = 64 * 1024
+"""Bytes of a call from which on Ray may put it into its store: it does from 100 KiB on, and a call
+has a few more than it says."""
+
 LOOK = 1.0
 """Seconds between two looks at which hosts the cluster has."""
 
@@ -341,13 +345,17 @@ class RayFleet:
         self._over: set[int] = set()  # agents that were stopped, or have one in their place
         # Agents that have died, and why; None: no more are to be placed.
         self._ends: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        # Calls that Ray puts into its store: by host and number, with their arguments.
+        self._large: queue.SimpleQueue[tuple[int, int, tuple[Any, ...]] | None]
+        self._large = queue.SimpleQueue()
 
     def start(self, tell: Callable[[Any], object]) -> list[int]:
         """Place an agent on each host."""
         self._tell = tell
         for node in self._first_nodes:
             self._begin(self._place(node))
-        threading.Thread(target=self._run, name="xpool-hosts", daemon=True).start()
+        for run, name in ((self._run, "xpool-hosts"), (self._send_large, "xpool-hosts-send")):
+            threading.Thread(target=run, name=name, daemon=True).start()
         return [node.workers for node in self._first_nodes]
 
     def _place(self, node: Node) -> int:
@@ -471,16 +479,32 @@ class RayFleet:
                 one = one._replace(payload=len(refs) - 1)
             messages.append(one)
         said = _as_one(packed(call._replace(messages=[]), messages))
+        # Each argument costs Ray as much as all of a small call.
+        arguments = said, *([refs] if refs else ())
+        if type(said) is bytes and len(said) < INLINE:
+            self._send(host, call.number, arguments)
+        else:
+            self._large.put((host, call.number, arguments))
+
+    def _send_large(self) -> None:
+        """Send what goes by way of Ray's store, which has this thread wait while it is full."""
+        while (large := self._large.get()) is not None:
+            self._send(*large)
+            del large  # its room in the store is not ours to keep
+
+    def _send(self, host: int, number: int, arguments: tuple[Any, ...]) -> None:
+        actor = self._actors.get(host)
+        if actor is None:  # the pool is over
+            return
         try:
-            # Each argument costs Ray as much as all of a small call.
-            ref = self._actors[host].call.remote(said, *([refs] if refs else ()))
+            ref = actor.call.remote(*arguments)
         except Exception as exc:  # of Ray itself, which the program may have shut down
             self._tell(f.Dead(host, f"{type(exc).__name__}: {exc}"))
             return
 
         def done(found: Any, error: BaseException | None) -> None:
             if error is not None:
-                self._failed(host, call.number, error)
+                self._failed(host, number, error)
                 return
             data, *large = _parts(found)
             # Copied, so that the object store has its room again; to memory that may be written to,
@@ -488,7 +512,7 @@ class RayFleet:
             (taken, first), messages = unpacked(
                 [data, *(memoryview(bytearray(one)) for one in large)]
             )
-            self._tell(f.Replied(host, call.number, taken, first, messages))
+            self._tell(f.Replied(host, number, taken, first, messages))
 
         self._when_done(ref, done)
 
@@ -528,6 +552,7 @@ class RayFleet:
     def close(self) -> None:
         """Look for hosts no more, and let go of the agents."""
         self._ends.put(None)
+        self._large.put(None)
         self._actors.clear()
 
 

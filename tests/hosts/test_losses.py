@@ -330,6 +330,21 @@ if __name__ == "__main__":
 """
 
 
+def test_the_object_store_is_full(stage):
+    """What is large has to wait for room in Ray's store, for longer than the lease: no host is lost
+    by that."""
+    import numpy
+    import ray
+
+    mib = 1 << 20
+    array = numpy.ones(mib // 2)  # 4 MiB
+    # Looked at, these cannot be moved to the disk.
+    held = ray.get([ray.put(numpy.ones(mib // 8)) for _ in range(196)])
+    with stage.pool() as pool:
+        assert [back[-1] for back in pool.imap(abs, [array] * 16)] == [1] * 16
+    assert len(held) == 196
+
+
 @pytest.mark.parametrize("seconds", [30, *also(0.05)])
 def test_the_driver_is_killed(stage, tmp_path, seconds):
     """No worker, fork server or agent of its pool is left; the cluster's hosts are well."""

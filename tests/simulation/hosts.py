@@ -12,7 +12,7 @@ import itertools
 import math
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from xpool.engine.answers import CULPRIT
@@ -95,9 +95,12 @@ class HostWorld(World):
         self.losses = self.one_of([0.0, 0.0, 0.02, 0.1])
         self.accidents = self.one_of([0.0, 0.003, 0.02, 0.05])
         self.deaths = self.one_of([0.0, 0.1])
-        # What else is rare: hosts work on that are said to be dead; tasks are for one worker.
-        self.theme = self.one_of(["", "", "", "", "", "", "cut off", "bound"])
-        if self.theme:
+        # What else is rare: hosts work on that are said to be dead; tasks are for one worker; what
+        # is large has to wait for room.
+        self.theme = self.one_of(["", "", "", "", "", "", "cut off", "bound", "no room"])
+        if self.theme == "no room":
+            self.losses = self.accidents = 0.0
+        elif self.theme:
             self.accidents, self.deaths = 0.05, self.one_of([0.0, 0.5])
         self.pace = self.one_of([1e-5, 1e-3])
         self.eager = self.one_of([0.2, 0.6, 0.95])
@@ -156,6 +159,12 @@ class HostWorld(World):
     def trip(self) -> float:
         """Return how long a message is under way."""
         return self.latency * (0.5 + self.draw.random())
+
+    def wait_for_room(self, messages: Sequence[Any]) -> float:
+        """Return how long messages wait before they are under way, since they are large."""
+        if self.theme != "no room" or self.over or not messages or self.chance(0.5):
+            return 0.0
+        return self.lease * self.draw.random()
 
     def others_until(self, events: deque[Any], timeout: float | None) -> None:
         """Let happen what happens while the driver's thread waits."""
@@ -640,7 +649,7 @@ class HostWorld(World):
 
     def check_starved(self) -> None:
         """No host has nothing to do for longer than a few trips while something waits."""
-        if self.over or self.losses or self.stalls or self.turns % 8:
+        if self.over or self.losses or self.stalls or self.turns % 8 or self.theme == "no room":
             return
         sched = self.engine.sched
         waits = any(one.items for one in sched.shared)
@@ -662,6 +671,8 @@ class HostWorld(World):
         """No worker sits on tasks behind a long one for longer than it takes to ask for all lots of
         its host, while another host has nothing to do."""
         if self.over or self.losses or self.stalls or self.deaths or self.turns % 8:
+            return
+        if self.theme == "no room":
             return
         sched = self.engine.sched
         idle = None

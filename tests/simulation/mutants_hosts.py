@@ -277,6 +277,15 @@ def _(patch: Patch) -> None:
     wrap(patch, Conversation, "flush", flush)
 
 
+@mutant("a reply that was long under way puts off the next beat")
+def _(patch: Patch) -> None:
+    def replied(original: Any, agent: Conversation, reply: Any, now: float) -> Any:
+        agent.beaten = now
+        return original(agent, reply, now)
+
+    wrap(patch, Conversation, "replied", replied)
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 

@@ -66,7 +66,7 @@ class SimFleet:
 
             one.call(call, reply)
 
-        self._go(trip, arrive)
+        world.later(world.wait_for_room(call.messages), self._go, trip, arrive)
 
     def _go(self, trip: Trip, arrive: Callable[[bool], None]) -> None:
         world = self.world
@@ -118,7 +118,7 @@ class SimFleet:
             else:
                 trip.tell(event)
 
-        world.later(world.trip(), arrive)
+        world.later(world.trip() + world.wait_for_room(event.messages), arrive)
 
     def stop(self, host: int) -> None:
         """Kill an agent, or let it not come; it is told when that is done."""

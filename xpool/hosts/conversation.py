@@ -19,7 +19,7 @@ __all__ = ["CALLS_IN_FLIGHT", "Conversation"]
 CALLS_IN_FLIGHT = 4
 """Calls to a host that are under way at one time, at most."""
 
-CALL_BYTES = 4 * 1024 * 1024
+CALL_BYTES = 8 * 1024 * 1024
 """Bytes of one call beside its first message, at most."""
 
 NOTHING: dict[str, Any] = {"ready": 0, "waiting": 0, "running": 0, "deaths": 0, "pids": []}
@@ -43,6 +43,8 @@ class Conversation:
         """When the last reply came: the agent's lease counts from before that."""
         self.called = now
         """When it was called last: no call, no longer lease."""
+        self.beaten = now
+        """When the last beat left."""
         self.status = m.Status(float("inf"), dict(NOTHING))
         self.ended = False
         self.given_up = ""
@@ -70,8 +72,10 @@ class Conversation:
             self._call(now, [])
 
     def beat(self, now: float) -> None:
-        """Call an agent whose reply may be long under way, beside that call: to keep its lease."""
+        """Call an agent beside the calls that are under way, to keep its lease: these, and their
+        replies, may be large and take long."""
         if self._calls:
+            self.beaten = now
             self._call(now, [], beat=True)
 
     def _call(self, now: float, messages: list[Any], beat: bool = False) -> None:

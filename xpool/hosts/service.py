@@ -163,7 +163,8 @@ class HostService:
                 if self._now() > agent.heard + self._lease:
                     agent.given_up = f"no word of its agent for {self._lease:g} s"
                     self._fleet.stop(number)
-                elif self._now() >= agent.heard + 2 * self._beat_seconds:
+                # Whatever has come meanwhile: a reply renews nothing until the agent is told of it.
+                elif self._now() >= agent.beaten + 2 * self._beat_seconds:
                     agent.beat(self._now())
         if not self.ended:
             self.at(self._now() + self._beat_seconds, self._beat)
