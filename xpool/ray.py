@@ -22,16 +22,17 @@ import queue
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from xpool.errors import OptionError, XPoolError
 from xpool.hosts import fleet as f
-from xpool.hosts.agent import Agent, Charge, packed, unpacked
+from xpool.hosts.agent import Charge, packed, unpacked
 from xpool.hosts.assembly import make_engine
 from xpool.hosts.conversation import CALLS_IN_FLIGHT
 from xpool.hosts.engine import HostEngine
 from xpool.hosts.messages import Blob
+from xpool.hosts.ray_actor import HostAgent, as_one, parts_of
 from xpool.options import check_count
 from xpool.pool.context import CtxPool as _CtxPool
 from xpool.pool.process import Pool as _Pool
@@ -47,9 +48,6 @@ has a few more than it says."""
 
 LOOK = 1.0
 """Seconds between two looks at which hosts the cluster has."""
-
-MONITOR_EVERY, MONITOR_FROM = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
-"""Ray's variables: its memory monitor's interval, 0: there is none; and the part of the memory."""
 
 REPLACED = 3
 """Agents that a host gets in place of others, at most: what they die of may be the host's."""
@@ -261,67 +259,6 @@ def _ray() -> Any:
     return ray
 
 
-# -- on each host ------------------------------------------------------------------------------
-
-
-class HostAgent:
-    """The actor on a host.  Its calls wait in threads of Ray's; the engine has one of its own."""
-
-    def __init__(self) -> None:
-        self._agent: Agent | None = None
-
-    def begin(self, charge: bytes, host: str, first: int, workers: int) -> None:
-        """Start the workers."""
-        _drop_thread_limit()
-        ended = functools.partial(os._exit, 0)
-        self._agent = Agent(
-            pickle.loads(charge), host, first, workers, ended, _before_rays_monitor()
-        )
-        self._agent.start()
-
-    def call(self, said: Any, refs: Sequence[Any] = ()) -> Any:
-        """Do what a call says; return the reply when there is something to say."""
-        import ray
-
-        assert self._agent is not None
-        return _as_one(self._agent.call(_parts(said), lambda i: memoryview(ray.get(refs[i]))))
-
-
-def _before_rays_monitor() -> float | None:
-    """Return the part of the memory in use at which the largest worker is to be ended.
-
-    A little later Ray's own monitor would end this agent, and all workers with it.
-    """
-    if os.environ.get(MONITOR_EVERY) == "0":
-        return None
-    return float(os.environ.get(MONITOR_FROM, "0.95")) - 0.02
-
-
-def _drop_thread_limit() -> None:
-    """Forget OMP_NUM_THREADS if Ray has set it, to the CPUs of the agent: it is for no worker."""
-    import ray
-
-    given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ", "rb") as file:
-        if b"\0OMP_NUM_THREADS=" not in b"\0" + file.read() and "OMP_NUM_THREADS" not in given:
-            os.environ.pop("OMP_NUM_THREADS", None)
-
-
-def _as_one(parts: list[Any]) -> Any:
-    """Return what is said as Ray carries it best: bytes, and buffers as arrays, which it does not
-    copy into its pickles."""
-    if len(parts) == 1:
-        return parts[0]
-    import numpy
-
-    return [parts[0], *(numpy.frombuffer(one, "uint8") for one in parts[1:])]
-
-
-def _parts(said: Any) -> list[Any]:
-    """Undo `_as_one`."""
-    return [said] if type(said) is bytes else [said[0], *(memoryview(one) for one in said[1:])]
-
-
 # -- in the driver -----------------------------------------------------------------------------
 
 
@@ -478,7 +415,7 @@ class RayFleet:
                 refs.append(one.payload)
                 one = one._replace(payload=len(refs) - 1)
             messages.append(one)
-        said = _as_one(packed(call._replace(messages=[]), messages))
+        said = as_one(packed(call._replace(messages=[]), messages))
         # Each argument costs Ray as much as all of a small call.
         arguments = said, *([refs] if refs else ())
         if type(said) is bytes and len(said) < INLINE:
@@ -506,7 +443,7 @@ class RayFleet:
             if error is not None:
                 self._failed(host, number, error)
                 return
-            data, *large = _parts(found)
+            data, *large = parts_of(found)
             # Copied, so that the object store has its room again; to memory that may be written to,
             # so that this is the last copy.
             (taken, first), messages = unpacked(
