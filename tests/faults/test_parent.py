@@ -146,6 +146,26 @@ def test_ctrl_c_not_caught(tmp_path, mailbox, method):
     assert wait_gone(workers, 3) == []
 
 
+STARTING = """
+import os, signal, sys
+from xpool import Pool
+
+if __name__ == "__main__":
+    with Pool(2, context=sys.argv[1]) as pool:
+        for pid in filter(None, pool.statistics()["pids"]):
+            os.kill(pid, signal.SIGINT)
+            print("interrupted", end=" ")
+        print(pool.map(abs, range(4)))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_ctrl_c_while_workers_start(tmp_path, method):
+    """Workers that have just been started say nothing of it, and do not end."""
+    out = scripts.run_ok([scripts.write(tmp_path / "program.py", STARTING), method])
+    assert out == "interrupted interrupted [0, 1, 2, 3]\n"
+
+
 GOES_ON = """
     os.write(hold, b"..")
     [r.get() for r in seen]

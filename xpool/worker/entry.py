@@ -72,6 +72,7 @@ def main(
     for channel in channels:
         die_with_parent(channel[2])
     signal.signal(signal.SIGINT, _ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `workers/launch`
     orders = [_read_orders(channel[0]) for channel in channels]
     # One environment: contexts whose workers share a process have equal ones (`pool/context`).
     _bind(orders[0])

@@ -468,11 +468,23 @@ class ProcessLauncher:
                 target=_enter_through, args=(theirs, inherited), name=name, daemon=daemon
             )
             with ours:
-                process.start()
+                self._start(process)
                 with socket.socket(fileno=os.dup(ours.fileno())) as sock:
                     # Descriptors travel with a byte at least (unix(7)).
                     socket.send_fds(sock, [b"B"], [boot.fileno()])
         return _Process(process)
+
+    def _start(self, process: Any) -> None:
+        """Start it with SIGINT blocked, until it ignores that: Ctrl-C is the program's alone."""
+        if self._context.get_start_method() == "spawn":
+            from multiprocessing import resource_tracker
+
+            resource_tracker.ensure_running()  # else `start` does so, and unblocks SIGINT after it
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _enter_through(connection: Any, inherited: Any) -> None:
