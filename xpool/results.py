@@ -217,7 +217,7 @@ class AsyncResult(Job, Generic[T]):
         """
         if not self._ready:
             self.wait(timeout)
-            if not self.ready():
+            if not self._ready and not self.ready():
                 raise TimeoutError(f"{self.label} has no result after {timeout} s")
         if not self._opened:
             self._open()
@@ -251,6 +251,8 @@ class AsyncResult(Job, Generic[T]):
         return self._cancelled
 
     def _open(self) -> None:
+        if self._opened:
+            return
         with self._opening:
             if self._opened:
                 return
@@ -285,6 +287,8 @@ class AsyncResult(Job, Generic[T]):
         if self.settled:
             return False
         self._success, self._value = ok, value
+        # A thread's value is what it is.
+        self._opened = ok and not isinstance(value, Parcel)
         self.settled = True
         return True
 

@@ -27,11 +27,16 @@ AT_ONCE = 512
 """Values that are moved at once to where they are handed out."""
 
 
+_SMALL = frozenset((int, float, bool, type(None)))
+
+
 def _weigh(value: Any) -> int:
     """Return about how many bytes an answer takes, by no code of the user's: engines call this."""
+    kind = type(value)
+    if kind in _SMALL:
+        return BOOKKEEPING
     if isinstance(value, Parcel):
         return value.nbytes + value.count * BOOKKEEPING
-    kind = type(value)
     if kind in (bytes, bytearray, str):
         return len(value) + BOOKKEEPING
     if kind.__module__ in ("numpy", "torch"):
@@ -291,7 +296,8 @@ class IMapIterator(Iterator[T]):
         self.shelf.bytes_in += weight
         self._arrived[index] = ok, value, weight
         # Last, here and below: who wakes looks for what was put there.
-        self._waiters.wake()
+        if self._waiters:
+            self._waiters.wake()
 
     def finish(self, length: int) -> None:
         """Note that the input had ``length`` tasks."""
@@ -342,7 +348,8 @@ class Stream(Job):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self.settled:
             return False
-        tasks = tasks_in(value)
+        # As `tasks_in`, without a call: every answer of a stream comes through here.
+        tasks = value.count if isinstance(value, Parcel) else 1
         self._answered += tasks
         if self.progress is not None:
             self.progress.add(tasks)

@@ -57,8 +57,9 @@ class Waiters(list[Any]):
             self._remove(bell)
 
     def _remove(self, lock: Any) -> None:
-        with contextlib.suppress(ValueError):  # whoever wakes takes it out
-            self.remove(lock)
+        if self:  # whoever wakes takes it out
+            with contextlib.suppress(ValueError):  # in this very moment
+                self.remove(lock)
 
     def wake(self) -> None:
         """Let all who wait look again."""
