@@ -433,11 +433,6 @@ class RayFleet:
         actor = self._actors.get(host)
         if actor is None:  # the pool is over
             return
-        try:
-            ref = actor.call.remote(*arguments)
-        except Exception as exc:  # of Ray itself, which the program may have shut down
-            self._tell(f.Dead(host, f"{type(exc).__name__}: {exc}"))
-            return
 
         def done(found: Any, error: BaseException | None) -> None:
             if error is not None:
@@ -451,7 +446,10 @@ class RayFleet:
             )
             self._tell(f.Replied(host, number, taken, first, messages))
 
-        self._when_done(ref, done)
+        try:
+            self._when_done(actor.call.remote(*arguments), done)
+        except Exception as exc:  # of Ray itself, which the program may have shut down
+            self._tell(f.Dead(host, f"{type(exc).__name__}: {exc}"))
 
     def _failed(self, host: int, number: int, error: BaseException) -> None:
         from ray import exceptions
