@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import math
 import os
@@ -280,15 +281,17 @@ def test_terminate_while_a_task_is_being_stopped(process_kind, make_pool, mailbo
             result.get(0)
 
 
-def test_killed_while_it_is_asked(process_kind, make_pool):
+def test_killed_while_it_is_asked(process_kind, make_pool, tmp_path):
     """A worker that somebody kills in its grace: the task has its TaskTimeout, once."""
     pool = make_pool(process_kind, 1)
-    for _ in range(5):
+    for i in range(5):
         pid = pool.apply(work.pid)
-        result = pool.apply_async(work.count_up_stubbornly, timeout=0.1)
-        result.wait(0.12)
+        asked = tmp_path / str(i)
+        result = pool.apply_async(work.count_up_stubbornly, (str(asked),), timeout=0.1)
+        eventually(lambda path=asked, its=result: path.exists() or its.ready(), "it is asked", WAIT)
         if not result.ready():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # its grace is over in this moment
+                os.kill(pid, signal.SIGKILL)
         error = stopped(result, 0.1)
         assert error.pid == pid
         assert pool.apply(work.square, (3,)) == 9

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from xpool import current_worker
@@ -484,8 +485,8 @@ def leave_slowly(box: str, gate: str) -> None:
         pass_gate(gate)
 
 
-def count_up_stubbornly() -> None:
-    """Use the processor for ever, whatever is raised."""
+def count_up_stubbornly(asked: str | None = None) -> None:
+    """Use the processor for ever, whatever is raised; write the file ``asked`` when that is so."""
     n = 0
     while True:
         try:
@@ -493,6 +494,8 @@ def count_up_stubbornly() -> None:
                 n += 1
         except BaseException:
             n = 0
+            if asked is not None:
+                Path(asked).touch()
 
 
 def spin_in_c(*_: Any) -> None:
