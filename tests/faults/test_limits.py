@@ -278,7 +278,7 @@ def test_output_of_workers_is_not_lost(tmp_path):
 
 def test_shared_memory_is_left_as_it_was(tmp_path):
     """A script killed with large results about leaves nothing in /dev/shm."""
-    import os
+    from xpool.testing.leaks import Snapshot
 
     text = """
         import os, signal
@@ -291,10 +291,10 @@ def test_shared_memory_is_left_as_it_was(tmp_path):
             pending = pool.map_async(work.large, [3_000_000] * 100)
             os.kill(os.getpid(), signal.SIGKILL)
     """
-    before = set(os.listdir("/dev/shm"))
+    before = Snapshot.take()
     done = scripts.run([scripts.write(tmp_path / "script.py", text)])
     assert done.returncode == -9
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert before._more_shm() == set()  # but for what others have open
 
 
 # Threads ------------------------------------------------------------------------------------------
