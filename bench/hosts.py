@@ -84,8 +84,8 @@ def main() -> None:
     )
     # A processor each, of which each host has one left: else Ray may place both workers beside the
     # driver, where no array crosses a network.
-    spread = {"num_cpus": 1}
-    ours, theirs = Pool(hosts=xpool.ray.hosts(per_host=1)), RayPool(2, ray_remote_args=spread)
+    ours = Pool(hosts=xpool.ray.hosts(per_host=1))
+    theirs = RayPool(2, ray_remote_args={"num_cpus": 1})
     with ours, theirs:
         for name, (work, n, m) in WORKS.items():
             if args.only not in name:

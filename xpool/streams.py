@@ -296,8 +296,7 @@ class IMapIterator(Iterator[T]):
         self.shelf.bytes_in += weight
         self._arrived[index] = ok, value, weight
         # Last, here and below: who wakes looks for what was put there.
-        if self._waiters:
-            self._waiters.wake()
+        self._waiters.wake()
 
     def finish(self, length: int) -> None:
         """Note that the input had ``length`` tasks."""
