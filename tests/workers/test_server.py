@@ -39,3 +39,28 @@ def test_the_server_is_killed_while_its_workers_run(tmp_path):
     """Their tasks are answered, they take more, and what comes after them has a new server."""
     path = scripts.write(tmp_path / "killed.py", KILLED)
     assert scripts.run_ok([path, str(tmp_path)]) == ""
+
+
+UNBORN = """
+    import os, pathlib, signal, sys
+    import xpool
+    from support import leaks
+
+    if __name__ == "__main__":
+        begun = pathlib.Path(sys.argv[1]) / "begun"
+        with xpool.Pool(1) as pool:
+            pool.apply(os.getpid)
+            (server,) = leaks.servers()
+            os.kill(server, signal.SIGSTOP)
+            ending = xpool.Pool(2, pathlib.Path.touch, (begun,))
+            ending.terminate_workers()
+            os.kill(server, signal.SIGCONT)
+            ending.terminate()
+        assert not begun.exists()
+"""
+
+
+def test_workers_that_are_not_there_yet_are_ended(tmp_path):
+    """They run nothing of the program's, and nothing waits for what they would do when asked."""
+    path = scripts.write(tmp_path / "unborn.py", UNBORN)
+    assert scripts.run_ok([path, str(tmp_path)]) == ""

@@ -190,7 +190,10 @@ class Replacement:
             if slot.handle is not None and not self._kills.pending(slot):
                 if slot.state is WorkerStates.STARTING or slot.state.serves:
                     slot.happens(WorkerEvent.RETIRE)
-                slot.handle.signal(signal.SIGTERM)
+                if slot.pid is None:
+                    slot.kill()  # the server has not forked it yet: there is nobody to ask
+                else:
+                    slot.handle.signal(signal.SIGTERM)
                 self._kills.by(slot, self._reactor.now() + STOP_GRACE)
 
     @property

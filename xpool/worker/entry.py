@@ -33,13 +33,16 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = ["CLOSE_ON_EXEC", "MOST", "ONE", "SEVERAL", "TRACKER", "main", "set_environment"]
+__all__ = ["CALLED_OFF", "CLOSE_ON_EXEC", "MOST", "ONE", "SEVERAL", "TRACKER", "main", "set_environment"]
 
 ONE, SEVERAL = b"W", b"S"
 """What the descriptors in a boot socket are: one worker's, or several workers' boot sockets."""
 
 TRACKER = b"T"
 """What a worker sends for the program's resource tracker; the parent sends it back, with that."""
+
+CALLED_OFF = b"K"
+"""What the parent sends there to the server while that has not forked the worker: it need not."""
 
 MOST = 64
 """Workers that a process may have; one message can carry 253 descriptors."""

@@ -20,6 +20,7 @@ import gc
 import importlib
 import io
 import os
+import select
 import selectors
 import signal
 import socket
@@ -89,6 +90,10 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                     return 0
                 boot, status, *streams = fds
                 _take_streams(request[1], streams)
+                if _called_off(status):
+                    os.close(boot)
+                    os.close(status)
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     # First: a signal to this child would wake the server, whose pipe it has.
@@ -102,6 +107,13 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                 os.close(boot)
                 statuses[pid] = status
                 _tell(status, pid)
+
+
+def _called_off(status: int) -> bool:
+    """Whether the parent wants a worker no more that it has asked for."""
+    poller = select.poll()
+    poller.register(status, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _preload(names: list[str]) -> None:

@@ -386,7 +386,13 @@ class _Forked:
 
     def signal(self, signum: int) -> None:
         pid = self.pid
-        if pid is None or self.ended():
+        if self.ended():
+            return
+        if pid is None:
+            if signum == signal.SIGKILL:
+                # Not forked yet: the server looks for this before it forks.
+                with contextlib.suppress(OSError):  # it has done so meanwhile, or is gone
+                    os.write(self.sentinel, entry.CALLED_OFF)
             return
         # The pid might be another's by now.  But the server reports a death before it reaps, so
         # when there is no report yet, what the pidfd was opened for is our worker.
