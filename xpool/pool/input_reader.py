@@ -193,7 +193,7 @@ class InputReader:
         self._end = end
         self._index = 0  # of the next task
         self._tasks: Iterator[Any] | None = None
-        self.thread = threading.Thread(target=self._draw, name=f"{name}-input_reader", daemon=True)
+        self._name = f"{name}-input_reader"
 
     def begin(self) -> None:
         """Draw a moderate input here, and start the thread for what is left.
@@ -203,7 +203,7 @@ class InputReader:
         """
         most = HERE_ITEMS if self._runs is None else RUN
         if not (self._known and self._draw(most)):
-            self.thread.start()
+            threading.Thread(target=self._draw, name=self._name, daemon=True).start()
 
     def _draw(self, most: float = math.inf) -> bool:
         """Draw all, or about ``most`` tasks if they are small; return whether these were all."""

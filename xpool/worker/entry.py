@@ -33,7 +33,16 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = ["CALLED_OFF", "CLOSE_ON_EXEC", "MOST", "ONE", "SEVERAL", "TRACKER", "main", "set_environment"]
+__all__ = [
+    "CALLED_OFF",
+    "CLOSE_ON_EXEC",
+    "MOST",
+    "ONE",
+    "SEVERAL",
+    "TRACKER",
+    "main",
+    "set_environment",
+]
 
 ONE, SEVERAL = b"W", b"S"
 """What the descriptors in a boot socket are: one worker's, or several workers' boot sockets."""
