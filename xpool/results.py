@@ -174,9 +174,6 @@ class AsyncResult(Job, Generic[T]):
         # Not by `Job`'s: calls in a loop make many of these.
         self.number, self.label, self._pool = number, label, pool
         self._waiters = Waiters()
-        # Held while the value is unpickled, which is done once, by whoever asks first.  Reentrant:
-        # the program's code, which that runs, and signal handlers may ask for this result.
-        self._opening = threading.RLock()
         if callback is not None or error_callback is not None:
             self._callback, self._error_callback = callback, error_callback
             self.has_callback = True
@@ -253,7 +250,10 @@ class AsyncResult(Job, Generic[T]):
     def _open(self) -> None:
         if self._opened:
             return
-        with self._opening:
+        # Held while the value is unpickled, which is done once, by whoever asks first.  Reentrant:
+        # the program's code, which that runs, and signal handlers may ask for this result.  Made
+        # here, by one operation, since many results need none: a thread's value is there as it is.
+        with self.__dict__.setdefault("_opening", threading.RLock()):
             if self._opened:
                 return
             # An interrupt while this unpickles leaves all as it was: the next `get` begins anew.

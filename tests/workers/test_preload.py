@@ -44,6 +44,27 @@ def test_preloaded_in_the_server(tmp_path):
     assert scripts.run_ok([scripts.write(tmp_path / "early.py", EARLY)]) == ""
 
 
+TESTED = """
+    import sys
+    import pytest
+    import xpool
+
+    KNOWN = "'pytest' in __import__('sys').modules"
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            assert pool.apply(eval, (KNOWN,))  # which needs nothing of this script
+        xpool.preload("math")
+        with xpool.Pool(1) as pool:
+            assert not pool.apply(eval, (KNOWN,))  # all was named
+"""
+
+
+def test_pytest_is_in_the_server(tmp_path):
+    """Each worker of each test would import it, with the module that its function is in."""
+    assert scripts.run_ok([scripts.write(tmp_path / "tested.py", TESTED)]) == ""
+
+
 IMPORTED = """
     import sys
     import xpool

@@ -77,6 +77,7 @@ class Callbacks:
 
     def _serve(self) -> None:
         local.blocking = self._relieve
+        me = threading.current_thread()
         while True:
             job = self._queue.get()
             if job is None:
@@ -95,7 +96,7 @@ class Callbacks:
                 # Else its result would live until the next callback.
                 del job
             # `_relieve` has put a fresh thread in its place while it waited.
-            if self._runner is not threading.current_thread():
+            if self._runner is not me:
                 return
 
     def stop(self) -> None:

@@ -132,14 +132,17 @@ def asked_for() -> bool:
 def wanted_modules() -> tuple[str, ...]:
     """Return what the server of the program as it is now is to import.
 
-    Of numpy and torch the largest: torch brings numpy, and who has asked for modules got a server
-    before it was known what these would bring to the program.
+    Of numpy and torch the largest, for torch brings numpy; pytest, since modules of tests import it,
+    and else each worker would.  But who has asked for modules got a server before it was known what
+    these would bring to the program, and so has named all.
     """
     wanted = set(_preloaded)
     if "torch" in sys.modules:
         wanted.add("torch")
-    elif "numpy" in sys.modules and not wanted:
-        wanted.add("numpy")
+    if not _preloaded:
+        wanted.update({"pytest"} & sys.modules.keys())
+        if "torch" not in wanted:
+            wanted.update({"numpy"} & sys.modules.keys())
     return tuple(sorted(wanted))
 
 
