@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import importlib.util
 import os
 import signal
@@ -132,9 +133,9 @@ def asked_for() -> bool:
 def wanted_modules() -> tuple[str, ...]:
     """Return what the server of the program as it is now is to import.
 
-    Of numpy and torch the largest, for torch brings numpy; pytest, since modules of tests import it,
-    and else each worker would.  But who has asked for modules got a server before it was known what
-    these would bring to the program, and so has named all.
+    Of numpy and torch the largest, for torch brings numpy; pytest, since modules of tests import
+    it, and else each worker would.  But who has asked for modules got a server before it was known
+    what these would bring to the program, and so has named all.
     """
     wanted = set(_preloaded)
     if "torch" in sys.modules:
@@ -468,6 +469,8 @@ class ProcessLauncher:
     def __init__(self, context: BaseContext) -> None:
         self._context = context
         self.forks = context.get_start_method() == "fork"
+        if self.forks:
+            importlib.import_module(*PRELOAD)  # once, instead of in each worker
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         # A Connection is what may be given to any Process; the boot socket travels through it.
