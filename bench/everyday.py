@@ -632,7 +632,7 @@ all that it has."""
 def compare(row: Row, results: dict[str, float | str], without: Collection[str] = ()) -> float:
     """Return xpool's time as a multiple of the best peer's; 0: there is none, inf: it has none."""
     others = [
-        v for p, v in results.items() if p not in {"xpool", *without} and v.__class__ is float
+        v for p, v in results.items() if p not in {"xpool", *without} and isinstance(v, float)
     ]
     mine = results["xpool"]
     if isinstance(mine, str):

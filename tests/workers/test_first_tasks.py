@@ -59,3 +59,19 @@ def test_a_first_task_fails_where_nothing_can_be_imported(tmp_path):
         "ValueError True",
         "ResultNotPicklable True",
     ]
+
+
+FORKED = """
+    import sys
+    from xpool import Pool
+
+    if __name__ == "__main__":
+        with Pool(1, context="fork") as pool:
+            there = pool.apply(eval, ("sorted(__import__('sys').modules)",))
+            print(sorted(set(there) - set(sys.modules)))
+"""
+
+
+def test_a_fork_imports_nothing(tmp_path):
+    """What a worker needs, its program has imported before the fork: once, not in each worker."""
+    assert scripts.run_ok([scripts.write(tmp_path / "forked.py", FORKED)]) == "[]\n"
