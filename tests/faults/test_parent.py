@@ -233,3 +233,63 @@ def test_fork_server_killed(tmp_path):
     """When the fork server is killed, the pool goes on or says why not, and a new pool works."""
     out = scripts.run_ok([scripts.write(tmp_path / "server.py", SERVER)])
     assert out.splitlines()[-1] == "ok", out
+
+
+FORKS_MEANWHILE = """
+    import os, signal, subprocess, threading
+    import xpool
+    from support import leaks, work
+
+    copies = []
+
+    def copy():
+        pid = os.fork()
+        if pid:
+            copies.append(pid)
+            return
+        os.closerange(0, 3)
+        signal.pause()
+
+    def another_forks():
+        thread = threading.Thread(target=copy, daemon=True)
+        thread.start()
+        thread.join(0.1)  # where it must not fork now, it does so when this goes on
+
+    def then_fork(call):
+        def wrapped(*args, **kwds):
+            value = call(*args, **kwds)
+            another_forks()
+            return value
+        return wrapped
+
+    if __name__ == "__main__":
+        popen = subprocess.Popen
+        def start(*args, **kwds):
+            another_forks()
+            return popen(*args, **kwds)
+        subprocess.Popen = start
+        with xpool.Pool(1) as pool:
+            pool.apply(os.getpid)
+        subprocess.Popen = popen
+        os.pipe = then_fork(os.pipe)
+        pool = xpool.Pool(1)
+        ours = [pool.apply(os.getpid), *leaks.servers()]
+        running = pool.apply_async(work.spin)
+        print(*ours, flush=True)
+        print(*copies, flush=True)
+        signal.pause()
+"""
+
+
+def test_parent_killed_that_has_forked(tmp_path):
+    """Copies of the parent, made while a server or a worker started, do not keep these alive."""
+    with scripts.popen([scripts.write(tmp_path / "forks.py", FORKS_MEANWHILE)]) as parent:
+        ours = [int(pid) for pid in parent.stdout.readline().split()]
+        copies = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    try:
+        assert len(ours) == 2 and len(copies) >= 3
+        assert wait_gone(ours) == []
+    finally:
+        for pid in copies:
+            os.kill(pid, signal.SIGKILL)

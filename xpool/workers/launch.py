@@ -199,6 +199,8 @@ class ForkServer:
         # What a dead one has left: its socket.
         self._stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # At once: a child that another thread forks meanwhile closes it (`forget_all`).
+        self._sock, self._ready = ours, False
         # The server alone has its end from here on: else its death would not be seen by who asks.
         with theirs:
             flags = [f"-X{k}" if v is True else f"-X{k}={v}" for k, v in sys._xoptions.items()]
@@ -218,7 +220,6 @@ class ForkServer:
                 stdout=1 if _is_open(1) else subprocess.DEVNULL,
                 stderr=2 if _is_open(2) else subprocess.DEVNULL,
             )
-            self._sock, self._ready = ours, False
 
     def ready(self) -> bool:
         """Whether it has imported its modules, and forks at once."""

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ __all__ = ["Slot"]
 
 # Of all pools, each with its own lock: a set changes in one operation, so there is none here.
 _parents_only: set[int] = set()
+
+_forking = threading.RLock()
+"""Held by who forks, and while pipes are made: no child has an end that is not noted yet.
+Reentrant: a finalizer may fork."""
 
 
 def _mine(fd: int) -> int:
@@ -60,6 +65,7 @@ def _after_fork_in_child() -> None:
 
 
 forks.at_fork(in_child=_after_fork_in_child)
+forks.at_fork(before=_forking.acquire, in_parent=_forking.release, in_child=_forking.release)
 
 
 class Slot:
@@ -157,15 +163,16 @@ class Slot:
         mine: list[int] = []
         theirs: list[int] = []
         try:
-            task_r, task_w = os.pipe()
-            theirs.append(task_r)
-            mine.append(_mine(task_w))
-            answer_r, answer_w = os.pipe()
-            theirs.append(answer_w)
-            mine.append(_mine(answer_r))
-            life_r, life_w = os.pipe()
-            theirs.append(life_r)
-            mine.append(_mine(life_w))
+            with _forking:
+                task_r, task_w = os.pipe()
+                theirs.append(task_r)
+                mine.append(_mine(task_w))
+                answer_r, answer_w = os.pipe()
+                theirs.append(answer_w)
+                mine.append(_mine(answer_r))
+                life_r, life_w = os.pipe()
+                theirs.append(life_r)
+                mine.append(_mine(life_w))
             page = make_file()
             theirs.append(page)
             # Each end of a pipe has flags of its own: the worker's still block.
