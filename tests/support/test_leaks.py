@@ -20,7 +20,7 @@ from xpool.testing import leaks
 
 def test_nothing_left():
     """Without a leak there is nothing to report."""
-    assert Snapshot.take().leaks(0.1) == []
+    assert Snapshot.take().leaks(5) == []
 
 
 def test_process_left():
@@ -67,9 +67,10 @@ def test_descriptor_left(tmp_path):
     """A descriptor that is still open is reported with what it leads to."""
     before = Snapshot.take()
     with (tmp_path / "open").open("w"):
-        (leak,) = before.leaks(0.1)
-        assert leak.startswith("descriptor") and leak.endswith("open")
-    assert before.leaks(0.1) == []
+        # Only these: no time is left to wait until a stranger has put away a name in /dev/shm.
+        (leak,) = [one for one in before.leaks(0.1) if one.startswith("descriptor")]
+        assert leak.endswith("open")
+    assert before.leaks(5) == []
 
 
 def test_shared_memory_left():
@@ -179,11 +180,11 @@ def test_what_is_outside(tmp_path):
     thread = threading.Thread(target=stop.wait, name="stays")
     thread.start()
     with open(tmp_path / "open", "w"):
-        assert before.leaks(0.1) == []
+        assert before.leaks(5) == []
         name = Path("/dev/shm", f"xpool-test-{os.getpid()}")
         name.touch()
         try:
-            assert before.leaks(0.1) == [str(name)]
+            assert str(name) in before.leaks(0.1)
         finally:
             name.unlink()
     stop.set()
@@ -205,6 +206,6 @@ def test_kept_servers():
         ):
             before = Snapshot.take()
             start()
-            assert before.more_fds() == {} and before.leaks(0.1) == []
+            assert before.more_fds() == {} and before.leaks(5) == []
         """,
     )

@@ -17,7 +17,7 @@ pytest.importorskip("torch", reason="most messages have tensors")
 import torch
 from support import work
 from support.tiers import also
-from support.waiting import eventually, pass_gate, post
+from support.waiting import eventually, pass_gate, post, wait_gone
 
 from xpool import (
     OptionError,
@@ -279,7 +279,10 @@ def test_a_dead_peer_ends_a_receive(make_pool, mailbox):
 def test_a_peer_that_dies_before_it_is_spoken_to(make_pool):
     """Without a channel there is nothing to lose: the replacement answers."""
     pool = make_pool(P2PPool, 2)
-    os.kill(pool.apply(work.pid, worker=1), signal.SIGKILL)
+    dead = pool.apply(work.pid, worker=1)
+    os.kill(dead, signal.SIGKILL)
+    # Until then it could be given a channel, and die with that.
+    assert wait_gone([dead]) == []
     pair = [pool.apply_async(greet, (1 - i,), worker=i) for i in range(2)]
     for result in pair:
         result.get()

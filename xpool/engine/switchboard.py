@@ -59,7 +59,13 @@ class Switchboard:
     def _enough(self, asker: int, peer: int) -> None:
         """A worker has waited long enough; where the peer has no process, it gets one with that."""
         if self._slots[peer].handle is not None:
-            self._connect(asker, peer)
+            self._connect(asker, peer, patient=False)
+
+    def _wait(self, asker: int, peer: int) -> None:
+        """Have a worker wait for a peer's replacement, as long as that may take to be there."""
+        self._forget(asker, peer)
+        when = self._reactor.now() + PATIENCE
+        self._waiting[asker, peer] = self._reactor.call_at(when, self._enough, asker, peer)
 
     def _forget(self, asker: int, peer: int) -> None:
         timer = self._waiting.pop((asker, peer), None)
@@ -100,18 +106,18 @@ class Switchboard:
             return  # it is on its way
         # Its death may not have been seen here: a new channel would lead to the dead process.
         if other.handle is None or (current and ended):
-            asker = slot.index
-            self._forget(asker, peer)
-            when = self._reactor.now() + PATIENCE
-            self._waiting[asker, peer] = self._reactor.call_at(when, self._enough, asker, peer)
+            self._wait(slot.index, peer)
         else:
             self._connect(slot.index, peer)
 
     def _ends(self, pair: tuple[int, int]) -> tuple[int, int]:
         return self._slots[pair[0]].generation, self._slots[pair[1]].generation
 
-    def _connect(self, asker: int, peer: int) -> None:
-        """Make a channel and hand its ends to both."""
+    def _connect(self, asker: int, peer: int, patient: bool = True) -> None:
+        """Make a channel and hand its ends to both.
+
+        ``patient``: where the peer has ended, which has not been seen here, wait for the next one.
+        """
         # One channel serves both: whoever else waits for the same pair has it, too.
         self._forget(asker, peer)
         self._forget(peer, asker)
@@ -125,7 +131,13 @@ class Switchboard:
         with ends[0], ends[1]:
             try:
                 # The asker last: it is told when the other cannot have its end.
-                self._hand(peer, asker, ends[1])
+                try:
+                    self._hand(peer, asker, ends[1])
+                except ConnectionError:
+                    if not patient:
+                        raise
+                    self._wait(asker, peer)
+                    return
                 self._hand(asker, peer, ends[0])
             except OSError as exc:
                 self._refuse(asker, peer, exc)
