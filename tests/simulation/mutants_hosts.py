@@ -55,7 +55,7 @@ def _(patch: Patch) -> None:
 
 @mutant("more long tasks are permitted than a host has workers")
 def _(patch: Patch) -> None:
-    wrap(patch, HostScheduler, "_extra", lambda original, sched: max(1, original(sched)))
+    wrap(patch, HostScheduler, "_extra", lambda original, *given: max(1, original(*given)))
 
 
 @mutant("what is permitted is not bounded by bytes")
@@ -67,6 +67,17 @@ def _(patch: Patch) -> None:
         return found
 
     wrap(patch, HostScheduler, "_room", room)
+
+
+@mutant("what is permitted of tasks for one worker is not bounded by bytes")
+def _(patch: Patch) -> None:
+    def bound(original: Any, sched: HostScheduler, host: Host, found: Any) -> Any:
+        nbytes, host.nbytes = host.nbytes, 0
+        lot = original(sched, host, found)
+        host.nbytes += nbytes
+        return lot
+
+    wrap(patch, HostScheduler, "_next_bound", bound)
 
 
 @mutant("a host that is about to go is permitted more")

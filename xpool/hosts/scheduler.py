@@ -299,7 +299,7 @@ class HostScheduler(Waiting):
         return lot
 
     def _next_bound(self, host: Host, found: list[Message]) -> Lot | None:
-        more = 1 + self._extra()
+        more = 1 + self._extra(host)
         waits = False
         for w in range(host.first, host.first + host.workers):
             if self.own[w] and self._bound_ahead[w] < more:
@@ -419,9 +419,9 @@ class HostScheduler(Waiting):
     def _handful(self, workers: int) -> int:
         return max(1, min(MOST_ITEMS, int(LOT_SECONDS * workers / self.cost)))
 
-    def _extra(self) -> int:
-        """Return how many items each worker may have beside the one that it runs."""
-        if self.cost > LONG_SECONDS:
+    def _extra(self, host: Host) -> int:
+        """Return how many items each worker of a host may have beside the one that it runs."""
+        if self.cost > LONG_SECONDS or host.nbytes >= STAGED_BYTES:
             return 0
         return min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / self.cost))
 
@@ -429,10 +429,8 @@ class HostScheduler(Waiting):
         """Return how many more items a host may be permitted."""
         if not host.accepting:
             return 0
-        most = host.workers
-        if host.nbytes < STAGED_BYTES:
-            most = max(most, min(MOST_AHEAD, host.workers * (1 + self._extra())))
-        return most - host.ahead
+        most = min(MOST_AHEAD, host.workers * (1 + self._extra(host)))
+        return max(host.workers, most) - host.ahead
 
     # -- answers come ------------------------------------------------------------------------------
 
