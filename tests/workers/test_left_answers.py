@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from xpool import PoolClosed, ThreadPool
-from xpool.workers.threads import LEFT_MOST
+from xpool.workers.threads import LEFT_BYTES, LEFT_MOST
 
 
 class Stages:
@@ -88,3 +88,13 @@ def test_a_consumer_that_waits_is_woken():
             assert next(results) == 0
             func.go.set()
             assert next(results) == 1
+
+
+def test_large_ones_are_delivered():
+    """They count as memory that results take, which bounds how far ahead the input is drawn."""
+    func = Stages(3)
+    with ThreadPool(1) as pool:
+        results = pool.imap(lambda x: func(x) and bytes(LEFT_BYTES), range(4))
+        func.begun.wait()
+        assert results.shelf.bytes_in > 2 * LEFT_BYTES
+        func.go.set()

@@ -27,7 +27,7 @@ from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
 from xpool.jobs.budget import START_ATTEMPTS, back_off
 from xpool.options import Terms
 from xpool.results import Job
-from xpool.streams import Stream
+from xpool.streams import Stream, weigh
 from xpool.waiters import TaskQueue
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
@@ -41,7 +41,9 @@ _LOOK = object()
 """In the queue: what wakes a thread so that it sees whether it is still wanted."""
 
 LEFT_MOST = 64
-"""Answers of a stream that are left for its consumer before a thread delivers them itself."""
+LEFT_BYTES = 64 * 1024
+"""Answers of a stream that are left for its consumer, before a thread delivers them itself, and
+what one may hold at most: what is left does not count yet as memory that results take."""
 
 LONGEST = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
@@ -309,8 +311,9 @@ class ThreadWorkers:
             if source is None or source.left is None:
                 answer(result)
                 return
-            source.left.append(result)
-            if source.left.waiters or len(source.left) >= LEFT_MOST:
+            left = source.left
+            left.append(result)
+            if left.waiters or len(left) >= LEFT_MOST or weigh(result[2][1]) > LEFT_BYTES:
                 collect(source.job)
 
         return get, put
