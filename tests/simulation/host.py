@@ -252,6 +252,8 @@ class AgentEngine:
         last = position + 1 == len(batch.items)
         if run.ends_in == "value" and not last and self.world.chance(0.5):
             self.unsaid[w] += 1
+            # The true engine finds what a worker leaves in its outbox (`EngineWorld` holds it).
+            self.world.later(0.1 * self.world.draw.random(), self._find, w)
         else:
             self.unsaid[w] += run.ends_in == "value"
             self._say(w)
@@ -285,6 +287,13 @@ class AgentEngine:
             for name, tasks in found:
                 self.results.append((*name, (True, Value(tasks, self.host.number))))
             self.host.news()
+
+    def _find(self, w: int) -> None:
+        if self.host.alive and self.unsaid[w]:
+            self._say(w)
+            self._refill(w)
+            self._go_on(w)
+            self._give()
 
     def _die(self, w: int) -> None:
         run = self.runs[w]

@@ -435,6 +435,7 @@ class HostWorld(World):
 
     def feed(self) -> None:
         """An input reader that has seen a reason to tell the engine does so."""
+        self.progress = self.now  # slow ones are no hang
         self.engine.feed(self.to_feed.pop(self.below(len(self.to_feed))))
 
     def cancel(self) -> None:
