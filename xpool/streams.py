@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import repeat, starmap
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from xpool.progress import Progress
 from xpool.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
 from xpool.waiters import Waiters
 
-__all__ = ["IMapIterator", "IMapUnorderedIterator", "Left", "Shelf", "Stream", "weigh"]
+__all__ = ["IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ AT_ONCE = 512
 _SMALL = frozenset((int, float, bool, type(None)))
 
 
-def weigh(value: Any) -> int:
+def _weigh(value: Any) -> int:
     """Return about how many bytes an answer takes, by no code of the user's: engines call this."""
     kind = type(value)
     if kind in _SMALL:
@@ -66,17 +66,6 @@ class Shelf:
         return self.moved - len(self.values)
 
 
-class Left(deque[Any]):
-    """Answers that threads have left for whoever looks first; ``waiters``: those who wait for one.
-
-    Who leaves one looks at ``waiters`` then, and who is going to wait looks here then: so one of
-    the two sees the other.
-    """
-
-    def __init__(self, waiters: Sequence[Any]) -> None:
-        self.waiters = waiters
-
-
 class IMapIterator(Iterator[T]):
     """The results of `imap`, in order, as `multiprocessing.pool.IMapIterator`."""
 
@@ -103,8 +92,6 @@ class IMapIterator(Iterator[T]):
         self.total: int | None = None  # items of the input, where that has a length
         self.progress: Progress | None = None
         self.returns_errors = False
-        # What the pool's threads have left here, if it has threads.
-        self.left: Left | None = None
         # The pool's side of it, and what stops the drawing of its input.
         self.cancelling: tuple[Job, Callable[[], object]] | None = None
 
@@ -208,11 +195,6 @@ class IMapIterator(Iterator[T]):
         return cancelled
 
     def _movable(self) -> bool:
-        if self.left:
-            # Read once: `release` takes it away, in another thread.
-            pool, cancelling = self._pool, self.cancelling
-            if pool is not None and cancelling is not None:
-                pool._collect(cancelling[0])
         return bool(
             self.shelf.values
             or self._next in self._arrived
@@ -308,20 +290,17 @@ class IMapIterator(Iterator[T]):
     # -- the engine's side -------------------------------------------------------------------
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
-        """Take the answer of task ``index``, or of several from there on; `wake` is to follow."""
-        weight = weigh(value)
+        """Take the answer of task ``index``, or of several from there on."""
+        weight = _weigh(value)
         # Before it can be taken, so that `bytes_out` is never ahead.
         self.shelf.bytes_in += weight
         self._arrived[index] = ok, value, weight
+        # Last, here and below: who wakes looks for what was put there.
+        self._waiters.wake()
 
     def finish(self, length: int) -> None:
         """Note that the input had ``length`` tasks."""
         self._length = length
-        # Last, here and below: who wakes looks for what was put there.
-        self._waiters.wake()
-
-    def wake(self) -> None:
-        """Let those who wait look again."""
         self._waiters.wake()
 
     def fail(self, exc: BaseException | Parcel) -> None:
@@ -362,8 +341,6 @@ class Stream(Job):
         self._length: int | None = None
         # Told how many tasks were answered, where the input is drawn no further ahead than that.
         self.answers: Callable[[int], object] | None = None
-        # Where threads leave answers, if they do.
-        self.left: Left | None = None
         # How the pool takes items that are there at once: `xpool.pool.input_reader.Runs`.
         self.runs: Any = None
 
@@ -380,32 +357,6 @@ class Stream(Job):
         iterator = self._iterator()
         if iterator is not None:
             iterator.arrive(index, ok, value)
-            iterator.wake()
-        self.settled = self._answered == self._length
-        return self.settled
-
-    def leave(self) -> Left:
-        """Let threads leave answers here, to be delivered many at a time."""
-        iterator = self._iterator()
-        self.left = Left(() if iterator is None else iterator._waiters)
-        if iterator is not None:
-            iterator.left = self.left
-        return self.left
-
-    def deliver_all(self, answers: list[tuple[int, bool, Any]]) -> bool:
-        """As `deliver`, of many tasks at once: (index, ok, value) of each."""
-        if self.settled:
-            return False
-        self._answered += len(answers)
-        if self.progress is not None:
-            self.progress.add(len(answers))
-        if self.answers is not None:
-            self.answers(len(answers))
-        iterator = self._iterator()
-        if iterator is not None:
-            for answer in answers:
-                iterator.arrive(*answer)
-            iterator.wake()
         self.settled = self._answered == self._length
         return self.settled
 
@@ -418,7 +369,7 @@ class Stream(Job):
         """Count the memory of an answer that does not arrive yet; -1: does so now."""
         iterator = self._iterator()
         if iterator is not None:
-            iterator.shelf.bytes_in += times * weigh(value)
+            iterator.shelf.bytes_in += times * _weigh(value)
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         """Return what is to be called with each item in the place of ``put``."""

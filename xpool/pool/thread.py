@@ -21,9 +21,9 @@ from xpool.options import (
     check_share_method,
 )
 from xpool.pool.base import BasePool
-from xpool.pool.hooks import Carried, Result, Task
+from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl, Runs
-from xpool.results import Job, Parcel
+from xpool.results import Job
 from xpool.streams import Stream
 from xpool.worker.callables import applied, each, star_each
 from xpool.workers.threads import Entry, Source, ThreadWorkers
@@ -91,8 +91,6 @@ class ThreadPool(BasePool):
         """Make the queue that the threads take from."""
         # Shortcuts are for those who have not put their own hook in the way.
         self._direct = type(self).pool_inqueue_put is ThreadPool.pool_inqueue_put
-        # A subclass with a hook of its own gets the results there, in the engine's thread.
-        self._delivers = type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get
         self._results: deque[Result] = deque()  # for a `pool_outqueue_get` of a subclass
         self._threads = ThreadWorkers(
             self._size,
@@ -104,14 +102,15 @@ class ThreadPool(BasePool):
             self.name,
             self._jobs,
             self._answerer(),
-            self._collector(),
             self._initializer_timeout,
         )
         self._backend = self._threads
 
     def _answerer(self) -> Callable[[Result], None]:
         """Return what the threads call with their results: it must not hold the pool."""
-        ref, results, delivers = weakref.ref(self), self._results, self._delivers
+        ref, results = weakref.ref(self), self._results
+        # A subclass with a hook of its own gets the results there, in the engine's thread.
+        delivers = type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get
 
         def answer(result: Result) -> None:
             pool = ref()
@@ -126,55 +125,6 @@ class ThreadPool(BasePool):
                 pool._threads.wake()
 
         return answer
-
-    def _collector(self) -> Callable[[Job], None]:
-        """Return what the threads call when enough is left in a stream: likewise."""
-        ref = weakref.ref(self)
-
-        def collect(job: Job) -> None:
-            pool = ref()
-            if pool is not None:
-                pool._collect(job)
-
-        return collect
-
-    @shielded
-    def _collect(self, job: Job) -> None:
-        """Deliver what threads have left in a stream."""
-        assert isinstance(job, Stream)
-        assert job.left is not None
-        answers = []
-        failed = 0
-        with self._delivering:
-            # Only as many as are there now: the threads go on.
-            for _ in range(len(job.left)):
-                _, index, (ok, value) = job.left.popleft()
-                if not ok:
-                    failed += 1
-                    if isinstance(value, Carried):
-                        value = value.exc
-                answers.append((index, ok, value))
-            self._counts["failed"] += failed
-            self._counts["succeeded"] += len(answers) - failed
-            if answers and job.deliver_all(answers):
-                self._complete(job)
-
-    def _collect_all(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            if isinstance(job, Stream) and job.left:
-                self._collect(job)
-
-    def statistics(self) -> dict[str, Any]:
-        self._collect_all(list(self._jobs.values()))
-        return super().statistics()
-
-    def _fail_jobs(
-        self, jobs: Iterable[Job], exc: BaseException | Parcel, call_back: bool = True
-    ) -> int:
-        jobs = list(jobs)
-        # What is done was answered before.
-        self._collect_all(jobs)
-        return super()._fail_jobs(jobs, exc, call_back)
 
     def _work(self) -> Callable[..., None]:
         return self.worker
@@ -252,8 +202,6 @@ class ThreadPool(BasePool):
         if self._plain(terms):
             assert isinstance(job, Stream)
             threads = self._threads
-            if self._delivers:
-                job.leave()
 
             def put_run(index: int, items: list[Any]) -> int:
                 threads.put(Source(job, func, (), items, index), len(items))

@@ -210,7 +210,8 @@ class ForkServer:
                 fd=theirs.fileno(),
                 preload=[*PRELOAD, *([] if self._stands_in else _with_numpy(self.preload))],
                 later=[] if self._stands_in else list(LATER),
-                missing=list(self.preload) if self._stands_in else [],
+                # A worker that needs another of them imports it: that takes less than to wait.
+                missing=["torch"] if self._stands_in else [],
             )
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", order],

@@ -65,7 +65,10 @@ def _after_fork_in_child() -> None:
 
 
 forks.at_fork(in_child=_after_fork_in_child)
-forks.at_fork(before=_forking.acquire, in_parent=_forking.release, in_child=_forking.release)
+# Not the lock's own methods: a child has another lock, since Ctrl-C may have kept this one from who
+# forks.
+forks.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
+forks.renew(globals(), _forking=threading.RLock)
 
 
 class Slot:

@@ -27,7 +27,6 @@ from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
 from xpool.jobs.budget import START_ATTEMPTS, back_off
 from xpool.options import Terms
 from xpool.results import Job
-from xpool.streams import Stream, weigh
 from xpool.waiters import TaskQueue
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
@@ -39,11 +38,6 @@ SYSTEM_ATTEMPTS = 6
 
 _LOOK = object()
 """In the queue: what wakes a thread so that it sees whether it is still wanted."""
-
-LEFT_MOST = 64
-LEFT_BYTES = 64 * 1024
-"""Answers of a stream that are left for its consumer, before a thread delivers them itself, and
-what one may hold at most: what is left does not count yet as memory that results take."""
 
 LONGEST = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
@@ -64,7 +58,7 @@ class Source:
     get the same.
     """
 
-    __slots__ = ("_before", "_func", "_items", "job", "left")
+    __slots__ = ("_before", "_func", "_items", "job")
 
     def __init__(
         self,
@@ -75,7 +69,6 @@ class Source:
         first: int = 0,
     ) -> None:
         self.job = job
-        self.left = job.left if isinstance(job, Stream) else None
         self._func, self._before = func, before
         self._items: Iterator[tuple[int, Any]] = enumerate(items, first)
 
@@ -139,13 +132,11 @@ class ThreadWorkers:
         name: str,
         jobs: Mapping[int, Job],
         answer: Callable[[Any], None],
-        collect: Callable[[Job], None],
         initializer_timeout: float | None = None,
     ) -> None:
         # Tasks as they are, entries, or sources; None asks a thread to end.
         self.tasks = TaskQueue()
         self._answer = answer  # takes results, in any thread
-        self._collect = collect  # delivers what was left in a stream
         self.failure: BaseException | None = None
         self.dropped = False
         self._size = size
@@ -238,8 +229,6 @@ class ThreadWorkers:
                 if not me.left:
                     self._remove(me)
             if me.source is not None:
-                if me.source.left:
-                    self._collect(me.source.job)
                 self.tasks.put(me.source)  # it has lived its life: another thread goes on
             if not me.left and not self._ending and self.failure is None:
                 self._replace()
@@ -260,7 +249,7 @@ class ThreadWorkers:
 
     def _ends(self, me: _Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Return what a thread takes tasks with, and what it answers with."""
-        jobs, tasks, answer, collect = self._jobs, self.tasks, self._answer, self._collect
+        jobs, tasks, answer = self._jobs, self.tasks, self._answer
         entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # in hand, with their keys
 
         def get() -> Any:
@@ -273,8 +262,6 @@ class ThreadWorkers:
                     if task is not None:
                         me.job = task[0]
                         return task
-                    if me.source.left:
-                        collect(me.source.job)
                     me.source = None
                 task = tasks.get()
                 if task is None:
@@ -307,14 +294,7 @@ class ThreadWorkers:
                     self._held.pop(key, None) is None or self._retried(entry, result[2])
                 ):
                     return
-            source = me.source
-            if source is None or source.left is None:
-                answer(result)
-                return
-            left = source.left
-            left.append(result)
-            if left.waiters or len(left) >= LEFT_MOST or weigh(result[2][1]) > LEFT_BYTES:
-                collect(source.job)
+            answer(result)
 
         return get, put
 
