@@ -75,3 +75,32 @@ FORKED = """
 def test_a_fork_imports_nothing(tmp_path):
     """What a worker needs, its program has imported before the fork: once, not in each worker."""
     assert scripts.run_ok([scripts.write(tmp_path / "forked.py", FORKED)]) == "[]\n"
+
+
+AUTOGRAD = """
+    import os
+    import torch
+    from xpool import Pool
+
+    def begin():
+        assert torch.renewed == [os.getpid()], torch.renewed
+
+    def train():
+        w = torch.ones(2, requires_grad=True)
+        w.sum().backward()
+        return w.grad.tolist()
+
+    if __name__ == "__main__":
+        ask = torch.autograd._is_checkpoint_valid
+        torch.renewed = []
+        torch.autograd._is_checkpoint_valid = lambda: torch.renewed.append(os.getpid()) or ask()
+        with Pool(1, begin, context="fork") as pool:
+            print(pool.apply(train), torch.renewed)
+"""
+
+
+def test_autograd_is_renewed_before_there_are_threads(tmp_path):
+    """Two threads that train first would each have torch make its engine of autograd anew."""
+    pytest.importorskip("torch")
+    path = scripts.write(tmp_path / "autograd.py", AUTOGRAD)
+    assert scripts.run_ok([path]) == "[1.0, 1.0] []\n"

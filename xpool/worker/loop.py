@@ -197,6 +197,7 @@ class _Worker:
         # Before the context and the initializer, which may ask for `current_worker`.
         enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers, host))
         _use_threads(orders["threads"], orders["forked"])
+        _renew_autograd()
         if hasattr(context, "env"):
             bound: Any = context
             if hasattr(bound, "enter"):
@@ -500,3 +501,15 @@ def _use_threads(n: int, forked: bool) -> None:
     if n:
         # For a torch, or another library with OpenMP, that is imported later.
         os.environ.setdefault("OMP_NUM_THREADS", str(n))
+
+
+def _renew_autograd() -> None:
+    """Have torch renew its engine of autograd, as it must after a fork, while this is one thread.
+
+    It does so, without a lock, in the first operation that records a gradient.  Of two threads that
+    begin at once, one would destroy the engine in which the other runs, for good where there are
+    devices: "0 <= device.index() && device.index() < ...device_ready_queues_.size()", or a hang.
+    """
+    autograd = sys.modules.get("torch.autograd")
+    if autograd is not None:
+        autograd._is_checkpoint_valid()  # asks the engine; starts none of its threads
