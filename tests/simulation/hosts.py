@@ -625,13 +625,14 @@ class HostWorld(World):
             self.check_bytes(self.engine.sched.hosts[number])
 
     def check_bytes(self, host: Any) -> None:
-        """What is sent ahead is bounded, but for two tasks for each worker, one bound to it."""
+        """What is sent ahead is bounded, but for one task for each worker, and one bound to it."""
         lots = [*host.staged, *host.lots.values()]
-        ahead = sum(lot.nbytes for lot in lots)
+        shared = sum(lot.nbytes for lot in lots if lot.items.bound is None)
+        bound = sum(lot.nbytes for lot in lots) - shared
         largest = max((lot.nbytes for lot in lots if len(lot.items.items) == 1), default=0)
-        most = policy.STAGED_BYTES + policy.LOT_BYTES + (1 + 2 * host.workers) * largest
-        if ahead > most:
-            self.wrong(f"{ahead} bytes are at host {host.number}")
+        most = policy.STAGED_BYTES + policy.LOT_BYTES + (1 + host.workers) * largest
+        if shared > most or shared + bound > most + host.workers * largest:
+            self.wrong(f"{shared} bytes are at host {host.number}, and {bound} for its workers")
 
     def check_policy(self) -> None:
         """Before the driver's thread waits: no host has room while something waits for any."""
