@@ -630,24 +630,25 @@ all that it has."""
 
 
 def compare(row: Row, results: dict[str, float | str], without: Collection[str] = ()) -> float:
-    """Return xpool's time as a multiple of the best peer's; 0: there is none, inf: it has none."""
+    """Return xpool's time as a multiple of the best peer's; inf: one of the two has none."""
     others = [
         v for p, v in results.items() if p not in {"xpool", *without} and isinstance(v, float)
     ]
     mine = results["xpool"]
-    if isinstance(mine, str):
+    if not others or isinstance(mine, str):
         return math.inf
     least = 0.02 if row.unit == "B/task" else 0.0  # 20 bytes: to use none is no advantage
-    return max(mine, least) / max(min(others), least) if others else 0.0
+    return max(mine, least) / max(min(others), least)
 
 
-def show(row: Row, peers: list[str], results: dict[str, float | str]) -> None:
-    """Print a line."""
+def show(row: Row, peers: list[str], results: dict[str, float | str]) -> float:
+    """Print a line; return what `compare` does."""
     ratio = compare(row, results)
     cells = [v if isinstance(v, str) else f"{1e3 * v:.1f}" for v in map(results.__getitem__, peers)]
-    said = f"{ratio:.2f}{' behind' if ratio > BEHIND else ''}"
+    said = "?" if ratio == math.inf else f"{ratio:.2f}{' behind' if ratio > BEHIND else ''}"
     line = f"{row.name:36}{row.unit:>7}" + "".join(f"{cell:>11}" for cell in cells)
     print(f"{line}   {said}", flush=True)
+    return ratio
 
 
 def main() -> None:
@@ -665,7 +666,7 @@ def main() -> None:
     if "xpool" not in peers:
         peers.insert(0, "xpool")
     print(" " * 43 + "".join(f"{peer:>11}" for peer in peers) + "   xpool/best")
-    behind, beside_forks, kept = 0, 0, {}
+    behind, only_forks, kept = 0, 0, {}
     for number, row in enumerate(ROWS, 1):
         asked = given.only == str(number) if given.only.isdigit() else given.only in row.name
         if not asked:
@@ -673,15 +674,14 @@ def main() -> None:
         if any(importlib.util.find_spec(package) is None for package in row.needs.split()):
             continue
         kept[f"{number} {row.name}"] = results = run_row(row, peers, given.rounds)
-        show(row, peers, results)
-        if compare(row, results) > BEHIND:
+        if show(row, peers, results) > BEHIND:
             behind += 1
             # Rows with programs of their own have other peers under these names, such as threads.
             forks = FORKS if not row.programs and get_start_method() == "fork" else ()
-            beside_forks += compare(row, results, forks) <= BEHIND
+            only_forks += compare(row, results, forks) <= BEHIND
     if given.json is not None:
         given.json.write_text(json.dumps(kept, indent=1))
-    print(f"behind in {behind} of {len(kept)}, in {beside_forks} only of forks of the program")
+    print(f"behind in {behind} of {len(kept)}, in {only_forks} only of forks of the program")
 
 
 if __name__ == "__main__":
