@@ -184,7 +184,10 @@ def test_what_is_outside(tmp_path):
         name = Path("/dev/shm", f"xpool-test-{os.getpid()}")
         name.touch()
         try:
-            assert str(name) in before.leaks(0.1)
+            found = before.leaks(0.1)
+            # Names of strangers that they have just made do not count.
+            assert [one for one in found if not one.startswith("/dev/shm/")] == []
+            assert str(name) in found
         finally:
             name.unlink()
     stop.set()
@@ -200,12 +203,15 @@ def test_kept_servers():
         from multiprocessing import forkserver, resource_tracker
         import xpool
         from support.leaks import Snapshot
+        from support.waiting import eventually
         for start in (
             resource_tracker.ensure_running, forkserver.ensure_running,
             lambda: xpool.preload("json"),
         ):
             before = Snapshot.take()
             start()
-            assert before.more_fds() == {} and before.leaks(5) == []
+            # A server is known for one when it has its own program.
+            eventually(lambda: before.more_fds() == {}, "only descriptors of servers")
+            assert (found := before.leaks(5)) == [], found
         """,
     )

@@ -213,9 +213,11 @@ class Snapshot:
         def left() -> float:
             return max(0.0, end - time.monotonic())
 
+        # A server that has just been started is known for one when its own program runs.
+        stayed = wait_gone(processes, left())
         found = [
             f"process {pid}: {command(pid) or 'not waited for (zombie)'}"
-            for pid in wait_gone(processes, left())
+            for pid in (sorted(descendants() & set(stayed)) if stayed else ())
         ]
         # A process that ended may still be waiting to be waited for.
         if processes and not found:
