@@ -65,6 +65,14 @@ PLAIN = """
         raise ValueError(torch.PID == os.getpid())
 """
 
+TESTLIKE = """
+    import pytest
+    import sys
+
+    def has_torch(x):
+        return "torch" in sys.modules
+"""
+
 TOP = """
     import os, sys
     sys.path.insert(0, os.path.dirname(__file__) + "/lib")
@@ -80,7 +88,8 @@ def run(folder: Path, program: str) -> str:
     modules = folder / "lib"
     modules.mkdir()
     os.mkfifo(modules / "gate")
-    for name, text in ("torch", TORCH), ("needy", NEEDY), ("plain", PLAIN):
+    texts = {"torch": TORCH, "needy": NEEDY, "plain": PLAIN, "testlike": TESTLIKE}
+    for name, text in texts.items():
         scripts.write(modules / f"{name}.py", text)
     path = scripts.write(folder / "program.py", textwrap.dedent(TOP) + textwrap.dedent(program))
     return scripts.run_ok([path])
@@ -99,6 +108,21 @@ LIGHT = """
 def test_a_task_without_torch_does_not_wait_for_it(tmp_path):
     """Tasks are answered, and workers replaced, while the server with torch cannot be ready."""
     assert run(tmp_path, LIGHT) == ""
+
+
+TESTED = """
+    if __name__ == "__main__":
+        import pytest
+        from testlike import has_torch
+        with xpool.Pool(2) as pool:
+            assert not any(pool.map(has_torch, range(20), 1))
+        pool.join()
+"""
+
+
+def test_a_module_of_tests_does_not_wait_for_it(tmp_path):
+    """pytest, which the server with torch has too, is imported in the stand-in that needs it."""
+    assert run(tmp_path, TESTED) == ""
 
 
 NEEDED = """
