@@ -65,8 +65,7 @@ def _after_fork_in_child() -> None:
 
 
 forks.at_fork(in_child=_after_fork_in_child)
-# Not the lock's own methods: a child has another lock, since Ctrl-C may have kept this one from who
-# forks.
+# By name, since each child has a lock of its own: Ctrl-C may have kept its parent from taking this.
 forks.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
 forks.renew(globals(), _forking=threading.RLock)
 
