@@ -76,6 +76,7 @@ class AgentEngine:
         self.learned = 0
         self.began = [0] * workers
         self.runs: list[Run | None] = [None] * workers
+        self.wanted: list[list[tuple[int, range]]] = [[] for _ in range(workers)]
         self.unsaid = [0] * workers  # done, and not announced: they will be in one message
         self.gone = [False] * workers
         self.ending = self.stopped = False
@@ -119,21 +120,19 @@ class AgentEngine:
             self.host.news()
         for w, began in enumerate(self.began):
             if any(one.job == job and one.first in items for one in self.sched.in_flight[w].held):
-                self.world.later(LOOK, self._look, w, began, job, items)
+                self.wanted[w].append((job, items))
+                self.world.later(LOOK, self._look, w, began)
 
-    def _look(self, w: int, began: int, job: int, items: range) -> None:
+    def _look(self, w: int, began: int) -> None:
         """Hand back what a worker has in hand, if it sits on it."""
-        sched = self.sched
         if not self.host.alive or self.ending:
             return
-        if began != self.began[w]:
-            self.give_back(job, items)
-        elif sched.surplus(w, began) and not sched.in_flight[w].paused:
-            sched.pause(w)
-            sched.take_back(w, began)
-            self._give()
-            self.give_back(job, items)
-            self._go_on(w)
+        if not self.sched.surplus(w, self.began[w]):
+            self.wanted[w].clear()
+        elif began != self.began[w]:
+            self.world.later(LOOK, self._look, w, self.began[w])
+        elif self.wanted[w]:
+            self._take_back(w)
 
     def sat_on(self, permitted: Container[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the workers that have tasks in hand behind the one that they run, which others
@@ -195,14 +194,22 @@ class AgentEngine:
 
     def _recall(self, w: int) -> None:
         """Others get what a worker has in hand and has not begun."""
-        sched = self.sched
-        if not self.host.alive or self.ending or sched.in_flight[w].paused:
+        if not self.host.alive or self.ending:
             return
-        if sched.idle and sched.surplus(w, self.began[w]):
-            sched.pause(w)
-            sched.take_back(w, self.began[w])
-            self._give()
-            self._go_on(w)
+        if self.sched.idle and self.sched.surplus(w, self.began[w]):
+            self._take_back(w)
+
+    def _take_back(self, w: int) -> None:
+        """Let a worker begin nothing of what it has in hand; some of it is wanted elsewhere."""
+        if self.sched.in_flight[w].paused:
+            return
+        self.sched.pause(w)
+        self.sched.take_back(w, self.began[w])
+        self._give()
+        wanted, self.wanted[w] = self.wanted[w], []
+        for job, items in wanted:
+            self.give_back(job, items)
+        self._go_on(w)
 
     def _go_on(self, w: int) -> None:
         """Let a worker that is free begin what it holds next, or end if it has been told to."""
