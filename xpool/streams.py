@@ -39,9 +39,12 @@ def _weigh(value: Any) -> int:
         return value.nbytes + value.count * BOOKKEEPING
     if kind in (bytes, bytearray, str):
         return len(value) + BOOKKEEPING
-    if kind.__module__ in ("numpy", "torch"):
-        return getattr(value, "nbytes", 0) + BOOKKEEPING
-    return BOOKKEEPING
+    if kind.__module__ not in ("numpy", "torch"):
+        return BOOKKEEPING
+    # Asked for `nbytes`, a sparse tensor raises.
+    sparse = getattr(value, "is_sparse", False)
+    parts = (value._indices(), value._values()) if sparse else (value,)
+    return sum(getattr(part, "nbytes", 0) for part in parts) + BOOKKEEPING
 
 
 class Shelf:

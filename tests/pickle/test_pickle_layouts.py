@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from receiver import Receiver
 
+import xpool
 from xpool.codec import frame
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
@@ -105,6 +106,14 @@ def test_kinds(name: str) -> None:
         if sent.is_quantized:
             assert torch.equal(back.dequantize(), sent.dequantize())
             assert back.stride() == sent.stride()
+
+
+def test_kinds_of_threads(make_pool: Callable[..., Any]) -> None:
+    """A thread's answer is the tensor itself, whatever that says of its size."""
+    made = {name: make() for name, make in KINDS.items()}
+    pool = make_pool(xpool.ThreadPool, 1)
+    for name, back in zip(made, pool.imap(made.get, made)):
+        assert back is made[name]
 
 
 @pytest.mark.exhaustive
