@@ -413,6 +413,26 @@ def test_death_while_joining(ranks: Ranks, stage: str):
         assert (names, total) == ("w0, w2", 2)
 
 
+def joins_a_newcomer(rank: int, address: str, later: str) -> float:
+    """Ranks 0 and 1 come to no world; then rank 0 makes one with a process that has not tried."""
+    if rank == 1:
+        vars(torch.distributed)["init_process_group"] = lambda *_, **__: die()
+    if rank < 2:
+        with pytest.raises(GroupTimeout):
+            World(f"w{rank}", rank, 2, init_rpc=False, dist_init_method=address, dist_timeout=1)
+    total = torch.ones(1)
+    with World(f"w{rank}", rank // 2, 2, init_rpc=False, dist_init_method=later) as world:
+        world.create_collective_group([0, 1]).all_reduce(total)
+    return total.item()
+
+
+def test_joining_after_a_failure(ranks: Ranks):
+    """Who could not join a world can be in the next one with a process that has not tried."""
+    outcomes = ranks.run(3, joins_a_newcomer, ranks.address(), ranks.address())
+    assert isinstance(outcomes[1], WorkerDied)
+    assert (outcomes[0], outcomes[2]) == (2, 2)
+
+
 def all_at_once(world: World, seconds: float) -> str:
     """Call and reduce without end; one rank kills itself some time later."""
     group = world.create_rpc_group("group", world.get_members())

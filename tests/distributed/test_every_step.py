@@ -105,8 +105,9 @@ def in_steps(rank: int, address: str, again: str, last: int) -> tuple[str, float
     threading.settrace(None)  # type: ignore[arg-type]
     total = torch.ones(1)
     if rank != VICTIM:
-        # The other may have come to both limits of the first world, one after the other.
-        options = {"dist_timeout": 3 * limit, "dist_init_method": again}
+        # The other may have come to both limits of the first world, one after the other; gloo waits
+        # five times the first for a rank that has given up while they connected.
+        options = {"dist_timeout": 7 * limit, "dist_init_method": again}
         with World(f"w{rank}", rank // 2, 2, init_rpc=False, **options) as world:
             world.create_collective_group([0, 1]).all_reduce(total)
     return error, total.item(), steps.count

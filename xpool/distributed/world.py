@@ -43,7 +43,8 @@ class World:
             ``file:///path`` of a new file that all see, or ``env://``. Default: ``env://`` where
             ``MASTER_ADDR`` is set, else ``tcp://localhost:9100``.
         rpc_init_method: the same for RPC. Default: beside ``dist_init_method``.
-        dist_timeout: seconds for joining, and for collective operations of the whole world.
+        dist_timeout: seconds for joining, and for collective operations of the whole world. gloo
+            waits five times as long for a rank that is lost, or gives up, while they connect.
         rpc_timeout: seconds that a remote call may take where it does not say.
 
     Raises:
@@ -120,6 +121,7 @@ class World:
             if self.has_dist:
                 # Noted before it is started: what has failed halfway is torn down too.
                 self._running.append("dist")
+                _forget_failed_starts()
                 dist.init_process_group(
                     backend,
                     timeout=timedelta(seconds=limit),
@@ -419,6 +421,18 @@ def join(
         dist_timeout=timeout,
         rpc_timeout=timeout,
     )
+
+
+def _forget_failed_starts() -> None:
+    """Have torch count its process groups from 0 again, as in a process that has started none.
+
+    It counts a start that fails as well, and the count names the group's part of the store: ranks
+    whose starts have failed a different number of times would wait there for each other in vain.
+    """
+    counts: Any = getattr(dist.distributed_c10d, "_world", None)
+    # Where there is a group, of somebody else's making, torch refuses another in any case.
+    if counts is not None and not dist.is_initialized():
+        counts.group_count = 0
 
 
 @atexit.register
