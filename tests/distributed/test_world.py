@@ -196,6 +196,23 @@ def same_place(rank: int, address: str, name: str, claimed: int) -> None:
         pass
 
 
+def beside_a_group(rank: int, address: str, later: str) -> tuple[str, bool]:
+    torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+    try:
+        World("w0", 0, 1, init_rpc=False, dist_init_method=later)
+    except OptionError as exc:
+        return str(exc), torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+    return "", False
+
+
+def test_a_group_of_the_program(ranks: Ranks):
+    """A world where torch has a default group is refused, and the group stays."""
+    [(text, stays)] = ranks.run(1, beside_a_group, ranks.address(), ranks.address())
+    assert stays and "has a default group of torch.distributed" in text
+
+
 def test_name_taken_twice(ranks: Ranks):
     """A name that two ranks have is refused in all of them."""
     results = ranks.start(2, same_name, ranks.address())

@@ -107,6 +107,11 @@ class World:
     def _join(self, address: str, rpc_address: str, backend: str) -> None:
         if self.has_rpc:
             agent.check_rank(self.rank)
+        if self.has_dist and dist.is_initialized():
+            raise OptionError(
+                "this process has a default group of torch.distributed, and can have one: call "
+                "torch.distributed.destroy_process_group() before, or use init_dist=False"
+            )
         limit = self.dist_timeout if self.has_dist else self.rpc_timeout
         place = self.rank, self.world_size
         # A store may outlive a world, as torchrun's does: what is in it is told apart by this.
@@ -215,6 +220,9 @@ class World:
             timeout: seconds for each operation of the group.
             backend: as ``dist_backend``; None takes the world's.
 
+        torch names a group by its ranks and by how many groups the process has open: with another
+        number of them, a member does not find the others.
+
         Raises:
             OptionError: a rank is not in the world, or given twice.
             PeerLost, GroupTimeout: not all can or do come.
@@ -240,7 +248,7 @@ class World:
                 error = explain(self, names, exc, timeout)
                 raise type(error)(
                     f"The group of {', '.join(names)} could not be made: {error}. All of them have "
-                    "to make it, in the same order as other groups."
+                    "to make it, with as many other groups open as each other."
                 ) from exc
         made = CollectiveGroup(self, ranks, group, timeout, number)
         if group is not None:
@@ -430,8 +438,7 @@ def _forget_failed_starts() -> None:
     whose starts have failed a different number of times would wait there for each other in vain.
     """
     counts: Any = getattr(dist.distributed_c10d, "_world", None)
-    # Where there is a group, of somebody else's making, torch refuses another in any case.
-    if counts is not None and not dist.is_initialized():
+    if counts is not None:
         counts.group_count = 0
 
 
