@@ -101,7 +101,6 @@ def test_shared_memory_of_strangers(monkeypatch):
             assert str(path) not in before.leaks(0.1)
     finally:
         child.communicate()
-    assert before.leaks(0) == [str(path)]  # nobody's: it was left over
 
     def put_away(fact, what, limit):
         if "/dev/shm" in what:
@@ -109,8 +108,13 @@ def test_shared_memory_of_strangers(monkeypatch):
             path.unlink()
         return eventually(fact, what, limit)
 
-    monkeypatch.setattr(leaks, "eventually", put_away)
-    assert before.leaks(5) == []
+    try:
+        # Nobody's: it was left over.  Strangers may have left others, for a moment.
+        assert str(path) in before.leaks(0)
+        monkeypatch.setattr(leaks, "eventually", put_away)
+        assert before.leaks(5) == []
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def test_semaphores_of_strangers():
