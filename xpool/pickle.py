@@ -13,8 +13,9 @@ numpy nor dill; dill is imported when the C pickler has met something that it ca
 from xpool.byvalue import classes, exceptions, functions, main_globals, typevars
 from xpool.byvalue.exceptions import encode_exception
 from xpool.byvalue.names import mark_static_module
+from xpool.codec import views
 from xpool.codec.pickler import Pickler, decode, dumps, encode, loads
-from xpool.tensors import arrays, dense, handles
+from xpool.codec.reducers import lazily
 
 __all__ = [
     "Pickler",
@@ -28,4 +29,8 @@ __all__ = [
 
 # The codec knows no kind of object: each of these modules told it, when it was imported, what it
 # can do.
-_FAMILIES = (arrays, classes, exceptions, functions, handles, main_globals, dense, typevars)
+_FAMILIES = (classes, exceptions, functions, main_globals, typevars, views)
+
+# What a program without torch and numpy never needs.
+lazily("xpool.tensors.dense", "torch", "torch.nn.parameter", "torch.storage")
+lazily("xpool.tensors.arrays", "numpy", "numpy.ma", "numpy.ma.core")

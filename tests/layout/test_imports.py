@@ -236,6 +236,7 @@ def test_a_first_worker_imports_little():
     late = {"multiprocessing.pool", "multiprocessing.util", "multiprocessing.resource_tracker"}
     late |= {"inspect", "ast", "dis", "traceback", "tempfile", "subprocess", "dill", "xpool.engine"}
     late |= {"xpool.pool", "xpool.byvalue.source", "xpool.byvalue.units"}
+    late |= {"ctypes", "xpool.tensors"}
     if sys.version_info >= (3, 14):
         late -= {"ast"}  # dataclasses import it there, for annotations
     assert not loaded & late

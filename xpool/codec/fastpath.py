@@ -27,22 +27,27 @@ an easy one, or not small."""
 
 _NUMBERS = 0x78706F00  # of the extensions; copyreg's small ones are for others to use
 
+_FUNCTIONS = (("xpool.tensors.dense", "_tensor"), ("xpool.tensors.arrays", "_array"))
+
+# Known before these modules are: a number is all that some messages have of them.
+for _number, (_module, _name) in enumerate(_FUNCTIONS, _NUMBERS):
+    copyreg.add_extension(_module, f"extension{_name}", _number)
+
 
 class Head:
     """The opcodes before the length of the buffer, for one of our functions."""
 
     __slots__ = ("by_name", "by_number")
 
-    def __init__(self, function: Callable[..., Any], number: int) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         module, name = function.__module__, function.__name__
         # Opcodes of Lib/pickle.py: PROTO 5, the two names, STACK_GLOBAL, BYTEARRAY8.
         self.by_name = b"\x80\x05" + _text(module) + _text(name) + b"\x93\x96"
         # Under a second name: so picklers that meet the function still write the first.
-        second = f"extension{name}"
-        setattr(sys.modules[module], second, function)
-        copyreg.add_extension(module, second, _NUMBERS + number)
+        setattr(sys.modules[module], f"extension{name}", function)
+        number = _NUMBERS + _FUNCTIONS.index((module, name))
         # PROTO 5, EXT4 in the place of the names, BYTEARRAY8.
-        self.by_number = b"\x80\x05\x84" + struct.pack("<I", _NUMBERS + number) + b"\x96"
+        self.by_number = b"\x80\x05\x84" + struct.pack("<I", number) + b"\x96"
 
     def __call__(self, size: int, by_number: bool) -> bytes:
         """Return all that stands before the ``size`` bytes of the buffer."""

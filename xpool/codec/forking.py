@@ -6,7 +6,6 @@ send tasks and results by it.  Where nothing of ours answers for a type, that ta
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 import types
@@ -14,9 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = ["reducer_for"]
-
-# _ctypes._CData, the base of all that ctypes makes, has no public name.
-_CDATA = ctypes.c_int.__mro__[-2]
 
 #: In their table since Python 2 could not pickle them.
 _AS_USUAL = {types.MethodType, type(list.append), type(int.__add__), functools.partial}
@@ -42,7 +38,10 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
 
 
 def _reduce(reduce: Callable[[Any], Any], pickler: Any, obj: Any) -> Any:
-    if isinstance(obj, _CDATA):
+    import ctypes
+
+    # _ctypes._CData, the base of all that ctypes makes, has no public name.
+    if isinstance(obj, ctypes.c_int.__mro__[-2]):
         # Of such a class, only what lies in shared memory needs them, and is refused here.
         return reduce(obj) if hasattr(obj, "_wrapper") else NotImplemented
     if pickler.layout.kept or not pickler.layout.out_of_band:

@@ -10,9 +10,9 @@ other, classes whose methods use ``super()`` and the like need no special case.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ __all__ = [
     "Context",
     "builder",
     "in_place",
+    "lazily",
     "reducer_override",
     "register",
 ]
@@ -50,6 +51,8 @@ class Context(Protocol):
 
 def in_place(pickler: Context, block: Block, nbytes: int = 1) -> PickleBuffer:
     """Return the first bytes of a block as what a message names, and does not copy."""
+    import ctypes  # only here: most messages have no such thing
+
     buffer = PickleBuffer(buffer_at(ctypes.addressof(block), nbytes, block))  # type: ignore[arg-type]
     # The pickler keeps the buffer in a list, so its `id` stays its own.
     pickler.shared[id(buffer)] = block
@@ -105,6 +108,20 @@ REDUCERS: dict[type, Reducer] = {}
 
 #: Modules whose reducers are registered when an object of theirs is first met.
 LAZY: dict[str, Callable[[], None]] = {}
+
+
+def lazily(family: str, *modules: str) -> None:
+    """Import the module that knows how to pickle these modules' objects when one is first met."""
+
+    def load() -> None:
+        import_module(family)  # which puts loaders of its own into the table
+        for name in modules:
+            if LAZY.get(name) is load:
+                del LAZY[name]  # it had done so before
+
+    for name in modules:
+        LAZY.setdefault(name, load)
+
 
 #: Reducers that answer for subclasses too, unless a nearer base has one.
 FOR_SUBCLASSES: dict[type, Reducer] = {}

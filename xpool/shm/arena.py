@@ -26,7 +26,6 @@ when that turn ends.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import sys
@@ -75,7 +74,7 @@ class Arena:
         self.token = token
         self.attachment = attachment
         self.limit = limit
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
+        self._start = 0  # where the mapping begins, once that was asked for
         self._mine = self.file.holds(attachment)
         # Guards the books of this process, for moments.  Re-entrant: a handler or a finalizer may
         # come into its own thread's turn; `_turn` tells it so, and it leaves the books alone.
@@ -185,8 +184,15 @@ class Arena:
     @classmethod
     def holding_any(cls, address: int) -> Block | None:
         """As `holding`, in whatever arena the block is."""
-        held = (arena.holding(address) for arena in list(cls._known.values()))
-        return next(filter(None, held), None)
+        return next(filter(None, (one.holding(address) for one in list(cls._known.values()))), None)
+
+    @property
+    def _address(self) -> int:
+        if not self._start:  # a worker's start has no use for it, nor for ctypes
+            import ctypes
+
+            self._start = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
+        return self._start
 
     def _offset_of(self, address: int) -> int | None:
         """Return which byte of the file lies at an address; None: none of it does."""
@@ -194,8 +200,7 @@ class Arena:
         return offset if 0 <= offset < len(self.file.map) else None
 
     def _number_at(self, address: int) -> int | None:
-        offset = self._offset_of(address)
-        return None if offset is None else self.file.find(offset)
+        return None if (offset := self._offset_of(address)) is None else self.file.find(offset)
 
     def _address_at(self, offset: int) -> int:
         return self._address + offset

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -66,6 +65,8 @@ def make_block_type(capacity: int) -> Any:
     """Return the type of blocks of this many bytes."""
     made = block_types.get(capacity)
     if made is None:
+        import ctypes
+
         # `arena` keeps the mapping: what `from_address` makes owns no memory.
         bases = Block, ctypes.c_char * capacity
         slots = "arena", "filled", "former", "gpu", "number", "stands_for"

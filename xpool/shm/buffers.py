@@ -6,11 +6,13 @@ page.  In pages of 2 MiB, where the system grants them on request, that is sever
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ctypes
 
 __all__ = ["HUGE_PAGES_FROM", "array_type", "buffer_at", "new_buffer"]
 
@@ -33,6 +35,8 @@ def new_buffer(size: int) -> bytearray | mmap.mmap:
 @lru_cache(maxsize=256)  # making a type takes 20 us
 def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     """Return the type of objects of so many bytes."""
+    import ctypes  # only here, as in `block`: programs of small objects never need it
+
     return ctypes.c_char * nbytes
 
 

@@ -6,13 +6,11 @@ Arrays of Python objects take numpy's way.  numpy is never imported here on the 
 from __future__ import annotations
 
 import sys
-from pickle import PickleBuffer
 from typing import Any
 
 from xpool.codec.fastpath import SHORT, Head, tail
 from xpool.codec.policy import INLINE_BELOW
-from xpool.codec.reducers import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder, register
-from xpool.shm.buffers import array_type
+from xpool.codec.reducers import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder
 from xpool.tensors.dense import Memory, bytes_of
 from xpool.tensors.extents import Seen, of_array
 
@@ -157,7 +155,7 @@ def _array(
     return made
 
 
-_head = Head(_array, 2)
+_head = Head(_array)
 
 
 @builder
@@ -190,59 +188,3 @@ def _masked(data: Any, mask: Any, fill_value: Any, hard: bool, about: dict[Any, 
     made._fill_value = fill_value
     made._optinfo.update(about)
     return made
-
-
-# -- other buffers ---------------------------------------------------------------------------------
-
-
-@register(memoryview)
-def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
-    """Its own elements, in C order; read-only where it is."""
-    if len(view.format.lstrip("@")) > 1 or not set(view.format) <= _CASTABLE:
-        raise TypeError(
-            f"cannot pickle a memoryview of format {view.format!r}; send the object that it "
-            "shows, or view.tobytes()"
-        )
-    data: Any
-    # `from_buffer` of ctypes takes writable memory only; a memoryview itself is nothing for a
-    # PickleBuffer (see `buffer_at`).
-    if view.nbytes < INLINE_BELOW or view.readonly or not view.c_contiguous:
-        data = bytearray(view.tobytes())
-    else:
-        data = PickleBuffer(array_type(view.nbytes).from_buffer(view))
-    return _memoryview, (data, view.format, view.shape, view.readonly)
-
-
-@builder
-def _memoryview(data: Any, kind: Any, shape: Any, readonly: bool) -> Any:
-    flat = memoryview(data).cast("B")
-    # `cast` refuses axes of length 0.
-    view = flat.cast(kind, shape) if 0 not in shape else flat.cast(kind)
-    return view.toreadonly() if readonly else view
-
-
-_CASTABLE = frozenset("@cbB?hHiIlLqQnNefdP")  # what memoryview.cast takes
-
-
-def _lazy_array() -> None:
-    import array
-
-    del LAZY["array"]
-    register(array.array)(_reduce_std_array)
-
-
-def _reduce_std_array(pickler: Context, array: Any) -> Any:
-    return _std_array, (array.typecode, PickleBuffer(array))
-
-
-@builder
-def _std_array(typecode: str, data: Any) -> Any:
-    from array import array
-
-    # A copy: an `array` cannot use memory of others.
-    made = array(typecode)
-    made.frombytes(data)
-    return made
-
-
-LAZY["array"] = _lazy_array

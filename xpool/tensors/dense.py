@@ -369,7 +369,7 @@ def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> A
     return made.resize_(*shape) if shape else made.resize_(shape)
 
 
-_head = Head(_tensor, 1)
+_head = Head(_tensor)
 
 
 @builder

@@ -25,6 +25,7 @@ from xpool.codec.policy import Layout, pools
 from xpool.codec.reducers import Context, builder, in_place, register
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
 from xpool.shm.arena import Arena, Block
+from xpool.tensors import cuda_ipc
 from xpool.tensors.cuda_ipc import gpu_of
 from xpool.tensors.devices import copy_to, on_own_device
 from xpool.worker_local import WorkerLocal
@@ -224,7 +225,7 @@ class Keeper:
         return None if kept is None else kept[1]
 
     def collect(self, everything: bool = False) -> bool:
-        """Let go of tensors to which there are no handles; return whether any are left.
+        """Let go of tensors and exports that nobody uses; return whether any are left.
 
         Looks at some of them in turn, or at ``everything``.
         """
@@ -234,7 +235,11 @@ class Keeper:
             kept = self._kept.pop(name)
             if not self._arena.alone(kept[0]):
                 self._kept[name] = kept
-        return bool(self._kept)
+        return cuda_ipc.collect(everything) or bool(self._kept)
+
+    def synchronize(self) -> None:
+        """Wait for the GPUs whose memory this process shares."""
+        cuda_ipc.synchronize()
 
     def __len__(self) -> int:
         return len(self._kept)

@@ -68,12 +68,14 @@ def main(
     *,
     late: Callable[[], None] | None = None,
     missing: Collection[str] = (),
+    known: Mapping[str, str] | None = None,
 ) -> int:
     """Be a worker until told to stop; return the exit code.
 
     ``boot`` is the descriptor of the socket; ``inherited`` is (initializer, initargs) where
     these could not be sent and came the way the process was started; ``late`` is to be called
-    when the device is bound; ``missing``: of what modules it is without, as a stand-in.
+    when the device is bound; ``missing``: of what modules it is without, as a stand-in; ``known``:
+    the variables of this process, if the caller knows them.
     """
     kind, fds = _receive(boot, MOST)
     # 7: the rows of the table above.
@@ -83,11 +85,9 @@ def main(
     # First of all: from here on, nothing that hangs outlives the parent.
     for channel in channels:
         die_with_parent(channel[2])
-    signal.signal(signal.SIGINT, _ignore)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `workers/launch`
     orders = [_read_orders(channel[0]) for channel in channels]
     # One environment: contexts whose workers share a process have equal ones (`pool/context`).
-    _bind(orders[0])
+    _bind(orders[0], known)
     # Before the backends, the initializer and tasks, which may register callbacks.
     from xpool.worker import exits
 
@@ -120,11 +120,13 @@ def _read_orders(tasks: int) -> dict[str, Any]:
     return orders
 
 
-def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Ctrl-C goes to the whole process group; what becomes of the workers the parent decides.
+def ignore_interrupts() -> None:
+    """Ctrl-C goes to the whole process group; what becomes of the workers the parent decides."""
+    signal.signal(signal.SIGINT, _ignore)
 
-    A function, not SIG_IGN: programs that a task starts would inherit that.
-    """
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Not SIG_IGN: programs that a task starts would inherit that."""
 
 
 def _read(fd: int, n: int) -> bytearray:
@@ -169,16 +171,19 @@ def die_with_parent(fd: int) -> None:
         threading.Thread(target=wait, name="xpool-lifeline", daemon=True).start()
 
 
-def _bind(orders: dict[str, Any]) -> None:
+def _bind(orders: dict[str, Any], known: Mapping[str, str] | None) -> None:
     """Make this process what the parent is now, and what its context says: environment, cores."""
     environ = orders["environ"]
-    for name in set(os.environ) - set(environ):
-        del os.environ[name]
-    for name, value in environ.items():
-        if os.environ.get(name) != value:  # to set all of them takes longer than a fork
-            os.environ[name] = value
-    set_environment(orders["bind"])
-    if orders["cpus"]:
+    # To look at each takes a worker as long as anything here, to set all longer than a fork.
+    if environ != known:
+        for name in set(os.environ) - set(environ):
+            del os.environ[name]
+        for name, value in environ.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+    if orders["bind"]:
+        set_environment(orders["bind"])
+    if orders["cpus"] and set(orders["cpus"]) != os.sched_getaffinity(0):
         try:
             os.sched_setaffinity(0, orders["cpus"])
         # EINVAL: none of them is online, and in the cpuset of this process (sched_setaffinity(2)).

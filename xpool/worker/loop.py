@@ -12,7 +12,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool import errors
 from xpool.byvalue import registry
@@ -24,8 +24,6 @@ from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.pickle import decode, encode
 from xpool.shm.arena import IDLE, Arena, Block
-from xpool.tensors import cuda_ipc
-from xpool.tensors.handles import Keeper
 from xpool.transport.outbox import Outbox
 from xpool.transport.pipes import BlockingFrameReader, write_all
 from xpool.transport.spin import Spin
@@ -49,6 +47,9 @@ from xpool.worker.protocol import Inbox, Replies
 from xpool.worker.relay import open_relay
 from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
+
+if TYPE_CHECKING:
+    from xpool.tensors.handles import Keeper
 
 __all__ = ["Member", "become", "run"]
 
@@ -222,6 +223,8 @@ class _Worker:
 
         if orders["copy_tensor"]:
             return Layout(lessor=lease)
+        from xpool.tensors.handles import Keeper  # only here: few pools share tensors
+
         self._keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
         return share(layout, arena, orders["share_method"])
@@ -294,12 +297,7 @@ class _Worker:
         self._waits_for_others = self._objects.collect()
         if self._peers is not None:
             self._waits_for_others |= self._peers.acknowledge()
-        keeper = self._keeper
-        if keeper is None:
-            return False
-        # Both are to collect, whatever the other has found.
-        kept = keeper.collect(everything)
-        return cuda_ipc.collect(everything) or kept
+        return self._keeper is not None and self._keeper.collect(everything)
 
     def _tasks(self, count: int, body: bytes | memoryview, run: Callable[..., Any]) -> None:
         replies = self._replies
@@ -356,7 +354,7 @@ class _Worker:
             else:
                 value = [func(*args) for args in task]
             if self._keeper is not None:
-                cuda_ipc.synchronize()
+                self._keeper.synchronize()
         # It ends the worker, with the code that `run` makes of it.
         except SystemExit:
             raise

@@ -24,6 +24,10 @@ from xpool.worker_local import process_is_shared
 
 __all__ = ["imported_by_worker", "install"]
 
+# The first call makes the types of `ast`, a millisecond: here, in the server, instead of in each
+# worker.
+compile("", "", "exec")
+
 _turn = threading.RLock()
 """Held while the script is run in a process of several workers: the others wait for its names."""
 

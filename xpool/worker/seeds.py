@@ -19,7 +19,7 @@ class Seeds:
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
-        random.seed(self._number("random"))
+        random.seed(self._seed + b"random")
         for name in ("numpy.random", "torch"):
             when_imported(name, self.sow)
 

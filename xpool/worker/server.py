@@ -21,7 +21,6 @@ import importlib
 import io
 import os
 import select
-import selectors
 import signal
 import socket
 import sys
@@ -38,6 +37,11 @@ AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 register.  Not here: they read their variables then, and the worker's are not known yet."""
 
 
+_KNOWN = {
+    "numpy", "numpy.random", "pytest", "torch", "xpool.tensors.arrays", "xpool.worker.loop",
+}  # fmt: skip
+"""Modules that use nothing of this package when they are imported."""
+
 LATER = 0.2
 """Seconds without a request or a death until the server imports what can wait."""
 
@@ -51,10 +55,14 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
 
     The parent is told when ``preload`` is imported, by a message of one byte.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Signals as a worker is to have them, which has nothing to set then.
+    entry.ignore_interrupts()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked SIGCHLD
-    os.environ[AUTOLOAD] = "0"  # of this process; a worker's variables are its parent's
+    autoload = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
     _preload(preload)
+    entry.set_environment({AUTOLOAD: autoload})
+    known = dict(os.environ)
     late = _find_backends() if "torch" in preload else None
     wake_r, wake_w = os.pipe()
     # `set_wakeup_fd` demands it of the writing end.  When the pipe is full, a wake-up is there.
@@ -63,21 +71,25 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, _note)
     statuses: dict[int, int] = {}
-    with socket.socket(fileno=fd) as sock, selectors.DefaultSelector() as selector:
-        selector.register(sock, selectors.EVENT_READ)
+    # A module of the user's may have made a pool of threads, or a queue.
+    fork = forks.fork_unused if _KNOWN.issuperset(preload) else os.fork
+    # Not a selector: of that a child would have much to close.
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    poller.register(wake_r, select.POLLIN)
+    with socket.socket(fileno=fd) as sock:
         with contextlib.suppress(ConnectionError):  # the parent is gone; what is read next says so
             sock.send(b"R")
-        selector.register(wake_r, selectors.EVENT_READ)
         rest = LATER
         while True:
-            events = selector.select(rest if later else None)
+            events = poller.poll(rest * 1000 if later else None)
             if events:
                 rest = LATER
             else:  # one by one: whoever asks meanwhile waits for one of them at most
                 _preload([later.pop(0)])
                 rest = 0.0
-            for key, _ in events:
-                if key.fileobj is not sock:
+            for ready, _ in events:
+                if ready != fd:
                     # In this order: a child that dies in between writes again.
                     _drain(wake_r)
                     _reap(statuses)
@@ -94,16 +106,15 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                     os.close(boot)
                     os.close(status)
                     continue
-                pid = os.fork()
+                pid = fork()
                 if pid == 0:
                     # First: a signal to this child would wake the server, whose pipe it has.
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    selector.close()
                     # Of other workers, too: the parent sees an end when all copies are closed.
                     for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
-                    return _child(boot, status, late, missing)
+                    return _child(boot, status, late, missing, known)
                 os.close(boot)
                 statuses[pid] = status
                 _tell(status, pid)
@@ -161,7 +172,13 @@ def _take_streams(which: int, streams: list[int]) -> None:
         os.close(source)
 
 
-def _child(boot: int, status: int, late: Callable[[], None] | None, missing: list[str]) -> int:
+def _child(
+    boot: int,
+    status: int,
+    late: Callable[[], None] | None,
+    missing: list[str],
+    known: dict[str, str],
+) -> int:
     code = 1
     try:
         # The server collects nothing until all is imported (`workers/launch`).
@@ -170,7 +187,7 @@ def _child(boot: int, status: int, late: Callable[[], None] | None, missing: lis
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=os.isatty(1))
         _await_tracker(status)
-        code = entry.main(boot, late=late, missing=missing)
+        code = entry.main(boot, late=late, missing=missing, known=known)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1
     except BaseException:

@@ -101,12 +101,14 @@ LATER = (
     "xpool.pool_errors",
     "xpool.worker.tracker",
     "dill",
+    "xpool.tensors.handles",
     "xpool.pool.process",
     "xpool.pool.assembly",
 )
 """What it imports when the first workers run: these can do without it, or import it themselves."""
 
 _NUMPY = ("numpy", "numpy.random")
+_ARRAYS = "xpool.tensors.arrays"  # and tensors
 
 _preloaded: set[str] = set()  # what `xpool.preload` was asked for
 
@@ -148,10 +150,11 @@ def wanted_modules() -> tuple[str, ...]:
 
 
 def _with_numpy(modules: tuple[str, ...]) -> list[str]:
-    """Return the modules, and what torch uses of numpy if that is installed."""
-    if not {"numpy", "torch"} & set(modules) or importlib.util.find_spec("numpy") is None:
+    """Return the modules, what torch uses of numpy if that is installed, and our own for both."""
+    if not {"numpy", "torch"} & set(modules):
         return list(modules)
-    return [*_NUMPY, *modules]
+    installed = importlib.util.find_spec("numpy") is not None
+    return [*(_NUMPY if installed else ()), *modules, _ARRAYS]
 
 
 class ForkServer:
@@ -505,6 +508,8 @@ def _enter_through(connection: Any, inherited: Any) -> None:
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         connection.close()
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+    entry.ignore_interrupts()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `ProcessLauncher._start`
     # None where the parent has ended before it could send them.
     if fds and (code := entry.main(fds[0], inherited)):
         sys.exit(code)
