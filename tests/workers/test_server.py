@@ -64,3 +64,79 @@ def test_workers_that_are_not_there_yet_are_ended(tmp_path):
     """They run nothing of the program's, and nothing waits for what they would do when asked."""
     path = scripts.write(tmp_path / "unborn.py", UNBORN)
     assert scripts.run_ok([path, str(tmp_path)]) == ""
+
+
+BUSY = """
+    import sys
+    import xpool
+    from xpool.worker import server
+
+    def has(name, i):
+        return name in sys.modules
+
+    if __name__ == "__main__":
+        last = server.PATIENCE + 2
+        with xpool.Pool(2, maxtasksperchild=1) as pool:
+            found = pool.starmap(has, [("xpool.pool_errors", i) for i in range(2 * last)], 1)
+        assert found[-1], found
+"""
+
+
+def test_a_server_without_rest_imports_what_its_workers_lack(tmp_path):
+    """Else each worker of a program that never lets it rest imports that for itself."""
+    scripts.run_ok([scripts.write(tmp_path / "busy.py", BUSY)])
+
+
+FORKS = """
+    import os
+    from xpool import forks
+
+    called = []
+    forks.at_fork(before=lambda: called.append("before"), in_child=lambda: called.append("child"))
+
+    def told(fork):
+        r, w = os.pipe()
+        pid = fork()
+        if pid == 0:
+            os.write(w, repr(called).encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return os.read(r, 1000)
+
+    assert told(forks.fork_unused) == b"[]"
+    assert told(os.fork) == b"['before', 'child']"
+"""
+
+
+def test_a_fork_of_what_is_unused_calls_nothing(tmp_path):
+    """The server's own forks; all others do what modules have registered."""
+    scripts.run_ok([scripts.write(tmp_path / "forks.py", FORKS)])
+
+
+KEPT = """
+    import os
+    import xpool
+
+    def variables(i):
+        return dict(os.environ)
+
+    if __name__ == "__main__":
+        with xpool.Pool(1, maxtasksperchild=1) as pool:
+            for change in ({}, {"XPOOL_A": "1"}, {"XPOOL_A": "2"}, {"XPOOL_A": None}):
+                for name, value in change.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
+                pool.map(variables, [0])  # by a worker that was there before the change
+                (there,) = pool.map(variables, [0])
+                there.pop("OMP_NUM_THREADS", None)  # a worker's share of the cores
+                here = dict(os.environ)
+                here.pop("OMP_NUM_THREADS", None)
+                assert there == here, (there, here)
+"""
+
+
+def test_variables_are_those_of_now(tmp_path):
+    """Also where a worker sees that the server has others than the program."""
+    scripts.run_ok([scripts.write(tmp_path / "kept.py", KEPT)])

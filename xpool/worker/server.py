@@ -45,6 +45,9 @@ _KNOWN = {
 LATER = 0.2
 """Seconds without a request or a death until the server imports what can wait."""
 
+PATIENCE = 64
+"""Requests after which it imports one of these all the same: what it lacks, workers may import."""
+
 
 def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> int:
     """Serve until the parent closes its end; a child that is forked returns its own exit code.
@@ -81,6 +84,7 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
         with contextlib.suppress(ConnectionError):  # the parent is gone; what is read next says so
             sock.send(b"R")
         rest = LATER
+        asked = 0
         while True:
             events = poller.poll(rest * 1000 if later else None)
             if events:
@@ -101,6 +105,9 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                 if not request:
                     return 0
                 boot, status, *streams = fds
+                asked += 1
+                if later and asked % PATIENCE == 0:
+                    _preload([later.pop(0)])
                 _take_streams(request[1], streams)
                 if _called_off(status):
                     os.close(boot)
