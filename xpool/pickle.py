@@ -10,6 +10,9 @@ buffers beside the pickle, and `encode_exception`.  Importing this imports neith
 numpy nor dill; dill is imported when the C pickler has met something that it cannot do.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from xpool.byvalue import classes, exceptions, functions, main_globals, typevars
 from xpool.byvalue.exceptions import encode_exception
 from xpool.byvalue.names import mark_static_module
@@ -32,5 +35,14 @@ __all__ = [
 _FAMILIES = (classes, exceptions, functions, main_globals, typevars, views)
 
 # What a program without torch and numpy never needs.
-lazily("xpool.tensors.dense", "torch", "torch.nn.parameter", "torch.storage")
-lazily("xpool.tensors.arrays", "numpy", "numpy.ma", "numpy.ma.core")
+LATE = {"torch": "xpool.tensors.dense", "numpy": "xpool.tensors.arrays"}
+lazily(LATE["torch"], "torch", "torch.nn.parameter", "torch.storage")
+lazily(LATE["numpy"], "numpy", "numpy.ma", "numpy.ma.core")
+
+
+def load_late(module: ModuleType) -> None:
+    """In a worker that has just imported a module of `LATE`: be ready for its objects.
+
+    A task may have taken all descriptors by the time when it returns one.
+    """
+    import_module(LATE[module.__name__])

@@ -104,3 +104,32 @@ def test_autograd_is_renewed_before_there_are_threads(tmp_path):
     pytest.importorskip("torch")
     path = scripts.write(tmp_path / "autograd.py", AUTOGRAD)
     assert scripts.run_ok([path]) == "[1.0, 1.0] []\n"
+
+
+ARRAY = """
+    import os, resource
+    from xpool import Pool
+
+    KEPT = []
+
+    def take_all(name):
+        made = __import__(name).arange(3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        try:
+            while True:
+                KEPT.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            return made
+
+    if __name__ == "__main__":
+        with Pool(1, maxtasksperchild=1) as pool:
+            assert pool.apply(take_all, ("NAME",)).tolist() == [0, 1, 2]
+"""
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_a_first_answer_is_an_array_where_nothing_can_be_imported(tmp_path, name: str):
+    """What pickles it has been imported with the module, when there were descriptors left."""
+    pytest.importorskip(name)
+    path = scripts.write(tmp_path / "arrays.py", ARRAY.replace("NAME", name))
+    assert scripts.run_ok([path]) == ""

@@ -24,19 +24,26 @@ _ndarray: Any = None
 
 def _lazy_numpy() -> None:
     np = sys.modules["numpy"]
-    # Whichever of the modules is met first enters all: the others need not come here again.
-    for name in _MODULES:
-        LAZY.pop(name, None)
+    LAZY.pop("numpy", None)
     REDUCERS[np.ndarray] = _reduce
     SHORT[np.ndarray] = _short
     REDUCERS[np.memmap] = _reduce_mapped
-    REDUCERS[np.ma.MaskedArray] = _reduce_masked
     FOR_SUBCLASSES[np.ndarray] = _reduce_subclass
 
 
-_MODULES = ("numpy", "numpy.ma", "numpy.ma.core")
-for _module in _MODULES:
-    LAZY[_module] = _lazy_numpy
+def _lazy_masked() -> None:
+    # By itself: numpy imports `numpy.ma` when it is first used, and a task may have taken all
+    # descriptors by then.
+    for name in _MASKED:
+        LAZY.pop(name, None)
+    REDUCERS[sys.modules["numpy.ma"].MaskedArray] = _reduce_masked
+
+
+LAZY["numpy"] = _lazy_numpy
+# Where numpy says the class is, by its version.
+_MASKED = ("numpy.ma", "numpy.ma.core")
+for _module in _MASKED:
+    LAZY[_module] = _lazy_masked
 
 
 def _described(dtype: Any) -> Any:

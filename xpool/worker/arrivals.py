@@ -15,15 +15,15 @@ from typing import Any
 
 __all__ = ["when_imported"]
 
-_waiting: dict[str, Callable[[Any], None]] = {}
+_waiting: dict[str, list[Callable[[Any], object]]] = {}
 
 
-def when_imported(name: str, call: Callable[[Any], None]) -> None:
+def when_imported(name: str, call: Callable[[Any], object]) -> None:
     """Call ``call(module)`` when this module has been imported: now, if it has been."""
     if name in sys.modules:
         call(sys.modules[name])
         return
-    _waiting[name] = call
+    _waiting.setdefault(name, []).append(call)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
 
@@ -60,6 +60,5 @@ class _Loader:
         module.__loader__ = self._spec.loader = self._own
         self._own.exec_module(module)
         # Only now: an import that has failed is waited for again.
-        call = _waiting.pop(module.__name__, None)
-        if call is not None:
+        for call in _waiting.pop(module.__name__, ()):
             call(module)

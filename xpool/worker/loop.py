@@ -22,7 +22,7 @@ from xpool.byvalue.globals_received import listening
 from xpool.byvalue.main import mark_worker
 from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
-from xpool.pickle import decode, encode
+from xpool.pickle import LATE, decode, encode, load_late
 from xpool.shm.arena import IDLE, Arena, Block
 from xpool.transport.outbox import Outbox
 from xpool.transport.pipes import BlockingFrameReader, write_all
@@ -38,6 +38,7 @@ from xpool.transport.wire import (
     Refusal,
 )
 from xpool.worker import callables, failing, main_module
+from xpool.worker.arrivals import when_imported
 from xpool.worker.aside import stand_in
 from xpool.worker.callables import Exact, Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
@@ -99,7 +100,7 @@ def run(
     else:
         member.begins(box, outbox)
     box.tick()
-    failing.prepare()
+    _prepare()
     try:
         if member is None:
             become(orders, lifeline)
@@ -134,6 +135,13 @@ def run(
         replies.ring()
         code = _exit_code(exc)
     return code
+
+
+def _prepare() -> None:
+    """Be ready for tasks that fail, and for objects of modules that a task imports."""
+    failing.prepare()
+    for name in LATE:
+        when_imported(name, load_late)
 
 
 def _exit_code(exc: SystemExit) -> int:

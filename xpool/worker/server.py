@@ -67,12 +67,7 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
     entry.set_environment({AUTOLOAD: autoload})
     known = dict(os.environ)
     late = _find_backends() if "torch" in preload else None
-    wake_r, wake_w = os.pipe()
-    # `set_wakeup_fd` demands it of the writing end.  When the pipe is full, a wake-up is there.
-    os.set_blocking(wake_r, False)
-    os.set_blocking(wake_w, False)
-    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _note)
+    wake_r, wake_w = _wake_by_deaths()
     statuses: dict[int, int] = {}
     # A module of the user's may have made a pool of threads, or a queue.
     fork = forks.fork_unused if _KNOWN.issuperset(preload) else os.fork
@@ -143,6 +138,17 @@ def _preload(names: list[str]) -> None:
             print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
     sys.stdout.flush()  # or each worker would write what a module has printed
     gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
+
+
+def _wake_by_deaths() -> tuple[int, int]:
+    """Return the two ends of a pipe into which something is written when a child ends."""
+    wake_r, wake_w = os.pipe()
+    # `set_wakeup_fd` demands it of the writing end.  When the pipe is full, a wake-up is there.
+    os.set_blocking(wake_r, False)
+    os.set_blocking(wake_w, False)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, _note)
+    return wake_r, wake_w
 
 
 def _note(signum: int, frame: object) -> None:
