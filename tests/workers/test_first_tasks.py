@@ -63,6 +63,7 @@ def test_a_first_task_fails_where_nothing_can_be_imported(tmp_path):
 
 FORKED = """
     import sys
+    IMPORT
     from xpool import Pool
 
     if __name__ == "__main__":
@@ -72,9 +73,13 @@ FORKED = """
 """
 
 
-def test_a_fork_imports_nothing(tmp_path):
+@pytest.mark.parametrize("line", ["", "import numpy"])
+def test_a_fork_imports_nothing(tmp_path, line: str):
     """What a worker needs, its program has imported before the fork: once, not in each worker."""
-    assert scripts.run_ok([scripts.write(tmp_path / "forked.py", FORKED)]) == "[]\n"
+    if line:
+        pytest.importorskip("numpy")
+    path = scripts.write(tmp_path / "forked.py", FORKED.replace("IMPORT", line))
+    assert scripts.run_ok([path]) == "[]\n"
 
 
 AUTOGRAD = """

@@ -474,8 +474,10 @@ class ProcessLauncher:
     def __init__(self, context: BaseContext) -> None:
         self._context = context
         self.forks = context.get_start_method() == "fork"
-        if self.forks:
-            importlib.import_module(*PRELOAD)  # once, instead of in each worker
+        if self.forks:  # once, instead of in each worker
+            arrays = {"numpy", "torch"} & sys.modules.keys()
+            for name in (*PRELOAD, _ARRAYS) if arrays else PRELOAD:
+                importlib.import_module(name)
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         # A Connection is what may be given to any Process; the boot socket travels through it.
