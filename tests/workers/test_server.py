@@ -140,3 +140,24 @@ KEPT = """
 def test_variables_are_those_of_now(tmp_path):
     """Also where a worker sees that the server has others than the program."""
     scripts.run_ok([scripts.write(tmp_path / "kept.py", KEPT)])
+
+
+INTERRUPTED = """
+    import os, signal
+    import xpool
+    from xpool.workers.launch import ForkServer
+
+    if __name__ == "__main__":
+        xpool.preload("json")
+        (server,) = ForkServer._servers.values()
+        pid = server._process.pid
+        while not server.ready():  # Python's own start, and all imports
+            os.kill(pid, signal.SIGINT)
+        with xpool.Pool(1) as pool:
+            assert pool.apply(os.getppid) == pid
+"""
+
+
+def test_ctrl_c_while_the_server_starts(tmp_path):
+    """It is for the program alone: the server goes on, and prints nothing."""
+    assert scripts.run_ok([scripts.write(tmp_path / "interrupted.py", INTERRUPTED)]) == ""

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -216,14 +216,15 @@ class ForkServer:
                 # A worker that needs another of them imports it: that takes less than to wait.
                 missing=["torch"] if self._stands_in else [],
             )
-            self._process = subprocess.Popen(
-                [sys.executable, *flags, "-c", order],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                # By number: also where they were opened to be closed on exec.
-                stdout=1 if _is_open(1) else subprocess.DEVNULL,
-                stderr=2 if _is_open(2) else subprocess.DEVNULL,
-            )
+            with _interrupts_blocked():
+                self._process = subprocess.Popen(
+                    [sys.executable, *flags, "-c", order],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    # By number: also where they were opened to be closed on exec.
+                    stdout=1 if _is_open(1) else subprocess.DEVNULL,
+                    stderr=2 if _is_open(2) else subprocess.DEVNULL,
+                )
 
     def ready(self) -> bool:
         """Whether it has imported its modules, and forks at once."""
@@ -317,6 +318,16 @@ def occupy_streams() -> None:
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         continue
     os.close(fd)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Start a process with SIGINT blocked, until it ignores that: Ctrl-C is the program's alone."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _is_open(fd: int) -> bool:
@@ -494,16 +505,12 @@ class ProcessLauncher:
         return _Process(process)
 
     def _start(self, process: Any) -> None:
-        """Start it with SIGINT blocked, until it ignores that: Ctrl-C is the program's alone."""
         if self._context.get_start_method() == "spawn":
             from multiprocessing import resource_tracker
 
             resource_tracker.ensure_running()  # else `start` does so, and unblocks SIGINT after it
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
+        with _interrupts_blocked():
             process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _enter_through(connection: Any, inherited: Any) -> None:
