@@ -145,13 +145,15 @@ def test_variables_are_those_of_now(tmp_path):
 INTERRUPTED = """
     import os, signal
     import xpool
-    from xpool.workers.launch import ForkServer
+    from xpool.workers.launch import ForkServer, start_early
 
     if __name__ == "__main__":
-        xpool.preload("json")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs this may ignore it
+        start_early(["json"])  # what `preload` does first
         (server,) = ForkServer._servers.values()
         pid = server._process.pid
         while not server.ready():  # Python's own start, and all imports
+            assert server._process.poll() is None, "it has died"
             os.kill(pid, signal.SIGINT)
         with xpool.Pool(1) as pool:
             assert pool.apply(os.getppid) == pid
