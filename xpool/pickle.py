@@ -36,8 +36,8 @@ _FAMILIES = (classes, exceptions, functions, main_globals, typevars, views)
 
 # What a program without torch and numpy never needs.
 LATE = {"torch": "xpool.tensors.dense", "numpy": "xpool.tensors.arrays"}
-lazily(LATE["torch"], "torch", "torch.nn.parameter", "torch.storage")
-lazily(LATE["numpy"], "numpy", "numpy.ma", "numpy.ma.core")
+lazily(LATE["torch"], "torch", "torch.storage")  # where classes of theirs, or bases of these, are
+lazily(LATE["numpy"], "numpy")
 
 
 def load_late(module: ModuleType) -> None:

@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold_once_more(self, data: Any) -> None:
         arena, block, name, content = self._pick(data, self.holds)
-        other = arena.holding(arena._address + arena.file.offsets[block.number])
+        other = arena.holding(arena.file.address + arena.file.offsets[block.number])
         assert other is not None and other.name == name
         self.holds.append((arena, other, name, content))
 

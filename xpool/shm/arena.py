@@ -74,7 +74,6 @@ class Arena:
         self.token = token
         self.attachment = attachment
         self.limit = limit
-        self._start = 0  # where the mapping begins, once that was asked for
         self._mine = self.file.holds(attachment)
         # Guards the books of this process, for moments.  Re-entrant: a handler or a finalizer may
         # come into its own thread's turn; `_turn` tells it so, and it leaves the books alone.
@@ -184,26 +183,20 @@ class Arena:
     @classmethod
     def holding_any(cls, address: int) -> Block | None:
         """As `holding`, in whatever arena the block is."""
-        return next(filter(None, (one.holding(address) for one in list(cls._known.values()))), None)
-
-    @property
-    def _address(self) -> int:
-        if not self._start:  # a worker's start has no use for it, nor for ctypes
-            import ctypes
-
-            self._start = ctypes.addressof(ctypes.c_char.from_buffer(self.file.map))
-        return self._start
+        held = (arena.holding(address) for arena in list(cls._known.values()))
+        return next(filter(None, held), None)
 
     def _offset_of(self, address: int) -> int | None:
         """Return which byte of the file lies at an address; None: none of it does."""
-        offset = address - self._address
+        offset = address - self.file.address
         return offset if 0 <= offset < len(self.file.map) else None
 
     def _number_at(self, address: int) -> int | None:
-        return None if (offset := self._offset_of(address)) is None else self.file.find(offset)
+        offset = self._offset_of(address)
+        return None if offset is None else self.file.find(offset)
 
     def _address_at(self, offset: int) -> int:
-        return self._address + offset
+        return self.file.address + offset
 
     # -- the process that made it ------------------------------------------------------------------
 

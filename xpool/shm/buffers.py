@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = ["HUGE_PAGES_FROM", "array_type", "buffer_at", "new_buffer"]
+__all__ = ["HUGE_PAGES_FROM", "address_of", "array_type", "buffer_at", "new_buffer"]
 
 HUGE_PAGES_FROM = 4 * 1024 * 1024
 """Bytes from which large pages are worth a mapping of their own."""
@@ -32,10 +32,17 @@ def new_buffer(size: int) -> bytearray | mmap.mmap:
     return memory
 
 
+def address_of(mapping: mmap.mmap) -> int:
+    """Return where a mapping begins."""
+    import ctypes  # only here, and below: programs of small objects never need it
+
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
 @lru_cache(maxsize=256)  # making a type takes 20 us
 def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     """Return the type of objects of so many bytes."""
-    import ctypes  # only here, as in `block`: programs of small objects never need it
+    import ctypes
 
     return ctypes.c_char * nbytes
 

@@ -16,7 +16,6 @@ to the system also in processes that send something and then compute for an hour
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
@@ -27,6 +26,7 @@ from xpool import forks
 from xpool.interrupt import shielded
 from xpool.shm import attachments
 from xpool.shm.arena import IDLE, Arena, Block
+from xpool.shm.buffers import address_of
 from xpool.shm.layout import ENTRIES, HOLDS, File
 from xpool.shm.region import Region
 
@@ -68,9 +68,8 @@ class _Part(File):
         if attachment not in self._others:
             region = mmap.mmap(self.fd, self.region, offset=self.start(attachment))
             region.madvise(mmap.MADV_DONTDUMP)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(region))
             # Kept for good: blocks that lie there keep the arena, and it keeps this.
-            self._others[attachment] = region, address
+            self._others[attachment] = region, address_of(region)
         return self._others[attachment][1] + offset - self.start(attachment)
 
     def offset_of(self, address: int) -> int | None:

@@ -19,6 +19,8 @@ import os
 import threading
 from bisect import bisect_right
 
+from xpool.shm.buffers import address_of
+
 __all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "File"]
 
 HOLDS = 480
@@ -55,6 +57,7 @@ class File:
         whole = memoryview(self.map)
         self._ledger = whole[: 8 * HOLDS].cast("Q")
         self._tables = whole[_TABLES:_DATA]
+        self._address = 0
         # Columns of the tables, by number.
         words, halves = self._tables.cast("Q"), self._tables.cast("I")
         first = HOLDS // 8
@@ -62,6 +65,13 @@ class File:
         self.capacities = words[first + 1 :: _ENTRY // 8]
         self.filled = words[first + 2 :: _ENTRY // 8]
         self.stamps = halves[2 * (first + 3) :: _ENTRY // 4]
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins; found when it is asked for, which a worker's start does not."""
+        if not self._address:
+            self._address = address_of(self.map)
+        return self._address
 
     def holds(self, attachment: int) -> memoryview:
         """Return the column of an attachment: 1 where its process holds the block."""

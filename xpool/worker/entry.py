@@ -181,8 +181,7 @@ def _bind(orders: dict[str, Any], known: Mapping[str, str] | None) -> None:
         for name, value in environ.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
-    if orders["bind"]:
-        set_environment(orders["bind"])
+    set_environment(orders["bind"])
     if orders["cpus"] and set(orders["cpus"]) != os.sched_getaffinity(0):
         try:
             os.sched_setaffinity(0, orders["cpus"])
@@ -219,4 +218,7 @@ def set_environment(env: Mapping[str, str | None]) -> None:
                 found = [name for name in os.environ if name.startswith(pattern[:-1])]
             for name in found:
                 del os.environ[name]
-    os.environ.update({name: value for name, value in env.items() if value is not None})
+    # Not `update`, which asks the abstract classes what it was given, also where that is empty.
+    for name, value in env.items():
+        if value is not None:
+            os.environ[name] = value

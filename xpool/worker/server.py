@@ -40,7 +40,7 @@ register.  Not here: they read their variables then, and the worker's are not kn
 _KNOWN = {
     "numpy", "numpy.random", "pytest", "torch", "xpool.tensors.arrays", "xpool.worker.loop",
 }  # fmt: skip
-"""Modules that use nothing of this package when they are imported."""
+"""Modules that leave what is registered for forks with nothing to do when they are imported."""
 
 LATER = 0.2
 """Seconds without a request or a death until the server imports what can wait."""

@@ -518,7 +518,7 @@ def _enter_through(connection: Any, inherited: Any) -> None:
         connection.close()
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     entry.ignore_interrupts()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `ProcessLauncher._start`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `_interrupts_blocked`
     # None where the parent has ended before it could send them.
     if fds and (code := entry.main(fds[0], inherited)):
         sys.exit(code)
