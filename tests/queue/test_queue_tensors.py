@@ -272,6 +272,7 @@ def test_descriptors_on_their_way(tmp_path: Any):
         from xpool.queue import SimpleQueue
         from xpool.queue import simple
 
+        SimpleQueue().put(torch.zeros(1))  # what it imports may be in a folder that is root's alone
         if os.getuid() == 0:
             os.setuid(65534)  # root may have any number
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
