@@ -142,14 +142,27 @@ def test_in_the_initializer(make_pool, kind, method, stage, how, expected):
         assert {cells.outcome(result, 50) for result in results} == {expected}
 
 
+def gone_or_signalled(pid):
+    """Signal again what a second was not enough for.
+
+    A Python handler whose signal came just before `os.read` blocked runs when something ends that.
+    """
+    try:
+        os.kill(pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return True
+    return not wait_gone([pid], 1)
+
+
 @pytest.mark.parametrize(CELLS, IDLE)
 def test_in_an_idle_worker(make_pool, kind, method, stage, how, expected, mailbox, gate):
     """No task is lost, and the worker is replaced."""
     pool = make_pool(kind, 2, cells.arm, (how,), **options(method))
     victim = workers_of(pool, mailbox, gate, 2)[0]
-    os.kill(victim, signal.SIGUSR1)
-    if how not in ("SIGSTOP", "hang"):
-        assert wait_gone([victim]) == []
+    if how in ("SIGSTOP", "hang"):
+        os.kill(victim, signal.SIGUSR1)
+    else:
+        eventually(lambda: gone_or_signalled(victim), "the worker ends")
     # At once, so that each worker gets some: of one after the other, a quick one may do all.
     results = pool.map_async(work.square, range(8), chunksize=1, timeout=cells.LIMIT)
     assert results.get(WAIT) == [i * i for i in range(8)]

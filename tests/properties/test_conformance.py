@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import queue
+import resource
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from hooks.own_pools import QueueProcessPool, QueueThreadPool
 from support.limits import PROGRAM_LIMIT, WAIT
 
 from xpool import Pool
-from xpool.testing import LeakError, check_channel, check_hooks, no_leaks, sabotage
+from xpool.testing import LeakError, check_channel, check_hooks, no_leaks, sabotage, waiting
 from xpool.testing.saboteurs import EXITS, STAGES, WAYS
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
@@ -178,6 +180,23 @@ def test_sabotage_names_what_there_is():
         sabotage("lunch", "raise")
     with pytest.raises(ValueError, match=WAYS[-1]):
         sabotage(next(iter(STAGES)), "politely")
+
+
+def test_descriptors_from_1024_on():
+    """Where a program holds very many, mailboxes and gates work: `select` would refuse theirs."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert before[1] == resource.RLIM_INFINITY or before[1] > 1200, before
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1200), before[1]))
+    ours, theirs = os.pipe()
+    high = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1100)
+    try:
+        assert not waiting._readable(high, 0)
+        os.write(theirs, b"x")
+        assert waiting._readable(high, WAIT)
+    finally:
+        for fd in (ours, theirs, high):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_no_leaks_names_what_is_left(tmp_path):
