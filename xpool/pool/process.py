@@ -546,6 +546,8 @@ def unguarded_script() -> str | None:
 
 
 def _refuse_fork_of_runtime() -> None:
+    if "torch" not in sys.modules:
+        return  # all of those are torch's
     from xpool.devices.frameworks import running_runtime  # only here: most programs need it never
 
     runtime = running_runtime()
