@@ -190,9 +190,9 @@ def test_descriptors_from_1024_on():
     ours, theirs = os.pipe()
     high = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1100)
     try:
-        assert not waiting._readable(high, 0)
+        assert not waiting._reader(high).poll(0)
         os.write(theirs, b"x")
-        assert waiting._readable(high, WAIT)
+        assert waiting._reader(high).poll(WAIT * 1000)
     finally:
         for fd in (ours, theirs, high):
             os.close(fd)

@@ -68,10 +68,10 @@ def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
             os.close(fd)
 
 
-def _readable(fd: int, seconds: float | None = None) -> bool:
-    poller = select.poll()  # where `select` refuses descriptors from 1024 on (select(2))
+def _reader(fd: int) -> select.poll:
+    poller = select.poll()  # `select` refuses descriptors from 1024 on (select(2))
     poller.register(fd, select.POLLIN)
-    return bool(poller.poll(None if seconds is None else seconds * 1000))
+    return poller
 
 
 class Mailbox:
@@ -92,7 +92,7 @@ class Mailbox:
         end = time.monotonic() + limit
         while b"\n" not in self._rest:
             left = end - time.monotonic()
-            if left <= 0 or not _readable(self._fd, left):
+            if left <= 0 or not _reader(self._fd).poll(left * 1000):
                 raise AssertionError(f"nobody posted to {self.path} within {limit:g} s")
             self._rest += os.read(self._fd, 65536)
         line, _, self._rest = self._rest.partition(b"\n")
@@ -104,7 +104,7 @@ class Mailbox:
 
     def empty(self) -> bool:
         """Whether nothing has been posted that was not read."""
-        return not self._rest and not _readable(self._fd, 0)
+        return not self._rest and not _reader(self._fd).poll(0)
 
     def close(self) -> None:
         """Close the pipe; the path stays with the test's directory."""
@@ -157,6 +157,6 @@ def pass_gate(path: str) -> None:
                 return
             except BlockingIOError:
                 # Non-blocking reads: of several tasks that this wakes, one gets the byte.
-                _readable(fd)
+                _reader(fd).poll()
     finally:
         os.close(fd)
