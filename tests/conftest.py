@@ -428,6 +428,20 @@ def gate(tmp_path: Path, nothing_leaks: None) -> Iterator[Gate]:
 
 
 @pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mailbox: Mailbox, gate: Gate) -> None:
+    """A module that registers itself in another, posts, and waits at the gate: `import_plugin`."""
+    (tmp_path / "registry.py").write_text("entries = []\n")
+    (tmp_path / "plugin.py").write_text(
+        "import registry\n"
+        "registry.entries.append('plugin')\n"
+        "from xpool.testing.waiting import pass_gate, post\n"
+        f"post({mailbox.path!r}, 'half')\n"
+        f"pass_gate({gate.path!r})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture
 def log(tmp_path: Path) -> Path:
     """A file that tasks append to, empty at first."""
     path = tmp_path / "log"

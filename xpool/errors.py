@@ -138,9 +138,14 @@ class TaskTimeout(XPoolError, TimeoutError):
             if self.stopped
             else "and runs on: a thread cannot be stopped, another has taken its place"
         )
+        imports = (
+            "It was importing, which each worker does once, unless xpool.preload() has it. "
+            if "<frozen importlib._bootstrap>" in self.stack
+            else ""
+        )
         return (
             f"{self.task} ran longer than its limit of {self.seconds:g} s in worker {self.worker} "
-            f"{end}; give it a longer timeout= or look why it takes so long. {where}"
+            f"{end}; give it a longer timeout= or look why it takes so long. {imports}{where}"
         )
 
 

@@ -637,6 +637,18 @@ def test_cancelled_anywhere(start: Any):
     eventually(lambda: not pool.statistics()["running"], "all cancelled tasks have been left")
 
 
+@pytest.mark.usefixtures("plugin")
+def test_an_import_is_not_cut_short(start: Any, mailbox: Mailbox, gate: Gate):
+    """Its process is killed: no later task meets half a module."""
+    pool = start(2)
+    task = pool.apply_async(work.import_plugin, timeout=1)
+    mailbox.line()
+    with pytest.raises(TaskTimeout, match="preload"):
+        task.get()
+    gate.open(1)
+    assert pool.apply(work.import_plugin) == ["plugin"]
+
+
 # -- memory, handles, broadcast ------------------------------------------------------------------
 
 

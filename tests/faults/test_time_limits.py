@@ -139,6 +139,31 @@ def test_the_books_are_kept_whole(process_kind, make_pool, log):
     assert said.pop() == "" and set(said) == {"whole"}
 
 
+@pytest.mark.usefixtures("plugin")
+def test_an_import_is_not_cut_short(process_kind, make_pool, mailbox, gate):
+    """It is let through, or its worker killed: no later task meets half a module."""
+    pool = make_pool(process_kind, 1)
+    result = pool.apply_async(work.import_plugin, timeout=LIMIT)
+    mailbox.line()
+    error = stopped(result)
+    assert "plugin.py" in error.stack and "preload" in str(error)
+    assert wait_gone([error.pid]) == []
+    gate.open(1)
+    assert pool.apply(work.import_plugin) == ["plugin"]
+    mailbox.line()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_an_import_that_ends_in_time(process_kind, make_pool, mailbox, gate):
+    """The task is stopped behind it."""
+    pool = make_pool(process_kind, 1)
+    result = pool.apply_async(work.import_plugin)
+    mailbox.line()
+    assert result.cancel()
+    gate.open(2)  # one for a worker that is killed before it gets there
+    assert pool.apply(work.import_plugin) == ["plugin"]
+
+
 def test_a_stopped_process(process_kind, make_pool, mailbox):
     """A worker that SIGSTOP holds cannot say where it is; it is killed all the same."""
     pool = make_pool(process_kind, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import itertools
 import os
 import random
@@ -483,6 +484,13 @@ def leave_slowly(box: str, gate: str) -> None:
             n += 1
     finally:
         pass_gate(gate)
+
+
+def import_plugin(context: Any = None) -> list[str]:
+    """Import what the fixture ``plugin`` has written; return what it has left behind."""
+    importlib.import_module("plugin")
+    entries: list[str] = importlib.import_module("registry").entries
+    return entries
 
 
 def count_up_stubbornly(asked: str | None = None) -> None:

@@ -30,11 +30,10 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool.errors import TaskStopped
-from xpool.interrupt import may_raise
 from xpool.transport.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
 from xpool.worker.loop import become
 from xpool.worker.loop import run as serve
-from xpool.worker.stopping import again, stack_of
+from xpool.worker.stopping import again, may_stop, stack_of
 from xpool.worker_local import share_process
 
 __all__ = ["run"]
@@ -166,8 +165,8 @@ class _Member(threading.Thread):
                 return
             while (frame := sys._current_frames().get(self.ident or 0)) is not None:
                 at = frame.f_lasti
-                # In code that keeps books: the signal comes again a moment later.
-                if not may_raise(frame):
+                # Not here, and not now: the signal comes again a moment later.
+                if not may_stop(frame):
                     _thread.start_new_thread(again, (STOP_SIGNAL,))
                     return
                 # Should the interpreter have let it go on while we looked, we look again.

@@ -4,7 +4,8 @@ Two handlers of one signal, one after the other.  faulthandler's, in C, writes t
 thread into the outbox's file, whatever the interpreter is doing; then it calls Python's, which runs
 ours as soon as the main thread gets to it, and that raises `TaskStopped` if this is still the task
 that is meant.  A task that is stuck in C code never gets to it, and is killed.  Where the task is
-in code that keeps the arena's books (`xpool.interrupt`), it is raised a moment later.
+in an import, or in code that keeps the arena's books (`xpool.interrupt`), it is raised a moment
+later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from xpool.errors import TaskStopped
 from xpool.interrupt import keeps_clear, may_raise
 from xpool.transport.outbox import STACK_AT, STOP_SIGNAL, Outbox
 
-__all__ = ["again", "listen", "stack_of"]
+__all__ = ["again", "listen", "may_stop", "stack_of"]
+
+_IMPORTER = "<frozen importlib._bootstrap>"
 
 
 def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
@@ -35,6 +38,21 @@ def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}')
         frame = frame.f_back
     return "\n".join(lines)
+
+
+def may_stop(frame: FrameType | None, task: FrameType | None = None) -> bool:
+    """Whether `TaskStopped` may be raised in a frame: not where books are kept, or in an import.
+
+    Import takes a module that was cut short out of `sys.modules`, and nothing that the module has
+    done: what it has registered elsewhere, or in C, would fail later tasks of this worker.  Frames
+    that called ``task`` do not count: a fork's program may be a module that is being imported.
+    """
+    at = frame
+    while at is not None and at is not task:
+        if at.f_code.co_filename == _IMPORTER:
+            return False
+        at = at.f_back
+    return may_raise(frame)
 
 
 def listen(box: Outbox, fd: int, inside: CodeType) -> None:
@@ -51,7 +69,7 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
         while at is not None and at.f_code is not inside:
             at = at.f_back
         if at is not None:
-            if may_raise(frame):
+            if may_stop(frame, at):
                 raise TaskStopped("its time is over, or it was cancelled")
             # Not `threading.Thread`, whose `start` waits for the thread: this is a signal handler.
             _thread.start_new_thread(again, (signum,))
