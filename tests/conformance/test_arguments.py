@@ -163,6 +163,13 @@ def test_good_timeout(pool, timeout):
     assert pool.apply(work.square, (3,), timeout=timeout) == 9
 
 
+@pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
+def test_an_option_that_there_is_not(pool, verb):
+    """It is refused with those that there are."""
+    with pytest.raises(TypeError, match="no option 'retry'; there are timeout, retries"):
+        getattr(pool, verb)(work.square, (1,), retry=1)
+
+
 @pytest.mark.parametrize("on", [3, "OSError", [OSError], OSError(), (OSError, int)])
 @pytest.mark.parametrize("verb", VERBS)
 def test_bad_retry_on(pool, verb, on):
@@ -259,6 +266,22 @@ def test_arguments_without_effect_are_checked_too(wrong):
     for name in ("Pool", "ThreadPool"):
         with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
             _class(name)(1, **wrong)
+
+
+class Opens:
+    """A context with `enter`, and no `env`."""
+
+    opened = 0
+
+    def enter(self):
+        self.opened += 1
+
+
+@pytest.mark.xpool_only
+def test_a_context_is_entered(make_pool):
+    """Once, in its worker."""
+    pool = make_pool(_class("CtxPool"), worker_contexts=[Opens()])
+    assert [pool.apply(getattr, ("opened",)) for _ in range(2)] == [1, 1]
 
 
 @pytest.mark.xpool_only

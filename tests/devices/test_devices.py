@@ -140,8 +140,11 @@ def test_unknown_framework():
 
 def test_unknown_kind():
     """A kind that nobody knows is refused with those that are known."""
-    with pytest.raises(ValueError, match=r"'gpu'.*use 'auto' or \['cpu', 'cuda', 'tpu', 'xla'\]"):
-        devices("gpu")
+    with pytest.raises(OptionError, match=r"'mps'.*'auto' or \['cpu', 'cuda', 'tpu', 'xla'\]\.$"):
+        devices("mps")
+    for kind in ("gpu", "cuda:0"):
+        with pytest.raises(OptionError, match=f"'{kind}'.*GPUs of NVIDIA are 'cuda'"):
+            devices(kind)
 
 
 @pytest.mark.parametrize("n", [0, -1])

@@ -12,6 +12,7 @@ A block of kind ``text`` that follows is what the program prints, word for word.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -20,6 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from xpool import Pool
+from xpool.options import MapOptions
 
 pytest.importorskip("torch", reason="most of the pages use torch")
 
@@ -86,6 +90,14 @@ def test_every_block_is_found():
     there = sum(page.read_text(encoding="utf-8").count("```python\n") for page in PAGES)
     joined = sum(page.read_text(encoding="utf-8").count("<!-- goes on -->\n") for page in PAGES)
     assert len(PROGRAMS) + joined == there > 20
+
+
+def test_all_keywords_are_listed():
+    """The tables of docs/api.md have each keyword of the verbs, and each argument of `Pool`."""
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").partition("```{eval-rst}")[0]
+    wanted = {*MapOptions.__annotations__, *inspect.signature(Pool).parameters, "buffersize"}
+    wanted |= set(inspect.signature(Pool.apply_async).parameters) - {"self"}
+    assert wanted <= set(re.findall(r"\w+", text)), wanted - set(re.findall(r"\w+", text))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -7,7 +7,7 @@
 
     pool = CtxPool(worker_contexts=devices("tpu"))     # one worker for each chip, or core of v2, v3
 
-A worker context is any object.  One that has these attributes is a binding, for worker *processes*:
+A worker context is any object.  These attributes of it bind a worker *process*:
 
 ``env``
     A mapping of environment variables.  The worker sets them before it imports anything else, since
@@ -17,13 +17,13 @@ A worker context is any object.  One that has these attributes is a binding, for
     are threads of one process, and what ``env`` and ``cpus`` say has to be the same for all of
     them (docs/devices.md).
 ``cpus``
-    Numbers of the cores to run on, if any; set as early.  May be left out.
+    Numbers of the cores to run on, if any; set as early.
 ``enter()``
     Called once in the worker (in its thread, where it is one), when the context has arrived and
     before the pool's initializer runs.  Whatever it raises counts as a failed start of the worker.
 
-`DeviceContext` has them, and so can a class of your own; ``examples/evaluate.py`` wraps a
-`DeviceContext` in a context that also holds a model.
+Each may be left out.  `DeviceContext` has them, and so can a class of your own;
+``examples/evaluate.py`` wraps a `DeviceContext` in a context that also holds a model.
 
 Nothing here opens a device or imports a framework: that is the worker's.
 """
@@ -87,7 +87,10 @@ def devices(
         TypeError: ``n``, ``per_worker`` or ``per_process`` is no integer.
     """
     if kind not in ("auto", *KINDS):
-        raise OptionError(f"devices(kind={kind!r}): no such kind; use 'auto' or {list(KINDS)}.")
+        hint = " GPUs of NVIDIA are 'cuda', n= of them." if kind[:3] in ("gpu", "cud") else ""
+        raise OptionError(
+            f"devices(kind={kind!r}): no such kind; use 'auto' or {list(KINDS)}.{hint}"
+        )
     for name, value in (("n", n), ("per_worker", per_worker), ("per_process", per_process)):
         _check_number(name, value)
     if framework not in (None, "torch_xla", "torch_tpu"):

@@ -27,14 +27,15 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
         worker_contexts: one for each worker; their number is the number of workers, and
             ``processes`` may be left out.  None: each worker's context is None.  Worker ``i`` gets
             the i-th, and so does every process that replaces it.  A context with an ``env`` (a
-            mapping) has these variables set in its worker before anything else is imported, as
-            those of `xpool.devices` do.  Contexts
-            with a ``group`` other than 0 form one replica group: when one of its workers dies, the
-            pool stops with `DeviceError`, since the others cannot go on with a new one.  A
-            `xpool.assigner.ModelAssigner` gives one for each of its devices, which holds the models
-            placed there.  Workers whose contexts name one process (``XPOOL_PROCESS`` in ``env``, as
-            those of ``devices("tpu")`` for the cores of TPU v2 and v3) are threads of it: when it
-            ends they end, and come back together (docs/devices.md).
+            mapping) has these variables set in its worker before anything else is imported, one
+            with ``cpus`` has it run on these cores, and one with a method ``enter()`` has that
+            called there, once, before the initializer.  Those of `xpool.devices` have all three.
+            Contexts with a ``group`` other than 0 form one replica group: when one of its workers
+            dies, the pool stops with `DeviceError`, since the others cannot go on with a new one.
+            A `xpool.assigner.ModelAssigner` gives one for each of its devices, which holds the
+            models placed there.  Workers whose contexts name one process (``XPOOL_PROCESS`` in
+            ``env``, as those of ``devices("tpu")`` for the cores of TPU v2 and v3) are threads of
+            it: when it ends they end, and come back together (docs/devices.md).
 
     The other arguments are those of `Pool`.  The initializer gets ``initargs`` alone; it finds
     the context in ``current_worker().context``.

@@ -68,8 +68,14 @@ class Verbs(Hooks):
         on_error: str = "raise",
         journal: Any = None,
         key: Any = None,
+        **unknown: Any,
     ) -> Terms:
         """Check what the verbs take by keyword: all of them, here."""
+        if unknown:
+            raise TypeError(
+                f"no option {next(iter(unknown))!r}; there are timeout, retries, retry_on, "
+                "progress, on_error, and journal and key for map and imap"
+            )
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         if retries:
             check_count("retries", retries, least=0)

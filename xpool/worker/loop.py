@@ -207,10 +207,8 @@ class _Worker:
         enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers, host))
         _use_threads(orders["threads"], orders["forked"])
         _renew_autograd()
-        if hasattr(context, "env"):
-            bound: Any = context
-            if hasattr(bound, "enter"):
-                bound.enter()
+        if callable(begin := getattr(context, "enter", None)):
+            begin()
         # Opened also where it is inherited: the globals of `__main__` that it uses come with it.
         sent = None if orders["initializer"] is None else decode(orders["initializer"])
         if inherited is None:
