@@ -138,3 +138,65 @@ def test_a_first_answer_is_an_array_where_nothing_can_be_imported(tmp_path, name
     pytest.importorskip(name)
     path = scripts.write(tmp_path / "arrays.py", ARRAY.replace("NAME", name))
     assert scripts.run_ok([path]) == ""
+
+
+ARGUMENT = """
+    import os, resource
+    import NAME as library
+    from xpool import Pool
+
+    if __name__ == "__main__":
+        item = library.arange(3)
+        item.sum()  # for which torch reads /proc/cpuinfo
+        with Pool(1) as pool:
+            pool.apply(len, ("",))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            kept = []
+            try:
+                while True:
+                    kept.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                pass
+            assert pool.apply(sum, (item,)) == 3
+"""
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_a_first_argument_is_an_array_where_nothing_can_be_imported(tmp_path, name: str):
+    """What pickles it has been imported when the pool was made."""
+    pytest.importorskip(name)
+    path = scripts.write(tmp_path / "arrays.py", ARGUMENT.replace("NAME", name))
+    assert scripts.run_ok([path]) == ""
+
+
+IMPORTING = """
+    import os, signal, sys, threading
+    import numpy
+    from xpool import pickle
+
+    importing, forked = threading.Event(), threading.Event()
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name == "xpool.tensors.dense":
+                importing.set()
+                forked.wait(1)  # in vain, where the fork waits for the import
+
+    sys.meta_path.insert(0, Finder())
+    thread = threading.Thread(target=pickle.dumps, args=(numpy.arange(3),))
+    thread.start()
+    importing.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(int(pickle.loads(pickle.dumps(numpy.arange(3))).sum()))
+    forked.set()
+    thread.join()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_waits_for_an_import(tmp_path):
+    """Of what pickles arrays: the child would wait for ever for the thread that began it."""
+    pytest.importorskip("numpy")
+    assert scripts.run_ok([scripts.write(tmp_path / "importing.py", IMPORTING)]) == "3\n"

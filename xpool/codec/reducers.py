@@ -158,7 +158,8 @@ def reducer_override(pickler: Any, obj: Any) -> Any:
     return reducer(pickler, obj)
 
 
-# Held while a module's reducers are registered, so that no thread finds some of them missing.
+# Held while a module's reducers are registered, so that no thread finds some of them missing; and
+# over a fork, in whose child an import would wait for ever for that of another thread.
 _finding = threading.RLock()
 
 
@@ -181,4 +182,6 @@ def _find(kind: type) -> Reducer | None:
                 return reducer_for(kind)
 
 
+# By name, as in `xpool.workers.slot`.
+forks.at_fork(before=lambda: _finding.acquire(), in_parent=lambda: _finding.release())
 forks.renew(globals(), _finding=threading.RLock)

@@ -43,6 +43,7 @@ from xpool.workers.launch import (
     ProcessLauncher,
     StandIns,
     asked_for,
+    import_for_arrays,
     occupy_streams,
     wanted_modules,
 )
@@ -178,6 +179,8 @@ class Pool(AllWorkers):
         gc.disable()
         try:
             from xpool.pool import assembly
+
+            import_for_arrays()
         finally:
             if collects:
                 gc.enable()

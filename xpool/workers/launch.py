@@ -34,6 +34,7 @@ __all__ = [
     "ProcessLauncher",
     "StandIns",
     "asked_for",
+    "import_for_arrays",
     "occupy_streams",
     "search_path",
     "start_early",
@@ -155,6 +156,16 @@ def _with_numpy(modules: tuple[str, ...]) -> list[str]:
         return list(modules)
     installed = importlib.util.find_spec("numpy") is not None
     return [*(_NUMPY if installed else ()), *modules, _ARRAYS]
+
+
+def import_for_arrays() -> None:
+    """Import what arrays and tensors are sent with, if the program has any.
+
+    When the first one is sent, no descriptor may be left for it; and a fork of the program that has
+    it imports nothing.
+    """
+    if {"numpy", "torch"} & sys.modules.keys():
+        importlib.import_module(_ARRAYS)
 
 
 class ForkServer:
@@ -486,8 +497,7 @@ class ProcessLauncher:
         self._context = context
         self.forks = context.get_start_method() == "fork"
         if self.forks:  # once, instead of in each worker
-            arrays = {"numpy", "torch"} & sys.modules.keys()
-            for name in (*PRELOAD, _ARRAYS) if arrays else PRELOAD:
+            for name in PRELOAD:
                 importlib.import_module(name)
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
