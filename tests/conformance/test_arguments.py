@@ -165,9 +165,10 @@ def test_good_timeout(pool, timeout):
 
 @pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
 def test_an_option_that_there_is_not(pool, verb):
-    """It is refused with those that there are."""
-    with pytest.raises(TypeError, match="no option 'retry'; there are timeout, retries"):
-        getattr(pool, verb)(work.square, (1,), retry=1)
+    """It is refused with those that there are; what a verb is told in private, too."""
+    for option in ("retry", "worker", "waits"):
+        with pytest.raises(TypeError, match=f"no option '{option}' here; there are timeout, retri"):
+            getattr(pool, verb)(work.square, (1,), **{option: 1})
 
 
 @pytest.mark.parametrize("on", [3, "OSError", [OSError], OSError(), (OSError, int)])

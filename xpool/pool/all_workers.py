@@ -99,7 +99,7 @@ class AllWorkers(BasePool):
         patience: float = 0.0,
     ) -> list[Any]:
         """``patience``: seconds in which the others may end by themselves when one has failed."""
-        terms = self._terms(timeout, 0, ())
+        terms = self._terms(None, False, timeout)
         job: AllWorkersResult | None = None
         try:
             with self._order:  # the workers come to the calls by number, and are as many as now

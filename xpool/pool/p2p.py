@@ -45,7 +45,7 @@ class P2PPool(Pool):
         retry_on: Exceptions = (),
     ) -> T:
         """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
-        terms = self._terms(timeout, retries, retry_on, self._bind(worker), waits=True)
+        terms = self._terms(self._bind(worker), True, timeout, retries, retry_on)
         value: T = self._call(func, args, kwds, None, None, terms).get()
         return value
 
@@ -67,7 +67,7 @@ class P2PPool(Pool):
         Raises:
             OptionError (a `ValueError`): there is no such worker.
         """
-        terms = self._terms(timeout, retries, retry_on, self._bind(worker))
+        terms = self._terms(self._bind(worker), False, timeout, retries, retry_on)
         return self._call(func, args, kwds, callback, error_callback, terms)
 
     def _bind(self, worker: int | None) -> int:

@@ -106,7 +106,7 @@ class PublicVerbs(Verbs):
         """
         terms = WAITING
         if timeout is not None or retries or retry_on or self._task_timeout is not None:
-            terms = self._terms(timeout, retries, retry_on, waits=True)
+            terms = self._terms(None, True, timeout, retries, retry_on)
         value: T = self._call(func, args, kwds, None, None, terms).get()
         return value
 
@@ -132,7 +132,7 @@ class PublicVerbs(Verbs):
         """
         terms = PLAIN
         if timeout is not None or retries or retry_on or self._task_timeout is not None:
-            terms = self._terms(timeout, retries, retry_on)
+            terms = self._terms(None, False, timeout, retries, retry_on)
         return self._call(func, args, kwds, callback, error_callback, terms)
 
     @overload
@@ -188,7 +188,7 @@ class PublicVerbs(Verbs):
             WorkerDied, TaskTimeout: a worker died in a task; it took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(waits=True, **options)
+        terms = self._terms(None, True, **options)
         if terms.journal is not None:
             return self._map_recorded(func, iterable, terms)
         values: list[Any] = self._map(func, iterable, chunksize, False, None, None, terms).get()
@@ -230,7 +230,7 @@ class PublicVerbs(Verbs):
         **options: Unpack[MapOptions],
     ) -> MapResult[Any]:
         """As `map`, but return the result to come; callbacks as in `apply_async`."""
-        terms = self._terms(**options)
+        terms = self._terms(None, False, **options)
         return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
 
     @overload
@@ -263,7 +263,7 @@ class PublicVerbs(Verbs):
         **options: Unpack[MapOptions],
     ) -> list[Any]:
         """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
-        terms = self._terms(waits=True, **options)
+        terms = self._terms(None, True, **options)
         values: list[Any] = self._map(func, iterable, chunksize, True, None, None, terms).get()
         return values
 
@@ -303,7 +303,7 @@ class PublicVerbs(Verbs):
         **options: Unpack[MapOptions],
     ) -> MapResult[Any]:
         """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
-        terms = self._terms(**options)
+        terms = self._terms(None, False, **options)
         return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
 
     def resize(self, processes: int | None = None) -> None:
@@ -376,7 +376,7 @@ class PublicVerbs(Verbs):
 
         ``len()`` of it is that of the input, where that has one.  Other keywords: as in `map`.
         """
-        terms = self._terms(**options)
+        terms = self._terms(None, False, **options)
         return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
 
     @overload
@@ -413,5 +413,5 @@ class PublicVerbs(Verbs):
         **options: Unpack[MapOptions],
     ) -> IMapUnorderedIterator[Any]:
         """As `imap`, with results as they come."""
-        terms = self._terms(**options)
+        terms = self._terms(None, False, **options)
         return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms)

@@ -59,11 +59,12 @@ class Verbs(Hooks):
 
     def _terms(
         self,
+        worker: int | None,
+        waits: bool,
+        /,  # what follows is what people give by keyword
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Exceptions = (),
-        worker: int | None = None,
-        waits: bool = False,
         progress: Any = False,
         on_error: str = "raise",
         journal: Any = None,
@@ -73,8 +74,9 @@ class Verbs(Hooks):
         """Check what the verbs take by keyword: all of them, here."""
         if unknown:
             raise TypeError(
-                f"no option {next(iter(unknown))!r}; there are timeout, retries, retry_on, "
-                "progress, on_error, and journal and key for map and imap"
+                f"no option {next(iter(unknown))!r} here; there are timeout, retries, retry_on, "
+                "progress, on_error, for map and imap journal and key, and for apply and "
+                "apply_async of a P2PPool worker"
             )
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         if retries:
