@@ -140,7 +140,7 @@ class TaskTimeout(XPoolError, TimeoutError):
         )
         imports = (
             "It was importing, which each worker does once, unless xpool.preload() has it. "
-            if "<frozen importlib._bootstrap>" in self.stack
+            if self.stopped and "<frozen importlib._bootstrap>" in self.stack
             else ""
         )
         return (
