@@ -285,7 +285,9 @@ def test_forgotten(ranks: Ranks, tmp_path: Path, how: str, code: int):
     """A program that ends without leaving its world ends, with its own exit code."""
     script = write(tmp_path / "ends.py", ENDS)
     address = ranks.address()
-    processes = [popen(["-W", "error", script, str(rank), address, how]) for rank in range(2)]
+    # With the stacks, should torch's threads abort the end, as they have done once.
+    options = ["-X", "faulthandler", "-W", "error"]
+    processes = [popen([*options, script, str(rank), address, how]) for rank in range(2)]
     for process in processes:
         out, err = process.communicate(timeout=PROGRAM_LIMIT)
         assert out == "ready\n", err
