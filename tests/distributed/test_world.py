@@ -285,7 +285,7 @@ def test_forgotten(ranks: Ranks, tmp_path: Path, how: str, code: int):
     """A program that ends without leaving its world ends, with its own exit code."""
     script = write(tmp_path / "ends.py", ENDS)
     address = ranks.address()
-    # With the stacks, should torch's threads abort the end, as they have done once.
+    # With the stacks, should a thread in torch's code abort the end, as one has done.
     options = ["-X", "faulthandler", "-W", "error"]
     processes = [popen([*options, script, str(rank), address, how]) for rank in range(2)]
     for process in processes:

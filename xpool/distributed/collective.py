@@ -28,6 +28,7 @@ __all__ = ["CollectiveGroup", "explain"]
 
 _ABORT_TAG = 0x7AB0  # of a message that nobody sends
 _HEARSAY = 0.5  # seconds for the news of a death to come, so that the error can name who died
+_PATIENCE = 5.0  # seconds for threads that wait for torch, when the group has ended
 _MESSAGES = ("isend", "irecv")
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
@@ -78,6 +79,8 @@ class CollectiveGroup:
         # Guarded by _lock, a set in order: messages that were sent, and not waited for.  torch
         # drops a message of which nobody holds the work, and the next one then goes astray.
         self._sent: dict[Pending, None] = {}
+        # Guarded by _lock: threads of ours that wait for torch, and end when the group does.
+        self._threads: list[threading.Thread] = []
 
     # -- two ranks --------------------------------------------------------------------------
 
@@ -292,6 +295,12 @@ class CollectiveGroup:
         with self._lock:
             # Not while it is connected: torch drops messages of which nobody holds the work.
             self._sent.clear()
+            threads, self._threads = self._threads, []
+        # One that is in torch's code when Python ends aborts the process: Python has such threads
+        # end by pthread_exit(3), which C++ takes for an exception where there may be none.
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE)
         self._world._forget_group(self)
 
     def __reduce__(self) -> Any:
@@ -339,7 +348,14 @@ class CollectiveGroup:
         elif abort and first:
             # Some collectives are to end first.  A thread waits for these: this one may be torch's,
             # which brings the news of a loss and has other calls to answer.
-            threading.Thread(target=self._close_later, name="xpool-group-end", daemon=True).start()
+            self._start("xpool-group-end", self._close_later)
+
+    def _start(self, name: str, target: Callable[[], None]) -> None:
+        """Run something in a thread, for whose end that of the group waits."""
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        with self._lock:
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def _close(self, abort: bool = True) -> None:
         """Close the group's connections, once, so that whatever waits on them ends."""
