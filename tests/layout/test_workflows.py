@@ -128,7 +128,7 @@ def test_notes_are_the_section_of_the_version():
 
 @pytest.mark.parametrize(
     ("tag", "version", "says"),
-    [("v1.2.0", "1.3.0", "has version '1.3.0'"), ("v1.3.0", "1.3.0", "says nothing of 1.3.0")],
+    [("v1.2.0", "1.3.0", "has version '1.3.0'"), ("v1.3.0", "1.3.0", "has no section of 1.3.0")],
 )
 def test_notes_refuse_another_version(tag: str, version: str, says: str):
     """A tag of another version, or of one without a section, stops the release."""

@@ -23,7 +23,7 @@ def notes(tag: str, project: str, changelog: str) -> str:
         rf"^## \[{re.escape(version)}\][^\n]*\n(.*?)(?=^## \[|\Z)", changelog, re.M | re.S
     )
     if section is None or not section[1].strip():
-        raise SystemExit(f"CHANGELOG.md says nothing of {version}: run towncrier build first")
+        raise SystemExit(f"CHANGELOG.md has no section of {version}")
     return section[1].strip()
 
 
