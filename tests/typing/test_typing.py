@@ -13,11 +13,13 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-FILES = [str(FOLDER / "verbs.py"), str(FOLDER / "mistakes.py")]
+FILES = [str(FOLDER / name) for name in ("verbs.py", "mistakes.py", "users.py")]
 
 MYPY = """
 [mypy]
 strict = True
+[mypy-users]
+disallow_any_expr = True
 [mypy-torch.*,numpy.*,dill.*]
 follow_imports = skip
 """
@@ -33,7 +35,7 @@ def _check(command, cwd):
 
 @pytest.mark.exhaustive
 def test_mypy(tmp_path):
-    """Under ``mypy --strict``: each result has its type, and each mistake is found."""
+    """mypy --strict infers each result's type, finds each mistake, and no `Any` in users.py."""
     pytest.importorskip("mypy", reason="mypy is not installed")
     (tmp_path / "mypy.ini").write_text(MYPY)
     _check(["mypy", "--config-file", "mypy.ini", "--python-version", "3.10", *FILES], tmp_path)

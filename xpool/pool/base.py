@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xpool import forks
 from xpool.engine.face import WorkerBackend
@@ -50,6 +50,9 @@ from xpool.pool.public import PublicVerbs
 from xpool.results import AsyncResult, Job, Parcel, exception_in
 from xpool.streams import Stream
 from xpool.waiters import Flag
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["BasePool"]
 
@@ -89,7 +92,7 @@ class BasePool(PublicVerbs):
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Iterable[object] = (),
         maxtasksperchild: int | None = None,
         context: BaseContext | str | None = None,
         *,
@@ -366,7 +369,7 @@ class BasePool(PublicVerbs):
             "workers. A task that needs workers makes a pool of its own"
         )
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self._check_running()
         return self
 
@@ -383,7 +386,7 @@ class BasePool(PublicVerbs):
             self._instead = "; get() results inside the block, or close() and join() the pool there"
         self.terminate()
 
-    async def __aenter__(self) -> Any:
+    async def __aenter__(self) -> Self:
         return self.__enter__()
 
     async def __aexit__(

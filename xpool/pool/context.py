@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.devices.context import PROCESS
@@ -45,9 +46,9 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Iterable[object] = (),
         maxtasksperchild: int | None = None,
-        context: Any = None,
+        context: BaseContext | str | None = None,
         *,
         worker_contexts: Iterable[C] | None = None,
         **options: Any,
@@ -144,9 +145,9 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Iterable[object] = (),
         maxtasksperchild: int | None = None,
-        context: Any = None,
+        context: BaseContext | str | None = None,
         *,
         worker_contexts: Iterable[C] | None = None,
         **options: Any,
@@ -165,7 +166,7 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
         get: Callable[[], Task | None],
         put: Callable[[Result], object],
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Iterable[object] = (),
         maxtasks: int | None = None,
     ) -> None:
         """As `BasePool.worker`, with the context of this thread in front of the arguments."""

@@ -21,8 +21,8 @@ class ContextVerbs(Generic[C]):
     def apply(
         self,
         func: Callable[Concatenate[C, ...], T],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
+        args: Iterable[object] = (),
+        kwds: Mapping[str, object] | None = None,
         *,
         timeout: float | None = None,
         retries: int = 0,
@@ -31,8 +31,8 @@ class ContextVerbs(Generic[C]):
     def apply_async(
         self,
         func: Callable[Concatenate[C, ...], T],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
+        args: Iterable[object] = (),
+        kwds: Mapping[str, object] | None = None,
         callback: Callable[[T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
@@ -88,7 +88,7 @@ class ContextVerbs(Generic[C]):
     def starmap(
         self,
         func: Callable[Concatenate[C, ...], T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         *,
         on_error: Literal["raise"] = "raise",
@@ -98,7 +98,7 @@ class ContextVerbs(Generic[C]):
     def starmap(
         self,
         func: Callable[Concatenate[C, ...], T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         *,
         on_error: Literal["return"],
@@ -108,7 +108,7 @@ class ContextVerbs(Generic[C]):
     def starmap_async(
         self,
         func: Callable[Concatenate[C, ...], T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         callback: Callable[[list[T]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
@@ -120,7 +120,7 @@ class ContextVerbs(Generic[C]):
     def starmap_async(
         self,
         func: Callable[Concatenate[C, ...], T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         callback: Callable[[list[T | BaseException]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,

@@ -38,7 +38,7 @@ class Executor(PoolExecutor):
         max_workers: int | None = None,
         *,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Iterable[object] = (),
         **options: Any,
     ) -> None:
         if isinstance(max_workers, int) and max_workers <= 0:

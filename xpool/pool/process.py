@@ -95,7 +95,7 @@ class Pool(AllWorkers):
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Iterable[object] = (),
         maxtasksperchild: int | None = None,
         context: BaseContext | str | None = None,
         *,

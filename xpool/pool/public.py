@@ -87,8 +87,8 @@ class PublicVerbs(Verbs):
     def apply(
         self,
         func: Callable[..., T],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
+        args: Iterable[object] = (),
+        kwds: Mapping[str, object] | None = None,
         *,
         timeout: float | None = None,
         retries: int = 0,
@@ -113,8 +113,8 @@ class PublicVerbs(Verbs):
     def apply_async(
         self,
         func: Callable[..., T],
-        args: Iterable[Any] = (),
-        kwds: Mapping[str, Any] | None = None,
+        args: Iterable[object] = (),
+        kwds: Mapping[str, object] | None = None,
         callback: Callable[[T], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
         *,
@@ -237,7 +237,7 @@ class PublicVerbs(Verbs):
     def starmap(
         self,
         func: Callable[..., T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         *,
         on_error: Literal["raise"] = "raise",
@@ -248,7 +248,7 @@ class PublicVerbs(Verbs):
     def starmap(
         self,
         func: Callable[..., T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         *,
         on_error: Literal["return"],
@@ -258,7 +258,7 @@ class PublicVerbs(Verbs):
     def starmap(
         self,
         func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         **options: Unpack[MapOptions],
     ) -> list[Any]:
@@ -271,7 +271,7 @@ class PublicVerbs(Verbs):
     def starmap_async(
         self,
         func: Callable[..., T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         callback: Callable[[list[T]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
@@ -284,7 +284,7 @@ class PublicVerbs(Verbs):
     def starmap_async(
         self,
         func: Callable[..., T],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         callback: Callable[[list[T | BaseException]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
@@ -296,7 +296,7 @@ class PublicVerbs(Verbs):
     def starmap_async(
         self,
         func: Callable[..., Any],
-        iterable: Iterable[Iterable[Any]],
+        iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,

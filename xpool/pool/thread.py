@@ -53,7 +53,7 @@ class ThreadPool(BasePool):
         self,
         processes: int | None = None,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[Any] = (),
+        initargs: Iterable[object] = (),
         maxtasksperchild: int | None = None,
         context: BaseContext | str | None = None,
         *,
@@ -69,7 +69,7 @@ class ThreadPool(BasePool):
         output: str | None = None,
         worker_memory: int | None = None,
         memory_high: float | None = None,
-        hosts: Any = None,
+        hosts: object = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
