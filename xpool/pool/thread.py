@@ -69,7 +69,7 @@ class ThreadPool(BasePool):
         output: str | None = None,
         worker_memory: int | None = None,
         memory_high: float | None = None,
-        hosts: object = None,
+        hosts: Any = None,
         name: str | None = None,
     ) -> None:
         check_share_method(share_method)
