@@ -75,9 +75,7 @@ help:
 	@echo "More: make lint, core, bench, docs-states, clean"
 
 run: $(venv)/.run
-	"$(VENV)/bin/python" examples/evaluate.py
-	"$(VENV)/bin/python" examples/preprocess.py
-	"$(VENV)/bin/python" examples/versions.py
+	"$(VENV)/bin/python" examples/tour.py $(ARGS)
 
 test: $(venv)/.test
 	$(PYTEST) $(ARGS)

@@ -11,6 +11,7 @@ one `xpool.distributed.World`. A plot shows the accuracy by version.
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -108,16 +109,26 @@ def train(images: Tensor, labels: Tensor, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def plot(found: dict[int, float]) -> str:
+def scale(low: float, high: float) -> list[float]:
+    """At most seven round numbers that begin at or below ``low`` and end at or above ``high``."""
+    for step in (0.01, 0.02, 0.05, 0.1, 0.2):
+        first, last = math.floor(low / step), math.ceil(high / step)
+        if last - first < 7:
+            break
+    return [round(number * step, 2) for number in range(first, last + 1)]
+
+
+def plot(found: Mapping[int, float]) -> str:
     """Accuracy by version, as a picture (SVG)."""
     width, height, left, bottom = 640, 360, 60, 320
-    low = min(found.values()) - 0.02
+    marks = scale(min(found.values()), 1.0)
+    low, high = marks[0], marks[-1]
 
     def x(version: float) -> float:
         return left + (width - left - 20) * version / EPOCHS
 
     def y(value: float) -> float:
-        return bottom - (bottom - 20) * (value - low) / (1 - low)
+        return bottom - (bottom - 30) * (value - low) / (high - low)
 
     points = sorted(found.items())
     line = " ".join(f"{x(version):.1f},{y(value):.1f}" for version, value in points)
@@ -126,7 +137,6 @@ def plot(found: dict[int, float]) -> str:
         f"{value:.4f}</title></circle>"
         for version, value in points
     ]
-    marks = [low + (1 - low) * step / 4 for step in range(5)]
     rules = [
         f'<path d="M{left} {y(mark):.1f}H{width - 20}" stroke="#ddd"/>'
         f'<text x="{left - 8}" y="{y(mark) + 4:.1f}" text-anchor="end">{mark:.2f}</text>'
@@ -153,19 +163,14 @@ def plot(found: dict[int, float]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Evaluate a model while it is being trained.")
-    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
-    default = Path(__file__).parent / "out" / "versions.svg"
-    parser.add_argument("--out", type=Path, default=default, help="the plot to write")
-    options = parser.parse_args()
-
+def run(workers: int) -> list[Report]:
+    """Train, have versions evaluated meanwhile, and check each accuracy against one process's."""
     images, labels, test_images, test_labels = load()
     model = make_model()
     alone: dict[int, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        address, size = f"file://{folder}/world", options.workers + 1
-        contexts = [Evaluator(size, address, test_images, test_labels)] * options.workers
+        address, size = f"file://{folder}/world", workers + 1
+        contexts = [Evaluator(size, address, test_images, test_labels)] * workers
         with CtxPool(worker_contexts=contexts) as pool:
             with World("trainer", 0, size, dist_init_method=address) as world:
                 group = world.create_rpc_group("versions", world.get_members())
@@ -177,19 +182,29 @@ def main() -> None:
                     assert server.push(model)
                     pending.append(pool.apply_async(evaluate))
                     alone[model.pp_version] = accuracy(model, test_images, test_labels)
-                pending += [pool.apply_async(evaluate) for _ in range(options.workers)]
+                pending += [pool.apply_async(evaluate) for _ in range(workers)]
                 reports = [result.get() for result in pending]
-                leaving = [pool.apply_async(leave) for _ in range(options.workers)]
+                leaving = [pool.apply_async(leave) for _ in range(workers)]
             for result in leaving:
                 result.get()
+    for report in reports:
+        assert report.accuracy == alone[report.version], f"one process finds otherwise: {report}"
+    return reports
 
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Evaluate a model while it is being trained.")
+    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
+    default = Path(__file__).parent / "out" / "versions.svg"
+    parser.add_argument("--out", type=Path, default=default, help="the plot to write")
+    options = parser.parse_args()
+
+    reports = run(options.workers)
     found = {report.version: report.accuracy for report in reports}
     for version in sorted(found):
         by = sorted({report.worker for report in reports if report.version == version})
-        workers = " and ".join(map(str, by))
-        print(f"version {version:2}: accuracy {found[version]:.4f}, by worker {workers}")
-    for report in reports:
-        assert report.accuracy == alone[report.version], f"one process finds otherwise: {report}"
+        names = " and ".join(map(str, by))
+        print(f"version {version:2}: accuracy {found[version]:.4f}, by worker {names}")
     assert max(found) == EPOCHS, "the last version was not evaluated"
     assert found[EPOCHS] > 0.95, f"the model is bad: {found[EPOCHS]}"
     options.out.parent.mkdir(parents=True, exist_ok=True)

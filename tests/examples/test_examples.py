@@ -15,6 +15,7 @@ from support.limits import PROGRAM_LIMIT
 
 pytest.importorskip("torch", reason="the examples use torch")
 pytest.importorskip("sklearn", reason="the examples use scikit-learn's images")
+pytest.importorskip("tqdm", reason="the main job shows a bar")
 pytest.importorskip("PIL", reason="the examples use pillow")
 
 from PIL import Image
@@ -36,6 +37,28 @@ def run_example(name: str, *arguments: str) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
+
+
+def test_tour(folder: Path):
+    """The main job: same bytes as a plain loop in spite of a killed worker, and a page to see."""
+    page = folder / "tour" / "page.html"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "tour.py"), f"--out={page}"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    killed = re.search(r"^2 workers: 480 .* process (\d+) was killed half-way$", done.stdout, re.M)
+    assert killed
+    assert "checked: both have the same bytes" in done.stdout
+    assert re.search(r"^accuracy of version 30: 0\.9[5-9]", done.stdout, re.M)
+    assert "480/480" in done.stderr  # the progress bar
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<figcaption>") == 4
+    for picture in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(picture)
+    assert f"process {killed[1]} was killed" in text
+    assert text.count('stroke="#c22"') == 1  # the death, in the timeline
 
 
 @functools.cache
