@@ -222,3 +222,18 @@ def test_a_pool_that_a_module_makes_as_it_is_imported(tmp_path):
     text = GUARDED.format(at_import="").replace("return x + 1", "import helpers; helpers.f(x)")
     out = scripts.run_ok([scripts.write(tmp_path / "program.py", text), "None"])
     assert "OptionError" in out and "while a worker imports module helpers" in out
+
+
+def test_a_pool_in_a_fork_of_a_module_that_is_imported(tmp_path):
+    """Its task imports nothing: that its parent did when it was forked is no reason to refuse."""
+    text = """
+        import xpool
+        def nested(x):
+            with xpool.ThreadPool(1) as pool, xpool.Pool(1) as processes:
+                return pool.apply(abs, (x,)) + processes.apply(abs, (x,))
+        with xpool.Pool(1, context="fork", is_daemon=False) as pool:
+            print(pool.apply(nested, (-1,)))
+    """
+    scripts.write(tmp_path / "helpers.py", text)
+    scripts.write(tmp_path / "program.py", "import helpers")
+    assert scripts.run_ok([str(tmp_path / "program.py")]) == "2\n"

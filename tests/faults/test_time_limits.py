@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import threading
+import time
 
 import pytest
 from support import work
@@ -72,6 +73,36 @@ def test_a_task_that_ends_when_asked_keeps_its_worker(process_kind, make_pool, l
     assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
     assert log.read_text() == "cleaned\n"
     assert pool.apply(work.pid) == pid
+
+
+def alarmed(seconds):
+    """Return whether the handler of an alarm is called while this makes calls on a pool."""
+    from xpool import ThreadPool
+
+    came = []
+    signal.signal(signal.SIGALRM, lambda *_: came.append(1))
+    with ThreadPool(1) as pool:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        end = time.monotonic() + WAIT
+        while not came and time.monotonic() < end:
+            pool.apply(work.nothing)
+    return bool(came)
+
+
+def test_a_fork_is_as_free_to_raise_as_any_worker(make_pool, log):
+    """Its stack goes on with frames of its parent that must not be cut short: these do not count,
+    for a task that is stopped, and for handlers of the program's."""
+    from xpool import Pool
+
+    pool = make_pool(Pool, 1, context="fork", maxtasksperchild=2)
+    # The second process is forked by the engine's thread, the first by the one that makes the pool.
+    for _ in range(2):
+        pid = pool.apply(work.pid)
+        assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
+        assert log.read_text() == "cleaned\n"
+        log.unlink()
+    with Pool(1, context="fork") as forks:
+        assert forks.map(alarmed, [i / 1000 for i in range(1, 30)]) == [True] * 29
 
 
 @pytest.mark.parametrize("runnable", [True, False])

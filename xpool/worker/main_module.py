@@ -177,7 +177,8 @@ def imported_by_worker() -> str | None:
     if not is_replica():
         return None
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    # Up to where the worker begins: the stack of a fork goes on with its parent's frames.
+    while frame is not None and frame.f_globals.get("__name__") != "xpool.worker.entry":
         if frame.f_code.co_name == "<module>":
             facts = frame.f_globals
             if facts.get("_xpool_running"):

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from xpool import forks
 from xpool.errors import OptionError
-from xpool.interrupt import shielded
+from xpool.interrupt import deliver, interruptible, pending, shielded
 from xpool.transport.wire import STEPPED_ASIDE
 from xpool.worker import entry
 
@@ -523,7 +523,10 @@ class ProcessLauncher:
             process.start()
 
 
+@interruptible  # a fork's stack goes on with its parent's frames, some of them shielded
 def _enter_through(connection: Any, inherited: Any) -> None:
+    if pending:
+        deliver()
     with socket.socket(fileno=os.dup(connection.fileno())) as sock:
         connection.close()
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
