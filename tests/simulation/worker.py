@@ -45,6 +45,7 @@ class Handle:
         self.pid: int | None = None
         self.exitcode: int | None = None
         self.stepped_aside = False
+        self.problem: Exception | None = None
         self._ended = False
 
     def ended(self) -> bool:

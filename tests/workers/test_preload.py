@@ -158,3 +158,53 @@ def test_names_only():
     """A module is refused: it would have been imported by the program first."""
     with pytest.raises(TypeError, match="names of modules"):
         xpool.preload(pytest)
+
+
+USED = """
+    import os
+    import xpool
+
+    if __name__ == "__main__":
+        xpool.preload("unusual")
+        with xpool.Pool(2) as pool:
+            assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+            died = pool.apply_async(os._exit, (3,))
+            try:
+                died.get(60)
+            except xpool.WorkerDied as exc:
+                assert exc.exitcode == 3, exc
+            assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+        pool.join()
+        print("used")
+"""
+
+UNUSUAL = {
+    "blocks SIGCHLD": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])",
+    "ignores SIGCHLD": "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+    "closes its streams": "import os; os.close(1); os.close(2)",
+    "replaces its streams": "import sys; sys.stdout = sys.stderr = None",
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_a_module_with_effects_on_the_server(tmp_path, what):
+    """Workers start, their deaths are seen, and others come after them."""
+    scripts.write(tmp_path / "unusual.py", UNUSUAL[what])
+    assert scripts.run_ok([scripts.write(tmp_path / "used.py", USED)]) == "used\n"
+
+
+@pytest.mark.parametrize("how", ["SystemExit('needs a GPU')", "KeyboardInterrupt()"])
+def test_a_module_that_wants_to_end_the_process(tmp_path, how):
+    """The server says so, as of one that cannot be imported, and goes on."""
+    scripts.write(tmp_path / "unusual.py", f"raise {how}")
+    done = scripts.run([scripts.write(tmp_path / "used.py", USED)])
+    assert (done.returncode, done.stdout) == (0, "used\n"), done.stderr
+    assert done.stderr == f"xpool: the fork server cannot preload unusual: {how}\n"
+
+
+def test_a_module_that_ends_the_process(tmp_path):
+    """The pool's error says how the server has ended, and what it has imported."""
+    scripts.write(tmp_path / "unusual.py", "import os; os._exit(7)")
+    done = scripts.run([scripts.write(tmp_path / "used.py", USED)])
+    assert done.returncode == 1
+    assert "WorkerStartFailed" in done.stderr and "exit code 7; it imports unusual" in done.stderr

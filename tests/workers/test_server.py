@@ -163,3 +163,46 @@ INTERRUPTED = """
 def test_ctrl_c_while_the_server_starts(tmp_path):
     """It is for the program alone: the server goes on, and prints nothing."""
     assert scripts.run_ok([scripts.write(tmp_path / "interrupted.py", INTERRUPTED)]) == ""
+
+
+REFUSED = """
+    import os
+    import xpool
+
+    if __name__ == "__main__":
+        pid = os.getpid()
+        xpool.preload("refuses")
+        try:
+            with xpool.Pool(1) as pool:
+                assert pool.apply(os.getppid) != pid
+                print("worked")
+        except xpool.WorkerStartFailed as exc:
+            assert "fork() was refused: Resource temporarily unavailable" in str(exc), exc
+            print("refused")
+"""
+
+REFUSES = """
+    import errno, os
+
+    left = {times}
+    true_fork = os.fork
+
+    def fork():
+        global left
+        left -= 1
+        if left >= 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return true_fork()
+
+    os.fork = fork
+"""
+
+
+@pytest.mark.parametrize(
+    ("times", "outcome"),
+    [(2, "worked\n"), pytest.param(99, "refused\n", marks=pytest.mark.exhaustive)],
+)
+def test_the_system_has_no_process(tmp_path, times, outcome):
+    """The server asks again a few times, for that may pass; then the pool says so."""
+    scripts.write(tmp_path / "refuses.py", REFUSES.format(times=times))
+    assert scripts.run_ok([scripts.write(tmp_path / "refused.py", REFUSED)]) == outcome

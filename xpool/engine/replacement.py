@@ -236,6 +236,9 @@ class Replacement:
         asked = any(
             _told_to_end(one) and one.protocol_error is None and not one.over for one in ended
         )
+        problem = handle.problem
+        if problem is not None:
+            slot.reason = problem
         failed = next((one for one in ended if one.reason is not None), slot)
         started = bool(served) or handle.stepped_aside or slot.state is WorkerStates.RETIRING
         self._make_accounts(ended, exitcode)
@@ -250,7 +253,11 @@ class Replacement:
         elif not started:
             # By an operator, or the kernel short of memory: that says little about the next one.
             killed = failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM)
-            self._start_later(failed, self._starts[failed.index].failed(killed), exitcode)
+            starts = self._starts[failed.index]
+            # Processes are short, say: that may pass.
+            refused = isinstance(problem, OSError)
+            pause = starts.refused() if refused else starts.failed(killed)
+            self._start_later(failed, pause, exitcode)
         else:
             self._replace(slot, served, asked, died)
         # What it held waits again, and others may be idle.
@@ -344,7 +351,9 @@ def _start_failure(
     cause = slot.reason
     if isinstance(cause, Refusal):
         return StartFailure(WorkerStartFailed(slot.index, attempts, cause.line), cause.pickled)
-    if cause is not None:
+    if isinstance(cause, XPoolError):
+        reason = str(cause)
+    elif cause is not None:
         reason = f"{type(cause).__name__}: {cause}"
     else:
         reason = f"its process ended before it was ready, {exit_reason(exitcode)}"

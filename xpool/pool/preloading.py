@@ -26,7 +26,8 @@ def preload(*modules: str) -> None:
     Args:
         modules: names, as in an ``import`` statement, of modules that start no threads and open no
             devices when they are imported; the program need not import them.  What cannot be
-            imported the server says on stderr, and workers raise it where they need it.
+            imported, or calls `sys.exit`, the server says on stderr, and workers raise it where
+            they need it.
 
     Raises:
         TypeError: something is not a name.

@@ -38,6 +38,7 @@ __all__ = [
     "CLOSE_ON_EXEC",
     "MOST",
     "ONE",
+    "REFUSED",
     "SEVERAL",
     "TRACKER",
     "main",
@@ -49,6 +50,9 @@ ONE, SEVERAL = b"W", b"S"
 
 TRACKER = b"T"
 """What a worker sends for the program's resource tracker; the parent sends it back, with that."""
+
+REFUSED = b"E"
+"""What the server says there when it cannot fork a worker, before the error's number in 2 bytes."""
 
 CALLED_OFF = b"K"
 """What the parent sends there to the server while that has not forked the worker: it need not."""

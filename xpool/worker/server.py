@@ -7,9 +7,9 @@ preloaded modules, and tells of a death at once, with its exit status.
 
 Its parent asks over a SOCK_SEQPACKET pair.  A request is two bytes with two to four descriptors:
 the worker's boot socket; a SOCK_SEQPACKET, on which the server writes the worker's pid and later
-its wait status, each as 8 bytes, and the worker asks for the program's resource tracker; and what
-are stdout and stderr now, as bits 0 and 1 of the second byte say.  When the parent closes its end
-the server ends; its workers have lifelines of their own.
+its wait status, each as 8 bytes, or why it cannot fork, and the worker asks for the program's
+resource tracker; and what are stdout and stderr now, as bits 0 and 1 of the second byte say.  When
+the parent closes its end the server ends; its workers have lifelines of their own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 from xpool import forks
 from xpool.worker import arrivals, entry
+from xpool.worker.exits import flush
 
 __all__ = ["main"]
 
@@ -58,13 +59,12 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
 
     The parent is told when ``preload`` is imported, by a message of one byte.
     """
-    # Signals as a worker is to have them, which has nothing to set then.
-    entry.ignore_interrupts()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program may have blocked SIGCHLD
+    entry.ignore_interrupts()  # at once: Ctrl-C may come while it imports
     autoload = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
     _preload(preload)
     entry.set_environment({AUTOLOAD: autoload})
+    _take_back()
     known = dict(os.environ)
     late = _find_backends() if "torch" in preload else None
     wake_r, wake_w = _wake_by_deaths()
@@ -104,11 +104,11 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                 if later and asked % PATIENCE == 0:
                     _preload([later.pop(0)])
                 _take_streams(request[1], streams)
-                if _called_off(status):
+                pid = None if _called_off(status) else _fork_or_refuse(fork, status)
+                if pid is None:
                     os.close(boot)
                     os.close(status)
                     continue
-                pid = fork()
                 if pid == 0:
                     # First: a signal to this child would wake the server, whose pipe it has.
                     signal.set_wakeup_fd(-1)
@@ -122,6 +122,21 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> i
                 _tell(status, pid)
 
 
+def _take_back() -> None:
+    """Set what the program, or a module that was imported, may have set otherwise.
+
+    It is as a worker is to have it, which has nothing to set then.
+    """
+    entry.ignore_interrupts()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # SIGCHLD too, which tells of deaths
+    # Else a descriptor of the server's would get such a number, which `_take_streams` takes.
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # open(2) gives the lowest free number
+
+
 def _called_off(status: int) -> bool:
     """Whether the parent wants a worker no more that it has asked for."""
     poller = select.poll()
@@ -129,15 +144,32 @@ def _called_off(status: int) -> bool:
     return bool(poller.poll(0))
 
 
+def _fork_or_refuse(fork: Callable[[], int], status: int) -> int | None:
+    """Fork; None: the system has no process now, and the parent decides when it asks again."""
+    try:
+        return fork()
+    except OSError as exc:
+        with contextlib.suppress(ConnectionError):  # the parent has lost interest
+            os.write(status, entry.REFUSED + (exc.errno or 0).to_bytes(2, "little"))
+        return None
+
+
 def _preload(names: list[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception as exc:
+        # SystemExit as well: a module that says so is for those that need it, not for the server.
+        except BaseException as exc:
             # The worker that needs it will raise the same, where it can be attributed.
-            print(f"xpool: the fork server cannot preload {name}: {exc!r}", file=sys.stderr)
-    sys.stdout.flush()  # or each worker would write what a module has printed
+            _say(f"xpool: the fork server cannot preload {name}: {exc!r}")
+    flush()  # or each worker would write what a module has printed
     gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
+
+
+def _say(text: str) -> None:
+    # By number: a module may have put any object in the place of `sys.stderr`.
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _wake_by_deaths() -> tuple[int, int]:
@@ -169,8 +201,8 @@ def _load(backends: Iterable[Any]) -> None:
         for backend in backends:
             try:
                 backend.load()()
-            except Exception as exc:
-                print(f"xpool: worker cannot load {backend.name}: {exc!r}", file=sys.stderr)
+            except BaseException as exc:
+                _say(f"xpool: worker cannot load {backend.name}: {exc!r}")
 
 
 def _take_streams(which: int, streams: list[int]) -> None:

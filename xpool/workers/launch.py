@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -22,7 +23,7 @@ from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool import forks
-from xpool.errors import OptionError
+from xpool.errors import OptionError, XPoolError, exit_reason
 from xpool.interrupt import deliver, interruptible, pending, shielded
 from xpool.transport.wire import STEPPED_ASIDE
 from xpool.worker import entry
@@ -63,6 +64,10 @@ class Handle(Protocol):
     @property
     def stepped_aside(self) -> bool:
         """Whether it has ended as a stand-in, whose first task is for the next one to run."""
+
+    @property
+    def problem(self) -> Exception | None:
+        """Why there was no process, when it has ended: an `OSError`, if the system refused it."""
 
     def signal(self, signum: int) -> None:
         """Send it a signal; nothing happens when it has ended."""
@@ -262,7 +267,22 @@ class ForkServer:
                     self._ask(boot.fileno(), theirs.fileno())
                 status = ours.detach()
                 self._live.add(status)  # before another thread may find this server idle
-        return _Forked(status, self._live)
+                process = self._process
+        assert process is not None
+        return _Forked(status, self._live, functools.partial(self._why_no_fork, process))
+
+    def _why_no_fork(self, process: subprocess.Popen[bytes]) -> Exception | None:
+        """Say how a server has ended that has not forked a worker.  Takes no lock."""
+        try:
+            # The kernel closes its sockets a moment before it says how the process ended.
+            code = process.wait(1)
+        except subprocess.TimeoutExpired:
+            return None
+        imports = ", ".join(self.preload)
+        return XPoolError(
+            f"the fork server ended before it had forked the worker, {exit_reason(code)}"
+            f"{f'; it imports {imports} first' if imports else ''}. Look at its output on stderr"
+        )
 
     def _ask(self, boot: int, status: int) -> None:
         assert self._sock is not None
@@ -355,9 +375,13 @@ class _Forked:
     The child has the other end, too, so this one closes when both have ended.
     """
 
-    def __init__(self, status: int, live: set[int]) -> None:
+    def __init__(
+        self, status: int, live: set[int], why_no_fork: Callable[[], Exception | None]
+    ) -> None:
         self.sentinel = status
-        self._live = live
+        self._live, self._why_no_fork = live, why_no_fork
+        self.problem: Exception | None = None
+        self._called_off = False
         self.exitcode: int | None = None
         self.stepped_aside = False
         # Of a stand-in: is called when it is there, and when it has stepped aside.
@@ -383,6 +407,11 @@ class _Forked:
                 continue  # an answer of ours was not read; what was written before comes now
             if not data:
                 self._ended = True  # the server was gone before, and with it the status
+                if self._pid is None and not self._called_off and self.problem is None:
+                    self.problem = self._why_no_fork()
+            elif data[:1] == entry.REFUSED and self._pid is None and len(data) == 3:
+                number = int.from_bytes(data[1:], "little")
+                self.problem = OSError(number, f"fork() was refused: {os.strerror(number)}")
             elif data == entry.TRACKER:
                 self._lend_tracker()
             elif self._pid is None:
@@ -422,6 +451,7 @@ class _Forked:
         if pid is None:
             if signum == signal.SIGKILL:
                 # Not forked yet: the server looks for this before it forks.
+                self._called_off = True
                 with contextlib.suppress(OSError):  # it has done so meanwhile, or is gone
                     os.write(self.sentinel, entry.CALLED_OFF)
             return
@@ -541,6 +571,7 @@ class _Process:
     def __init__(self, process: Any) -> None:
         self._process = process
         self.stepped_aside = False
+        self.problem: Exception | None = None
         self.pid: int | None = process.pid
         self.sentinel: int = process.sentinel
         self.exitcode: int | None = None
