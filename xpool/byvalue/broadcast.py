@@ -17,6 +17,7 @@ of the parent's, until the pool ends.
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,17 @@ class Broadcast:
     def parts(self) -> tuple[Block | None, tuple[Any, ...]]:
         """The token, and what `open_broadcast` takes after it."""
         return self._token, self._about
+
+    def content(self) -> memoryview:
+        """The message, where it lies: to be read alone, in the process that wrote it."""
+        if self._token is not None:
+            block: Block = self._token.former
+            return block.view(self.nbytes)
+        fd = self._place.open()
+        try:
+            return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(fd)
 
     def __reduce__(self) -> Any:
         return open_broadcast, (None, *self._about)

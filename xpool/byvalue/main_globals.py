@@ -12,9 +12,8 @@ outcome as long as these globals are the same objects.  All others are pickled a
 they may have been changed in place.  Each has a serial number, another one whenever its bytes
 changed, and a receiver sets it when the number is not that of the value that it set last.
 
-A large value goes into shared memory, once for each pool (`broadcast`).  It is pickled again when
-the global is another object, or when its `mark` differs (`changes`): its length, its shape, samples
-of its bytes.
+A large value goes into shared memory, once for each pool (`broadcast`).  At each later message it
+is pickled again, its buffers where they lie, and compared with what is there, byte for byte.
 
 What cannot be pickled is left out.  Where the script's top level alone binds it, the receiver keeps
 what its own run of the script made; else the name is unbound there, and a `NameError` about it says
@@ -30,6 +29,7 @@ import itertools
 import os
 import pickle
 import threading
+import time
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 from xpool import forks
 from xpool.byvalue import main
-from xpool.byvalue.changes import mark as mark_of
+from xpool.byvalue.checks import Checks, is_final
 from xpool.byvalue.globals_received import KEEP, NONE, PLACE, VALUE, Entry, unwrap
 from xpool.byvalue.main import MAIN_NAMES, MISSING
 from xpool.byvalue.names import goes_by_name
@@ -61,7 +61,6 @@ class _Sent(NamedTuple):
     kind: int
     data: Any
     names: frozenset[str]
-    mark: Any = None  # of a large one
 
     @property
     def rest(self) -> tuple[int, bool, int, Any]:
@@ -86,6 +85,7 @@ class _Outgoing:
         self.sent: dict[str, _Sent] = {}
         self.anyone = Book()  # of messages to whom it may concern
         self.plans: dict[frozenset[str], _Plan] = {}
+        self.checks = Checks()
 
 
 # -- which globals have to travel ---------------------------------------------------------------
@@ -242,16 +242,17 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
     """Return what is to be sent of a global; its serial number is another if it has changed."""
     # First, whether it is known without pickling.
     large, sent = book.large.get(name), _outgoing.sent.get(name)
-    if large is not None and large.refer() is value and large.mark == mark_of(value):
+    if large is not None and large.refer() is value:
         return large
     if sent is not None and type(value) in _NEVER_CHANGE and sent.refer() is value:
         return sent
     # Else it is pickled, and compared with what was sent last.
-    refer, kind, data, names, mark = None, VALUE, b"", frozenset[str](), None
+    kind, data, names = VALUE, b"", frozenset[str]()
     try:
         if type(value) not in _PLAIN and _is_of_process(value) and _only_top_level(name):
             raise TypeError(f"each process has a {type(value).__name__} of its own")
-        place, data, names = _pickled(value, layout)
+        begun = time.perf_counter()
+        place, data, names = _pickled(value, layout, large)
     except Exception as error:  # of any object's own __reduce__
         if by_handler(error):
             raise
@@ -263,19 +264,21 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
         if sent is not None and sent.kind == kind and sent.refer() is value:
             return sent
     else:
+        if large is not None and place is large.data:
+            seconds = time.perf_counter() - begun
+            _outgoing.checks.took(name, place.nbytes, seconds)
+            return large
         if place is not None:
-            kind, data, mark = PLACE, place, mark_of(value)
+            kind, data = PLACE, place
         elif sent is not None and sent.kind == VALUE and sent.data == data:
             if type(value) in _NEVER_CHANGE:
                 sent = _outgoing.sent[name] = sent._replace(refer=_reference(value))
             return sent
-    # Not held: it may be changed in place, so its bytes are compared in any case.
-    if kind == VALUE and type(value) not in _NEVER_CHANGE:
-        refer = _nothing
-    else:
-        refer = _reference(value)
+    # What may be changed in place is not held: its bytes are compared in any case.
+    stays = type(value) in _NEVER_CHANGE or (kind == PLACE and is_final(name))
+    refer = _reference(value) if stays or kind in (KEEP, NONE) else _nothing
     first = sent is None and large is None
-    now = _Sent(refer, next(_outgoing.serials), first, kind, data, names, mark)
+    now = _Sent(refer, next(_outgoing.serials), first, kind, data, names)
     # A place is the pool's that it was made for; what is sent as bytes is the same for all.
     if kind == PLACE:
         book.large[name] = now
@@ -302,10 +305,15 @@ def _reference(value: Any) -> Callable[[], Any]:
         return lambda: value
 
 
-def _pickled(value: Any, layout: Layout) -> tuple[Any, bytes, frozenset[str]]:
-    """Pickle a global: where it lies if it is large, else its pickle; and the names it uses."""
+def _pickled(value: Any, layout: Layout, large: _Sent | None) -> tuple[Any, bytes, frozenset[str]]:
+    """Pickle a global: where it lies if it is large, else its pickle; and the names it uses.
+
+    The place is that of ``large`` where the same bytes lie there already.
+    """
     written = write_global(value, True)
     if in_block(written.nbytes):
+        if large is not None and written.lies_in(large.data.content()):
+            return large.data, b"", large.names
         if layout.publisher is not None:
             place = layout.publisher(written.message, type(value).__name__)
             return place, b"", frozenset(written.names)

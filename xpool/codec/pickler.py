@@ -27,6 +27,7 @@ from xpool.codec.policy import (
 from xpool.errors import OptionError, XPoolError
 from xpool.interrupt import by_handler
 from xpool.shm.arena import Arena, Block
+from xpool.shm.buffers import same_bytes
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "encode_atoms", "loads"]
 
@@ -451,6 +452,20 @@ class Written:
     def message(self, layout: Layout) -> bytes | memoryview:
         """Return it with its large buffers, laid out so; each byte is copied once."""
         return frame.pack(self.chunks, self._buffers, layout, self._shared)
+
+    def lies_in(self, message: memoryview) -> bool:
+        """Whether a message that `message` has made holds the same bytes."""
+        pickled, buffers = frame.unpack(message)
+        own = [buffer.raw() for buffer in self._buffers]
+        sizes = sum(map(len, self.chunks)), *(one.nbytes for one in own)
+        if sizes != (len(pickled), *(one.nbytes for one in buffers)):
+            return False
+        at = 0
+        for chunk in self.chunks:
+            if not same_bytes(memoryview(chunk), pickled[at : at + len(chunk)]):
+                return False
+            at += len(chunk)
+        return all(map(same_bytes, own, buffers))
 
 
 def write_global(value: Any, out_of_band: bool) -> Written:

