@@ -544,6 +544,96 @@ class Late:
     __module__ = "late"
 
 
+def test_a_class_that_holds_methods_of_its_own(receiver: Receiver) -> None:
+    """Bound class methods, and methods of its own instances, are bound to the same class there."""
+
+    class Base:
+        @classmethod
+        def inherited(cls) -> Any:
+            return cls()
+
+    class Own(Base):
+        @classmethod
+        def make(cls) -> Any:
+            return cls()
+
+        @classmethod
+        def __hidden(cls) -> Any:
+            return cls()
+
+        def text(self) -> str:
+            return type(self).__name__
+
+        hidden = property(lambda self: self.__hidden)
+
+    one = Own()
+    Own.makers = [Own.make, Own.inherited, one.hidden, abc.ABC.register]  # type: ignore[attr-defined]
+    Own.texts = {"text": one.text}  # type: ignore[attr-defined]
+
+    def look(cls: Any) -> Any:
+        made = [make() for make in cls.makers[:3]]
+        same = cls.makers[0].__func__ is vars(cls)["make"].__func__
+        return made, same, cls.texts["text"](), cls.texts["text"].__self__
+
+    made, same, text, held = receiver.call(look, Own)
+    assert same and text == "Own" and {type(each) for each in (*made, held)} == {Own}
+
+
+def test_registered_with_an_abstract_class_later(receiver: Receiver) -> None:
+    """What is registered with a class of the program's after it was sent, and outlives nothing."""
+
+    class Shape(abc.ABC):  # noqa: B024 - its subclasses are virtual
+        pass
+
+    class Round:
+        pass
+
+    def look(one: Any) -> bool:
+        gc.collect()  # what only a registry holds is gone now
+        return isinstance(one, Shape)
+
+    assert not receiver.call(look, Round())
+    Shape.register(Round)
+    assert [receiver.call(look, Round()) for _ in range(3)] == [True] * 3
+
+    @Shape.register
+    class Late:
+        pass
+
+    # `Late` came and went there with the definition of `Shape`, before its first instance came.
+    assert not receiver.call(look, 1)
+    assert receiver.call(look, Late()) and receiver.call(look, Round())
+    seen = weakref.ref(Late)
+    del Late
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, list, bytearray])
+def test_class_attributes_that_are_changed_in_place(kind: Any, receiver: Receiver) -> None:
+    """A definition is that of the call, also where a container in it was changed in place."""
+
+    class Settings:
+        options = kind()
+        deep: typing.ClassVar[dict[str, Any]] = {"inside": kind()}
+        itself: typing.ClassVar[dict[str, Any]] = {}
+
+    Settings.itself["class"] = Settings
+
+    def look(one: Any) -> Any:
+        return len(Settings.options), len(type(one).deep["inside"]), len(Settings.itself)
+
+    def add(to: Any) -> None:
+        to.update({1: 1}) if hasattr(to, "update") else to.append(1)
+
+    assert receiver.call(look, Settings()) == (0, 0, 1)
+    add(Settings.options)
+    assert receiver.call(look, Settings()) == (1, 0, 1)
+    add(Settings.deep["inside"])
+    Settings.itself["more"] = 1
+    assert receiver.call(look, Settings()) == (1, 1, 2)
+
+
 def test_reducers_are_there_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that comes while another registers a module's reducers waits for them."""
     begun = threading.Event()

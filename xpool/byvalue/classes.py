@@ -9,8 +9,8 @@ In the blob itself the class, and every by-value class that it refers to, is wri
 a shell and a state (see `reducers`): classes may refer to themselves and to each other.
 
 A definition is a snapshot.  The process that defined the class takes a new one when an
-attribute of the class was set or deleted since; a mutable attribute that was changed in
-place is not noticed.
+attribute of the class was set or deleted since, when a container, an array or an object of
+the program in one was changed in place, and when a class was registered with it (`abc`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ import contextlib
 import enum
 import pickle
 import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
-from xpool.byvalue import registry, special_classes
+from xpool.byvalue import main, registry, special_classes
 from xpool.byvalue.names import name_for
 from xpool.codec import reducers
 from xpool.codec.pickler import write_blob
 from xpool.codec.reducers import Context
+from xpool.interrupt import by_handler
 
 __all__ = ["reduce_class"]
 
@@ -75,9 +77,41 @@ def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
 
 
 def _mark(cls: type) -> Any:
-    return tuple(
-        (name, id(value)) for name, value in list(vars(cls).items()) if name not in _CACHES
-    )
+    """Return what is another when the definition is."""
+    return [
+        (name, id(value), _content(name, value))
+        for name, value in list(vars(cls).items())
+        if name not in _CACHES
+    ], _registered(cls)
+
+
+def _content(name: str, value: Any) -> Any:
+    """Return what is another when an attribute was changed in place; of most, there is no need."""
+    kind = type(value)
+    mutable = kind in _MUTABLE or kind.__module__ in _OF_PROGRAM
+    # Those of the machinery of classes are set once.  What has `__get__` is a kind of function.
+    if not mutable or isinstance(value, type) or hasattr(kind, "__get__") or name[:2] == "__":
+        return None
+    try:
+        # For comparison only: by name is good enough for whatever of the program is in it.
+        return pickle.dumps(value, 5)
+    except Exception as error:  # of any object's own __reduce__
+        if by_handler(error):
+            raise
+    parts = value if kind in _MUTABLE else vars(value) if hasattr(value, "__dict__") else ()
+    inside = parts.items() if isinstance(parts, dict) else enumerate(parts)
+    return [(id(one), id(other)) for one, other in list(inside)]
+
+
+_MUTABLE = frozenset({dict, list, set, bytearray, OrderedDict, defaultdict, deque, Counter})
+_OF_PROGRAM = main.MAIN_NAMES | {"numpy"}  # and arrays
+
+
+def _registered(cls: type) -> Any:
+    """Weak references to the classes that an abstract base class was told of by `register`."""
+    if not isinstance(cls, abc.ABCMeta):
+        return ()
+    return abc._get_dump(cls)[0]  # type: ignore[attr-defined]
 
 
 def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
@@ -159,6 +193,8 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
             value.__objclass__ is cls
         ):
             continue
+        if name == "__pydantic_parent_namespace__" and value:
+            value = special_classes.types_among(value)
         state[name] = value
     if "__annotate_func__" in state or "__annotate__" in state:
         state.pop("__annotate_func__", None)
@@ -168,7 +204,8 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
         except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
             state["__annotations__"] = {}
     if isinstance(cls, abc.ABCMeta):
-        state["_abc_impl"] = [ref() for ref in abc._get_dump(cls)[0]]  # type: ignore[attr-defined]
+        found = (ref() for ref in _registered(cls))
+        state["_abc_impl"] = [one for one in found if one is not None]
     if isinstance(cls, enum.EnumMeta):
         state["_member_map_"] = special_classes.member_attributes(cls)
     return state
@@ -179,7 +216,7 @@ _CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
 
 _MADE_BY_PYTHON = _CACHES | {
     "__module__", "__qualname__", "__slots__", "__orig_bases__", "__dict__", "__weakref__",
-    "_abc_impl", "__classcell__", "__classdictcell__",
+    "_abc_impl", "__classcell__", "__classdictcell__", "_xpool_registered",
 }  # fmt: skip
 
 
@@ -248,8 +285,10 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any], frozenset[str]]) -> No
         # Not setattr: a metaclass may forbid or redirect it.
         type.__setattr__(cls, name, value)
     for one in subclasses:
-        if one is not None:
-            abc.ABCMeta.register(cls, one)
+        abc.ABCMeta.register(cls, one)
+    if subclasses:
+        # `register` holds them weakly, and one that goes and comes again would not be known here.
+        type.__setattr__(cls, "_xpool_registered", subclasses)
     entry.version = version
 
 

@@ -179,8 +179,19 @@ def _reduce_method(pickler: Context, method: MethodType) -> Any:
     owner, name = method.__self__, method.__func__.__name__
     for found in _private_names(owner, name):
         if getattr(owner, found, None) == method:
+            # In a definition that is being read, the class of the object has no attributes yet.
+            if pickler.blob and _of_class_by_value(pickler, owner, found):
+                break
             return getattr, (owner, found)
     return _bind, (method.__func__, owner)
+
+
+def _of_class_by_value(pickler: Context, owner: Any, name: str) -> bool:
+    """Whether what this name leads to on an object is in the body of a class that goes by value."""
+    for one in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
+        if name in vars(one):
+            return name_for(pickler, one) is None
+    return True  # a class's metaclass, or the object itself, has it
 
 
 def _bind(function: Any, owner: Any) -> MethodType:

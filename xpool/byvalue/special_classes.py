@@ -1,7 +1,7 @@
 """Classes that cannot be made as an empty shell: enumerations and named tuples.
 
-Each function returns ``(make, args, skip)``: what makes the shell, and the attributes that
-the shell has from the start, so that the state must not set them.
+For each kind a function returns ``(make, args, skip)``: what makes the shell, and the attributes
+that the shell has from the start, so that the state must not set them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from xpool.byvalue.registry import shell
 
-__all__ = ["enum_shell", "namedtuple_shell"]
+__all__ = ["enum_shell", "member_attributes", "namedtuple_shell", "types_among"]
 
 Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
 
@@ -159,3 +159,20 @@ def _make_enum(
         return made
 
     return shell(token, build)
+
+
+# -- models of pydantic -----------------------------------------------------------------------
+
+
+def types_among(namespace: dict[str, Any]) -> dict[str, Any]:
+    """What a model needs of the variables of the function that defined it, to read annotations.
+
+    It has all of them, to which a pool belongs where the model is defined in its ``with`` block.
+    """
+    found = {}
+    for name, kept in namespace.items():
+        # Most are held weakly, in an object of pydantic's.
+        value = kept() if type(kept).__module__.startswith("pydantic.") else kept
+        if isinstance(value, type) or type(value).__module__ in ("typing", "types"):
+            found[name] = kept
+    return found

@@ -1,0 +1,195 @@
+"""Classes and objects of libraries that make classes: local ones, which go by value.
+
+Each test is skipped where its library is not installed.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+import pytest
+from receiver import Receiver
+
+
+def _library(name: str) -> Any:
+    return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def test_pydantic_validators(receiver: Receiver):
+    """A local model arrives with its validators, its serializers and what it is made of."""
+    pydantic = _library("pydantic")
+
+    class Part(pydantic.BaseModel):
+        size: int
+
+    class Model(pydantic.BaseModel):
+        count: int
+        name: str = pydantic.Field("a", max_length=5)
+        part: Part = Part(size=1)
+        _own: int = pydantic.PrivateAttr(3)
+
+        @pydantic.field_validator("count")
+        @classmethod
+        def _counts(cls, value: int) -> int:
+            if value < 0:
+                raise ValueError("negative")
+            return value + 1
+
+        @pydantic.field_validator("name", mode="before")
+        @classmethod
+        def _names(cls, value: str) -> str:
+            return value.upper()
+
+        @pydantic.model_validator(mode="after")
+        def _whole(self) -> Any:
+            return self
+
+        @pydantic.computed_field
+        @property
+        def double(self) -> int:
+            return 2 * self.count
+
+        @pydantic.field_serializer("count")
+        def _written(self, value: int) -> str:
+            return str(value)
+
+    class Child(Model):
+        more: int = 7
+
+    def look(model: Any) -> Any:
+        made = Child(count=5, name="q", part={"size": 4})
+        try:
+            Model(count=-1)
+        except pydantic.ValidationError as error:
+            return type(model) is Model, made, made.model_dump(), model._own, error.error_count()
+
+    same, made, dumped, own, errors = receiver.call(look, Model(count=1))
+    assert type(made) is Child and (same, own, errors) == (True, 3, 1)
+    assert (made.count, made.double, made.name, made.part.size) == (6, 12, "Q", 4)
+    assert dumped == {"count": "6", "double": 12, "more": 7, "name": "Q", "part": {"size": 4}}
+
+
+def test_other_models_of_pydantic(receiver: Receiver):
+    """Generic and recursive models, those made by a call, dataclasses and adapters."""
+    pydantic = _library("pydantic")
+    kind = typing.TypeVar("kind")
+
+    class Box(pydantic.BaseModel, typing.Generic[kind]):
+        inside: kind  # type: ignore[valid-type]
+
+    class Node(pydantic.BaseModel):
+        children: list[Node] = []
+
+    Node.model_rebuild(_types_namespace={"Node": Node})
+
+    @pydantic.dataclasses.dataclass
+    class Point:
+        x: int
+
+        @pydantic.field_validator("x")
+        @classmethod
+        def _next(cls, value: int) -> int:
+            return value + 1
+
+    made = pydantic.create_model("made", x=(int, 3))
+    numbers = pydantic.TypeAdapter(list[int])
+
+    def look(box: Any, point: Any) -> Any:
+        node = Node(children=[Node()])
+        return box, Box[int](inside="3").inside, len(node.children), point.x, Point(5).x, made()
+
+    box, *rest, one = receiver.call(look, Box[int](inside=1), Point(1))
+    assert type(box) is Box[int] and rest == [3, 1, 2, 6] and type(one) is made
+    assert receiver.call(lambda: numbers.validate_python(["1"])) == [1]
+
+
+def test_sqlmodel(receiver: Receiver):
+    """A local model without a table is as one of pydantic's."""
+    sqlmodel = _library("sqlmodel")
+
+    class Data(sqlmodel.SQLModel):
+        n: int
+
+    found = receiver.call(lambda one: (one, Data(n=3)), Data(n=1))
+    assert found == (Data(n=1), Data(n=3))
+
+
+def test_attrs(receiver: Receiver):
+    """Classes with slots, defaults, converters and validators of their own."""
+    attrs = _library("attrs")
+
+    @attrs.define
+    class Point:
+        x: int = attrs.field(converter=int)
+        near: list[int] = attrs.field()
+
+        @x.validator
+        def _positive(self, attribute: Any, value: int) -> None:
+            if value < 0:
+                raise ValueError(attribute.name)
+
+        @near.default
+        def _near(self) -> list[int]:
+            return [self.x]
+
+    @attrs.define
+    class Child(Point):
+        z: int = 3
+
+        def text(self) -> str:
+            return super().__repr__()
+
+    @attrs.frozen
+    class Pair:
+        one: Point
+
+    def look(pair: Any, child: Any) -> Any:
+        try:
+            Point(-1)
+        except ValueError as error:
+            return pair, Point("4"), attrs.evolve(child, x=3), child.text(), str(error)
+
+    pair, point, evolved, text, error = receiver.call(look, Pair(Point(1)), Child(2))
+    assert pair == Pair(Point(1)) and point == Point(4) and evolved == Child(3, [2])
+    assert (error, text) == ("x", Child(2).text())
+
+
+def test_numba(receiver: Receiver):
+    """Compiled local functions, also those that call each other."""
+    numba = _library("numba")
+
+    @numba.njit
+    def add(a: int, b: int) -> int:
+        return a + b
+
+    @numba.njit
+    def total(n: int) -> int:
+        found = 0
+        for i in range(n):
+            found += add(i, 1)
+        return found
+
+    assert total(3) == receiver.call(lambda: total(3)) == receiver.call(total, 3) == 6
+
+
+def test_polars(receiver: Receiver):
+    """Frames, series and expressions, as arguments and in closures."""
+    polars = _library("polars")
+    frame = polars.DataFrame({"a": [1, 2, 3]})
+    double = polars.col("a") * 2
+    found = receiver.call(lambda one: one.with_columns(b=double), frame)
+    assert found["b"].to_list() == [2, 4, 6]
+    assert (
+        receiver.call(lambda lazy: lazy.select(double).sum().collect(), frame.lazy()).item() == 12
+    )
+    assert receiver.call(lambda: frame.height) == 3
+
+
+def test_pyarrow(receiver: Receiver):
+    """Tables, schemas and buffers."""
+    arrow = _library("pyarrow")
+    table = arrow.table({"a": list(range(100_000))})
+    assert receiver.call(lambda one: one, table) == table
+    assert receiver.call(lambda: table.schema) == table.schema
+    assert receiver.call(lambda one: one.to_pybytes(), arrow.py_buffer(b"abc")) == b"abc"
