@@ -248,6 +248,9 @@ class Replacement:
             self._put_away(one)
         if self.ending:
             return
+        if started:
+            for one in ended:
+                self._starts[one.index].succeeded()
         if self._left_over(slot):
             pass  # nobody takes its place
         elif not started:
@@ -267,8 +270,6 @@ class Replacement:
         """Start a process in the place of one that has ended after it was ready."""
         for one in served:
             self._ledger.died(one.index, died)
-        for one in (slot, *slot.siblings):
-            self._starts[one.index].succeeded()
         budget = self._budget
         if self._together and served:
             self.failure = DeviceError(
