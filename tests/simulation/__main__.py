@@ -6,8 +6,12 @@ import argparse
 import sys
 import time
 
+import pytest
+
 from .engine import EngineWorld
 from .hosts import HostWorld
+from .mutants import MUTANTS, PINNED
+from .mutants_hosts import HOSTS
 from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
@@ -23,8 +27,14 @@ def main() -> int:
     parser.add_argument("seed", type=int, nargs="?", help="replay this history and tell it")
     parser.add_argument("--seeds", type=int, default=1000, help="how many to try (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    parser.add_argument("--mutant", metavar="NAME", help="with this bug planted")
     options = parser.parse_args()
     kind = WORLDS[options.world]
+    if options.mutant is not None:
+        known = {str(one): one for one in (*MUTANTS, *HOSTS, *PINNED)}
+        if options.mutant not in known:
+            parser.error("there is no such mutant; these are: " + "; ".join(known))
+        known[options.mutant].seed(pytest.MonkeyPatch())
     if options.seed is not None:
         world = kind(options.seed)
         try:

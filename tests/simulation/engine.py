@@ -15,7 +15,8 @@ from typing import Any
 from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.engine.start_limit import TASK_GRACE
-from xpool.errors import OptionError, TaskTimeout, WorkerDied
+from xpool.errors import OptionError, TaskTimeout, WorkerDied, WorkerStartFailed
+from xpool.jobs.budget import START_ATTEMPTS
 from xpool.jobs.scheduler import CALLS, Batch, Limit, TaskRange
 from xpool.jobs.states import WorkerStates
 from xpool.transport.outbox import entries
@@ -31,6 +32,9 @@ Task = tuple[int, int]
 
 PATIENCE = 0.1
 """Seconds within which an answer must be delivered, and a surplus must be shared out."""
+
+SYSTEM_PAUSE = 0.1
+"""Seconds after which a start that the system has refused is tried again, at the soonest."""
 
 MOST_TURNS = 20_000
 
@@ -126,6 +130,13 @@ class EngineWorld(World):
         self.deafness = self.one_of([0.0, 0.3])
         self.refusals = self.one_of([0.0, 0.0, 0.2])
         self.bad_starts = self.one_of([0.0, 0.0, 0.15, 0.6])
+        # What else is rare: workers stand still that have just said that they begin a task; workers
+        # are dismissed and wanted again whose start has failed.
+        self.theme = self.one_of(["", "", "", "", "", "", "", "", "stopped", "places"])
+        if self.theme:
+            self.deaths = 0.3
+        if self.theme == "places":
+            self.refusals, self.bad_starts = 0.2, 0.3
         self.pace = self.one_of([2e-6, 5e-5, 1e-3])
         self.violent_end = self.chance(0.25)
         n = self.one_of([1, 2, 2, 3])
@@ -133,12 +144,16 @@ class EngineWorld(World):
         self.pids = itertools.count(2)
         self.workers: list[Worker] = []
         self.reports: list[tuple[Handle, int | None]] = []  # deaths that nobody was told of yet
-        self.failed_starts = [0] * MOST_WORKERS
+        self.failed_starts = [0] * MOST_WORKERS  # of each worker, since it was last ready
+        self.refused_at: dict[int, float] = {}  # starts that the engine is to try again later
+        self.resizing = False
         self.resizes = 0.0 if siblings else self.one_of([0.0, 0.0, 0.02, 0.1])
+        if self.theme == "places" and not siblings:
+            self.resizes = 0.2
         launcher: Any = None
         self.engine = Engine(
             n,
-            Recipe(launcher, lambda index, generation, attachment: b"orders", "world", True, None),
+            Recipe(launcher, self.orders, "world", True, None),
             arena=None,
             lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
             describe=lambda job, index: f"task {index} of job {job}",
@@ -204,6 +219,7 @@ class EngineWorld(World):
     ) -> list[tuple[int, int]]:
         """Let the others go on while the engine's thread waits; return what it has waited for."""
         deadline = None if timeout is None else self.now + timeout
+        self.stop_if_wrong()
         self.check_idle()
         eager = self.one_of([0.2, 0.6, 0.95])
         while True:
@@ -281,7 +297,8 @@ class EngineWorld(World):
         bound: int | None = None
         if kind == "bound":
             bound = self.one_of([-1, *range(self.engine.sched.size)])
-        limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if self.chance(0.25) else None
+        limited = self.theme == "stopped" or self.chance(0.25)
+        limit = Limit(self.one_of([0.01, 0.1]), self.chance(0.5)) if limited else None
         for _ in range(self.one_of([1, 1, 4, 25]) if kind == "calls" else 1):
             self.jobs += 1
             self.submit_one(kind, n, retries, takes, bound, limit)
@@ -413,6 +430,7 @@ class EngineWorld(World):
         size = 1 + self.below(MOST_WORKERS)
         self.note(f"{self.now:.6f}", "resize to", size)
         bound = any(task.bound is not None for task in map(self.known.get, self.unanswered) if task)
+        self.resizing = True
         try:
             self.engine.resize(size)
         except OptionError:
@@ -420,6 +438,8 @@ class EngineWorld(World):
                 self.wrong("nothing is bound to any worker, and it cannot be resized")
         except OSError:
             self.note("a worker is refused")
+        finally:
+            self.resizing = False
 
     def close(self) -> None:
         """All is answered, and nothing more will come."""
@@ -496,6 +516,10 @@ class EngineWorld(World):
         """Start a worker in a slot; it joins those of its process."""
         if slot.index >= self.engine.sched.size:
             self.wrong(f"worker {slot.index} is one of {self.engine.sched.size}")
+        if self.over or self.engine.failure is not None:
+            self.wrong(f"worker {slot.index} is started although the pool ends")
+        if any(one.index == slot.index for one in self.workers):
+            self.wrong(f"worker {slot.index} is started, and the one before it lives")
         worker = Worker(self, slot, tasks, answers, page, siblings)
         self.workers.append(worker)
         self.note(f"{self.now:.6f}", "worker", slot.index, "starts as", worker.pid)
@@ -503,9 +527,19 @@ class EngineWorld(World):
             worker.handle.news.data += b"p"
         return worker.handle
 
-    def refuses(self) -> bool:
+    def orders(self, index: int, generation: int, attachment: int | None) -> bytes:
+        """Return the first message to a process of a worker."""
+        return b"%d.%d" % (index, generation)
+
+    def refuses(self, index: int) -> bool:
         """Whether the system has no room for a new process just now."""
-        return self.chance(self.refusals)
+        if self.now < self.refused_at.pop(index, 0.0) + SYSTEM_PAUSE:
+            self.wrong(f"worker {index} is started again at once, and its start was refused")
+        refused = self.chance(self.refusals)
+        if refused and not self.resizing:
+            self.refused_at[index] = self.now
+            self.failed_starts[index] += 1
+        return refused
 
     def start_takes(self) -> float:
         """Return for how long a worker imports and initialises."""
@@ -562,10 +596,12 @@ class EngineWorld(World):
 
     def accident(self) -> None:
         """A worker is killed, stopped for a while, or the fork server goes."""
-        if not self.workers:
+        stopped = self.theme == "stopped"
+        among = [one for one in self.workers if one.at_door or not stopped]
+        if not among:
             return
-        worker = self.one_of(self.workers)
-        how = self.below(8)
+        worker = self.one_of(among)
+        how = 1 if stopped else self.below(8)
         if how == 0 and worker.handle.news.writing:
             self.note(f"{self.now:.6f}", "nobody can tell of worker", worker.index, "any more")
             worker.handle.news.writing = False
@@ -581,6 +617,7 @@ class EngineWorld(World):
         """A process has ended; the report comes later, or never when nobody can tell."""
         self.note(f"{self.now:.6f}", "worker", worker.index, "ends with", code)
         self.workers.remove(worker)
+        self.failed_starts[worker.index] += not worker.greeted
         if worker.at_work is not None:
             self.known[worker.at_work].died += 1
         elif worker.at_door is not None:
@@ -654,9 +691,15 @@ class EngineWorld(World):
 
     def check_failure(self) -> None:
         """The pool gives up only on a worker that has failed several times on end."""
-        self.note("the pool gives up:", self.engine.failure)
+        failure: Any = self.engine.failure
+        self.note("the pool gives up:", failure)
         if not (self.bad_starts or self.refusals or self.deaths):
-            self.wrong(f"the pool gives up without a reason: {self.engine.failure}")
+            self.wrong(f"the pool gives up without a reason: {failure}")
+        error = getattr(failure, "error", failure)
+        if isinstance(error, WorkerStartFailed):
+            tries = self.failed_starts[error.worker]
+            if tries < START_ATTEMPTS:
+                self.wrong(f"the pool gives up on worker {error.worker} after {tries} starts")
 
     def check_idle(self) -> None:
         """Before the engine's thread waits: nobody is idle while something waits for anyone.

@@ -169,6 +169,7 @@ class HostWorld(World):
     def others_until(self, events: deque[Any], timeout: float | None) -> None:
         """Let happen what happens while the driver's thread waits."""
         deadline = None if timeout is None else self.now + timeout
+        self.stop_if_wrong()
         self.check_policy()
         while not events or (self.soon() and not self.chance(self.eager)):
             if deadline is not None and (not self.heap or self.heap[0][0] > deadline):

@@ -17,6 +17,8 @@ from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
 from xpool.engine.replacement import Replacement
 from xpool.engine.service import Service
+from xpool.errors import InternalError
+from xpool.jobs.deadlines import Act, Deadlines, Verdict
 from xpool.jobs.ranges import piece
 from xpool.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
@@ -41,10 +43,19 @@ class Mutant:
 
 MUTANTS: list[Mutant] = []
 
+PINNED: dict[Mutant, int] = {}
+"""Bugs that were once in the code and show in few histories, each with the seed of one."""
 
-def mutant(name: str, world: str = "engine") -> Callable[[Callable[[Patch], None]], None]:
+
+def mutant(
+    name: str, world: str = "engine", pinned: int | None = None
+) -> Callable[[Callable[[Patch], None]], None]:
     def add(seed: Callable[[Patch], None]) -> None:
-        MUTANTS.append(Mutant(name, world, seed))
+        one = Mutant(name, world, seed)
+        if pinned is None:
+            MUTANTS.append(one)
+        else:
+            PINNED[one] = pinned
 
     return add
 
@@ -332,6 +343,103 @@ def _(patch: Patch) -> None:
     patch.setattr(DirectReceive, "postpone_exit", lambda *_: False)
 
 
+# -- processes that start: `Replacement` takes what is raised there for a refusal of the system ----
+
+
+@mutant("a process is started after the end of the pool")
+def _(patch: Patch) -> None:
+    def start(original: Any, replacement: Replacement, slot: Slot) -> None:
+        ending, replacement.ending = replacement.ending, False
+        try:
+            original(replacement, slot)
+        finally:
+            replacement.ending = ending
+
+    wrap(patch, Replacement, "_start", start)
+
+
+@mutant("a process is started again for a worker that is over")
+def _(patch: Patch) -> None:
+    def start(original: Any, replacement: Replacement, slot: Slot) -> None:
+        replacement._left_over = lambda slot: False  # type: ignore[method-assign]
+        try:
+            original(replacement, slot)
+        finally:
+            del replacement._left_over
+
+    wrap(patch, Replacement, "_start", start)
+
+
+@mutant("a process is started beside one of whose end nobody can tell")
+def _(patch: Patch) -> None:
+    patch.setattr(Replacement, "_finish_off", nothing)
+
+
+@mutant("a process is told the generation of the one before it")
+def _(patch: Patch) -> None:
+    def start(original: Any, replacement: Replacement, slot: Slot) -> None:
+        recipe = replacement._recipe
+        orders = recipe.orders
+        replacement._recipe = recipe._replace(
+            orders=lambda index, generation, attachment: orders(
+                index, max(1, generation - 1), attachment
+            )
+        )
+        try:
+            original(replacement, slot)
+        finally:
+            replacement._recipe = recipe
+
+    wrap(patch, Replacement, "_start", start)
+
+
+@mutant("a start that the system refused is tried again at once")
+def _(patch: Patch) -> None:
+    def later(original: Any, replacement: Replacement, slot: Slot, pause: Any, code: Any) -> None:
+        original(replacement, slot, pause and 0.0, code)
+
+    wrap(patch, Replacement, "_start_later", later)
+
+
+@mutant("the end of a new process cannot be listened to")
+def _(patch: Patch) -> None:
+    def await_end(original: Any, replacement: Replacement, slot: Slot) -> None:
+        if slot.generation > 2:
+            raise KeyError(slot.index)
+        original(replacement, slot)
+
+    wrap(patch, Replacement, "_await_end", await_end)
+
+
+@mutant("the pool gives up a start too early")
+def _(patch: Patch) -> None:
+    patch.setattr("xpool.jobs.budget.START_ATTEMPTS", 2)
+
+
+# -- messages of workers: `Service` takes what is raised there for a worker's nonsense -------------
+
+
+@mutant("the books fail on four answers at once")
+def _(patch: Patch) -> None:
+    def answered(original: Any, sched: Scheduler, w: int, n: int, seconds: float = 0.0) -> Any:
+        if n > 3:
+            raise InternalError("four")
+        return original(sched, w, n, seconds)
+
+    wrap(patch, Scheduler, "answered", answered)
+
+
+@mutant("answers that no message has told of are taken for nonsense")
+def _(patch: Patch) -> None:
+    def unannounced(original: Any, answers: Answers, slot: Slot, mark: int) -> int:
+        n: int = original(answers, slot, mark)
+        if n > 1:
+            raise ValueError(n)
+        return n
+
+    wrap(patch, Answers, "unannounced", unannounced)
+
+
 # -- processes that end --------------------------------------------------------------------------
 
 
@@ -409,3 +517,58 @@ def _(patch: Patch) -> None:
 @mutant("a worker with tasks of its own is dismissed")
 def _(patch: Patch) -> None:
     patch.setattr(Scheduler, "bound_from", lambda sched, w: False)
+
+
+# -- bugs that few histories show ------------------------------------------------------------------
+
+
+@mutant("what a worker does after it has broken a task off is not looked at")
+def _(patch: Patch) -> None:
+    def after(original: Any, service: Service, slot: Slot) -> None:
+        by, service._checks.by = service._checks.by, nothing  # type: ignore[method-assign]
+        original(service, slot)
+        service._checks.by = by  # type: ignore[method-assign]
+
+    wrap(patch, Service, "_after_answers", after)
+
+
+@mutant("a worker that ends is not looked at while it has tasks in hand", pinned=2292)
+def _(patch: Patch) -> None:
+    def after(original: Any, service: Service, slot: Slot) -> None:
+        if slot.state is WorkerStates.READY:
+            original(service, slot)
+            return
+        by, service._looks.by = service._looks.by, nothing  # type: ignore[method-assign]
+        original(service, slot)
+        service._looks.by = by  # type: ignore[method-assign]
+
+    wrap(patch, Service, "_after_answers", after)
+
+
+@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=6216)
+def _(patch: Patch) -> None:
+    def look(original: Any, replacement: Replacement, slot: Slot) -> None:
+        before = {index: dict(vars(one)) for index, one in replacement._starts.items()}
+        left_over = replacement._left_over(slot)
+        original(replacement, slot)
+        if left_over:
+            for index, counts in before.items():
+                vars(replacement._starts[index]).update(counts)
+
+    wrap(patch, Replacement, "_look_at_end", look)
+
+
+@mutant("a task is judged by the shortest limit of all that its worker holds", pinned=6435)
+def _(patch: Patch) -> None:
+    def standstill(
+        original: Any, deadlines: Deadlines, held: Any, running: Any, seen: Any, limit: float,
+        now: float,
+    ) -> Verdict:  # fmt: skip
+        verdict: Verdict = original(deadlines, held, running, seen, limit, now)
+        last = deadlines._last_progress
+        assert last is not None
+        if verdict.act is Act.NOTHING and running is not None and now >= last[1] + 2 * limit:
+            return Verdict(Act.INTERRUPT, running[0].seq + running[1])
+        return verdict
+
+    wrap(patch, Deadlines, "_standstill", standstill)

@@ -37,19 +37,21 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.draw = random.Random(seed)
+        self.verdict: SimulationFailed | None = None  # the first: see `wrong`
         self._history: list[tuple[Any, ...]] = []
 
     def run(self) -> None:
         """Let it happen; raise `SimulationFailed` when something is wrong."""
         try:
             self.play()
-        except SimulationFailed:
-            raise
         except Exception as exc:
-            failure = SimulationFailed(
-                type(self), self.seed, f"{type(exc).__name__}: {exc}", self.history()
-            )
-            raise failure from exc
+            # What follows a verdict may fail in any way: the verdict counts.
+            if self.verdict is None:
+                failure = SimulationFailed(
+                    type(self), self.seed, f"{type(exc).__name__}: {exc}", self.history()
+                )
+                raise failure from exc
+        self.stop_if_wrong()
 
     def play(self) -> None:
         """What happens.  For the worlds to define."""
@@ -64,8 +66,19 @@ class World:
         return [" ".join(map(str, what)) for what in self._history]
 
     def wrong(self, what: str) -> NoReturn:
-        """Say that something happened that must not."""
-        raise SimulationFailed(type(self), self.seed, what, self.history())
+        """Say that something happened that must not.
+
+        This ends the history even if the code under test catches what is raised here: the verdict
+        is kept, and raised again by `stop_if_wrong`.
+        """
+        if self.verdict is None:
+            self.verdict = SimulationFailed(type(self), self.seed, what, self.history())
+        raise self.verdict
+
+    def stop_if_wrong(self) -> None:
+        """End the history if there was a verdict.  For worlds to call at each turn."""
+        if self.verdict is not None:
+            raise self.verdict
 
     def chance(self, probability: float) -> bool:
         """Return true with this probability."""

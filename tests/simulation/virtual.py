@@ -17,7 +17,7 @@ from xpool.engine.reactor import Reactor
 from xpool.jobs.states import WorkerEvent
 from xpool.transport.outbox import HEADER, NO_LIMIT, Outbox
 from xpool.transport.pipes import FrameReader, FrameWriter
-from xpool.transport.wire import TO_PARENT
+from xpool.transport.wire import TO_PARENT, Refusal
 from xpool.workers.slot import Slot
 
 from .seeds import World
@@ -305,18 +305,33 @@ class _Poller:
         return [(fd, what) for fd, what in found if what]
 
 
+class _Refused(OSError):
+    """The world refuses a process."""
+
+
 class SimSlot(Slot):
-    """A slot whose process is a `Worker` of the world; states and books are the real ones."""
+    """A slot whose process is a `Worker` of the world; states and books are the real ones.
+
+    Its workers send no nonsense, and nothing but the world refuses a start: another exception that
+    the engine puts down to either is a bug.
+    """
 
     def __init__(self, world: Any, index: int) -> None:
         self._world = world
         super().__init__(index)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "protocol_error" and value is not None:
+            self._world.wrong(f"worker {self.index} is taken for one that wrote nonsense: {value}")
+        if name == "reason" and not isinstance(value, (_Refused, Refusal, type(None))):
+            self._world.wrong(f"worker {self.index} cannot start: {value!r}")
+        super().__setattr__(name, value)
+
     def start(
         self, launcher: Any, name: str, daemon: bool, inherited: Any, arena: Any = None
     ) -> None:
-        if self.generation and self._world.refuses():
-            raise OSError(24, "the world has no descriptors left")
+        if self.generation and self._world.refuses(self.index):
+            raise _Refused(24, "the world has no descriptors left")
         process: list[Any] = []
         for slot in sorted((self, *self.siblings), key=lambda slot: slot.index):
             slot._begin(process)  # type: ignore[attr-defined]

@@ -93,11 +93,13 @@ class Worker:
     ) -> None:
         self.world = world
         self.index = slot.index
+        self.generation = slot.generation + 1  # counted when it has been started
         self.siblings = siblings
         siblings.append(self)
         first = siblings[0]
         self.pid: int = world.next_pid() if first is self else first.pid
         self.ready = self.through = False  # it could serve; it was told to stop
+        self.greeted = False  # and it has said that it is ready
         self.tasks, self.answers, self.page = tasks, answers, page
         self.box = page.box(by_parent=False)
         self.handle: Handle = Handle(world, self) if first is self else first.handle
@@ -170,7 +172,9 @@ class Worker:
         kind, _, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
         if kind != BOOT:
             world.wrong(f"the first message to a worker is of kind {kind}")
-        yield from self._read(size)
+        order = yield from self._read(size)
+        if order != world.orders(self.index, self.generation, None):
+            world.wrong(f"worker {self.index} of generation {self.generation} is told {order}")
         yield world.now + world.start_takes()
         if world.fails_to_start():
             self._replies.refuse(Refusal("no device", b""))
@@ -181,6 +185,8 @@ class Worker:
             yield lambda: all(one.ready for one in self.siblings)
         self._replies.ready(world.chance(0.5))
         yield from self._write()
+        self.greeted = True
+        world.failed_starts[self.index] = 0
         while True:
             try:
                 kind, count, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
