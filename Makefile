@@ -182,7 +182,7 @@ notes:
 	@"$(PYTHON)" tests/support/release_notes.py "$(TAG)"
 
 docs-states: $(venv)/.run
-	"$(VENV)/bin/python" -m xpool.jobs.states > docs/states.md
+	"$(VENV)/bin/python" -m xpool.jobs.states > docs/dev/states.md
 
 clean:
 	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(RAY_VENV)" "$(XLA_VENV)" \

@@ -1,7 +1,7 @@
 """Draws the pictures of the pages: ``python docs/draw.py`` writes them into ``docs/pictures``.
 
 The trace is drawn from ``pictures/trace.json``, which `pool.trace` wrote; the plots from the tables
-in ``performance.md`` and ``scale.md``, so that no figure stands in two places.  Pictures are SVG
+in ``dev/measurements.md`` and ``dev/scale.md``, so that no figure stands in two places.  Pictures are SVG
 without scripts.  Each brings its own background and follows the reader's choice of light or dark,
 so that it can be read on any page.
 """
@@ -277,8 +277,8 @@ def _size(size: float) -> str:
 
 def pictures() -> dict[str, str]:
     """Return the text of each picture by its name."""
-    page = (DOCS / "performance.md").read_text(encoding="utf-8")
-    hosts = (DOCS / "scale.md").read_text(encoding="utf-8")
+    page = (DOCS / "dev" / "measurements.md").read_text(encoding="utf-8")
+    hosts = (DOCS / "dev" / "scale.md").read_text(encoding="utf-8")
     events = json.loads((PICTURES / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     return {
         "trace.svg": trace(events),

@@ -147,7 +147,7 @@ def main(unpicklable, method=None):
 
 GUARD = '\nif __name__ == "__main__":\n    made = "made behind the guard"\n    main({}, {})\n'
 OWN = {"made_lock": "explained"}  # the lock of the top level is made by each process
-# By value, two names of one object become two objects (docs/design.md).
+# By value, two names of one object become two objects (docs/dev/design.md).
 NONE = {"local_lock": "explained", "made_lock": "explained", "sentinel": "False"}
 
 

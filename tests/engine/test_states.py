@@ -12,11 +12,11 @@ from xpool.jobs.states import POOL, WORKER, PoolEvent, PoolStates, WorkerEvent, 
 
 pytestmark = pytest.mark.pure
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "states.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "dev" / "states.md"
 
 
 def test_the_page_is_made_from_the_tables():
-    """docs/states.md is what `make docs-states` writes."""
+    """docs/dev/states.md is what `make docs-states` writes."""
     assert PAGE.read_text(encoding="utf-8") == states.document()
 
 

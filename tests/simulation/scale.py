@@ -2,7 +2,7 @@
 
 Real is `HostScheduler`.  A host is a queue in front of its workers; a message takes half a round
 trip; the driver is busy for `CALL` seconds with each call and for `ITEM` seconds with each task,
-as it was measured with true hosts.  See docs/scale.md::
+as it was measured with true hosts.  See docs/dev/scale.md::
 
     python -m tests.simulation.scale 1000 10000
 """
@@ -227,7 +227,7 @@ class Cluster:
 
 
 def main() -> None:
-    """Print a table for docs/scale.md."""
+    """Print a table for docs/dev/scale.md."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.scale", description=__doc__)
     parser.add_argument("hosts", type=int, nargs="+", help="how many hosts")
     parser.add_argument("--tasks", type=float, default=4.0, help="for each worker (default 4)")

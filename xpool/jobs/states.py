@@ -13,7 +13,7 @@ Rules that one could wrongly assume to be otherwise:
   before.  What they are told changes nothing more for them.
 
 An event that a state does not list is a bug: `step` raises and nothing has changed.
-``python -m xpool.jobs.states`` prints the tables as markdown; ``docs/states.md`` is that text.
+``python -m xpool.jobs.states`` prints the tables as markdown; ``docs/dev/states.md`` is that text.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _markdown(title: str, table: dict[S, dict[E, S]]) -> str:
 
 
 def document() -> str:
-    """Return the text of ``docs/states.md``."""
+    """Return the text of ``docs/dev/states.md``."""
     return "\n\n".join(
         [
             "# States",
