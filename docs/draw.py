@@ -1,8 +1,8 @@
 """Draws the pictures of the pages: ``python docs/draw.py`` writes them into ``docs/pictures``.
 
 The trace is drawn from ``pictures/trace.json``, which `pool.trace` wrote; the plots from the tables
-in ``dev/measurements.md`` and ``dev/scale.md``, so that no figure stands in two places.  Pictures are SVG
-without scripts.  Each brings its own background and follows the reader's choice of light or dark,
+in ``dev/measurements.md`` and ``dev/scale.md``, so that no figure stands in two places.  Pictures
+are SVG without scripts.  Each brings its own background and follows the reader's choice of light or dark,
 so that it can be read on any page.
 """
 
