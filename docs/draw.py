@@ -2,8 +2,8 @@
 
 The trace is drawn from ``pictures/trace.json``, which `pool.trace` wrote; the plots from the tables
 in ``dev/measurements.md`` and ``dev/scale.md``, so that no figure stands in two places.  Pictures
-are SVG without scripts.  Each brings its own background and follows the reader's choice of light or dark,
-so that it can be read on any page.
+are SVG without scripts.  Each brings its own background and follows the reader's choice of light
+or dark, so that it can be read on any page.
 """
 
 from __future__ import annotations
