@@ -131,7 +131,9 @@ class TaskTimeout(XPoolError, TimeoutError):
         where = (
             f"It was here (most recent call first):\n{self.stack}"
             if self.stack
-            else ("Where it was is not known: the worker did not answer a signal.")
+            else "Where it was is not known: the worker did not answer a signal."
+            if self.stopped
+            else "It was in a function that is not written in Python."
         )
         end = (
             f"(pid {self.pid}){f' on host {self.host}' if self.host else ''} and was stopped"

@@ -243,12 +243,40 @@ def test_pools_of_threads_take_the_arguments_of_pools_of_processes(make_pool, th
     assert [str(one) for one in given.values()] == [str(one) for one in wanted.values()]
     options = {
         "is_recursive": True, "is_daemon": False, "is_copy_tensor": False, "share_method": "cpu",
-        "memory_limit": 0, "seed": 1, "task_timeout": 60, "initializer_timeout": 60,
+        "memory_limit": 0, "task_timeout": 60, "initializer_timeout": 60,
         "restart_budget": 3, "name": "some",
     }  # fmt: skip
-    pool = make_pool(_class(threads), 2, None, (), None, "spawn", **options)
+    pool = make_pool(_class(threads), 2, None, (), None, None, **options)
     call = (lambda _, x: x + 1) if threads == "CtxThreadPool" else (lambda x: x + 1)
     assert pool.map(call, range(3)) == [1, 2, 3] and pool.name == "some"
+
+
+@pytest.mark.xpool_only
+def test_hosts_are_those_of_ray():
+    """Names of hosts are refused: the message names the function that makes the argument."""
+    with pytest.raises(ValueError, match=r"made by xpool\.ray\.hosts\(\), not \['a', 'b'\]"):
+        _class("Pool")(hosts=["a", "b"])
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("kind", ["ThreadPool", "CtxThreadPool"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"context": "spawn"},
+        {"seed": 1},
+        {"output": "prefix"},
+        {"worker_memory": 1_000_000},
+        {"memory_high": 0.9},
+        {"hosts": ["a", "b"]},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_threads_refuse_what_they_cannot_do(kind, option):
+    """An option that threads cannot honour is refused by name, with a reason."""
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"^{name}=.*; leave it out, or use xpool.Pool$"):
+        _class(kind)(2, **option)
 
 
 @pytest.mark.xpool_only

@@ -237,3 +237,18 @@ def test_a_pool_in_a_fork_of_a_module_that_is_imported(tmp_path):
     scripts.write(tmp_path / "helpers.py", text)
     scripts.write(tmp_path / "program.py", "import helpers")
     assert scripts.run_ok([str(tmp_path / "program.py")]) == "2\n"
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize(
+    ("stopped", "says"),
+    [
+        (True, "the worker did not answer a signal"),
+        (False, "in a function that is not written in Python"),
+    ],
+)
+def test_a_time_limit_without_a_stack(stopped, says):
+    """Without a stack, `TaskTimeout` says why there is none: threads are asked by no signal."""
+    from xpool import TaskTimeout
+
+    assert says in str(TaskTimeout(1.0, 0, 123, "sleep()", "", stopped))

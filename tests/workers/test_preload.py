@@ -208,3 +208,30 @@ def test_a_module_that_ends_the_process(tmp_path):
     done = scripts.run([scripts.write(tmp_path / "used.py", USED)])
     assert done.returncode == 1
     assert "WorkerStartFailed" in done.stderr and "exit code 7; it imports unusual" in done.stderr
+
+
+@pytest.mark.parametrize("name", [1, "", "a module", ".relative"])
+def test_only_names_are_preloaded(name):
+    """What cannot be the name of a module is refused."""
+    with pytest.raises(TypeError, match="preload takes names of modules"):
+        xpool.preload(name)
+
+
+MISSING = """
+    import warnings
+    import xpool
+
+    if __name__ == "__main__":
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            xpool.preload("nosuchmodule.part", "math")
+        print(*(f"{w.category.__name__}: {w.message}" for w in said))
+        with xpool.Pool(1) as pool:
+            assert pool.apply(abs, (-1,)) == 1
+"""
+
+
+def test_a_missing_module_is_a_warning(tmp_path):
+    """The program is warned of a module that does not exist, and works without it."""
+    out = scripts.run([scripts.write(tmp_path / "missing.py", MISSING)])
+    assert out.stdout == "RuntimeWarning: preload: there is no module 'nosuchmodule.part'\n"

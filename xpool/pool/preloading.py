@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+import warnings
 
 from xpool.workers.launch import start_early
 
@@ -25,17 +28,22 @@ def preload(*modules: str) -> None:
 
     Args:
         modules: names, as in an ``import`` statement, of modules that start no threads and open no
-            devices when they are imported; the program need not import them.  What cannot be
-            imported, or calls `sys.exit`, the server says on stderr, and workers raise it where
-            they need it.
+            devices when they are imported; the program need not import them.  An import that
+            fails is reported on stderr, and raised in the workers that need the module.
+
+    Warns:
+        RuntimeWarning: a module does not exist.
 
     Raises:
         TypeError: something is not a name.
         OSError: no process can be started.
     """
     for name in modules:
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
             raise TypeError(f"preload takes names of modules, such as 'torch', not {name!r}")
+        package = name.partition(".")[0]
+        if package not in sys.modules and importlib.util.find_spec(package) is None:
+            warnings.warn(f"preload: there is no module {name!r}", RuntimeWarning, stacklevel=2)
     start_early(modules)
     # What a pool needs, before the program has the objects of torch: importing it afterwards starts
     # a collection of garbage, which looks at all of these for 150 ms.

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import queue
+import reprlib
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -148,7 +149,7 @@ class Pool(AllWorkers):
         self._direct = type(self).pool_inqueue_put is Pool.pool_inqueue_put
         self._hosts = hosts
         if hosts is not None:
-            _check_over_hosts(processes, context, is_copy_tensor)
+            _check_over_hosts(hosts, processes, context, is_copy_tensor)
             self._nodes = hosts.find()
             processes = sum(node.workers for node in self._nodes)
         super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
@@ -473,7 +474,9 @@ _MODES = {
 }
 
 
-def _check_over_hosts(processes: Any, context: Any, copies: bool) -> None:
+def _check_over_hosts(hosts: Any, processes: Any, context: Any, copies: bool) -> None:
+    if not hasattr(hosts, "find"):
+        raise OptionError(f"hosts must be made by xpool.ray.hosts(), not {reprlib.repr(hosts)}")
     for name, is_given, why in (
         ("processes", processes is not None, "per_host= says how many workers each host has"),
         (

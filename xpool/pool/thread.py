@@ -37,13 +37,14 @@ class ThreadPool(BasePool):
     A task that is over its ``timeout=``, or is cancelled while it runs, is answered at once, and
     its thread is left to itself: it runs on until the task ends, while another has its place.
 
-    Takes all arguments of `Pool`, so that one can stand in for the other.  Those about processes
-    and pickling have no effect here: ``context``, ``is_recursive``, ``is_daemon``,
-    ``is_copy_tensor``, ``share_method``, ``memory_limit``, ``seed``, ``restart_budget``,
-    ``output``, ``worker_memory`` and ``memory_high``.
+    Has the signature of `Pool`.  Arguments about pickling (``is_recursive``, ``is_copy_tensor``,
+    ``share_method``, ``memory_limit``) and ``is_daemon`` and ``restart_budget`` are checked and
+    have no effect: threads pass objects by reference.
 
     Raises:
-        TypeError, OptionError (a `ValueError`): an argument makes no sense, one without effect too.
+        TypeError: an argument has a wrong type.
+        OptionError (a `ValueError`): an argument has a wrong value, or asks for what threads cannot
+            do: ``context``, ``seed``, ``output``, ``worker_memory``, ``memory_high``, ``hosts``.
     """
 
     _terminate_waits = False
@@ -76,8 +77,14 @@ class ThreadPool(BasePool):
         check_seed(seed)
         check_output(output)
         check_memory(worker_memory, memory_high)
-        if hosts is not None:
-            raise OptionError("hosts is for pools of processes: threads are of this process")
+        _refuse(
+            context=context,
+            seed=seed,
+            output=output,
+            worker_memory=worker_memory,
+            memory_high=memory_high,
+            hosts=hosts,
+        )
         if memory_limit is not None:
             check_count("memory_limit", memory_limit, least=0)
         if restart_budget is not None:
@@ -221,3 +228,17 @@ class ThreadPool(BasePool):
 
     def _release_workers(self) -> None:
         self._threads.release()
+
+
+def _refuse(**options: object) -> None:
+    why = {
+        "context": "threads have no start method",
+        "seed": "all threads share the random generators of this process",
+        "output": "all threads share the stdout and stderr of this process",
+        "worker_memory": "all threads share the memory of this process",
+        "memory_high": "it holds back tasks for other processes",
+        "hosts": "threads are on this host",
+    }
+    for name, value in options.items():
+        if value is not None:
+            raise OptionError(f"{name}={value!r}: {why[name]}; leave it out, or use xpool.Pool")
