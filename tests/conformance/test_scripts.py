@@ -123,6 +123,50 @@ def test_package_run_as_a_module(tmp_path):
     assert (out, err) == ("[4, 7] [3]\n", "")
 
 
+def test_a_module_without_the_guard(tmp_path):
+    """It is not run again in workers, as a script is not: its functions go by value, and import
+    relatively where it does."""
+    package = tmp_path / "runpackage"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "helper.py").write_text("def triple(x):\n    return 3 * x\n")
+    (package / "__main__.py").write_text(
+        "import sys, xpool\nfrom .helper import triple\n"
+        "sys.stdout.write('top\\n')\nsys.stdout.flush()\n"
+        "def task(x):\n    from . import helper\n    return helper.triple(x) + triple(1)\n"
+        "with xpool.Pool(1) as pool:\n"
+        "    print(pool.map(task, [1, 2]))\n"
+        "pool.join()\n"
+    )
+    done = scripts.popen(["-m", "runpackage"], cwd=str(tmp_path))
+    out, err = done.communicate(timeout=WAIT)
+    assert (out, err) == ("top\n[6, 9]\n", "")
+
+
+def test_a_module_is_run_as_far_as_needed(tmp_path):
+    """Of a module that ``python -m`` runs, a worker leaves out what it would of a script."""
+    text = """
+        import sys
+        import xpool
+        import decimal
+
+        def task(x):
+            return "deci" + "mal" in getattr(sys, "modules")
+
+        def other(x):
+            return decimal.Decimal(x)
+
+        if __name__ == "__main__":
+            with xpool.Pool(1) as pool:
+                print(pool.map(task, [1]), pool.map(other, [1]))
+            pool.join()
+    """
+    scripts.write(tmp_path / "runme.py", text)
+    done = scripts.popen(["-m", "runme"], cwd=str(tmp_path))
+    out, err = done.communicate(timeout=WAIT)
+    assert (out, err) == ("[False] [Decimal('1')]\n", "")
+
+
 def test_standard_input():
     """``python -`` works: functions that no file holds are sent by value."""
     assert scripts.run_ok(["-"], PROGRAM + "\nmain()\n").splitlines() == EXPECTED

@@ -260,7 +260,7 @@ LOCATIONS = {
     "stdin": "assert main.main_location() is None; assert not main.main_is_importable()",
     "command": "assert main.main_location() is None; assert not main.main_is_importable()",
     "module": "assert main.main_location() == ('name', 'program_module')\n"
-    "assert main.main_is_importable()",
+    "assert not main.main_is_importable()",
 }
 
 

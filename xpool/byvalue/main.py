@@ -2,12 +2,12 @@
 
 Two kinds of program:
 
-* **importable**: a real file with an ``if __name__ == "__main__"`` guard, or ``python -m``.
-  A worker runs the file again under another name, as `multiprocessing` does, so functions
-  and classes of ``__main__`` go by name.  What the guarded block itself defines exists in
-  the caller's process only, and goes by value.
-* **by value**: a notebook, ``python -``, ``python -c``, an interactive session, a script
-  without the guard.  Functions and classes go by value.
+* **importable**: a file with an ``if __name__ == "__main__"`` guard, also one that
+  ``python -m`` runs.  A worker runs the file again under another name, as `multiprocessing`
+  does, so functions and classes of ``__main__`` go by name.  What the guarded block itself
+  defines exists in the caller's process only, and goes by value.
+* **by value**: a notebook, ``python -``, ``python -c``, an interactive session, a script or
+  module without the guard.  Functions and classes go by value.
 
 In both, the values of the globals that they use go before them (see `main_globals`).
 
@@ -96,12 +96,12 @@ def units() -> bytes | None:
     Asked for once the script's classes are made: what they are says what their statements do.
     """
     location = main_location() if main_is_importable() else None
-    if location is None or location[0] != "path":
+    if location is None:
         return None
     if _state.units is None:
         from xpool.byvalue.units import read_units
 
-        found = read_units(location[1], namespace())
+        found = read_units(_file_of(_state.module), namespace())
         # As plain tuples: to import the classes would take a worker as long as all it does here.
         _state.units = b"" if found is None else pickle.dumps(found.plain())
     return _state.units or None
@@ -213,7 +213,7 @@ def _examine(module: ModuleType | None) -> None:
         found = _read(module)
         # A worker that was itself started by `python -m` runs a runner, not a program.
         runner = kind == "name" and where.partition(".")[0] in ("xpool", "multiprocessing")
-        importable = found.has_guard if kind == "path" else not (runner and _state.replica)
+        importable = found.has_guard and not (runner and _state.replica)
     _state.importable, _state.source = importable, found if importable else None
     _state.module, _state.units = module, None
     _state.file = None if module is None else vars(module).get("__file__")
@@ -222,5 +222,9 @@ def _examine(module: ModuleType | None) -> None:
 def _read(module: ModuleType | None) -> Source:
     from xpool.byvalue.source import read
 
+    return read(_file_of(module), getattr(module, "__package__", None))
+
+
+def _file_of(module: ModuleType | None) -> str:
     file = getattr(module, "__file__", None)
-    return read(file if isinstance(file, str) else "", getattr(module, "__package__", None))
+    return file if isinstance(file, str) else ""

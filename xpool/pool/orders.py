@@ -78,6 +78,7 @@ class Main(NamedTuple):
 
     location: tuple[str, ...] | None
     units: bytes | None
+    package: str | None  # for relative imports in functions that go by value
     levels: dict[str, int] | None
     argv: list[str]
 
@@ -85,7 +86,8 @@ class Main(NamedTuple):
     def now(cls) -> "Main":
         """Return what this program is now."""
         location = main_location() if main_is_importable() else None
-        return cls(location, units(), levels(), _arguments())
+        package = getattr(sys.modules.get("__main__"), "__package__", None)
+        return cls(location, units(), package, levels(), _arguments())
 
 
 class Orders:
@@ -129,6 +131,7 @@ class Orders:
             "bare": self._bare,
             "main": main.location,
             "units": main.units,
+            "package": main.package,
             "daemon": spec.daemon,
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),

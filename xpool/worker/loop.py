@@ -483,7 +483,7 @@ def become(orders: dict[str, Any], lifeline: int) -> None:
         parent = getattr(multiprocessing.process, "_ParentProcess", None)
         if parent is not None:
             vars(multiprocessing.process)["_parent_process"] = parent(*orders["parent"], lifeline)
-        main_module.install(orders["main"], orders["units"])
+        main_module.install(orders["main"], orders["units"], orders["package"])
     Seeds(orders["seed"])
     # After `install`: it notes the globals of the `__main__` that is there.
     mark_worker(orders["main"] is not None, forked=orders["forked"])

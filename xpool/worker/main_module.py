@@ -71,6 +71,7 @@ class _Script:
     def __init__(self, where: tuple[str, ...], units: bytes | None) -> None:
         self._kind, self._place = where[:2]
         self._file = where[-1]  # the text of a file that may be another host's
+        self._spec: Any = None  # of a module that ``python -m`` runs, once it was found here
         self._units = units
         self._lines: list[bytes] = []
         self._flags = 0
@@ -80,13 +81,13 @@ class _Script:
     def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
         """Run what a name needs; return this if something is left to run."""
         namespace["__name__"] = "__mp_main__"
+        self._place_in(namespace)
         if self._todo is None and not self._take_apart():
-            exec(self._code_of_all(namespace), namespace)
+            exec(self._code_of_all(), namespace)
             note_born()
             return None
         assert self._todo is not None
         chosen = self._chosen(name)
-        namespace["__file__"] = self._place
         text = [b"\n"] * len(self._lines)  # so that each line keeps its number
         bound: list[str] = []
         for number in chosen:
@@ -134,33 +135,42 @@ class _Script:
                 pending += todo[number][3]
         return chosen
 
-    def _code_of_all(self, namespace: dict[str, Any]) -> Any:
-        if self._kind == "path":
-            with io.open_code(self._file) as file:
-                code: Any = compile(file.read(), self._place, "exec")
-            namespace["__file__"] = self._place
-            return code
-        import importlib.util
+    def _place_in(self, namespace: dict[str, Any]) -> None:
+        """Set what the text may ask of the module that it is in."""
+        if self._kind == "name" and self._spec is None:
+            import importlib.util
 
-        spec = importlib.util.find_spec(self._place)
-        loader: Any = spec.loader if spec is not None else None
-        code = loader.get_code(self._place) if loader is not None else None
-        if spec is None or code is None:
-            raise ImportError(
-                f"the program's main module {self._place!r} is not found in the worker"
-            )
-        namespace.update(__file__=spec.origin, __spec__=spec, __package__=spec.parent)
-        return code
+            # Imports the packages that the module is in.
+            spec = importlib.util.find_spec(self._place)
+            if spec is None or spec.loader is None or spec.origin is None:
+                raise ImportError(
+                    f"the program's main module {self._place!r} is not found in the worker"
+                )
+            self._spec, self._place = spec, spec.origin
+            self._file = spec.origin
+        if self._spec is not None:
+            namespace.update(__spec__=self._spec, __package__=self._spec.parent)
+        namespace["__file__"] = self._place
+
+    def _code_of_all(self) -> Any:
+        if self._spec is not None:  # its text may be in an archive
+            return self._spec.loader.get_code(self._spec.name)
+        with io.open_code(self._file) as file:
+            return compile(file.read(), self._place, "exec")
 
 
-def install(where: tuple[str, ...] | None, units: bytes | None = None) -> None:
+def install(
+    where: tuple[str, ...] | None, units: bytes | None = None, package: str | None = None
+) -> None:
     """Put a fresh ``__main__`` in place.
 
     ``where`` is ("path", file), the same and where its text is, or ("name", module) to run for its
     names; or None: then it stays empty, and what the caller defines in its own arrives by value.
     ``units``: what of a file can be left out, as `xpool.byvalue.main.units` says.
+    ``package``: the caller's ``__package__``.
     """
     module = _Main("__main__")
+    module.__package__ = package
     module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code looks for it
     if where is not None:
         module.__dict__["_xpool_script"] = _Script(where, units)
