@@ -73,6 +73,7 @@ def test_a_senseless_number_is_ignored(monkeypatch: pytest.MonkeyPatch, value: s
 
 
 EIGHT = Host(cpus=tuple(range(8)))
+MAC = Host(cpus=tuple(range(8)), metal=True, packages={"torch": "2.13.0"})
 
 
 def test_auto_takes_the_best_that_there_is():
@@ -85,6 +86,35 @@ def test_auto_takes_the_best_that_there_is():
     assert {c.kind for c in devices(host=hidden)} == {"cpu"}
     assert {c.kind for c in devices(host=replace(cuda, chips=tpu.chips))} == {"cuda"}
     assert {c.kind for c in devices(host=tpu)} == {"tpu"}
+    assert {c.kind for c in devices(host=MAC)} == {"mps"}
+    assert {c.kind for c in devices(host=replace(MAC, packages={}))} == {"cpu"}
+
+
+def test_workers_of_a_mac_share_its_gpu():
+    """A Mac has one GPU: by default one worker has it, with n= several share it."""
+    (one,) = devices("mps", host=MAC)
+    assert (one.kind, one.threads, repr(one)) == ("mps", 8, "DeviceContext(mps:0, threads=8)")
+    two = devices("mps", n=2, host=MAC)
+    assert [str(context.device) for context in two] == ["mps:0", "mps:0"]
+    assert two[1].threads == 4
+
+
+@pytest.mark.parametrize("options", [{"per_worker": 2}, {"independent": False}])
+def test_arguments_that_mps_has_no_use_for(options: dict[str, Any]):
+    """They are refused, not ignored."""
+    with pytest.raises(OptionError, match="a Mac has one GPU"):
+        devices("mps", host=MAC, **options)
+
+
+def test_mps_is_for_macs():
+    """Elsewhere, and without torch, mps is refused; where torch cannot use it, its worker fails."""
+    with pytest.raises(DeviceError, match="not a Mac with an Apple GPU"):
+        devices("mps", host=EIGHT)
+    with pytest.raises(DeviceError, match="torch is not installed"):
+        devices("mps", host=replace(MAC, packages={}))
+    (context,) = devices("mps", host=MAC)
+    with pytest.raises(DeviceError, match="worker 0 cannot open mps device 0 .*is_available"):
+        context.enter()
 
 
 @pytest.mark.parametrize(
@@ -140,8 +170,9 @@ def test_unknown_framework():
 
 def test_unknown_kind():
     """A kind that nobody knows is refused with those that are known."""
-    with pytest.raises(OptionError, match=r"'mps'.*'auto' or \['cpu', 'cuda', 'tpu', 'xla'\]\.$"):
-        devices("mps")
+    known = r"'auto' or \['cpu', 'cuda', 'mps', 'tpu', 'xla'\]\.$"
+    with pytest.raises(OptionError, match=f"'vulkan'.*{known}"):
+        devices("vulkan")
     for kind in ("gpu", "cuda:0"):
         with pytest.raises(OptionError, match=f"'{kind}'.*GPUs of NVIDIA are 'cuda'"):
             devices(kind)

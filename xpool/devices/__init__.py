@@ -56,11 +56,12 @@ def devices(
     """Contexts for ``n`` workers, each bound to a device of its own.
 
     Args:
-        kind: ``"cuda"``, ``"tpu"``, ``"cpu"``; ``"xla"``: what torch_xla would take, a TPU or else
-            its CPU client; ``"auto"``: TPUs if there are any, else GPUs, else the CPU.
-        n: number of workers.  None: as many as there are devices (cores of TPU v2 and v3); on the
-            CPU one for each core that this process may use, and for torch_xla's CPU client
-            ``CPU_NUM_DEVICES`` if that is set.
+        kind: ``"cuda"``, ``"mps"`` (the GPU of an Apple Mac), ``"tpu"``, ``"cpu"``; ``"xla"``: what
+            torch_xla would take, a TPU or else its CPU client; ``"auto"``: TPUs if there are any,
+            else GPUs, else the CPU.
+        n: number of workers.  None: as many as there are devices (cores of TPU v2 and v3).  On mps
+            1: workers share the one GPU.  On the CPU one for each core that this process may use,
+            and for torch_xla's CPU client ``CPU_NUM_DEVICES`` if that is set.
         per_worker: devices of each worker; on TPUs, chips.
         per_process: workers that are threads of one process, with one of its devices each.  None: 2
             on TPU v2 and v3 with torch_xla, a worker for each core of a chip, which only one

@@ -38,7 +38,7 @@ class DeviceContext:
     """
 
     kind: str
-    """``"cpu"``, ``"cuda"``, ``"tpu"`` or ``"xla"`` (torch_xla on another client than TPU)."""
+    """``"cpu"``, ``"cuda"``, ``"mps"``, ``"tpu"`` or ``"xla"`` (torch_xla without a TPU)."""
 
     ordinal: int
     """Position among the contexts made together, from 0."""
@@ -117,7 +117,7 @@ class DeviceContext:
         """
         if self.kind != "cpu":
             try:
-                _OPENERS[self.framework](self)
+                (_open_mps if self.kind == "mps" else _OPENERS[self.framework])(self)
             except Exception as exc:
                 raise DeviceError(
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
@@ -151,6 +151,7 @@ class DeviceContext:
 
 _REMEDY = {
     "cuda": "nvidia-smi shows which processes use it; torch must be a CUDA build (torch.version)",
+    "mps": "It needs macOS 14 or later, and a build of torch for Apple's processors",
     "tpu": "A chip takes one process at a time: end the other one, this program's parent included "
     "if it has touched the device; `fuser /dev/vfio/* /dev/accel*` shows it",
     "xla": "PJRT_DEVICE and <CLIENT>_NUM_DEVICES say which client torch_xla takes",
@@ -162,6 +163,14 @@ def _open_cuda(context: DeviceContext) -> None:
 
     # The mask leaves the worker nothing but its own GPUs.
     torch.cuda.set_device(0)
+
+
+def _open_mps(context: DeviceContext) -> None:
+    import torch
+
+    if not torch.backends.mps.is_available():
+        raise RuntimeError("torch.backends.mps.is_available() is False")
+    torch.empty(1, device=context.device)  # opens Metal, so that a failure is found at the start
 
 
 def _open_torch_xla(context: DeviceContext) -> None:

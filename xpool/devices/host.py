@@ -76,6 +76,9 @@ class Host:
     cuda_build: bool = False
     """Whether the installed torch was built with CUDA."""
 
+    metal: bool = False
+    """Whether this is a Mac with an Apple GPU, which torch calls mps."""
+
     @classmethod
     def here(cls, root: Path = Path("/"), *, gpus: bool = True) -> Host:
         """Describe this machine; ``root`` stands for ``/`` (of sysfs, /dev and /proc)."""
@@ -87,6 +90,7 @@ class Host:
             gpus=find_gpus(root) if gpus else None,
             packages=_packages(),
             cuda_build=_is_cuda_build(),
+            metal=sys.platform == "darwin" and os.uname().machine == "arm64",
         )
 
     def near(self, node: int | None) -> tuple[int, ...]:

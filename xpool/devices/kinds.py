@@ -29,7 +29,7 @@ def best(host: Host) -> str:
     # A mask that is empty, or -1, hides all GPUs.
     if host.gpus and host.cuda_build and host.environ.get(cuda.MASK, "0").strip() not in ("", "-1"):
         return "cuda"
-    return "cpu"
+    return "mps" if host.metal and "torch" in host.packages else "cpu"
 
 
 def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[range]:
@@ -158,6 +158,20 @@ def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
         nodes = [one.gpu.node if one.gpu else None for one in own]
         parts.append(_Part(env[cuda.MASK] or "", env, per_worker, nodes))
     return _contexts(host, "cuda", "torch", parts)
+
+
+def _mps(host: Host, asked: Asked) -> list[DeviceContext]:
+    n, per_worker, per_process, independent, framework = asked
+    if per_worker != 1 or not independent or framework or (per_process or 1) > 1:
+        raise OptionError(
+            "devices('mps') takes no per_worker=, per_process=, independent= or framework=: a Mac "
+            "has one GPU, which its n= workers share"
+        )
+    if not host.metal:
+        raise DeviceError("devices('mps'): this is not a Mac with an Apple GPU; use devices('cpu')")
+    if "torch" not in host.packages:
+        raise DeviceError("devices('mps'): torch is not installed here: pip install torch")
+    return _contexts(host, "mps", "torch", [_Part("")] * (n or 1))
 
 
 def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
@@ -339,6 +353,7 @@ def _ports(count: int, at: tpu.Slice) -> list[int]:
 KINDS: dict[str, Callable[[Host, Asked], list[DeviceContext]]] = {
     "cpu": _cpu,
     "cuda": _cuda,
+    "mps": _mps,
     "tpu": _tpu,
     "xla": _xla,
 }
