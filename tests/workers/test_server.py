@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 from support import scripts
+from support.tiers import also
 
 pytestmark = pytest.mark.xpool_only
 
@@ -206,3 +210,93 @@ def test_the_system_has_no_process(tmp_path, times, outcome):
     """The server asks again a few times, for that may pass; then the pool says so."""
     scripts.write(tmp_path / "refuses.py", REFUSES.format(times=times))
     assert scripts.run_ok([scripts.write(tmp_path / "refused.py", REFUSED)]) == outcome
+
+
+FLAGS = """
+    import os, sys
+    sys.path[:] = [*{path!r}, "/nowhere/else"]
+    import xpool
+
+    def found(x):
+        with open("/proc/self/cmdline") as file:
+            return str(sys.flags), file.read()
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            flags, command = pool.apply(found, (1,))
+            # No assertions: some options leave them out.
+            print(flags == str(sys.flags))
+            print("xpool.worker.server" in command, sys.path[-1] in command)
+        pool.join()
+"""
+
+
+@pytest.mark.parametrize("option", ["-O", "-I", *also("-OO", "-s", "-S", "-E", "-B", "-bb")])
+def test_the_options_of_python_are_the_programs(tmp_path, option):
+    """In the server, and so in its workers; their command line tells nothing of the search path."""
+    path = scripts.write(tmp_path / "flags.py", FLAGS.format(path=[str(scripts.ROOT), *sys.path]))
+    assert scripts.run_ok([option, path]) == "True\nTrue False\n"
+
+
+CHANGED = """
+    import os, signal
+    import xpool
+
+    def found(x):
+        umask = os.umask(0)
+        os.umask(umask)
+        return umask, os.getpriority(os.PRIO_PROCESS, 0), os.getegid(), os.getppid()
+
+    def change():
+        os.umask(0o027)
+        os.nice(3)
+        if os.geteuid() == 0:
+            os.setegid(os.getegid() + 1)
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            before = pool.apply(found, (1,))
+            change()
+            now = 0o027, os.getpriority(os.PRIO_PROCESS, 0), os.getegid()
+            with xpool.Pool(1) as other:
+                *after, parent = other.apply(found, (1,))
+                assert tuple(after) == now, (after, now)
+            os.kill(pool.apply(os.getpid), signal.SIGKILL)
+            *after, same = pool.apply_async(found, (1,), retries=3).get()
+            assert tuple(after) == now != before[:3], (after, now)
+            assert same == parent != before[3]
+        pool.join()
+"""
+
+
+def test_a_program_that_has_become_another(tmp_path):
+    """A worker that starts after a change of umask, niceness or group has these as they are now,
+    also in the place of one from before."""
+    assert scripts.run_ok([scripts.write(tmp_path / "changed.py", CHANGED)]) == ""
+
+
+DROPPED = """
+    import os, sys
+    import xpool
+    from support.waiting import wait_gone
+    from support import work
+
+    if __name__ == "__main__":
+        pools = [xpool.Pool(1, context=method) for method in (None, "spawn")]
+        pids = [pool.apply(os.getpid) for pool in pools]
+        busy = [pool.apply_async(work.spin_in_c) for pool in pools]
+        late = pools[0].apply_async(work.square, (3,))
+        # As a daemon does that has opened its ports.
+        os.setresuid(65534, 65534, 0)
+        for pool in pools:
+            pool.terminate()
+            pool.join()
+        os.setresuid(0, 0, 0)
+        assert wait_gone(pids) == []
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_workers_of_who_the_program_was(tmp_path):
+    """It may not send them signals, and ends them all the same."""
+    assert scripts.run_ok([scripts.write(tmp_path / "dropped.py", DROPPED)]) == ""

@@ -45,9 +45,9 @@ from xpool.workers.launch import (
     StandIns,
     asked_for,
     import_for_arrays,
-    occupy_streams,
     wanted_modules,
 )
+from xpool.workers.server_process import occupy_streams
 
 __all__ = ["Pool", "describe", "limit_of"]
 

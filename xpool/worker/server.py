@@ -50,16 +50,20 @@ PATIENCE = 64
 """Requests after which it imports one of these all the same: what it lacks, workers may import."""
 
 
-def main(fd: int, preload: list[str], later: list[str], missing: list[str]) -> int:
+def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice: int) -> int:
     """Serve until the parent closes its end; a child that is forked returns its own exit code.
 
     ``preload`` is imported at once; ``later`` when nothing is asked for, so that a program does not
     wait for what its first tasks do not need.  ``missing`` another server is to have, which still
-    imports it: the workers of this one stand in for its own.
+    imports it: the workers of this one stand in for its own.  ``nice`` is the niceness to have:
+    this process has that of the thread that started it.
 
     The parent is told when ``preload`` is imported, by a message of one byte.
     """
     entry.ignore_interrupts()  # at once: Ctrl-C may come while it imports
+    if nice != os.getpriority(os.PRIO_PROCESS, 0):
+        with contextlib.suppress(PermissionError):  # to be less nice takes a right
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
     autoload = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
     _preload(preload)

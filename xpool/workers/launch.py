@@ -18,15 +18,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool import forks
 from xpool.errors import OptionError, XPoolError, exit_reason
-from xpool.interrupt import deliver, interruptible, pending, shielded
+from xpool.interrupt import deliver, interruptible, pending
 from xpool.transport.wire import STEPPED_ASIDE
 from xpool.worker import entry
+from xpool.workers import server_process
 
 __all__ = [
     "ForkServer",
@@ -36,8 +37,6 @@ __all__ = [
     "StandIns",
     "asked_for",
     "import_for_arrays",
-    "occupy_streams",
-    "search_path",
     "start_early",
     "wanted_modules",
 ]
@@ -92,11 +91,6 @@ class Launcher(Protocol):
         """Start a child that calls `xpool.worker.entry.main` with ``boot``; closes it here."""
 
 
-def search_path() -> list[str]:
-    """Return what there is of text in `sys.path`; the interpreter passes by anything else."""
-    return [str(one) for one in sys.path if isinstance(one, str)]
-
-
 # -- the fork server -------------------------------------------------------------------------
 
 PRELOAD = ("xpool.worker.loop",)
@@ -118,12 +112,8 @@ _ARRAYS = "xpool.tensors.arrays"  # and tensors
 
 _preloaded: set[str] = set()  # what `xpool.preload` was asked for
 
-# No garbage is collected until all is imported: that finds nothing, and takes milliseconds.
-_START = (
-    "import gc, os, sys; gc.disable(); sys.path[:] = {path!r}; "
-    "from xpool.worker.server import main; "
-    "os._exit(main({fd}, {preload!r}, {later!r}, {missing!r}))"
-)
+_LAST_IMPORT = 10.0
+"""Seconds for a server that may not be killed to see that it is to end: it may be importing."""
 
 
 def start_early(modules: Iterable[str]) -> None:
@@ -174,20 +164,25 @@ def import_for_arrays() -> None:
 
 
 class ForkServer:
-    """The parent's end of a fork server.  One for each set of preloaded modules and program."""
+    """The parent's end of a fork server.
+
+    There is one for each set of preloaded modules, and for each user that the program has been:
+    workers have from their server what `server_process.credentials` lists.
+    """
 
     inherits = False
     bare = True
     forks = False
 
-    _servers: dict[tuple[tuple[str, ...], bool], ForkServer] = {}
+    _servers: dict[Any, ForkServer] = {}  # by their `_key`
     # Taken before a server's `_sending`, never within it.  That is held while a server starts, and
     # while it is asked: two orders at once would mix with its restart.
     _lock = threading.Lock()  # guards `_servers`; each server's `_sending` its socket
 
-    def __init__(self, preload: tuple[str, ...], stands_in: bool = False) -> None:
+    def __init__(self, preload: tuple[str, ...], stands_in: bool, who: tuple[object, ...]) -> None:
         self.preload = preload
         self._stands_in = stands_in  # for the one that imports these modules: it has none of them
+        self._key = preload, who, stands_in
         self._ready = False  # it has said that its modules are imported
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
@@ -204,13 +199,21 @@ class ForkServer:
         it was before it imported something.
         """
         cls.stop_idle(preload)
+        server = cls(preload, stands_in, server_process.credentials())
         with cls._lock:
-            return cls._servers.setdefault((preload, stands_in), cls(preload, stands_in))
+            return cls._servers.setdefault(server._key, server)
+
+    def _of_now(self) -> ForkServer:
+        """Return this server, or the one for whom the program has become since."""
+        if self._key[1] == server_process.credentials():
+            return self
+        return ForkServer.get(self.preload, stands_in=self._stands_in)
 
     def start(self) -> None:
         """Start the server, if it is not running, and do not wait for its imports."""
-        with self._sending:
-            self._start()
+        server = self._of_now()
+        with server._sending:
+            server._start()
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -222,25 +225,13 @@ class ForkServer:
         self._sock, self._ready = ours, False
         # The server alone has its end from here on: else its death would not be seen by who asks.
         with theirs:
-            flags = [f"-X{k}" if v is True else f"-X{k}={v}" for k, v in sys._xoptions.items()]
-            flags += [f"-W{w}" for w in sys.warnoptions]
-            order = _START.format(
-                path=search_path(),
-                fd=theirs.fileno(),
+            self._process = server_process.start(
+                theirs.fileno(),
                 preload=[*PRELOAD, *([] if self._stands_in else _with_numpy(self.preload))],
                 later=[] if self._stands_in else list(LATER),
                 # A worker that needs another of them imports it: that takes less than to wait.
                 missing=["torch"] if self._stands_in else [],
             )
-            with _interrupts_blocked():
-                self._process = subprocess.Popen(
-                    [sys.executable, *flags, "-c", order],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    # By number: also where they were opened to be closed on exec.
-                    stdout=1 if _is_open(1) else subprocess.DEVNULL,
-                    stderr=2 if _is_open(2) else subprocess.DEVNULL,
-                )
 
     def ready(self) -> bool:
         """Whether it has imported its modules, and forks at once."""
@@ -255,6 +246,9 @@ class ForkServer:
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> _Forked:
         if inherited is not None:
             raise OptionError("the fork server cannot pass objects on by inheritance")
+        return self._of_now()._launch(boot)
+
+    def _launch(self, boot: socket.socket) -> _Forked:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             with boot, self._sending:
@@ -286,7 +280,7 @@ class ForkServer:
 
     def _ask(self, boot: int, status: int) -> None:
         assert self._sock is not None
-        streams = list(filter(_is_open, (1, 2)))
+        streams = list(filter(server_process.is_open, (1, 2)))
         socket.send_fds(self._sock, [b"F", bytes([sum(streams)])], [boot, status, *streams])
 
     def _stop(self) -> None:
@@ -294,8 +288,11 @@ class ForkServer:
             self._sock.close()
             self._sock = None
         if self._process is not None:
-            self._process.kill()  # it may be importing, and has no workers that matter now
-            self._process.wait()
+            # It may be importing, and has no workers that matter now.
+            with contextlib.suppress(PermissionError):  # it is of who the program was before
+                self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_IMPORT)
             self._process = None
 
     def stop_if_idle(self) -> None:
@@ -307,13 +304,14 @@ class ForkServer:
     @classmethod
     def stop_idle(cls, but: tuple[str, ...] | None = None) -> None:
         """End the servers that have no workers, but for one, and for who stands in for it."""
+        kept = None if but is None else (but, server_process.credentials())
         with cls._lock:
-            for other in [s for s in cls._servers.values() if s.preload != but]:
+            for other in [s for s in cls._servers.values() if s._key[:2] != kept]:
                 # A server that another thread has just asked has a worker by now: see `launch`.
                 with other._sending:
                     if not other._live:
                         other._stop()
-                        del cls._servers[other.preload, other._stands_in]
+                        del cls._servers[other._key]
 
     @classmethod
     def stop_all(cls) -> None:
@@ -337,36 +335,6 @@ class ForkServer:
 
 forks.at_fork(in_child=ForkServer.forget_all)
 atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those stop all others
-
-
-@shielded
-def occupy_streams() -> None:
-    """Have descriptors 0 to 2 lead nowhere where the program has closed them.
-
-    Else a channel of the pool would get such a number, and what is printed would go into it.
-    """
-    # open(2) gives the lowest free number: the first that is above 2 ends this.
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        continue
-    os.close(fd)
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Start a process with SIGINT blocked, until it ignores that: Ctrl-C is the program's alone."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 class _Forked:
@@ -464,8 +432,8 @@ class _Forked:
         try:
             if not self.ended():
                 signal.pidfd_send_signal(fd, signum)
-        except ProcessLookupError:
-            return
+        except (ProcessLookupError, PermissionError):
+            return  # of who the program was before: the lifeline has to do
         finally:
             os.close(fd)
 
@@ -549,7 +517,7 @@ class ProcessLauncher:
             from multiprocessing import resource_tracker
 
             resource_tracker.ensure_running()  # else `start` does so, and unblocks SIGINT after it
-        with _interrupts_blocked():
+        with server_process.interrupts_blocked():
             process.start()
 
 
@@ -561,7 +529,7 @@ def _enter_through(connection: Any, inherited: Any) -> None:
         connection.close()
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     entry.ignore_interrupts()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `_interrupts_blocked`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `interrupts_blocked`
     # None where the parent has ended before it could send them.
     if fds and (code := entry.main(fds[0], inherited)):
         sys.exit(code)
@@ -591,6 +559,8 @@ class _Process:
                 os.kill(self.pid, signum)
             except ProcessLookupError:
                 return  # since we looked; its sentinel tells
+            except PermissionError:
+                return  # of who the program was before: the lifeline has to do
 
     def close(self) -> None:
         if self.exitcode is not None:
