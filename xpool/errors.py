@@ -9,7 +9,7 @@
     |   `-- DeviceError         also RuntimeError  a device that cannot be had
     |-- the task ----------------------------------------------------------------
     |   |-- TaskNotPicklable    also PicklingError it cannot be sent to a worker
-    |   |-- ResultNotPicklable  also MaybeEncodingError  it cannot be sent back
+    |   |-- ResultNotPicklable  also MaybeEncodingError, PicklingError  it cannot be sent back
     |   |-- TaskTimeout         also multiprocessing.TimeoutError
     |   `-- TaskCancelled
     |-- the worker --------------------------------------------------------------

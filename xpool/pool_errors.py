@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from multiprocessing.pool import MaybeEncodingError  # type: ignore[attr-defined]
 from multiprocessing.pool import RemoteTraceback as _RemoteTraceback  # type: ignore[attr-defined]
+from pickle import PicklingError
 
 from xpool.errors import XPoolError
 
 __all__ = ["RemoteTraceback", "ResultNotPicklable"]
 
 
-class ResultNotPicklable(XPoolError, MaybeEncodingError):  # type: ignore[misc]
+class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type: ignore[misc]
     """The task ran, but what it returned or raised cannot be sent back.
+
+    A `pickle.PicklingError` too, which is what executors raise.
 
     ``exc`` and ``value`` are the reprs of the pickling error and of the value, as in
     `multiprocessing.pool.MaybeEncodingError`.

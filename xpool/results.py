@@ -110,6 +110,9 @@ class Job:
     has_callback = False
     """Whether something must be called before the callers wake."""
 
+    is_future = False
+    """Whether it completes a future, which is done at the pool's end too."""
+
     is_call = False
     """Whether it is a single task, which engines know among `CALLS`."""
 

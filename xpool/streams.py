@@ -95,8 +95,8 @@ class IMapIterator(Iterator[T]):
         self.total: int | None = None  # items of the input, where that has a length
         self.progress: Progress | None = None
         self.returns_errors = False
-        # The pool's side of it, and what stops the drawing of its input.
-        self.cancelling: tuple[Job, Callable[[], object]] | None = None
+        # The pool's side of it, and the flow control of its input.
+        self.cancelling: tuple[Job, Any] | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.label}>"
@@ -192,9 +192,9 @@ class IMapIterator(Iterator[T]):
         pool, cancelling = self._pool, self.cancelling
         if pool is None or cancelling is None:
             return False
-        job, stop_drawing = cancelling
+        job, flow = cancelling
         cancelled: bool = pool._cancel(job)
-        stop_drawing()
+        flow.stop()
         return cancelled
 
     def _movable(self) -> bool:

@@ -55,6 +55,9 @@ class WorkerBackend(Protocol):
 class EngineFace(WorkerBackend, Protocol):
     """Workers that take ranges of tasks.  All methods may be called by any thread."""
 
+    def terminate(self, at_once: bool = False) -> None:
+        """Stop the workers now; ``at_once``: without asking them first."""
+
     results: deque[tuple[int, int, tuple[bool, Any]]]
     """Answers to be delivered: job, index, and whether it is a value; popped without a lock."""
 

@@ -409,11 +409,11 @@ class Engine:
             self._replacement.retire_all()
             self._reactor.wake()
 
-    def terminate(self) -> None:
-        """Stop all workers now: asked first, and killed a moment later if they do not."""
+    def terminate(self, at_once: bool = False) -> None:
+        """Stop all workers now: asked first, and killed a moment later, or at once."""
         with self.lock:
             self._leave_signal_handler()
-            self._replacement.terminate()
+            self._replacement.terminate(at_once)
             # This alone may make `ended` true: then no descriptor wakes the thread that waits.
             self._reactor.wake()
 

@@ -181,8 +181,8 @@ class Replacement:
             if slot.state is WorkerStates.STARTING or slot.state.serves:
                 self._service.retire(slot)
 
-    def terminate(self) -> None:
-        """Stop all workers now: asked first, and killed a moment later if they do not."""
+    def terminate(self, at_once: bool = False) -> None:
+        """Stop all workers now: asked first, and killed a moment later, or at once."""
         self.ending = True
         self._service.clear()
         # The pool's end calls this again: those who were asked before have their timer.
@@ -190,8 +190,9 @@ class Replacement:
             if slot.handle is not None and not self._kills.pending(slot):
                 if slot.state is WorkerStates.STARTING or slot.state.serves:
                     slot.happens(WorkerEvent.RETIRE)
-                if slot.pid is None:
-                    slot.kill()  # the server has not forked it yet: there is nobody to ask
+                # None: the server has not forked it yet, and there is nobody to ask.
+                if at_once or slot.pid is None:
+                    slot.kill()
                 else:
                     slot.handle.signal(signal.SIGTERM)
                 self._kills.by(slot, self._reactor.now() + STOP_GRACE)

@@ -225,8 +225,8 @@ class HostEngine:
             self.service.retire()
         self._events.put(None)
 
-    def terminate(self) -> None:
-        """Stop all agents now, and with them their workers."""
+    def terminate(self, at_once: bool = False) -> None:
+        """Stop all agents now, and with them their workers, which are killed."""
         with self.lock:
             self.service.stop(END_LIMIT)
         self._events.put(None)

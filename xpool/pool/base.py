@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 from xpool import forks
 from xpool.engine.face import WorkerBackend
 from xpool.errors import (
-    InternalError,
     OptionError,
     PoolBroken,
     PoolClosed,
@@ -47,6 +46,7 @@ from xpool.pool.callbacks import Callbacks, see_off
 from xpool.pool.hooks import Carried
 from xpool.pool.input_reader import InputReader
 from xpool.pool.public import PublicVerbs
+from xpool.pool.turns import stop_feeders, take_turns
 from xpool.results import AsyncResult, Job, Parcel, exception_in
 from xpool.streams import Stream
 from xpool.waiters import Flag
@@ -85,6 +85,10 @@ class BasePool(PublicVerbs):
     # Until the constructor is through, nothing runs.
     _state = PoolStates.TERMINATE
     _backend: WorkerBackend | None = None
+    # Whether it ends without a warning when nobody holds it any more.
+    _may_be_dropped = False
+    # Whether processes are killed, without being asked to end.
+    _ends_at_once = False
     # Threads cannot be stopped: a pool of threads does not wait for them in `terminate`.
     _terminate_waits = True
 
@@ -141,7 +145,7 @@ class BasePool(PublicVerbs):
             self._populate()
             ref = weakref.ref(self)
             self._thread = threading.Thread(
-                target=_main,
+                target=_take_turns,
                 args=(ref, self._backend, self._callbacks, self._feeders),
                 name=f"{self.name}-engine",
                 daemon=True,
@@ -262,7 +266,10 @@ class BasePool(PublicVerbs):
     def _complete(self, job: Job) -> None:
         if job.has_callback:
             assert isinstance(job, AsyncResult)
-            self._callbacks.add(job)
+            if job.is_future:
+                self._callbacks.add_future(job)
+            else:
+                self._callbacks.add(job)
         else:
             self._forget(job)
             job.release()
@@ -297,7 +304,7 @@ class BasePool(PublicVerbs):
                 failed += 1
                 job.fail(_own(exc))
                 self._counts["failed"] += 1
-                if call_back:
+                if call_back or job.is_future:
                     self._complete(job)
                 else:
                     self._forget(job)
@@ -330,13 +337,16 @@ class BasePool(PublicVerbs):
         running = not self._finished.is_set()
         if running:
             self.terminate_workers()
-        how = self._how_ended or "terminated"
-        error = PoolClosed(f"{self.name} was {how} before this was answered{self._instead}")
-        self._fail_jobs(jobs, error, call_back=False)
-        _stop_feeders(self._feeders)
+        self._fail_unanswered(jobs)
+        stop_feeders(self._feeders)
         if running:
             self._wake()
         return running
+
+    def _fail_unanswered(self, jobs: Iterable[Job]) -> None:
+        how = self._how_ended or "terminated"
+        error = PoolClosed(f"{self.name} was {how} before this was answered{self._instead}")
+        self._fail_jobs(jobs, error, call_back=False)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended; `close` or `terminate` must have been called.
@@ -404,7 +414,9 @@ class BasePool(PublicVerbs):
         # And at the interpreter's end, when this module's names are gone already.
         if self._state is TERMINATE:
             return
-        if self._state == PoolStates.RUN or (self._jobs and not self._finished.is_set()):
+        if self._may_be_dropped:
+            pass
+        elif self._state == PoolStates.RUN or (self._jobs and not self._finished.is_set()):
             warn(
                 f"unclosed running multiprocessing pool {self.name}: it was dropped while it ran; "
                 "close or terminate it, or use it as a context manager",
@@ -431,7 +443,7 @@ class BasePool(PublicVerbs):
             jobs = list(self._jobs.values())
         self.terminate_workers()
         self._fail_jobs(jobs, exc)
-        _stop_feeders(self._feeders)
+        stop_feeders(self._feeders)
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -467,6 +479,9 @@ class BasePool(PublicVerbs):
                 self.terminate_workers()
             self.join_workers()
         finally:
+            # Those that a thread in `terminate` has not come to yet: their futures are completed by
+            # a thread that ends here.
+            self._fail_unanswered(list(self._jobs.values()))
             self._callbacks.stop()
             if self._backend is not None:
                 self._backend.close()
@@ -489,6 +504,7 @@ class BasePool(PublicVerbs):
         # Other threads of the parent may have held these.
         self._delivering = threading.Lock()
         self._lock = threading.Lock()
+        self._callbacks = Callbacks(self.name)  # whose threads are the parent's
         if self._backend is not None:
             self._backend.after_fork_in_child()
         self._backend = None
@@ -508,72 +524,12 @@ def _own(exc: BaseException | Parcel) -> BaseException | Parcel:
     return exc
 
 
-def _main(
-    ref: weakref.ref[BasePool],
-    backend: WorkerBackend | None,
-    callbacks: Callbacks,
-    feeders: set[InputReader],
-) -> None:
+def _take_turns(ref: weakref.ref[BasePool], *parts: Any) -> None:
     """The engine's thread."""
     try:
-        _run(ref, backend, callbacks, feeders)
+        take_turns(ref, *parts)
     finally:
         _pools.pop(id(ref), None)
-
-
-def _run(
-    ref: weakref.ref[BasePool],
-    backend: WorkerBackend | None,
-    callbacks: Callbacks,
-    feeders: set[InputReader],
-) -> None:
-    """Take turns until the end.  Between two of them, no pool is held: so one can be dropped."""
-    go_on = True
-    while go_on:
-        trouble: BaseException | None = None
-        try:
-            if backend is not None:
-                backend.wait()
-        except BaseException as exc:
-            trouble = exc
-        pool = ref()
-        # A pool that another thread is just finalizing can still be had here, and would come to
-        # life again; hence the flag.
-        if pool is None or (backend is not None and backend.dropped):
-            del pool
-            _stop_feeders(feeders)
-            _disband(backend)
-            callbacks.stop()
-            return
-        try:
-            if trouble is not None:
-                raise trouble
-            go_on = pool._turn()
-        except BaseException as exc:
-            story = InternalError(
-                f"{type(exc).__name__} in the engine of {pool.name}: {exc}. If the pool has hooks "
-                "of your own, look at the cause first; else this is a bug in xpool"
-            )
-            story.__cause__ = exc
-            pool._break(story)
-            go_on = False
-        if not go_on:
-            pool._finish()
-        del pool
-
-
-def _stop_feeders(feeders: set[InputReader]) -> None:
-    for input_reader in list(feeders):
-        input_reader.flow.stop()
-
-
-def _disband(backend: WorkerBackend | None) -> None:
-    """End the workers of a pool that nobody holds any more."""
-    if backend is not None:
-        backend.terminate()
-        while not backend.ended:
-            backend.wait()
-        backend.close()
 
 
 def _after_fork_in_child() -> None:

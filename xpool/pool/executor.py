@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool.errors import OptionError
+from xpool.options import check_count
 from xpool.pool.futures import PoolExecutor
 from xpool.pool.process import Pool
 
@@ -13,19 +15,23 @@ __all__ = ["Executor"]
 
 
 class Executor(PoolExecutor):
-    """A `concurrent.futures.Executor` whose calls run in the workers of an xpool `Pool`.
+    """A `concurrent.futures.ProcessPoolExecutor` whose calls run in the workers of an xpool `Pool`.
 
     What is true of the pool is true here: lambdas and closures work, tensors travel in shared
     memory, and a worker that dies fails one future, with `WorkerDied`, and is replaced.
 
     Args:
         max_workers: number of processes; None: one for each processor core.
-        initializer: called with ``initargs`` in each worker before its first task.
+        mp_context: how workers start, as ``context`` of `Pool`; None: by xpool's fork server.
+        initializer: called with ``initargs`` in each worker before its first task.  When it raises,
+            again and again, the futures fail with `concurrent.futures.BrokenExecutor`, whose cause
+            is a `WorkerStartFailed`.
         initargs: see ``initializer``.
+        max_tasks_per_child: tasks after which a worker is replaced; None: any number.
         options: further keyword arguments of `Pool`.
 
     Its workers start at once.  Leaving a ``with`` block, or `shutdown`, waits for what was
-    submitted, and so does the end of the program.
+    submitted, and so does the end of the program.  One that is dropped finishes what it was given.
 
     Raises:
         OptionError: an argument makes no sense (a `ValueError`).
@@ -36,11 +42,38 @@ class Executor(PoolExecutor):
     def __init__(
         self,
         max_workers: int | None = None,
-        *,
+        mp_context: BaseContext | str | None = None,
         initializer: Callable[..., object] | None = None,
-        initargs: Iterable[object] = (),
+        initargs: Iterable[Any] = (),
+        *,
+        max_tasks_per_child: int | None = None,
         **options: Any,
     ) -> None:
         if isinstance(max_workers, int) and max_workers <= 0:
             raise OptionError(f"max_workers must be greater than 0, not {max_workers}")
-        super().__init__(Pool(max_workers, initializer, initargs, **options))
+        if max_tasks_per_child is not None:
+            check_count("max_tasks_per_child", max_tasks_per_child)
+        for theirs, given, ours in (
+            ("mp_context", mp_context, "context"),
+            ("max_tasks_per_child", max_tasks_per_child, "maxtasksperchild"),
+        ):
+            if given is not None:
+                if options.get(ours) is not None:
+                    raise OptionError(f"{theirs} and {ours} are the same: give one of them")
+                options[ours] = given
+        pool = Pool(max_workers, initializer, initargs, **options)
+        pool._may_be_dropped = True
+        super().__init__(pool)
+
+    def terminate_workers(self) -> None:
+        """Shut down now: cancel what no worker runs yet, and stop the workers.
+
+        Futures that run fail with `concurrent.futures.BrokenExecutor`.
+        """
+        self.shutdown(wait=False, cancel_futures=True)
+        self._pool.terminate()
+
+    def kill_workers(self) -> None:
+        """As `terminate_workers`, but kill the workers, so that no ``finally`` of a task runs."""
+        self._pool._ends_at_once = True
+        self.terminate_workers()

@@ -5,21 +5,29 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import functools
+import itertools
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from xpool import forks
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
-from xpool.options import check_count
-from xpool.results import AsyncResult
+from xpool.interrupt import by_handler
+from xpool.jobs.states import PoolStates
+from xpool.options import check_count, label
+from xpool.pool.callbacks import calling_back
+from xpool.pool.input_reader import Fed
+from xpool.pool.verbs import PLAIN
+from xpool.results import AsyncResult, Parcel, about_to_block
 from xpool.streams import IMapIterator
 
 if TYPE_CHECKING:
     from xpool.pool.base import BasePool
 
-__all__ = ["PoolExecutor"]
+__all__ = ["PoolExecutor", "submit"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,15 +35,122 @@ T = TypeVar("T")
 _FINISHED = "cannot schedule new futures after shutdown"
 
 
+class _Call(AsyncResult[Any]):
+    """A call in the pool that completes a future."""
+
+    has_callback = True
+    is_future = True
+    _pool_ended = False
+
+    def __init__(self, pool: BasePool, func: Callable[..., Any], future: _Future[Any]) -> None:
+        super().__init__(next(pool._job_numbers), label(func), pool)
+        self._future: _Future[Any] | None = future
+
+    def fail(self, exc: BaseException | Parcel) -> None:
+        pool = self._pool
+        self._pool_ended = pool is not None and pool._state is PoolStates.TERMINATE
+        super().fail(exc)
+
+    def call_back(self) -> None:
+        future, self._future = self._future, None
+        if future is None:
+            return
+        error: BaseException | None
+        try:
+            self._open()
+            error = None if self._success else self._value
+        except BaseException as exc:  # what unpickling has raised, `SystemExit` for one
+            error = exc
+        if error is None:
+            future._succeed(self._value)
+        elif isinstance(error, TaskCancelled):
+            future._end_cancelled()
+        else:
+            future._fail(_as_broken(error) if self._pool_ended else error)
+
+    def release(self) -> None:
+        super().release()
+        # In a forked child: here is no thread that would have completed it.
+        future = self._future
+        if future is not None:
+            future._forked = self._value
+
+
+def _as_broken(error: BaseException) -> BaseException:
+    """Return what users of executors expect when the pool has ended, with the reason as cause."""
+    kind: type[Exception] = concurrent.futures.BrokenExecutor
+    if isinstance(error, TaskCancelled):
+        kind = concurrent.futures.CancelledError
+    broken = kind(str(error))
+    broken.__cause__ = error
+    return broken
+
+
+class _Callback:
+    """A callback of a future that is done."""
+
+    def __init__(self, func: Callable[[Any], object], future: _Future[Any]) -> None:
+        self._func, self._future = func, future
+
+    def call_back(self) -> None:
+        try:
+            self._func(self._future)
+        except Exception:  # as `concurrent.futures` does
+            logging.getLogger("concurrent.futures").exception(
+                "exception calling callback for %r", self._future
+            )
+
+    def complete(self) -> None:
+        """Nothing is left to do."""
+
+
+def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
+    """Call a callback: not in the thread that completes futures, for which it may wait."""
+    callbacks = calling_back()
+    if callbacks is None:
+        func(future)
+    else:
+        callbacks.add(_Callback(func, future))
+
+
 class _Future(concurrent.futures.Future[T]):
     """A future that asks the pool what has become of its call."""
 
-    # The call's result in the pool, while it is awaited.  Set by `submit`, once; cleared by
-    # the thread that finishes the future, so that neither keeps the other alive.
-    job: AsyncResult[Any] | None = None
+    # The call in the pool, while it is awaited.  Set by `submit`, once; cleared by the thread that
+    # completes the future, so that neither keeps the other alive.
+    _job: _Call | None = None
+    # Of an executor that waits for it.
+    _owner: PoolExecutor | None = None
+    # Why it is never completed: this process was forked from the one that has the workers.
+    _forked: BaseException | None = None
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return what the call returned, or raise what it raised; see `Future.result`."""
+        if self._forked is not None:
+            raise _as_broken(self._forked)
+        if not self.done():
+            about_to_block()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return what the call raised, or None; see `Future.exception`."""
+        if self._forked is not None:
+            return _as_broken(self._forked)
+        if not self.done():
+            about_to_block()
+        return super().exception(timeout)
+
+    def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
+        """Have ``fn(future)`` called when this is done: in a thread of the pool, or now."""
+        job = self._job
+        pool = None if job is None else job._pool
+        if pool is not None:
+            pool._callbacks.expect()
+        super().add_done_callback(functools.partial(_call_back, fn))
 
     def cancel(self) -> bool:
-        job = self.job
+        """Cancel the call, unless a worker runs it; return whether it is cancelled."""
+        job = self._job
         if job is not None and not self.done():
             pool = job._pool
             # A future that runs is not cancelled; the pool's result would stop its task.
@@ -45,58 +160,140 @@ class _Future(concurrent.futures.Future[T]):
         return super().cancel()
 
     def running(self) -> bool:
-        job = self.job
+        """Return whether a worker runs the call."""
+        job = self._job
         pool = None if job is None or self.done() else job._pool
         return pool is not None and job is not None and pool._runs(job)
 
-    def succeed(self, value: T) -> None:
-        self.job = None
+    def _succeed(self, value: T) -> None:
+        self._job = None
         # False: it was cancelled meanwhile, and nobody wants the value.
         if self.set_running_or_notify_cancel():
             self.set_result(value)
+        _unfinished.discard(self)
 
-    def fail(self, error: BaseException) -> None:
-        if isinstance(error, TaskCancelled):
-            self._end_cancelled()
-        elif self.set_running_or_notify_cancel():
-            self.job = None
+    def _fail(self, error: BaseException) -> None:
+        self._job = None
+        if self.set_running_or_notify_cancel():
             self.set_exception(error)
+        _unfinished.discard(self)
 
     def _end_cancelled(self) -> None:
         """Become cancelled, once, whoever comes first: who asked for it, or the pool's answer."""
-        self.job = None
+        self._job = None
         if super().cancel():
             # Its lock, which may be taken again, is held for both: two that have seen that nobody
             # was told would both tell, and that raises (Lib/concurrent/futures/_base.py).
             with self._condition:
                 if self._state != "CANCELLED_AND_NOTIFIED":
                     self.set_running_or_notify_cancel()
+        _unfinished.discard(self)
+
+    # -- what `shutdown` asks of it ----------------------------------------------------------------
+
+    def _shut(self, cancel: bool) -> None:
+        if cancel:
+            self.cancel()
+
+    def _finish(self) -> None:
+        concurrent.futures.wait([self])
+
+
+class _Map:
+    """A `map` that is not answered: what its iterator and `shutdown` have to do with each other."""
+
+    def __init__(self, owner: PoolExecutor, results: IMapIterator[Any], fed: Fed | None) -> None:
+        assert results.cancelling is not None
+        self._owner, self._pool = owner, owner._pool
+        self._job, self._flow = results.cancelling
+        self._fed = fed
+        _unfinished.add(self)
+        # Its `release` is called when all is answered.
+        self._job._waiters.append(self)
+        if self._job.settled:
+            self._job._waiters.wake()
+
+    def release(self) -> None:
+        _unfinished.discard(self)
+
+    def _shut(self, cancel: bool) -> None:
+        if self._fed is not None:
+            self._fed.end()
+        if cancel:
+            self._pool._cancel(self._job)
+            self._flow.stop()
+
+    def _finish(self) -> None:
+        # Else one whose results nobody takes would wait for room.
+        self._flow.unbind()
+        self._job._waiters.wait(lambda: self._job.settled, None)
+
+
+# What executors were given and is not answered, kept here: an executor that is dropped finishes.
+# Added and removed by single operations, which the interpreter does not interrupt, so that
+# finishing one takes no lock.
+_unfinished: set[_Future[Any] | _Map] = set()
+forks.renew(globals(), _unfinished=set)
+
+
+def submit(
+    pool: BasePool,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwds: dict[str, Any],
+    owner: PoolExecutor | None = None,
+) -> concurrent.futures.Future[Any]:
+    """Have a call run in a pool; return its future.
+
+    Raises:
+        PoolClosed: the pool takes no more work.
+    """
+    pool._check_running()
+    pool._check_call(func, None, None)
+    terms = PLAIN
+    if pool._calls_go_to is not None or pool._task_timeout is not None:
+        terms = pool._terms(pool._calls_go_to, False)
+    future: _Future[Any] = _Future()
+    future._job = job = _Call(pool, func, future)
+    job.terms = terms
+    pool._callbacks.expect_future()
+    if owner is not None:
+        future._owner = owner
+        _unfinished.add(future)
+    try:
+        pool._start_call(job, func, args, kwds, terms)
+    except BaseException:
+        _unfinished.discard(future)
+        raise
+    return future
 
 
 class PoolExecutor(concurrent.futures.Executor):
     """A `concurrent.futures.Executor` over a pool that is there: `BasePool.executor` makes it.
 
     What is true of the pool is true here: a worker that dies fails one future, with
-    `WorkerDied`, and is replaced.  `shutdown` leaves the pool open.
+    `WorkerDied`, and is replaced.  `shutdown` leaves the pool open.  When the pool itself ends,
+    what is not answered fails with `concurrent.futures.BrokenExecutor`, whose cause says why.
     """
 
     _owned = False
 
     def __init__(self, pool: BasePool) -> None:
         self._pool = pool
-        # Guards `_over`: no call is submitted once `shutdown` has looked at what is pending.
+        # Guards `_over`: no call is submitted once `shutdown` has looked at what is unfinished.
         # Again by the thread that has it: what is pickled may submit, and so may a signal handler.
         self._lock = threading.RLock()
         self._over = False
-        # Unfinished futures.  Added and removed by single operations, which the interpreter
-        # does not interrupt, so that finishing one takes no lock.
-        self._pending: set[_Future[Any]] = set()
         _executors.add(self)
         _finish_at_exit()
 
     def __repr__(self) -> str:
         state = "shut down" if self._over else "open"
-        return f"<{type(self).__name__} {state}, {len(self._pending)} pending, over {self._pool!r}>"
+        pending = len(self._unfinished())
+        return f"<{type(self).__name__} {state}, {pending} pending, over {self._pool!r}>"
+
+    def _unfinished(self) -> list[_Future[Any] | _Map]:
+        return [one for one in list(_unfinished) if one._owner is self]
 
     def submit(
         self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -104,30 +301,19 @@ class PoolExecutor(concurrent.futures.Executor):
         """Have ``fn(*args, **kwargs)`` called in a worker; return its future.
 
         `Future.cancel` succeeds as long as no worker runs the call; one that begins in that very
-        moment is stopped.  Callbacks run in a thread of the pool.
+        moment is stopped.  Callbacks run in a thread of the pool, one after the other, and may wait
+        for other futures.
 
         Raises:
             RuntimeError: the executor was shut down.
             concurrent.futures.BrokenExecutor: the pool has failed, or was closed.
         """
-        future: _Future[T] = _Future()
         with self._lock:
             self._check_open()
-            self._pending.add(future)
             try:
-                future.job = self._pool.apply_async(
-                    fn, args, kwargs, callback=future.succeed, error_callback=future.fail
-                )
+                return submit(self._pool, fn, args, kwargs, self)
             except PoolClosed as error:
-                self._pending.discard(future)
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
-            except BaseException:
-                self._pending.discard(future)
-                raise
-        if future.done():
-            future.job = None  # it was answered before it was set
-        future.add_done_callback(self._pending.discard)
-        return future
 
     def map(
         self,
@@ -149,25 +335,29 @@ class PoolExecutor(concurrent.futures.Executor):
         Raises:
             concurrent.futures.TimeoutError: by `next`; a result is not there in time.
             Exception: by `next`, what ``fn`` raised; it ends the iteration.
-            RuntimeError: the executor was shut down.
+            RuntimeError: the executor was shut down; by `next`, when that was before all of the
+                iterables were drawn, after the results of what was drawn.
         """
-        check_count("chunksize", chunksize)
-        if buffersize is not None:
-            check_count("buffersize", buffersize)
+        size = check_count("chunksize", chunksize)
+        ahead = None if buffersize is None else check_count("buffersize", buffersize)
         deadline = None if timeout is None else time.monotonic() + timeout
         rows: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
-        if buffersize is None:
+        source: _Source | None = None
+        if ahead is None:
             # As the standard executors do: the input is drawn before this returns.
             rows = list(rows)
+        else:
+            size = min(size, ahead)
+            source = _Source(self, rows, ahead)
+            rows = source.fed
         with self._lock:
             self._check_open()
             try:
-                results = self._pool.imap(
-                    functools.partial(_apply_row, fn), rows, chunksize, buffersize=buffersize
-                )
+                results = self._pool.imap(functools.partial(_apply_row, fn), rows, size)
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
-        return _results(results, deadline)
+            _Map(self, results, None if source is None else source.fed)
+        return _results(results, source, timeout, deadline)
 
     def _check_open(self) -> None:
         if self._over:
@@ -177,28 +367,73 @@ class PoolExecutor(concurrent.futures.Executor):
         """Take no more calls, and free the workers when the last is done.
 
         Args:
-            wait: return when the pending futures have finished, and the workers have ended.
-            cancel_futures: cancel the futures that no worker runs yet.
+            wait: return when what was submitted has finished, and the workers have ended.
+            cancel_futures: cancel the futures that no worker runs yet, and each `map` that has not
+                finished.
         """
         with self._lock:
             self._over = True
-            pending = list(self._pending)
-        if cancel_futures:
-            for future in pending:
-                future.cancel()
+            unfinished = self._unfinished()
+        for one in unfinished:
+            one._shut(cancel_futures)
         if self._owned:
             self._pool.close()
             if wait:
                 self._pool.join()
         elif wait:
-            concurrent.futures.wait(pending)
+            for one in unfinished:
+                one._finish()
+
+
+class _Source:
+    """The input of a `map` with a buffersize, drawn by the thread that takes its results."""
+
+    def __init__(self, executor: PoolExecutor, rows: Iterable[tuple[Any, ...]], ahead: int) -> None:
+        self.fed = Fed()
+        # Why the results end before the input; None: they do not.
+        self.error: Exception | None = None
+        self._executor = executor
+        self._rows = iter(rows)
+        self._ended = False
+        for _ in itertools.repeat(None, ahead):
+            if self._ended:
+                break
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw one row more, and have it submitted, if there is one."""
+        if self._ended:
+            return
+        try:
+            row = next(self._rows)
+        except StopIteration:
+            self._end(None)
+        except Exception as exc:
+            if by_handler(exc):
+                raise
+            self._end(exc)
+        else:
+            executor = self._executor
+            with executor._lock:
+                given = not executor._over and self.fed.give(row)
+            if not given:
+                self._end(RuntimeError(_FINISHED))
+
+    def _end(self, error: Exception | None) -> None:
+        self._ended, self.error = True, error
+        self.fed.end()
 
 
 def _apply_row(fn: Callable[..., T], row: tuple[Any, ...]) -> T:
     return fn(*row)
 
 
-def _results(results: IMapIterator[Any], deadline: float | None) -> Iterator[Any]:
+def _results(
+    results: IMapIterator[Any],
+    source: _Source | None,
+    timeout: float | None,
+    deadline: float | None,
+) -> Iterator[Any]:
     """Hand out results; what is not taken is cancelled when the iterator is left."""
     try:
         while True:
@@ -206,10 +441,23 @@ def _results(results: IMapIterator[Any], deadline: float | None) -> Iterator[Any
             try:
                 one = [results.next(left)]
             except StopIteration:
-                return
-            except TimeoutError as error:
-                raise concurrent.futures.TimeoutError(str(error)) from error
+                break
+            except Exception as error:
+                if type(error) is TimeoutError and deadline and time.monotonic() >= deadline:
+                    story = f"no next result of {results.label} {timeout:g} s after the call of map"
+                    raise concurrent.futures.TimeoutError(story) from error
+                failure = results._failure
+                if error is not failure and not isinstance(failure, Parcel):
+                    raise  # what the task has raised
+                raise _as_broken(error)
+            if source is not None:
+                source.draw()
             yield one.pop()  # while this waits, it is the consumer's alone
+        if source is not None:
+            # What has ended the results may have been the pool's end, or a `shutdown`.
+            source.draw()
+            if source.error is not None:
+                raise source.error
     finally:
         results.cancel()
 

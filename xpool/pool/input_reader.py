@@ -6,11 +6,13 @@ there; and pickled there, item by item, so that an item that cannot be pickled f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from xpool.shm.system import available_memory
 from xpool.streams import Shelf
 from xpool.waiters import Waiters
 
-__all__ = ["FlowControl", "InputReader", "Runs"]
+__all__ = ["Fed", "FlowControl", "InputReader", "Runs"]
 
 AHEAD_ITEMS = 1024
 """Tasks for each worker that may wait, drawn and pickled: two of the largest batches."""
@@ -79,6 +81,8 @@ class FlowControl:
         self._waiters = Waiters()
         self._waiting = False
         self.stopped = False
+        self._given = 0  # items that the input has by now, if it is a `Fed`
+        self.given_all = True
         self.drawn = 0
         self.put = 0
         self.bytes_in = 0
@@ -90,6 +94,8 @@ class FlowControl:
         """Whether `reserve` would not wait."""
         if self.stopped:
             return True
+        if self.drawn >= self._given and not self.given_all:
+            return False
         shelf = self._shelf()
         if shelf is not None and shelf.bytes_in - shelf.bytes_out >= self._room:
             return False
@@ -118,6 +124,8 @@ class FlowControl:
         if self.stopped:
             return 0
         most = min(most, self._ahead - self.put + self.taken_items)
+        if not self.given_all:
+            most = min(most, self._given - self.drawn)
         if self._buffersize is not None:
             shelf = self._shelf()
             handed_out = self.drawn if shelf is None else shelf.handed_out
@@ -148,15 +156,66 @@ class FlowControl:
         if self._waiting:
             self._waiters.wake()
 
+    def give(self, items: int, are_all: bool | None = None) -> None:
+        """Note how many items there are to draw by now, and whether these are all."""
+        self._given = items
+        if are_all is not None:
+            self.given_all = are_all
+        self._waiters.wake()
+
     def unbind(self) -> None:
         """Let results take what memory they need: somebody waits for the end of it all."""
         self._room = math.inf
-        self._waiters.wake()
+        # Nobody may be left who gives more.
+        self.give(self._given, True)
 
     def stop(self) -> None:
         """Draw no more."""
         self.stopped = True
         self._waiters.wake()
+
+
+class Fed(Iterator[Any]):
+    """An input whose items are given one by one, by the thread that takes the results.
+
+    The input reader waits for them as it waits for room, so that what ends the drawing ends that.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._given = 0
+        self._ended = False
+        self._flow: FlowControl | None = None
+
+    def bind(self, flow: FlowControl) -> None:
+        """Have this flow wait for what is given."""
+        self._flow = flow
+        flow.give(self._given, self._ended)
+
+    def give(self, item: Any) -> bool:
+        """Append an item; False: no more are drawn."""
+        self._items.append(item)
+        self._given += 1
+        if self._flow is not None:
+            self._flow.give(self._given)
+            if self._flow.given_all:
+                # Somebody has ended it.  Either this takes the item back, or it was drawn.
+                with contextlib.suppress(IndexError):
+                    self._items.pop()
+                    return False
+        return True
+
+    def end(self) -> None:
+        """Give no more."""
+        self._ended = True
+        if self._flow is not None:
+            self._flow.give(self._given, True)
+
+    def __next__(self) -> Any:
+        try:
+            return self._items.popleft()
+        except IndexError:
+            raise StopIteration from None
 
 
 class InputReader:

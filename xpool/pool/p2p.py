@@ -32,6 +32,7 @@ class P2PPool(Pool):
 
     _fixed_size = "its workers, and who gives them tasks, know them by their numbers"
     _has_peers = sys.platform == "linux"
+    _calls_go_to = -1
 
     def apply(
         self,
@@ -72,8 +73,7 @@ class P2PPool(Pool):
 
     def _bind(self, worker: int | None) -> int:
         if worker is None:
-            # For the engine: the one with the least to do.
-            return -1
+            return self._calls_go_to
         if check_count("worker", worker, least=0) >= self._size:
             raise OptionError(
                 f"worker must be from 0 to {self._size - 1} in this pool, not {worker}"

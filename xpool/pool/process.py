@@ -280,7 +280,7 @@ class Pool(AllWorkers):
 
     def terminate_workers(self) -> None:
         """Ask the workers to stop, and kill those that have not a moment later."""
-        self._engine.terminate()
+        self._engine.terminate(self._ends_at_once)
 
     def join_workers(self) -> None:
         """Wait until all processes have ended and been put away."""

@@ -25,7 +25,7 @@ from xpool.options import (
     label,
 )
 from xpool.pool.hooks import Hooks
-from xpool.pool.input_reader import FlowControl, InputReader
+from xpool.pool.input_reader import Fed, FlowControl, InputReader
 from xpool.progress import Progress
 from xpool.results import AsyncResult, Job, MapResult, Unopened
 from xpool.streams import IMapIterator, Stream
@@ -52,6 +52,8 @@ class Verbs(Hooks):
     _task_timeout: float | None = None
     # Whether this pool knows when its workers begin a task, and can stop them.
     _keeps_terms = False
+    # The worker that a call goes to which names none; None: any, -1: the one with the least to do.
+    _calls_go_to: int | None = None
     # Whether functions get their worker's context in front of their arguments.
     _gives_context = False
 
@@ -223,12 +225,13 @@ class Verbs(Hooks):
             results.taken, results.chunksize = flow.handed_out, size
         else:
             results.opened = flow.handed_out
-        results.total = _length(iterable)
-        results.returns_errors = terms.returns_errors
+        if isinstance(iterable, Fed):
+            iterable.bind(flow)
+        results.total, results.returns_errors = _length(iterable), terms.returns_errors
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
         gone = flow.stop if buffersize is not None else flow.unbind
         job = self._stream(results, func, gone, terms)
-        results.cancelling = job, flow.stop
+        results.cancelling = job, flow
         job.terms = terms
         if terms.progress is not False:
             job.progress = results.progress = Progress(

@@ -1,0 +1,354 @@
+"""The ends of executors and of their pools: nothing that was submitted waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures as futures
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+from support import work
+from support.limits import PROGRAM_LIMIT, WAIT
+from support.waiting import Gate, eventually
+
+import xpool
+from xpool import Executor, Pool, ThreadPool, WorkerStartFailed
+
+
+@pytest.fixture(params=["own", "over processes", "over threads"])
+def executor(request):
+    """An executor with a pool of its own, and over a pool of each sort."""
+    if request.param == "own":
+        with Executor(2) as made:
+            yield made
+        return
+    with (Pool if "processes" in request.param else ThreadPool)(2) as pool:
+        yield pool.executor()
+        pool.close()
+        pool.join()
+
+
+@pytest.fixture(params=[Pool, ThreadPool])
+def pool(request):
+    """A pool of each sort."""
+    with request.param(2) as made:
+        yield made
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """What tasks wait for."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.close()
+
+
+def test_a_map_left_half_consumed(executor):
+    """`shutdown` ends a `map` with a buffersize: what was drawn comes, then an error."""
+    got = executor.map(work.square, range(100), buffersize=4)
+    assert [next(got), next(got)] == [0, 1]
+    executor.shutdown()
+    assert [next(got) for _ in range(4)] == [4, 9, 16, 25]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        next(got)
+
+
+def test_a_map_whose_input_was_drawn(executor):
+    """A `map` all of whose input was drawn ends as ever, also after `shutdown`."""
+    got = executor.map(work.square, range(6), chunksize=2, buffersize=4)
+    assert [next(got), next(got)] == [0, 1]
+    executor.shutdown()
+    assert list(got) == [4, 9, 16, 25]
+
+
+def test_a_map_is_drawn_by_who_takes_its_results(executor):
+    """With a buffersize the input is drawn in the consumer's thread, an error at its place."""
+
+    def rows():
+        for n in range(6):
+            threads.add(threading.get_ident())
+            yield n
+        raise ZeroDivisionError
+
+    threads = set()
+    got = executor.map(work.square, rows(), buffersize=2)
+    assert [next(got) for _ in range(6)] == [n * n for n in range(6)]
+    with pytest.raises(ZeroDivisionError):
+        next(got)
+    assert threads == {threading.get_ident()}
+
+
+def test_shutdown_waits_for_maps(executor, tmp_path):
+    """`shutdown` returns when what `map` was given has run, whether or not anybody took results."""
+    log = tmp_path / "log"
+    executor.map(work.logged, [str(log)] * 20, range(20))
+    executor.shutdown()
+    assert sorted(map(int, log.read_text().split())) == list(range(20))
+
+
+@pytest.mark.parametrize("buffersize", [None, 4])
+def test_cancel_futures_ends_maps(executor, gate, buffersize):
+    """`shutdown(cancel_futures=True)` cancels a `map` that has not finished."""
+    got = executor.map(work.gated, [str(gate.path)] * 20, range(20), buffersize=buffersize)
+    executor.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(futures.CancelledError):
+        next(got)
+    gate.open()
+
+
+@pytest.mark.parametrize("end", ["terminate", "with"])
+def test_the_end_of_a_pool(pool, gate, end):
+    """Futures and maps that a pool's end has left unanswered fail, with the reason as the cause."""
+    executor = pool.executor()
+    called = []
+    many = [executor.submit(work.gated, str(gate.path)) for _ in range(10)]
+    many[0].add_done_callback(called.append)
+    got = executor.map(work.gated, [str(gate.path)] * 9, buffersize=3)
+    if end == "terminate":
+        pool.terminate()
+    else:
+        pool.__exit__(None, None, None)
+    gate.open()
+    for future in many:
+        error = future.exception(WAIT)
+        assert isinstance(error, futures.BrokenExecutor), error
+        assert isinstance(error.__cause__, xpool.PoolClosed)
+    until(lambda: called == [many[0]])
+    with pytest.raises(futures.BrokenExecutor, match="terminated"):
+        next(got)
+    with pytest.raises(futures.BrokenExecutor):
+        executor.submit(abs, -1)
+
+
+def test_the_end_of_a_pool_in_an_event_loop(pool, gate):
+    """A coroutine that awaits a call hears of the pool's end."""
+
+    async def main():
+        awaited = asyncio.get_running_loop().run_in_executor(
+            pool.executor(), work.gated, str(gate.path)
+        )
+        pool.terminate()
+        with pytest.raises(futures.BrokenExecutor, match="terminated"):
+            await asyncio.wait_for(awaited, WAIT)
+
+    asyncio.run(main())
+    gate.open()
+
+
+class Opens:
+    """Raises something when it is unpickled."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __reduce__(self):
+        return work.raise_it, (self.kind(),)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, ZeroDivisionError])
+def test_a_result_that_cannot_be_opened(kind):
+    """What the unpickling of a result raises is its future's, and others are not held up."""
+    with Executor(2) as executor:
+        failed = executor.submit(Opens, kind)
+        assert isinstance(failed.exception(WAIT), kind)
+        assert executor.submit(abs, -2).result(WAIT) == 2
+
+
+def until(fact):
+    """Wait for a fact."""
+    eventually(fact, "what the test waits for", WAIT)
+
+
+def waits_for(executor, how):
+    """Submit a call, and wait for it in one of the ways there are."""
+    future = executor.submit(abs, -5)
+    if how == "wait":
+        futures.wait([future], WAIT)
+    elif how == "as_completed":
+        (future,) = futures.as_completed([future], WAIT)
+    elif how == "done":
+        until(future.done)
+    elif how == "exception":
+        assert future.exception(WAIT) is None
+    elif how == "another thread":
+        thread = threading.Thread(target=future.result, args=(WAIT,))
+        thread.start()
+        thread.join()
+    return future.result(WAIT)
+
+
+WAYS = ["result", "exception", "wait", "as_completed", "done", "another thread"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_callback_waits_for_another_future(executor, gate, how):
+    """A callback of a future may wait for another of the same executor, in any way."""
+    found = []
+    first = executor.submit(work.gated, str(gate.path))
+    first.add_done_callback(lambda _: found.append(waits_for(executor, how)))
+    gate.open()
+    until(lambda: found == [5])
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_callback_of_the_pool_waits_for_a_future(pool, how):
+    """So may a callback of `apply_async`."""
+    found, executor = [], pool.executor()
+    pool.apply_async(abs, (-1,), callback=lambda _: found.append(waits_for(executor, how)))
+    until(lambda: found == [5])
+
+
+def test_callbacks_run_one_by_one(executor, gate):
+    """Callbacks of futures are called in one thread, in the order in which they were added."""
+    seen = []
+    future = executor.submit(work.gated, str(gate.path))
+    for n in range(5):
+        future.add_done_callback(lambda _, n=n: seen.append((n, threading.get_ident())))
+    gate.open()
+    until(lambda: len(seen) == 5)
+    assert [n for n, _ in seen] == list(range(5)) and len({thread for _, thread in seen}) == 1
+
+
+def test_a_callback_that_raises(executor, gate, caplog):
+    """What a callback raises is logged, as the module does, and the others are called."""
+    seen = []
+    future = executor.submit(work.gated, str(gate.path))
+    future.add_done_callback(lambda _: 1 / 0)
+    future.add_done_callback(seen.append)
+    gate.open()
+    until(lambda: seen == [future])
+    assert "exception calling callback" in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["terminate_workers", "kill_workers"])
+def test_workers_are_stopped(gate, end):
+    """`terminate_workers` and `kill_workers` end it: what waits is cancelled, what runs fails."""
+    executor = Executor(1)
+    running = executor.submit(work.gated, str(gate.path))
+    until(running.running)
+    waiting = [executor.submit(abs, -n) for n in range(5)]
+    getattr(executor, end)()
+    assert isinstance(running.exception(WAIT), futures.BrokenExecutor)
+    assert not futures.wait(waiting, WAIT).not_done and all(f.cancelled() for f in waiting)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(abs, -1)
+
+
+def test_killed_workers_are_not_asked(tmp_path):
+    """`kill_workers` kills; `terminate_workers` asks by SIGTERM, which a task may hear."""
+
+    def task(path):
+        signal.signal(signal.SIGTERM, lambda *_: path.write_text("asked"))
+        path.write_text("begun")
+        while True:
+            signal.pause()
+
+    for end, text in (("kill_workers", "begun"), ("terminate_workers", "asked")):
+        executor, path = Executor(1), tmp_path / end
+        executor.submit(task, path)
+        until(lambda path=path: path.exists() and path.read_text() == "begun")
+        getattr(executor, end)()
+        assert path.read_text() == text
+
+
+def test_initializers_that_fail():
+    """Futures whose workers cannot start fail with `BrokenExecutor`, which has the cause."""
+    with Executor(1, None, divmod, (1, 0)) as executor:
+        error = executor.submit(abs, -1).exception(WAIT)
+        assert isinstance(error, futures.BrokenExecutor)
+        assert isinstance(error.__cause__, WorkerStartFailed)
+        assert isinstance(error.__cause__.__cause__, ZeroDivisionError)
+        with pytest.raises(futures.BrokenExecutor):
+            executor.submit(abs, -1)
+
+
+def test_max_tasks_per_child_and_mp_context():
+    """Both have the standard executor's names; given twice, by xpool's too, they are refused."""
+    with Executor(1, "spawn", max_tasks_per_child=2) as executor:
+        pids = [executor.submit(os.getpid).result(WAIT) for _ in range(4)]
+    assert pids[0] == pids[1] != pids[2] == pids[3]
+    for options in (
+        {"mp_context": "spawn", "context": "spawn"},
+        {"max_tasks_per_child": 1, "maxtasksperchild": 1},
+    ):
+        with pytest.raises(ValueError, match="the same"):
+            Executor(1, **options)
+    with pytest.raises(ValueError, match="max_tasks_per_child"):
+        Executor(1, max_tasks_per_child=0)
+
+
+@pytest.mark.parametrize("call", ["submit", "map"])
+def test_an_executor_that_is_dropped_finishes(tmp_path, call):
+    """What was submitted runs although nobody holds the executor; then its workers end."""
+    log = tmp_path / "log"
+    executor = Executor(1)
+    for n in range(5):
+        if call == "submit":
+            executor.submit(work.logged, str(log), n)
+    if call == "map":
+        executor.map(work.logged, [str(log)] * 5, range(5))
+    gone = weakref.ref(executor._pool)
+    del executor
+    until(lambda: gone() is None)
+    assert log.read_text().split() == list("01234")
+
+
+def test_a_forked_child():
+    """In a forked child a future of the parent's fails, instead of waiting for nobody."""
+    code = (
+        "import os, sys, time, xpool\n"
+        "with xpool.Executor(1) as e:\n"
+        "    f = e.submit(time.sleep, 1)\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n"
+        "        print(type(f.exception()).__name__, flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(pid, 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "BrokenExecutor\n", "")
+
+
+def test_the_timeout_of_map(executor, gate):
+    """`map(timeout=)` names the limit that was given."""
+    got = executor.map(work.gated, [str(gate.path)], timeout=0.2)
+    with pytest.raises(futures.TimeoutError, match=r"0\.2 s"):
+        next(got)
+    gate.open()
+
+
+def test_ctrl_c_while_a_map_is_drawn(executor):
+    """What a signal handler raises in the input is raised there and then."""
+
+    def rows():
+        yield from range(4)
+        signal.raise_signal(signal.SIGINT)
+        yield 4
+
+    got = executor.map(work.square, rows(), buffersize=2)
+    with pytest.raises(KeyboardInterrupt):
+        list(got)
+
+
+class CannotBeSent:
+    """Raises when it is pickled."""
+
+    def __reduce__(self):
+        raise pickle.PicklingError("not this")
+
+
+@pytest.mark.parametrize("call", [(id, CannotBeSent()), (CannotBeSent,)], ids=["task", "result"])
+def test_what_cannot_be_pickled(call):
+    """A task, or a result, that cannot be pickled fails its future with a `PicklingError`."""
+    with Executor(1) as executor:
+        assert isinstance(executor.submit(*call).exception(WAIT), pickle.PicklingError)
+        assert executor.submit(abs, -1).result(WAIT) == 1
