@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import subprocess
@@ -24,6 +25,7 @@ from xpool.results import Unopened
 from xpool.transport.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool.transport.pipes import MOST, FrameReader
 from xpool.transport.wire import ANSWER, ENTRY, TO_PARENT
+from xpool.worker.launch_shared import File
 
 pytestmark = pytest.mark.xpool_only
 
@@ -205,23 +207,129 @@ def test_a_worker_that_writes_nonsense(make_pool, garbage):
     eventually(lambda: pool.statistics()["deaths"] == 2, "both workers are replaced")
 
 
-def test_nonsense_in_the_shared_page(make_pool):
-    """Counters of the page that cannot be cost the same: one task."""
+WORDS = {"began": 0, "tail": 8, "limit": 16, "head": 24, "since": 32, "stop": 40, "adopted": 48}
+
+
+@pytest.mark.parametrize("value", [2**64 - 1, *also(2**40)])
+@pytest.mark.parametrize(
+    "word", ["began", "tail", *also("limit", "head", "since", "stop", "adopted")]
+)
+def test_nonsense_in_the_shared_page(make_pool, word, value):
+    """A word of the page that cannot be true costs the task that wrote it, and no other."""
     pool = make_pool(Pool, 1)
-    task = pool.apply_async(scribble)
+    task = pool.apply_async(scribble, (WORDS[word], value))
     rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
-    with pytest.raises((InternalError, xpool.WorkerDied)):
+    with pytest.raises((InternalError, xpool.WorkerDied)) as caught:
         task.get(WAIT)
+    if word in ("began", "tail"):  # those of the worker
+        assert "nonsense" in str(caught.value) or "had written over memory" in str(caught.value)
     assert [r.get(WAIT) for r in rest] == list(range(20))
 
 
-def scribble() -> None:
-    """Say in the page that terabytes were answered, and die."""
+def scribble(word: int, value: int) -> None:
+    """Store a number in the page, and die."""
     import gc
 
     (box,) = (obj for obj in gc.get_objects() if isinstance(obj, Outbox))
-    box.words[8] = 2**40
+    box.words[word] = value
     os._exit(5)
+
+
+@pytest.mark.exhaustive
+def test_a_task_that_moves_its_own_clock(make_pool):
+    """A task that says to have begun in the future is not free of its time limit."""
+    pool = make_pool(Pool, 1)
+    with pytest.raises(InternalError, match=r"a task that began \d+ s from now"):
+        pool.apply(scribble_and_wait, (WORDS["since"], 2**63), timeout=2.0)
+    assert pool.apply(abs, (-1,)) == 1
+
+
+def scribble_and_wait(word: int, value: int) -> None:
+    """Store a number in the page, and wait for ever."""
+    import gc
+    import threading
+
+    (box,) = (obj for obj in gc.get_objects() if isinstance(obj, Outbox))
+    box.words[word] = value
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("name", ["xpool-outbox", "xpool-arena"])
+def test_a_worker_cannot_cut_shared_memory_short(make_pool, name):
+    """To truncate a file that its parent has mapped, which would be a SIGBUS there, is refused."""
+    pool = make_pool(Pool, 1)
+    assert len(pool.apply(bytes, (10**6,))) == 10**6
+    refused = pool.apply(truncate, (name,))
+    assert refused and set(refused) == {errno.EPERM}
+    assert len(pool.apply(bytes, (10**6,))) == 10**6
+
+
+def truncate(name: str) -> list[int | None]:
+    """Cut all open files of this name short; return what the system says to that."""
+    said: list[int | None] = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if name in os.readlink(f"/proc/self/fd/{fd}"):
+                os.truncate(f"/proc/self/fd/{fd}", 0)
+                said.append(None)
+        except FileNotFoundError:
+            continue  # the descriptor of that very list
+        except OSError as exc:
+            said.append(exc.errno)
+    return said
+
+
+def test_models_and_locks_of_a_spawn_cannot_be_cut_short():
+    """Nor can a file that processes open by the path of its maker."""
+    file = File(b"content", "test")
+    fd = file.open()
+    try:
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+        with file.locked():
+            assert os.read(fd, 99) == b"content"
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\x04\x80abcdef", *also(b"", b"x", bytes(100), (0).to_bytes(8, "little"))]
+)
+def test_junk_where_the_fork_server_reports(make_pool, junk):
+    """What only the fork server may report nobody else can: the worker is killed, and why is said.
+
+    No exit code that it made up is believed.
+    """
+    pool = make_pool(Pool, 2)
+    task = pool.apply_async(write_to_the_status, (junk,))
+    rest = [pool.apply_async(abs, (-i,)) for i in range(20)]
+    with pytest.raises(
+        InternalError, match=r"bytes from process \d+ where the fork server reports"
+    ):
+        task.get(WAIT)
+    assert [r.get(WAIT) for r in rest] == list(range(20))
+    eventually(lambda: pool.statistics()["deaths"] == 1, "it is replaced")
+
+
+def write_to_the_status(junk: bytes) -> None:
+    """Write to the socket on which the fork server reports, of which each worker has a copy."""
+    import socket
+    import threading
+    from multiprocessing.resource_tracker import _resource_tracker
+
+    with socket.socket(fileno=os.dup(_resource_tracker._parent)) as sock:  # type: ignore[attr-defined]
+        sock.send(junk)
+    threading.Event().wait()
+
+
+def test_an_answer_opens_no_files():
+    """An answer that names memory elsewhere is refused: its parent opens no file at its word."""
+    message = bytearray(encode({"b": bytearray(100_000)}))
+    token, inode, pid, fd = 77, 5, 1, 0
+    head = struct.pack("<BBHIQ", frame.FRAMED, frame.ADDRESSED, 0, 0, token)
+    message = head + struct.pack("<QQII", 3, 8, 0, 0) + struct.pack("<QQI", inode, pid, fd)
+    with pytest.raises(LookupError, match="does not have"):
+        frame.adopt(message)
 
 
 def test_a_task_that_may_be_tried_again_after_nonsense(make_pool, tmp_path):

@@ -83,7 +83,12 @@ def workers() -> Any:
 def clock(workers) -> Any:
     """Worker 1 has ended, which only its control says, and worker 0 wants a channel to it."""
     clock: Any = Clock()
-    clock.board = board = Switchboard([one.slot for one in workers], clock)
+    clock.distrusted = []
+    clock.board = board = Switchboard(
+        [one.slot for one in workers],
+        clock,
+        lambda slot, exc: clock.distrusted.append((slot.index, str(exc))),
+    )
     for one in workers:
         board.started(one.slot)
     workers[1].end.close()
@@ -104,6 +109,16 @@ def test_the_replacement_gets_the_channel(clock, workers):
     assert workers[1].answer() == (0, 0)
     clock.go_on(2 * PATIENCE)
     assert workers[0].answer() is None
+
+
+@pytest.mark.parametrize("junk", [b"x", WANTED.pack(7, 0, 0), WANTED.pack(0, 0, 0)])
+def test_junk_is_the_end_of_its_sender(clock, workers, junk):
+    """A worker whose control says nonsense is named, with what it said, and not heard any more."""
+    workers[0].end.send(junk)
+    clock.handlers[workers[0].slot.control](workers[0].slot.control)
+    ((worker, why),) = clock.distrusted
+    assert worker == 0 and why
+    assert workers[0].slot.control not in clock.handlers
 
 
 def test_nobody_waits_for_ever(clock, workers):

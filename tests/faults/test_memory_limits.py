@@ -109,7 +109,7 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
     reactor = SimpleNamespace(now=lambda: 0.0, call_at=lambda when, look: looks.append(look))
 
     def end(slot):
-        ended.append((slot.pid, slot.over))
+        ended.append((slot.pid, slot.remark))
         slot.state = SimpleNamespace(serves=False)
 
     monkeypatch.setattr(memory, "used_memory", lambda: used[0])

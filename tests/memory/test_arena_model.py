@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from support.waiting import eventually
 
 from xpool.shm import arena as module
 from xpool.shm.arena import MISSING, Arena, Block
-from xpool.shm.layout import HOLDS, LARGE, PAGE
+from xpool.shm.layout import ENTRIES, HOLDS, LARGE, PAGE
 from xpool.shm.region import _capacity
 
 pytestmark = pytest.mark.pure
@@ -285,6 +286,77 @@ def test_withdrawn_message() -> None:
             with pytest.raises(ValueError, match="does not exist"):
                 other.adopt(bad)
         del again
+
+
+def test_nobody_can_cut_the_file_short() -> None:
+    """A process that has the file can neither cut it short nor seal it further."""
+    with program() as one:
+        size = os.fstat(one.own.file.fd).st_size
+        for other in (0, size - 1, size + 1):
+            with pytest.raises(PermissionError):
+                os.ftruncate(one.own.file.fd, other)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(one.own.file.fd, fcntl.F_ADD_SEALS, 0x10)  # F_SEAL_FUTURE_WRITE
+
+
+SCRIBBLES = {
+    "all counts": lambda file, it: file._ledger.__setitem__(slice(None), _ones(8 * HOLDS)),
+    "its count": lambda file, it: file._ledger.__setitem__(it, 2**64 - 1),
+    "more than it has": lambda file, it: file._ledger.__setitem__(it, ENTRIES),
+    "its offsets": lambda file, it: file.offsets.__setitem__(it * ENTRIES, 2**64 - 1),
+    "another's offset": lambda file, it: file.offsets.__setitem__(it * ENTRIES, file.start(0)),
+    "its capacity": lambda file, it: file.capacities.__setitem__(it * ENTRIES, 2**63),
+    "its memory": lambda file, it: file.filled.__setitem__(it * ENTRIES, 2**63),
+    "the maker's table": lambda file, it: file._tables.__setitem__(slice(480, 512), b"\xff" * 32),
+}
+
+
+def _ones(n: int) -> memoryview:
+    return memoryview(b"\xff" * n).cast("Q")
+
+
+@pytest.mark.parametrize("what", SCRIBBLES)
+def test_tables_that_a_worker_has_written_over(what: str) -> None:
+    """The maker clears up after that worker and goes on; such a table is not given away again."""
+    with program() as one:
+        kept = one.own.lease(LARGE)
+        bad, good = one.join(), one.join()
+        theirs = bad.lease(LARGE), good.lease(LARGE)
+        assert kept is not None and theirs[1] is not None
+        held = one.own.adopt(theirs[1].name), bad.adopt(kept.name)
+        tag(kept, b"kept")
+        SCRIBBLES[what](bad.file, bad.attachment)
+        attachment = bad.attachment
+        one.kill(bad)
+        del held, theirs
+        # The worker's holds are cleared, whatever it has done to the tables.
+        number = kept.number
+        assert read(kept, 4) == (b"kept", b"kept") and one.own.alone(kept)
+        del kept
+        again = one.own.lease(LARGE)
+        assert again is not None and again.number == number
+        assert one.own.trim(float("inf")) in (True, False)
+        new = one.join()
+        assert new.lease(LARGE) is not None
+        assert (new.attachment == attachment) == (what == "the maker's table")
+        one.kill(good)
+        assert one.own.statistics()["held"] == 1
+
+
+def test_a_block_outside_of_its_region() -> None:
+    """A name that leads outside of the memory of its owner is refused, and nothing is held."""
+    with program() as one:
+        other = one.join()
+        block = other.lease(LARGE)
+        assert block is not None
+        name = block.name
+        for offsets in (2**64 - 1, 0, one.own.file.start(other.attachment + 1) - PAGE):
+            other.file.offsets[block.number] = offsets
+            with pytest.raises(ValueError, match="does not exist, or its entry"):
+                one.own.adopt(name)
+        assert one.own._counts == {}
+        with pytest.raises(ValueError, match="does not exist"):
+            one.own.adopt(HOLDS * ENTRIES)
 
 
 def test_late_adopter_between_look_and_lease() -> None:

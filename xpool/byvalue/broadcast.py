@@ -179,7 +179,7 @@ class Objects:
             )
         block = self._arena.adopt(name)
         file = self._arena.file
-        at = file.offsets[block.number]
+        at = file.place(block.number)[0]
         how: dict[str, Any] = {"access": mmap.ACCESS_COPY, "offset": at}
         if sys.version_info >= (3, 13):
             how["trackfd"] = False  # else it keeps a descriptor

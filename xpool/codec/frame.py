@@ -226,7 +226,10 @@ def tokens(message: bytes | memoryview) -> list[int]:
 
 
 def adopt(message: bytes | memoryview) -> bytes | memoryview:
-    """Take hold of the blocks of a message, if there are any: it will be opened later."""
+    """Take hold of the blocks of a message, if there are any: it will be opened later.
+
+    Of arenas that this process has: a worker's answer does not make its parent open others.
+    """
     if message[0] != FRAMED or type(message) is Leased:
         return message
     known = tokens(message)
@@ -235,19 +238,21 @@ def adopt(message: bytes | memoryview) -> bytes | memoryview:
     # A copy: only a `Leased` carries holds.
     leased = Leased(message)
     leased.blocks = {
-        (which, place): _block(memoryview(message), known, which, place)
+        (which, place): _block(memoryview(message), known, which, place, anywhere=False)
         for place, _, which, _ in _table(memoryview(message))[1]
         if place != MISSING
     }
     return leased
 
 
-def _block(message: memoryview, known: list[int], which: int, place: int) -> Block:
-    """Take hold of a block, in an arena that this process has or can come to."""
+def _block(
+    message: memoryview, known: list[int], which: int, place: int, anywhere: bool = True
+) -> Block:
+    """Take hold of a block, in an arena that this process has or, ``anywhere``, can come to."""
     if which >= len(known):
         raise ValueError("a message of xpool names a block, and no arena")
     token = known[which]
-    if token in Arena._known or not message[1] & ADDRESSED:
+    if token in Arena._known or not (anywhere and message[1] & ADDRESSED):
         return Arena.find(token).adopt(place)
     from xpool.shm import foreign  # here: few programs need it
 

@@ -224,7 +224,10 @@ class Answers:
         Whether that was done cannot be known.
         """
         hand = self._sched.in_flight[slot.index]
-        while hand.held and hand.answered < slot.box.began:
+        began = slot.box.began
+        if began > hand.sent:  # nonsense, too: but it cannot have begun two at once
+            began = hand.answered + 1
+        while hand.held and hand.answered < began:
             batch = hand.held[0]
             # Asked before `answered` counts it.  What was taken back waits elsewhere already.
             wanted = batch.done < batch.taken and not batch.withdrawn

@@ -126,7 +126,7 @@ class Engine:
         self._replacement = Replacement(
             self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
             self._service, self._tidying, self.ledger, budget, recipe, together,
-            Switchboard(self.slots, reactor) if peers else None,
+            Switchboard(self.slots, reactor, self._service.distrust) if peers else None,
         )  # fmt: skip
         self._service.guard = MemoryGuard(
             reactor, self.slots, worker_memory, memory_high, memory_full,

@@ -85,7 +85,7 @@ class MemoryGuard:
         bytes_ = private_memory(pid)
         if bytes_ > most:
             # Said first: what is made of its end looks for it.
-            slot.over = (
+            slot.remark = (
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
                 f"worker_memory={most} allows {most / 1e6:.0f} MB."
             )
@@ -97,7 +97,7 @@ class MemoryGuard:
         bytes_, _, slot = max(sizes, default=(0, 0, None))
         # The end of a small one helps nobody: the memory is someone else's.
         if slot is not None and bytes_ > total_memory() * LARGE:
-            slot.over = (
+            slot.remark = (
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, more "
                 f"than others, and {self._full:.0%} of the machine's memory was in use."
             )

@@ -218,7 +218,11 @@ class Replacement:
             # Unread, it would wake the engine's thread at every turn until the caller lets go.
             self._reactor.remove(handle.sentinel)
             return
-        if not handle.ended():
+        try:
+            if not handle.ended():
+                return
+        except ValueError as exc:
+            self._service.distrust(slot, exc)
             return
         exitcode = handle.exitcode
         # What was sent comes before what lies in the outbox: answers are in the tasks' order.
@@ -229,13 +233,14 @@ class Replacement:
             if not self._service.stopped:
                 # The worker is dead: its `tail` is final, and all up to that is whole.
                 self._service.take_early(one, one.box.tail)
+            self._look_at_books(one)
         # All this before the accounts, which end an interrupt, and before the slots are emptied.
         died = _story(ended, exitcode)
         # A stand-in that steps aside has run nothing, and takes nothing with it: no death.
         served = [one for one in ended if _served(one) and not handle.stepped_aside]
         # To break off what it ran: then we have killed it.
         asked = any(
-            _told_to_end(one) and one.protocol_error is None and not one.over for one in ended
+            _told_to_end(one) and one.protocol_error is None and not one.remark for one in ended
         )
         problem = handle.problem
         if problem is not None:
@@ -284,6 +289,18 @@ class Replacement:
         else:
             self._start_again(slot)
 
+    def _look_at_books(self, slot: Slot) -> None:
+        """Look whether what a worker has left in shared memory can be true."""
+        if slot.protocol_error is not None:
+            # It may have begun more before it was killed.
+            self._answers.disown(slot, slot.protocol_error)
+            return
+        began, most = slot.box.began, self._sched.in_flight[slot.index].answered + 1
+        nonsense = f"{began} tasks begun where {most} can be" if began > most else ""
+        nonsense = nonsense or self._tidying.nonsense(slot.attachment)
+        if nonsense:
+            slot.remark = f"It had written over memory that it shares with its parent ({nonsense})."
+
     def _finish_off(self, slot: Slot) -> None:
         """Nobody can tell whether the worker has ended (its server was killed): see to it.
 
@@ -313,7 +330,9 @@ class Replacement:
         # All hands are emptied before anyone is answered: an error tells what ran beside it.
         lost: dict[Slot, tuple[Batch, int]] = {}
         for one in ended:
-            found = self._sched.gone(one.index, one.box.began)
+            # All that it has answered is taken in, so it was in the next one at most.
+            most = self._sched.in_flight[one.index].answered + 1
+            found = self._sched.gone(one.index, min(one.box.began, most))
             if found is not None:
                 lost[one] = found
         describe = self._answers.describe
@@ -321,7 +340,7 @@ class Replacement:
         guilty = next((one for one in ended if _told_to_end(one)), None)
         for one, (batch, position) in lost.items():
             innocent = guilty is not None and guilty is not one
-            beside = one.over or (_beside(one, guilty, ran) if one.siblings else "")
+            beside = one.remark or (_beside(one, guilty, ran) if one.siblings else "")
             self._answers.lost(one, batch, position, exitcode, innocent, beside, self.ending)
 
 

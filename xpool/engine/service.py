@@ -168,7 +168,7 @@ class Service:
                         break
                     kind = ENDED
             except Exception as exc:
-                self._give_up(slot, exc)
+                self.distrust(slot, exc)
                 return
             if kind == ENDED:
                 break
@@ -216,8 +216,10 @@ class Service:
         else:
             raise ValueError(f"a message of unknown kind {kind}")
 
-    def _give_up(self, slot: Slot, exc: Exception) -> None:
+    def distrust(self, slot: Slot, exc: Exception) -> None:
         """Kill a worker that has written nonsense, and believe nothing more that comes from it."""
+        if slot.protocol_error is not None:
+            return
         slot.protocol_error = exc
         if slot.state is WorkerStates.STARTING:
             # Its start has failed for this reason.
@@ -288,7 +290,7 @@ class Service:
         try:
             return self._answers.unannounced(slot, mark)
         except Exception as exc:
-            self._give_up(slot, exc)
+            self.distrust(slot, exc)
             return 0
 
     # -- tasks out ---------------------------------------------------------------------------------
@@ -421,6 +423,10 @@ class Service:
             return
         box, now = slot.box, self._reactor.now()
         seen = Seen(box.began, box.since, (slot.reader.got, slot.writer.rest))
+        if seen.since is not None and seen.since > now + 1.0:
+            # By such a clock, no task is ever over its time.
+            self.distrust(slot, ValueError(f"a task that began {seen.since - now:.0f} s from now"))
+            return
         running = self._sched.running(slot.index, seen.began)
         held = self._sched.in_flight[slot.index]
         act, item, when = self._deadlines[slot.index].judge(held, running, seen, now)

@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from xpool.engine.reactor import Reactor, Timer
 from xpool.transport.wire import LINK, WANTED
@@ -33,8 +33,14 @@ class _Link:
 class Switchboard:
     """Who of the workers of an engine has a channel to whom."""
 
-    def __init__(self, slots: Sequence[Slot], reactor: Reactor) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        reactor: Reactor,
+        distrust: Callable[[Slot, Exception], object],
+    ) -> None:
         self._slots, self._reactor = slots, reactor
+        self._distrust = distrust  # what is done with a worker that writes nonsense
         self._links: dict[tuple[int, int], _Link] = {}  # the last of each pair, lower index first
         self._serials = 0
         # Who asked for a channel to whom, and gets it with the peer's replacement, or then.
@@ -88,10 +94,9 @@ class Switchboard:
                 peer, ended, known = WANTED.unpack(data)
                 if not 0 <= peer < len(self._slots) or peer == slot.index:
                     raise ValueError(f"worker {slot.index} wants a channel to {peer}")
-            except (struct.error, ValueError):
-                # It writes nonsense: that is its end, and nobody else's.
+            except (struct.error, ValueError) as exc:
                 self._reactor.remove(fd)
-                slot.kill()
+                self._distrust(slot, exc)
                 return
             self._wanted(slot, peer, ended, known)
 

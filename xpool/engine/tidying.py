@@ -31,6 +31,15 @@ class Tidying:
         attachment = None if self._arena is None else self._arena.take_attachment()
         return (self._arena if attachment is not None else None), attachment
 
+    def nonsense(self, attachment: int | None) -> str:
+        """Say what a process that has ended did to its table in the arena; empty: nothing."""
+        try:
+            if self._arena is not None and attachment is not None:
+                self._arena.file.check(attachment)
+        except ValueError as exc:
+            return str(exc)
+        return ""
+
     def free_attachment(self, attachment: int | None) -> None:
         """The process that had this attachment has ended, or was not started."""
         if attachment is not None:

@@ -13,10 +13,12 @@ acknowledged), so a block in flight is held by someone at any moment.  When a pr
 that gave it its attachment takes out what it has sent and then clears its holds (`reclaim`); its
 blocks that others still hold stay where they are.
 
-An entry of a table keeps its place and size for ever, so a table can be read by whoever has
-that attachment next.  The stamp changes when a block is found free and is part of its name: who
-comes too late finds another stamp, not another's value.  Memory is asked for before it is written,
-so that a shortage is a refusal, and then the value goes through the pipe; it is never a SIGBUS.
+An entry of a table keeps its place and size for ever, so the next process with that attachment
+can read its table; a table that a worker has written over is not given away again.  The stamp
+changes when a block is found free and is part of its name: a message that comes too late finds
+another stamp, not another's value.  Memory is asked for before it is written, so that a shortage is
+a refusal, and then the value goes through the pipe; it is never a SIGBUS.  The size of the file is
+sealed, so that no process can cut it short for the others, which would be a SIGBUS, too.
 
 **Within the process** one lock guards the books, and nobody waits for it who might have it already:
 a finalizer leaves word (`drop`), and whoever has the lock looks for such word when he has let go of
@@ -27,7 +29,6 @@ when that turn ends.
 from __future__ import annotations
 
 import os
-import select
 import sys
 import threading
 import time
@@ -40,9 +41,10 @@ from xpool import forks
 from xpool.interrupt import shielded
 from xpool.shm import attachments
 from xpool.shm.block import Block, block_types, make_block_type
-from xpool.shm.layout import ENTRIES, HOLDS, PAGE, File
+from xpool.shm.layout import ENTRIES, HOLDS, PAGE, Entry, File
+from xpool.shm.pins import Pins
 from xpool.shm.region import Region
-from xpool.shm.system import available_memory
+from xpool.shm.system import available_memory, fixed_file
 
 __all__ = ["IDLE", "MISSING", "Arena", "Block"]
 
@@ -81,9 +83,11 @@ class Arena:
         self._turn = 0  # the thread that has the lock, by its identity
         # Holds of this process: how often by block, and those that were dropped since.
         self._counts: dict[int, int] = {}
+        # Blocks that this process has held, by offset: an entry keeps its place for ever.
+        self._numbers: dict[int, int] = {}
         self._dropped: deque[int] = deque()
         self._late: list[int] = []  # held by a signal handler, not counted yet
-        self._pins: list[tuple[int, list[int]]] = []  # by forked children, see `_before_fork`
+        self._pins = Pins()
         # Of the process that made the file: attachments to give away; those where nobody allocates,
         # so that what is let go there can be punched, blocks there that were held when their
         # owner ended, and attachments of the dead whose messages are still on their way.
@@ -123,8 +127,7 @@ class Arena:
         region = region or min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
         fd = -1
         try:
-            fd = os.memfd_create("xpool-arena", os.MFD_CLOEXEC)
-            os.ftruncate(fd, File.size_for(region))
+            fd = fixed_file("xpool-arena", File.size_for(region))
             attachments.attach(fd, 0)
             # The token is odd, so never 0: in a message that stands for no arena.
             arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
@@ -176,7 +179,7 @@ class Arena:
         for other in list(cls._known.values()):
             offset = None if other is arena else other._offset_of(address)
             if offset is not None:
-                number = other.file.find(offset)
+                number = other._numbers.get(offset)
                 return number is None or not other.file.only(number, other.attachment)
         return False
 
@@ -192,8 +195,9 @@ class Arena:
         return offset if 0 <= offset < len(self.file.map) else None
 
     def _number_at(self, address: int) -> int | None:
+        """Return the block that begins at an address, if this process holds it."""
         offset = self._offset_of(address)
-        return None if offset is None else self.file.find(offset)
+        return None if offset is None else self._numbers.get(offset)
 
     def _address_at(self, offset: int) -> int:
         return self.file.address + offset
@@ -225,6 +229,7 @@ class Arena:
         with self._lock:
             for attachment in reversed(self._attachments):
                 if attachments.claim(self.file, self.file.fd, attachment, foreign=False):
+                    self.file.give(attachment)
                     self._attachments.remove(attachment)
                     self._vacant.discard(attachment)
                     return attachment
@@ -237,7 +242,6 @@ class Arena:
         What it has sent must have been adopted before.  Takes milliseconds, or more where a dead
         process had many blocks: not to be called with other locks held.
         """
-        numbers = range(attachment * ENTRIES, attachment * ENTRIES + self.file.entries(attachment))
         if attachments.taken(self.file.fd, attachment):
             # What a process has put into queues outlives it, and with it the process's holds.
             with self._lock:
@@ -246,9 +250,13 @@ class Arena:
         # Without the lock: the only writer of this column is dead.
         self.file.clear_holds(attachment)
         attachments.leave(self.file, self.file.fd, attachment)
+        try:
+            table = self.file.table(attachment)
+        except ValueError:
+            return  # written over: what it has is not known, so nobody gets it again
         with self._lock:
             self._vacant.add(attachment)
-            self._left.update(n for n in numbers if self.file.filled[n])
+            self._left.update(entry.number for entry in table if entry.filled)
         self._sweep()
         # Last: nobody may come to it before what its former process has left is noted.
         with self._lock:
@@ -268,9 +276,17 @@ class Arena:
                         self._punch_if_free(number)
 
     def _punch_if_free(self, number: int) -> None:
-        if self.file.claim(number):
-            self.file.punch(number)
-            self._left.discard(number)
+        if not self.file.claim(number):
+            return
+        self._left.discard(number)
+        if self._region.place(number) is not None:
+            self._region.punch(number)
+            return
+        try:
+            offset, capacity = self.file.place(number)
+        except ValueError:
+            return  # its entry was written over: the memory goes with the file
+        self.file.punch(Entry(number, offset, capacity, self.file.filled[number]))
 
     @contextmanager
     def _take_turn(self) -> Iterator[bool]:
@@ -322,8 +338,6 @@ class Arena:
             ValueError: there is no such block.
         """
         number = name & 0xFFFF_FFFF
-        if not self.file.exists(number):
-            raise ValueError(f"a message names block {number}, which does not exist")
         block = self._hold_in_turn(number)
         stamp = self.file.stamps[number]  # looked at after the hold: see `File.claim`
         if name >> 32 != stamp:
@@ -350,9 +364,11 @@ class Arena:
     def _hold_in_turn(self, number: int) -> Block:
         if self._turn == get_ident():
             # As in `lease`.  The count is in the hands of the turn that we came into.
+            place = self._place(number)
+            self._numbers[place[0]] = number
             self._late.append(number)
             self._mine[number] = 1
-            return self._block(number)
+            return self._block(number, *place)
         with self._lock:
             self._turn = get_ident()
             try:
@@ -372,17 +388,21 @@ class Arena:
 
     def _hold(self, number: int) -> Block:
         # Counted before there is a `Block` that would be dropped if an exception came in between.
+        place = self._place(number)
         counts = self._counts
         count = counts.get(number, 0)
         counts[number] = count + 1
         if not count:
             self._mine[number] = 1
-        return self._block(number)
+            self._numbers[place[0]] = number
+        return self._block(number, *place)
 
-    def _block(self, number: int) -> Block:
-        capacity = self.file.capacities[number]
+    def _place(self, number: int) -> tuple[int, int]:
+        return self._region.place(number) or self.file.place(number)
+
+    def _block(self, number: int, offset: int, capacity: int) -> Block:
         kind = block_types.get(capacity) or make_block_type(capacity)
-        made = kind.from_address(self._address_at(self.file.offsets[number]))
+        made = kind.from_address(self._address_at(offset))
         made.number = number
         made.arena = self
         block: Block = made
@@ -486,29 +506,16 @@ class Arena:
         self._catch_up()
         return found
 
-    # -- forks -------------------------------------------------------------------------------------
-    #
-    # A child that the program forks sees the same memory, but has no attachment.  What its parent
-    # held at that moment must not be given away while the child may look: it is held once more
-    # until the child ends, or becomes another program, and with it the writing end of a pipe.
+    # -- forks: see `pins` -------------------------------------------------------------------------
 
     def _pin(self, fd: int) -> None:
         held = list(self._counts)
         for number in held:
             self._counts[number] += 1
-        self._pins.append((fd, held))
+        self._pins.add(fd, held)
 
     def _unpin(self) -> None:
-        for pin in list(self._pins):
-            fd, held = pin
-            if fd < 0:
-                continue
-            poller = select.poll()
-            poller.register(fd, 0)  # a hang-up is always told
-            if poller.poll(0):
-                self._pins.remove(pin)
-                os.close(fd)
-                self._dropped.extend(held)
+        self._dropped.extend(self._pins.take_ended())
 
 
 class _Inherited(Arena):
@@ -561,7 +568,7 @@ def _before_fork() -> None:
 
 def _after_fork_in_parent() -> None:
     for arena, r, w in _forking.pop(get_ident(), ()):
-        # The child's copy alone is left: its closing is the hang-up that `_unpin` looks for.
+        # The child's copy alone is left: its closing is the hang-up that `Pins` looks for.
         if w >= 0:
             os.close(w)
         if arena._counts:
@@ -578,9 +585,7 @@ def _after_fork_in_child() -> None:
             os.close(r)
     _forking.clear()
     for arena in Arena._known.values():
-        for fd, _ in arena._pins:
-            if fd >= 0:
-                os.close(fd)
+        arena._pins.close()
         # Made anew: nobody releases the copy of a lock that was held over the fork.
         arena._lock = threading.RLock()
         arena._turn = 0

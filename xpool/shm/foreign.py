@@ -27,8 +27,9 @@ from xpool.interrupt import shielded
 from xpool.shm import attachments
 from xpool.shm.arena import IDLE, Arena, Block
 from xpool.shm.buffers import address_of
-from xpool.shm.layout import ENTRIES, HOLDS, File
+from xpool.shm.layout import HOLDS, File
 from xpool.shm.region import Region
+from xpool.shm.system import is_fixed
 
 __all__ = ["ForeignArena", "InFlightLeases", "call", "passing", "in_flight_leases_of", "tidy"]
 
@@ -89,6 +90,9 @@ class _NoRegion(Region):
     def __init__(self, file: File, attachment: int) -> None:
         return
 
+    def place(self, number: int) -> None:
+        return
+
     def collect_all(self) -> None:
         return
 
@@ -116,7 +120,10 @@ class ForeignArena(Arena):
         Raises:
             OSError: the system refuses descriptors or addresses.
             LookupError: too many processes have taken attachments.
+            ValueError: it is not the file of an arena.
         """
+        if not is_fixed(fd):
+            raise ValueError("a message of xpool names a file that can be cut short by its sender")
         region = File.region_of(fd)
         # A description of its own, for locks of its own; that of the message is its sender's.
         own = attachments.reopen(fd)
@@ -197,10 +204,12 @@ class ForeignArena(Arena):
                 self._heritage.remove(attachment)
         attachments.clear_dead(file, fd, self.attachment)
         for attachment in range(HOLDS):
-            for number in range(
-                attachment * ENTRIES, attachment * ENTRIES + file.entries(attachment)
-            ):
-                self._punch_if_free(number)
+            try:
+                table = file.table(attachment)
+            except ValueError:
+                continue  # written over: the memory goes with the file
+            for entry in table:
+                self._punch_if_free(entry.number)
 
 
 _foreign: dict[int, ForeignArena] = {}  # by token

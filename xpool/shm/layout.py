@@ -9,6 +9,10 @@
     regions   for each attachment: the blocks themselves
 
 ``filled`` are the bytes of the block that have memory behind them, from its start.
+
+Every process that maps the file can write to all of it.  So the owner of a table keeps its entries
+to itself (`Entry`) and only writes them here; and what is read of another's table is checked
+first: a block lies in the region of its attachment.
 """
 
 from __future__ import annotations
@@ -17,11 +21,10 @@ import errno
 import mmap
 import os
 import threading
-from bisect import bisect_right
 
 from xpool.shm.buffers import address_of
 
-__all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "File"]
+__all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "Entry", "File"]
 
 HOLDS = 480
 """Attachments: processes that can have the file mapped at a time, the program's own included."""
@@ -45,6 +48,16 @@ _POPULATE_WRITE = 23
 _fence = threading.Lock()
 
 
+class Entry:
+    """A block, as its owner has written it into the table."""
+
+    __slots__ = ("capacity", "filled", "free_since", "number", "offset")
+
+    def __init__(self, number: int, offset: int, capacity: int, filled: int = 0) -> None:
+        self.number, self.offset, self.capacity, self.filled = number, offset, capacity, filled
+        self.free_since = 0.0
+
+
 class File:
     """The file, mapped.  A block's number is its place in all tables taken together."""
 
@@ -58,6 +71,9 @@ class File:
         self._ledger = whole[: 8 * HOLDS].cast("Q")
         self._tables = whole[_TABLES:_DATA]
         self._address = 0
+        # Entries of the tables that nobody else writes to now, by attachment: this process's own,
+        # and, in the process that made the file, those of processes that have ended.
+        self._counts: dict[int, int] = {}
         # Columns of the tables, by number.
         words, halves = self._tables.cast("Q"), self._tables.cast("I")
         first = HOLDS // 8
@@ -98,37 +114,86 @@ class File:
     # -- tables --------------------------------------------------------------------------------
 
     def entries(self, attachment: int) -> int:
-        """Return how many entries an attachment's table has."""
-        return self._ledger[attachment]
+        """Return how many entries an attachment's table has.
 
-    def add(self, number: int, offset: int, capacity: int) -> bool:
+        Raises:
+            ValueError: it was written over; there are no more than `ENTRIES`.
+        """
+        known = self._counts.get(attachment)
+        count = self._ledger[attachment] if known is None else known
+        if count > ENTRIES:
+            raise ValueError(
+                f"the arena's table {attachment} was written over: it has {count} entries, of "
+                f"{ENTRIES} at most"
+            )
+        return count
+
+    def check(self, attachment: int) -> None:
+        """Look whether a table was written over, by a glance at it.
+
+        Raises:
+            ValueError: it was.
+        """
+        count = self.entries(attachment)
+        if count:
+            self.place(attachment * ENTRIES + count - 1)
+
+    def add(self, entry: Entry) -> bool:
         """Write the next entry of a table; False when there is no memory for it."""
+        number = entry.number
         at = _TABLES + number * _ENTRY
         # The first entry of a page: here a shortage is a refusal, in a write it would be a SIGBUS.
         if at % PAGE == 0 and not self.reserve(at, PAGE):
             return False
-        self.offsets[number] = offset
-        self.capacities[number] = capacity
+        self.offsets[number] = entry.offset
+        self.capacities[number] = entry.capacity
         attachment, index = divmod(number, ENTRIES)
         # Last: from here on, other processes take it for a block.
-        self._ledger[attachment] = index + 1
+        self._ledger[attachment] = self._counts[attachment] = index + 1
         return True
 
-    def exists(self, number: int) -> bool:
-        """Whether there is such a block."""
-        attachment, index = divmod(number, ENTRIES)
-        return 0 <= attachment < HOLDS and index < self._ledger[attachment]
+    def give(self, attachment: int) -> None:
+        """Let a new process write to a table: it has as many entries as its last owner left."""
+        self._ledger[attachment] = self._counts.pop(attachment, 0)
 
-    def find(self, offset: int) -> int | None:
-        """Return the block that begins at an offset; None: none does."""
-        attachment, past = divmod(offset - _DATA, self.region)
-        if not 0 <= attachment < HOLDS or past < 0:
-            return None
-        # The offsets of an attachment's entries only grow.
+    def place(self, number: int) -> tuple[int, int]:
+        """Return offset and capacity of a block, as its table says.
+
+        Raises:
+            ValueError: there is no such block, or its entry was written over.
+        """
+        attachment = number // ENTRIES
+        if not 0 <= attachment < HOLDS:
+            raise ValueError(f"block {number} does not exist: there are {HOLDS} tables")
+        # Each is read once: what is checked is what is used.
+        offset, capacity = self.offsets[number], self.capacities[number]
+        start = self.start(attachment)
+        if not start <= offset <= offset + capacity <= start + self.region:
+            # An entry that nobody has written is all zeros.
+            raise ValueError(
+                f"block {number} does not exist, or its entry in the arena's table {attachment} "
+                f"was written over: {capacity} bytes at {offset}"
+            )
+        return offset, capacity
+
+    def table(self, attachment: int) -> list[Entry]:
+        """Return the entries of an attachment; from now on, no other process writes to them.
+
+        Raises:
+            ValueError: they were written over: they lie over each other, or outside the region.
+        """
         first = attachment * ENTRIES
-        numbers = range(first, first + self._ledger[attachment])
-        place = bisect_right(numbers, offset, key=self.offsets.__getitem__) - 1
-        return first + place if place >= 0 and self.offsets[first + place] == offset else None
+        found: list[Entry] = []
+        top = self.start(attachment)
+        for number in range(first, first + self.entries(attachment)):
+            offset, capacity = self.place(number)
+            filled = self.filled[number]
+            if offset < top or filled > capacity:
+                raise ValueError(f"entry {number} of the arena's table was written over")
+            top = offset + capacity
+            found.append(Entry(number, offset, capacity, filled))
+        self._counts[attachment] = len(found)
+        return found
 
     # -- holds -------------------------------------------------------------------------------------
 
@@ -163,28 +228,35 @@ class File:
         """Let a process that has ended hold nothing."""
         holds = self.holds(attachment)
         for other in range(HOLDS):
-            count = self._ledger[other]
+            try:
+                count = self.entries(other)
+            except ValueError:
+                continue  # which blocks it has is not known any more: none of them is free again
             if count:
                 first = other * ENTRIES
                 holds[first : first + count] = bytes(count)
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def fill(self, number: int, nbytes: int) -> bool:
+    def fill(self, entry: Entry, nbytes: int) -> bool:
         """Have memory behind the first ``nbytes`` bytes of a block; False when there is none."""
-        offset, filled = self.offsets[number], self.filled[number]
+        filled = entry.filled
         # From the page in which the memory ends, which may be there in part.
-        start = (offset + filled) // PAGE * PAGE
-        stop = -(-(offset + nbytes) // PAGE) * PAGE
-        if not filled and self.capacities[number] >= LARGE:
-            self.filled[number] = 1  # a trace for who clears up after a death in the midst of it
+        start = (entry.offset + filled) // PAGE * PAGE
+        stop = -(-(entry.offset + nbytes) // PAGE) * PAGE
+        if not filled and entry.capacity >= LARGE:
+            # A trace for the process that clears up after a death in the midst of this.
+            self._note_filled(entry, 1)
         if not self.reserve(start, stop - start):
             if not filled:
-                self.punch(number)  # a part of it may have been there
+                self.punch(entry)  # a part of it may have been there
             return False
         # Last: a process that dies before this leaves no more than a trace.
-        self.filled[number] = nbytes
+        self._note_filled(entry, nbytes)
         return True
+
+    def _note_filled(self, entry: Entry, nbytes: int) -> None:
+        entry.filled = self.filled[entry.number] = nbytes
 
     def reserve(self, start: int, length: int) -> bool:
         """Have memory behind whole pages, before they are written; False when there is none."""
@@ -200,17 +272,16 @@ class File:
             return False
         return True
 
-    def punch(self, number: int) -> None:
+    def punch(self, entry: Entry) -> None:
         """Give the memory of a block back to the system, if it has any that is its own."""
-        capacity = self.capacities[number]
-        if capacity >= LARGE and self.filled[number]:
-            self.filled[number] = 1  # as in `fill`
-            size = -(-capacity // PAGE) * PAGE
+        if entry.capacity >= LARGE and entry.filled:
+            self._note_filled(entry, 1)  # as in `fill`
+            size = -(-entry.capacity // PAGE) * PAGE
             try:
-                self.map.madvise(mmap.MADV_REMOVE, self.offsets[number], size)
+                self.map.madvise(mmap.MADV_REMOVE, entry.offset, size)
             except OSError:
                 pass  # a kernel without it: the memory is used again, or goes with the file
-            self.filled[number] = 0
+            self._note_filled(entry, 0)
 
     def used(self) -> int:
         """Return how many bytes of memory the whole file has."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 
-from xpool.shm.layout import ENTRIES, LARGE, PAGE, File
+from xpool.shm.layout import ENTRIES, LARGE, PAGE, Entry, File
 
 __all__ = ["Region"]
 
@@ -45,7 +45,8 @@ class Region:
         self._first = attachment * ENTRIES
         self._top = file.start(attachment)
         self._end = self._top + file.region
-        self._since: list[float] = []  # by index: when it was found free
+        # The blocks, by index.  Who sat here before may have left some that others still hold.
+        self.entries: list[Entry] = file.table(attachment)
         # Those that someone holds, or did when last looked at; the young in the order of leases.
         self._young: list[int] = []
         self._old: deque[int] = deque()
@@ -54,14 +55,23 @@ class Region:
         self._bare: dict[int, list[int]] = defaultdict(list)
         self._looks = _MOST
         self._spare = 0  # bytes of memory that can go back, in `_warm`
-        # Who sat here before may have left blocks that others still hold.
-        count = file.entries(attachment)
-        if count:
-            last = self._first + count - 1
-            self._top = file.offsets[last] + file.capacities[last]
-            self._since = [0.0] * count
-            self._old.extend(range(count))
+        if self.entries:
+            last = self.entries[-1]
+            self._top = last.offset + last.capacity
+            self._old.extend(range(len(self.entries)))
             self.collect_all()
+
+    def place(self, number: int) -> tuple[int, int] | None:
+        """Return offset and capacity of a block of this region; None: it is another's."""
+        index = number - self._first
+        if 0 <= index < len(self.entries):
+            entry = self.entries[index]
+            return entry.offset, entry.capacity
+        return None
+
+    def punch(self, number: int) -> None:
+        """Give back the memory of a block that nobody holds."""
+        self._file.punch(self.entries[number - self._first])
 
     def take(self, nbytes: int, limit: int) -> int | None:
         """Return the number of a free block with memory for ``nbytes`` bytes; None: there is none.
@@ -72,9 +82,7 @@ class Region:
         index = self._find(capacity, nbytes)
         if index is None:
             return None
-        if self._file.filled[self._first + index] < nbytes and not self._extend(
-            index, nbytes, limit
-        ):
+        if self.entries[index].filled < nbytes and not self._extend(index, nbytes, limit):
             self._put(index)
             index = self._find_in_need(capacity, nbytes, limit)
             if index is None:
@@ -108,7 +116,7 @@ class Region:
         warm, bare = self._warm[capacity], self._bare[capacity]
         for _ in range(len(warm)):
             index = self._pop(warm)
-            if self._file.filled[self._first + index] >= nbytes:
+            if self.entries[index].filled >= nbytes:
                 return index
             self._put(index, warmest=False)
         while self.give_back(time.monotonic()):
@@ -121,19 +129,20 @@ class Region:
         return None
 
     def _extend(self, index: int, nbytes: int, limit: int) -> bool:
-        file, number = self._file, self._first + index
-        return file.used() + nbytes - file.filled[number] <= limit and file.fill(number, nbytes)
+        file, entry = self._file, self.entries[index]
+        return file.used() + nbytes - entry.filled <= limit and file.fill(entry, nbytes)
 
     def _new(self, capacity: int) -> int | None:
-        index = len(self._since)
+        index = len(self.entries)
         # A large one begins at a page: only whole pages go back to the system.
         offset = -(-self._top // PAGE) * PAGE if capacity >= LARGE else self._top
         if index == ENTRIES or offset + capacity > self._end:
             return None
-        if not self._file.add(self._first + index, offset, capacity):
+        entry = Entry(self._first + index, offset, capacity)
+        if not self._file.add(entry):
             return None
         self._top = offset + capacity
-        self._since.append(0.0)
+        self.entries.append(entry)
         return index
 
     # -- finding what is free ----------------------------------------------------------------------
@@ -160,9 +169,9 @@ class Region:
 
     def _put(self, index: int, warmest: bool = True) -> int:
         """Take a free block in; return its capacity."""
-        number = self._first + index
-        capacity, filled = self._file.capacities[number], self._file.filled[number]
-        self._since[index] = time.monotonic()
+        entry = self.entries[index]
+        capacity, filled = entry.capacity, entry.filled
+        entry.free_since = time.monotonic()
         if filled:
             warm = self._warm[capacity]
             warm.append(index) if warmest else warm.appendleft(index)
@@ -175,9 +184,9 @@ class Region:
     def _pop(self, warm: deque[int]) -> int:
         """Take the warmest out."""
         index = warm.pop()
-        number = self._first + index
-        if self._file.capacities[number] >= LARGE:
-            self._spare -= self._file.filled[number]
+        entry = self.entries[index]
+        if entry.capacity >= LARGE:
+            self._spare -= entry.filled
         return index
 
     def collect_all(self) -> None:
@@ -200,9 +209,9 @@ class Region:
 
     def _punch(self, capacity: int, warm: deque[int]) -> None:
         index = warm.popleft()
-        number = self._first + index
-        self._spare -= self._file.filled[number]
-        self._file.punch(number)
+        entry = self.entries[index]
+        self._spare -= entry.filled
+        self._file.punch(entry)
         self._bare[capacity].append(index)
 
     def give_back(self, before: float) -> bool:
@@ -216,7 +225,7 @@ class Region:
             # Small ones share their pages with others: that memory stays.
             if capacity < LARGE:
                 continue
-            while warm and (self._since[warm[0]] <= before or self._spare > most):
+            while warm and (self.entries[warm[0]].free_since <= before or self._spare > most):
                 if not left:
                     return True
                 left -= 1
@@ -231,7 +240,7 @@ class Region:
     @property
     def blocks(self) -> int:
         """Blocks that were ever made."""
-        return len(self._since)
+        return len(self.entries)
 
     @property
     def out(self) -> int:

@@ -1,11 +1,15 @@
-"""What the system has to give."""
+"""What the system has to give: memory, and anonymous files."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
-__all__ = ["available_memory", "total_memory"]
+if sys.platform == "linux":
+    import fcntl
+
+__all__ = ["available_memory", "fix_size", "fixed_file", "is_fixed", "total_memory"]
 
 _CGROUPS = "/sys/fs/cgroup"
 _LIMITS = (
@@ -52,3 +56,36 @@ def _of_cgroup() -> Iterator[tuple[int, int]]:
         # Version 2 says `max` where there is no limit.
         if most.isdigit() and now.isdigit():
             yield int(most), int(now)
+
+
+def fixed_file(name: str, size: int) -> int:
+    """Return the descriptor of a new anonymous file of ``size`` zero bytes, for processes to map.
+
+    The size is sealed.  A process that maps a file gets SIGBUS where another has cut it short.
+
+    Raises:
+        OSError: no descriptor is left, or the system has no such files.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fix_size(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def fix_size(fd: int) -> None:
+    """Seal the size of an anonymous file that was made with ``MFD_ALLOW_SEALING``."""
+    # F_SEAL_SEAL: else any process that has the file could forbid others to write to it.
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def is_fixed(fd: int) -> bool:
+    """Whether nobody can cut a file short."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False  # not a file of this kind

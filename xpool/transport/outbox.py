@@ -5,7 +5,8 @@ for each, yet what it has finished must not be lost when the next task kills it,
 must know exactly which task that was.  So the worker writes each answer into shared memory (an
 anonymous file, gone with the last process that maps it), and makes one call for many of them.
 
-Who writes what (each word has one writer, so nothing needs a lock)::
+Who writes what (each word has one writer, so nothing needs a lock; the parent does not read its own
+words from here, where a worker that writes to wrong addresses may have changed them)::
 
     began   worker   items it has entered, ever
     tail    worker   bytes of answers written, ever
@@ -35,6 +36,7 @@ import signal
 import sys
 import time
 
+from xpool.shm.system import fixed_file
 from xpool.transport.wire import ENTRY, ERROR_BIT
 
 __all__ = [
@@ -66,12 +68,11 @@ _BEGAN, _TAIL, _LIMIT, _HEAD, _SINCE, _STOP, _ADOPTED = 0, 8, 16, 24, 32, 40, 48
 def make_file() -> int:
     """Return the descriptor of a new anonymous file of the right size, filled with zeros."""
     if sys.platform == "linux":
-        fd = os.memfd_create("xpool-outbox", os.MFD_CLOEXEC)
-    else:
-        import tempfile  # only here: it takes as long as five modules of ours
+        return fixed_file("xpool-outbox", SIZE)
+    import tempfile  # only here: it takes as long as five modules of ours
 
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
+    with tempfile.TemporaryFile() as file:
+        fd = os.dup(file.fileno())
     os.ftruncate(fd, SIZE)
     return fd
 
@@ -80,6 +81,8 @@ class Outbox:
     """The mapped page.  The worker calls `enter`, `fits` and `append`; the rest is the parent's."""
 
     capacity = CAPACITY
+    # The parent's words, as it has written them.
+    _limit = _head = _adopted = 0
 
     def __init__(self, fd: int) -> None:
         # The mapping has a descriptor of its own (mmapmodule.c duplicates it): `fd` may be closed.
@@ -173,11 +176,11 @@ class Outbox:
     @property
     def limit(self) -> int:
         """The worker enters no item from this number on."""
-        return self.words[_LIMIT]
+        return self._limit
 
     @limit.setter
     def limit(self, seq: int) -> None:
-        self.words[_LIMIT] = seq
+        self._limit = self.words[_LIMIT] = seq
 
     @property
     def since(self) -> float | None:
@@ -199,15 +202,16 @@ class Outbox:
     @property
     def head(self) -> int:
         """Bytes of answers taken out, ever."""
-        return self.words[_HEAD]
+        return self._head
 
     def adopt(self) -> None:
         """Say that one more answer with blocks is held here: the worker may let go."""
-        self.words[_ADOPTED] += 1
+        self._adopted += 1
+        self.words[_ADOPTED] = self._adopted
 
     def take(self, mark: int) -> bytes:
         """Take out all up to ``mark`` bytes, ever: whole entries, for `entries` to split."""
-        head = self.words[_HEAD]
+        head = self._head
         if mark - head > self.capacity or mark < head:
             raise ValueError(f"outbox mark {mark} does not fit head {head}")
         start, stop = head % self.capacity, head % self.capacity + mark - head
@@ -216,7 +220,7 @@ class Outbox:
         else:
             data = bytes(self._data[start:]) + bytes(self._data[: stop - self.capacity])
         # After the copy: from here on the worker may write over these bytes.
-        self.words[_HEAD] = mark
+        self._head = self.words[_HEAD] = mark
         return data
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
+from xpool.shm.system import fix_size
 
 __all__ = ["File", "FileOfAgent", "MpModelWrapper", "MpSerialExecutor"]
 
@@ -29,7 +30,7 @@ class File:
 
     def __init__(self, content: bytes | memoryview = b"", name: str = "xpool-shared") -> None:
         if hasattr(os, "memfd_create"):
-            fd = os.memfd_create(name)
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             path, remove = f"/proc/{os.getpid()}/fd/{fd}", None
         else:
             import tempfile
@@ -40,6 +41,8 @@ class File:
         # write(2) takes at most 0x7ffff000 bytes at a time.
         while left:
             left = left[os.write(fd, left) :]
+        if remove is None:
+            fix_size(fd)  # others map it
         facts = os.fstat(fd)
         self._at = path, facts.st_ino
         weakref.finalize(self, _close, fd, remove)

@@ -457,7 +457,8 @@ def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
                 os.close(arena[0])
                 return there
             return Arena.join(arena[0], orders["arena"])
-        except OSError as exc:
+        # ValueError: another worker has written over its tables.
+        except (OSError, ValueError) as exc:
             os.close(arena[0])
             why = str(exc)
     if orders["arena"] is not None and not orders["copy_tensor"]:

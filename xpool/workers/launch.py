@@ -18,16 +18,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
 from xpool import forks
 from xpool.errors import OptionError, XPoolError, exit_reason
 from xpool.interrupt import deliver, interruptible, pending
-from xpool.transport.wire import STEPPED_ASIDE
 from xpool.worker import entry
 from xpool.workers import server_process
+from xpool.workers.forked import Forked
 
 __all__ = [
     "ForkServer",
@@ -54,7 +54,11 @@ class Handle(Protocol):
         """A descriptor that becomes readable when `ended` has news."""
 
     def ended(self) -> bool:
-        """Say whether it has ended; reads what the sentinel has to tell, never blocks."""
+        """Say whether it has ended; reads what the sentinel has to tell, never blocks.
+
+        Raises:
+            ValueError: it has told nonsense, which is said once.
+        """
 
     @property
     def exitcode(self) -> int | None:
@@ -243,14 +247,15 @@ class ForkServer:
                     return False  # not yet, or never: it has died
             return self._ready
 
-    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> _Forked:
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Forked:
         if inherited is not None:
             raise OptionError("the fork server cannot pass objects on by inheritance")
         return self._of_now()._launch(boot)
 
-    def _launch(self, boot: socket.socket) -> _Forked:
+    def _launch(self, boot: socket.socket) -> Forked:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             with boot, self._sending:
                 self._start()
                 try:
@@ -263,7 +268,7 @@ class ForkServer:
                 self._live.add(status)  # before another thread may find this server idle
                 process = self._process
         assert process is not None
-        return _Forked(status, self._live, functools.partial(self._why_no_fork, process))
+        return Forked(status, self._live, functools.partial(self._why_no_fork, process))
 
     def _why_no_fork(self, process: subprocess.Popen[bytes]) -> Exception | None:
         """Say how a server has ended that has not forked a worker.  Takes no lock."""
@@ -337,112 +342,6 @@ forks.at_fork(in_child=ForkServer.forget_all)
 atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those stop all others
 
 
-class _Forked:
-    """A child of the fork server, watched through the socket on which the server reports.
-
-    The child has the other end, too, so this one closes when both have ended.
-    """
-
-    def __init__(
-        self, status: int, live: set[int], why_no_fork: Callable[[], Exception | None]
-    ) -> None:
-        self.sentinel = status
-        self._live, self._why_no_fork = live, why_no_fork
-        self.problem: Exception | None = None
-        self._called_off = False
-        self.exitcode: int | None = None
-        self.stepped_aside = False
-        # Of a stand-in: is called when it is there, and when it has stepped aside.
-        self.tell: Callable[[_Forked], None] | None = None
-        self._pid: int | None = None
-        self._ended = False
-        # Non-blocking: `ended` is asked with the engine's lock held.
-        os.set_blocking(status, False)
-
-    @property
-    def pid(self) -> int | None:
-        if self._pid is None:
-            self._read()
-        return self._pid
-
-    def _read(self) -> None:
-        while not self._ended:
-            try:
-                data = os.read(self.sentinel, 8)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                continue  # an answer of ours was not read; what was written before comes now
-            if not data:
-                self._ended = True  # the server was gone before, and with it the status
-                if self._pid is None and not self._called_off and self.problem is None:
-                    self.problem = self._why_no_fork()
-            elif data[:1] == entry.REFUSED and self._pid is None and len(data) == 3:
-                number = int.from_bytes(data[1:], "little")
-                self.problem = OSError(number, f"fork() was refused: {os.strerror(number)}")
-            elif data == entry.TRACKER:
-                self._lend_tracker()
-            elif self._pid is None:
-                self._pid = int.from_bytes(data, "little", signed=True)
-                if self.tell is not None:
-                    self.tell(self)
-            else:
-                self.exitcode = int.from_bytes(data, "little", signed=True)
-                self._ended = True
-                if self.tell is not None and self.exitcode == STEPPED_ASIDE:
-                    self.stepped_aside = True
-                    self.tell(self)
-
-    def _lend_tracker(self) -> None:
-        from multiprocessing import resource_tracker  # only here: most programs need it never
-
-        try:
-            # Starts the tracker where the program has none yet.
-            tracker = resource_tracker.getfd()
-        except Exception:
-            tracker = None  # no process can be started; perhaps the worker can
-        # A copy: a socket object closes what it is made of.
-        with socket.socket(fileno=os.dup(self.sentinel)) as sock:
-            try:
-                socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
-            except ConnectionError:
-                return  # it has ended meanwhile
-
-    def ended(self) -> bool:
-        self._read()
-        return self._ended
-
-    def signal(self, signum: int) -> None:
-        pid = self.pid
-        if self.ended():
-            return
-        if pid is None:
-            if signum == signal.SIGKILL:
-                # Not forked yet: the server looks for this before it forks.
-                self._called_off = True
-                with contextlib.suppress(OSError):  # it has done so meanwhile, or is gone
-                    os.write(self.sentinel, entry.CALLED_OFF)
-            return
-        # The pid might be another's by now.  But the server reports a death before it reaps, so
-        # when there is no report yet, what the pidfd was opened for is our worker.
-        try:
-            fd = os.pidfd_open(pid)
-        except OSError:
-            return  # gone; or no descriptor is left, then the lifeline has to do
-        try:
-            if not self.ended():
-                signal.pidfd_send_signal(fd, signum)
-        except (ProcessLookupError, PermissionError):
-            return  # of who the program was before: the lifeline has to do
-        finally:
-            os.close(fd)
-
-    def close(self) -> None:
-        # Struck off before it is closed: another launch may be given the number at once.
-        self._live.discard(self.sentinel)
-        os.close(self.sentinel)
-
-
 class StandIns:
     """Has workers at once in a program that has torch, from a server that has not.
 
@@ -474,7 +373,7 @@ class StandIns:
         handle.tell = self._told
         return handle
 
-    def _told(self, handle: _Forked) -> None:
+    def _told(self, handle: Forked) -> None:
         """Start the server with torch: not before, when the stand-in needed the processor."""
         if handle.stepped_aside:
             self._needed = True

@@ -99,7 +99,7 @@ class Slot:
         # after which nothing more is believed.  For the replacement.
         self.reason: Refusal | Exception | None = None
         self.protocol_error: Exception | None = None
-        self.over = ""  # why it was ended that had too much memory, as text
+        self.remark = ""  # for the error of its task: too much memory, or memory written over
         # For the dispatcher: functions that this process has, those of them that it may drop, said
         # with the next message, and whether it can use blocks of the arena.
         self.known: set[int] = set()

@@ -1,0 +1,153 @@
+"""A child of the fork server, as its parent sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable
+
+from xpool.transport.wire import STEPPED_ASIDE
+from xpool.worker import entry
+
+__all__ = ["Forked"]
+
+_CREDENTIALS = struct.Struct("iII")
+"""`struct ucred` of unix(7): pid, uid, gid."""
+
+
+class Forked:
+    """A child of the fork server, watched through the socket on which the server reports.
+
+    The child has the other end, too, so this one closes when both have ended.  With each packet the
+    kernel says which process has sent it: reports are the server's, and all that the child may send
+    is `entry.TRACKER`.
+    """
+
+    def __init__(
+        self, status: int, live: set[int], why_no_fork: Callable[[], Exception | None]
+    ) -> None:
+        self.sentinel = status
+        self._live, self._why_no_fork = live, why_no_fork
+        self.problem: Exception | None = None
+        self._called_off = False
+        self.exitcode: int | None = None
+        self.stepped_aside = False
+        # Of a stand-in: is called when it is there, and when it has stepped aside.
+        self.tell: Callable[[Forked], None] | None = None
+        self._pid: int | None = None
+        self._ended = False
+        self._server: int | None = None  # the process that has told the pid
+        self._nonsense: ValueError | None = None
+        # Non-blocking: `ended` is asked with the engine's lock held.
+        os.set_blocking(status, False)
+
+    @property
+    def pid(self) -> int | None:
+        if self._pid is None:
+            self._read()
+        return self._pid
+
+    def _read(self) -> None:
+        while not self._ended:
+            try:
+                data, sender = self._receive()
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                continue  # an answer of ours was not read; what was written before comes now
+            if sender is None:
+                self._ended = True  # the server was gone before, and with it the status
+                if self._pid is None and not self._called_off and self.problem is None:
+                    self.problem = self._why_no_fork()
+            elif data[:1] == entry.REFUSED and self._pid is None and len(data) == 3:
+                number = int.from_bytes(data[1:], "little")
+                self.problem = OSError(number, f"fork() was refused: {os.strerror(number)}")
+            elif data == entry.TRACKER:
+                self._lend_tracker()
+            elif len(data) != 8 or sender != (self._server or sender):
+                self._nonsense = ValueError(
+                    f"{len(data)} bytes from process {sender} where the fork server reports"
+                )
+            elif self._pid is None:
+                self._pid = int.from_bytes(data, "little", signed=True)
+                self._server = sender
+                if self.tell is not None:
+                    self.tell(self)
+            else:
+                self.exitcode = int.from_bytes(data, "little", signed=True)
+                self._ended = True
+                if self.tell is not None and self.exitcode == STEPPED_ASIDE:
+                    self.stepped_aside = True
+                    self.tell(self)
+
+    def _receive(self) -> tuple[bytes, int | None]:
+        """Take a packet; return it and the process that has sent it, None at the end."""
+        # Borrowed for the call: the descriptor belongs to this object, which `detach` leaves open.
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, self.sentinel)
+        try:
+            # A byte more than a report has, and room for no descriptors: these are dropped.
+            data, notes, _, _ = sock.recvmsg(9, socket.CMSG_SPACE(_CREDENTIALS.size))
+        finally:
+            sock.detach()
+        for level, kind, note in notes:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid: int = _CREDENTIALS.unpack(note)[0]
+                return data, pid
+        return data, None
+
+    def _lend_tracker(self) -> None:
+        from multiprocessing import resource_tracker  # only here: most programs need it never
+
+        try:
+            # Starts the tracker where the program has none yet.
+            tracker = resource_tracker.getfd()
+        except Exception:
+            tracker = None  # no process can be started; perhaps the worker can
+        # A copy: a socket object closes what it is made of.
+        with socket.socket(fileno=os.dup(self.sentinel)) as sock:
+            try:
+                socket.send_fds(sock, [entry.TRACKER], [] if tracker is None else [tracker])
+            except ConnectionError:
+                return  # it has ended meanwhile
+
+    def ended(self) -> bool:
+        self._read()
+        if self._nonsense is not None:
+            nonsense, self._nonsense = self._nonsense, None
+            raise nonsense
+        return self._ended
+
+    def signal(self, signum: int) -> None:
+        pid = self.pid
+        self._read()
+        if self._ended:
+            return
+        if pid is None:
+            if signum == signal.SIGKILL:
+                # Not forked yet: the server looks for this before it forks.
+                self._called_off = True
+                with contextlib.suppress(OSError):  # it has done so meanwhile, or is gone
+                    os.write(self.sentinel, entry.CALLED_OFF)
+            return
+        # The pid might be another's by now.  But the server reports a death before it reaps, so
+        # when there is no report yet, what the pidfd was opened for is our worker.
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            return  # gone; or no descriptor is left, then the lifeline has to do
+        try:
+            self._read()
+            if not self._ended:
+                signal.pidfd_send_signal(fd, signum)
+        except (ProcessLookupError, PermissionError):
+            return  # of who the program was before: the lifeline has to do
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        # Struck off before it is closed: another launch may be given the number at once.
+        self._live.discard(self.sentinel)
+        os.close(self.sentinel)
