@@ -263,3 +263,11 @@ def test_no_workers():
     )  # fmt: skip
     assert done.returncode == 1
     assert "at least 1 worker" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="sub-interpreters need Python 3.14")
+def test_interpreters():
+    """Threads, sub-interpreters and processes count the same primes as a plain loop."""
+    out = run_example("interpreters.py", "--limit=2000")
+    kinds = re.findall(r"^(\w+) of 2: [\d.]+ s$", out, re.M)
+    assert kinds == ["ThreadPool", "InterpreterPool", "Pool"]
