@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import enum
 import fcntl
 import logging
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import threading
+import time
 import warnings
 from pathlib import Path
 
 import pytest
+from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually
 
-from xpool import OptionError, Pool, current_worker
+from xpool import OptionError, Pool, WorkerDied, current_worker
+from xpool.workers import relay
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,6 +126,157 @@ def test_a_worker_that_handles_its_records_keeps_them(kept, tmp_path):
     assert kept == []
 
 
+def _configure_all(path):
+    logging.basicConfig(filename=path, format="worker: %(message)s", level=logging.INFO)
+
+
+def test_basic_config_in_an_initializer_takes_effect(kept, tmp_path):
+    """`logging.basicConfig` in a worker works as in any process, and its handler takes records."""
+    path = tmp_path / "log"
+    with Pool(1, _configure_all, (str(path),)) as pool:
+        pool.map(_log, [1])
+    assert path.read_text() == "worker: item 1\n"
+    assert kept == []
+
+
+def _log_by_a_library(x):
+    logger = logging.getLogger("tasks.library")
+    logger.addHandler(logging.NullHandler())
+    logger.warning("item %s", x)
+
+
+def test_a_null_handler_takes_nothing(kept):
+    """A record of a library that has a `NullHandler`, as most have, comes to the parent."""
+    _run(_log_by_a_library, 1)
+    assert [r.getMessage() for r in kept] == ["item 1"]
+
+
+@pytest.mark.parametrize("context", ["fork", *also("spawn", "forkserver")])
+def test_records_arrive_with_each_start_method(kept, context):
+    """Forks of the program leave its handlers to the program too."""
+    workers = _run(_log, 1, 2, context=context)
+    assert sorted(r.getMessage() for r in kept) == ["item 1", "item 2"]
+    assert sorted(r.xpool_worker for r in kept) == sorted(workers)
+
+
+def _log_long(_):
+    logger = logging.getLogger("tasks")
+    try:
+        raise ValueError("begin" + "x" * 300_000 + "end")
+    except ValueError:
+        logger.exception("too long to send")
+    logger.info("extra", extra={"long": list(range(100_000)), "short": (1, b"two", {"three": 3})})
+    logger.info("many", extra={f"field_{i}": "\N{SNOWMAN}" * 100 for i in range(3000)})
+    logger.info("text " + "y" * 10**6)
+    odd = {"number": 10**5000, "level": Level.HIGH, "surrogate": "\udcff"}
+    logger.info("odd", extra=odd)
+
+
+class Level(enum.IntEnum):
+    """Is plain data only by its number."""
+
+    HIGH = 3
+
+
+def test_what_is_too_long_is_cut_and_says_so(kept):
+    """A record of any size arrives: its texts are cut, and what is left out is named."""
+    _run(_log_long, 1)
+    failed, extra, many, text, odd = kept
+    assert "_log_long" in failed.exc_text
+    assert "xpool cut 2" in failed.exc_text
+    assert "ValueError: begin" in failed.exc_text
+    assert failed.exc_text.endswith("end")
+    assert extra.long.startswith("[0, 1, 2")
+    assert "xpool cut" in extra.long
+    assert extra.short == (1, b"two", {"three": 3})
+    assert many.getMessage() == "many [xpool left out 3000 extra fields: they are too large]"
+    assert "xpool cut" in text.getMessage()
+    assert odd.surrogate == "\udcff"
+    assert (odd.level, type(odd.level)) == (3, int)
+    assert "ValueError" in odd.number
+
+
+class Bad:
+    """Cannot be shown."""
+
+    def __repr__(self):
+        raise RuntimeError
+
+
+def _log_odd(_):
+    logging.getLogger("tasks").info("odd", extra={"bad": Bad(), "path": Path("/x"), "nan": -0.0})
+
+
+def test_extras_are_plain_data_or_their_repr(kept):
+    """Nothing of a class of the program's is made in the parent for a log record."""
+    _run(_log_odd, 1)
+    (record,) = kept
+    assert record.bad == "<Bad, whose repr raised RuntimeError>"
+    assert record.path == "PosixPath('/x')"
+    assert str(record.nan) == "-0.0"
+
+
+class Slow(Keeping):
+    """Takes its time for each record."""
+
+    def emit(self, record):
+        time.sleep(0.1)
+        super().emit(record)
+
+
+@pytest.fixture
+def slow():
+    """What a slow handler of the logger "tasks" has taken."""
+    logger = logging.getLogger("tasks")
+    handler = Slow()
+    logger.addHandler(handler)
+    yield handler.records
+    logger.removeHandler(handler)
+
+
+def _log_some(n):
+    for i in range(n):
+        logging.getLogger("tasks").warning("item %d", i)
+
+
+def test_the_end_waits_for_slow_handlers(slow, monkeypatch):
+    """All that was logged is handled when the pool has ended, as long as handlers get on."""
+    monkeypatch.setattr(relay, "STUCK", 0.3)
+    _run(_log_some, 10)
+    assert [r.getMessage() for r in slow] == [f"item {i}" for i in range(10)]
+
+
+def test_a_handler_that_hangs_does_not_keep_the_pool(kept, monkeypatch, capsys):
+    """The end of a pool waits for a single record for a while only, and says so."""
+    opened = threading.Event()
+    (handler,) = logging.getLogger("tasks").handlers
+    monkeypatch.setattr(handler, "emit", lambda record: (opened.wait(), kept.append(record)))
+    monkeypatch.setattr(relay, "STUCK", 0.1)
+    _run(_log_some, 3)
+    assert "a handler of loggers or warnings has not returned for 0.1 s" in capsys.readouterr().err
+    opened.set()
+    eventually(lambda: len(kept) == 3, "the others are handled all the same")
+
+
+def _log_and_die(n):
+    _log_some(n)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_drops_of_a_killed_worker_are_counted(kept, monkeypatch, caplog):
+    """How many records a worker had to drop is told also when it sends nothing after them."""
+    opened = threading.Event()
+    (handler,) = logging.getLogger("tasks").handlers
+    monkeypatch.setattr(handler, "emit", lambda record: (opened.wait(), kept.append(record)))
+    with Pool(1) as pool:
+        task = pool.apply_async(_log_and_die, (3000,))
+        with pytest.raises(WorkerDied):
+            task.get(WAIT)
+        opened.set()
+    (told,) = [r for r in caplog.records if r.name == "xpool"]
+    assert told.args[1] + len(kept) == 3000
+
+
 def _log_many(n):
     for _ in range(n):
         logging.getLogger("tasks").info("one of many")
@@ -156,6 +312,43 @@ def test_warnings_come_once_for_each_place():
     assert str(warning.message) == "take care"
     assert warning.category is UserWarning
     assert warning.filename == __file__
+
+
+class Detailed(UserWarning):
+    """Has a constructor, and a text, of its own."""
+
+    def __init__(self, what, how_many):
+        super().__init__(what, how_many)
+        self.what, self.how_many = what, how_many
+
+    def __str__(self):
+        return f"{self.how_many} times {self.what}"
+
+
+class Mixed(ValueError, RuntimeWarning):
+    """Its first built-in class is no warning."""
+
+
+class Weird(UserWarning, OSError):
+    """Its memory is laid out by `OSError`."""
+
+
+def _warn_by_classes(_):
+    warnings.warn(Detailed("care", 2), stacklevel=1)
+    warnings.warn(Mixed("mixed"), stacklevel=1)
+    warnings.warn(Weird("weird"), stacklevel=1)
+    warnings.warn(type("Local", (FutureWarning,), {})("local"), stacklevel=1)
+
+
+def test_warnings_of_all_classes_arrive():
+    """A class that takes two arguments, is mixed with others, or unknown here: none is lost."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _run(_warn_by_classes, 1)
+    assert [str(one.message) for one in seen] == ["2 times care", "mixed", "weird", "local"]
+    assert [issubclass(one.category, kind) for one, kind in zip(
+        seen, (Detailed, Mixed, Warning, FutureWarning), strict=True
+    )] == [True] * 4  # fmt: skip
 
 
 def test_a_filter_that_raises_ends_nothing():

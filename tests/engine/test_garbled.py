@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import struct
 import subprocess
@@ -22,6 +23,7 @@ from xpool.codec import frame
 from xpool.engine.parcels import Encoded
 from xpool.pickle import decode, encode
 from xpool.results import Unopened
+from xpool.transport import records
 from xpool.transport.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool.transport.pipes import MOST, FrameReader
 from xpool.transport.wire import ANSWER, ENTRY, TO_PARENT
@@ -177,6 +179,64 @@ def test_answers_that_are_not_as_many_as_said(data, count):
     values = Encoded(run + data, count, True).open()
     assert len(values) == count
     assert not data or all(isinstance(value, Unopened) for value in values)
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@FUZZ
+@given(st.dictionaries(st.text(), plain))
+def test_fields_of_log_records(fields):
+    """Plain data arrives as it is, text of any length in a packet of bounded size."""
+    data = records.pack(records.LOG, 3, fields)
+    assert len(data) <= records.LARGEST
+    assert records.unpack(data) == (records.LOG, 3, fields)
+
+
+@FUZZ
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.builds(
+            lambda fields: json.dumps(["log", 0, fields]).encode(),
+            st.dictionaries(
+                st.sampled_from(["name", "msg", "levelno", "getMessage", "args"]),
+                st.recursive(
+                    st.none() | st.integers() | st.text(),
+                    lambda inner: (
+                        st.lists(inner)
+                        | st.dictionaries(st.sampled_from(["set", "dict", "tuple", "bytes"]), inner)
+                    ),
+                ),
+            ),
+        ),
+    )
+)
+def test_any_log_packet(data):
+    """What comes as a log record is one, or a `ValueError`."""
+    try:
+        notice = records.unpack(data)
+        record = records.record_from(notice.fields)
+    except ValueError:
+        return
+    assert isinstance(record.getMessage(), str)
+
+
+def test_log_packets_that_take_long_are_refused():
+    """Neither a deep value nor a set whose members have one hash holds the parent up."""
+    same_hash = {"set": [i * (2**61 - 1) for i in range(1, 5000)]}
+    for text in (json.dumps(["log", 0, {"x": same_hash}]), '["log", 0, {"x": ' + "[" * 50_000):
+        with pytest.raises(ValueError, match="is no log record or warning"):
+            records.unpack(text.encode())
 
 
 @pytest.mark.parametrize(

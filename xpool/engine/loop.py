@@ -134,18 +134,26 @@ class Engine:
         )  # fmt: skip
         self._spin = Spin()
         if relay is not None:
-            reactor.add(relay.fileno(), self._relay_has_something)
+            self._watch_relay(relay)
 
     def _new_slot(self, index: int) -> Slot:
         slot = self._slot(index)
-        if self._relay is not None:
-            slot.relay = self._relay.theirs.fileno()
+        slot.relay = self._relay
         return slot
 
-    def _relay_has_something(self, fd: int) -> None:
-        assert self._relay is not None
-        self._reactor.remove(fd)  # the relay's own thread reads it from here on
-        self._relay.begin()
+    def _watch_relay(self, relay: Relay) -> None:
+        """Have the relay's thread started when there is something for it."""
+        fd = relay.fileno()
+        if fd is None:
+            relay.begin()
+        else:
+            self._reactor.add(fd, lambda fd: self._relay_has_something(relay, fd))
+
+    def _relay_has_something(self, relay: Relay, fd: int) -> None:
+        self._reactor.remove(fd)  # the relay's own thread reads from here on
+        if not relay.begin():
+            # The system has no thread now: workers wait for room, then count what they drop.
+            self._reactor.call_at(self._reactor.now() + 1.0, self._watch_relay, relay)
 
     # -- called by the pool, from any thread ---------------------------------------------------
 

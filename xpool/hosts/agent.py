@@ -160,7 +160,7 @@ class Agent:
             restart_budget=charge.restart_budget,
             initializer_timeout=charge.initializer_timeout,
             processes=processes(bound),
-            relay=Relay(spec.pool),
+            relay=Relay(spec.pool, first),
             worker_memory=charge.worker_memory,
             memory_high=charge.memory_high,
             memory_full=memory_full,

@@ -15,6 +15,7 @@ words from here, where a worker that writes to wrong addresses may have changed 
     head    parent   bytes of answers taken out, ever
     adopted parent   answers with blocks of the arena of which it has taken hold, ever
     stop    parent   the item that the worker is to break off, plus 1; 0: none
+    dropped worker   log records and warnings that it could not send, ever
     stack   both     where the worker was when it got `STOP_SIGNAL`, as text
 
 Order between processors: the parent reads `tail` only as far as a message through the pipe said
@@ -62,7 +63,7 @@ STACK_AT = HEADER + CAPACITY
 STACK = 64 * 1024  # a hundred frames at most, sent whole or cut; only what is used takes memory
 SIZE = STACK_AT + STACK
 # One cache line each, in words of 8 bytes.
-_BEGAN, _TAIL, _LIMIT, _HEAD, _SINCE, _STOP, _ADOPTED = 0, 8, 16, 24, 32, 40, 48
+_BEGAN, _TAIL, _LIMIT, _HEAD, _SINCE, _STOP, _ADOPTED, _DROPPED = 0, 8, 16, 24, 32, 40, 48, 56
 
 
 def make_file() -> int:
@@ -128,6 +129,10 @@ class Outbox:
         """Whether the item that was entered last is the one to break off."""
         return self.words[_STOP] == self.words[_BEGAN]
 
+    def count_dropped(self, number: int) -> None:
+        """Say how many log records and warnings could not be sent, ever."""
+        self.words[_DROPPED] = number
+
     @property
     def asked(self) -> bool:
         """Whether there is something to break off, or to tell where it is."""
@@ -172,6 +177,11 @@ class Outbox:
     def began(self) -> int:
         """Items that the worker has entered, ever."""
         return self.words[_BEGAN]
+
+    @property
+    def dropped(self) -> int:
+        """Log records and warnings that the worker could not send, ever."""
+        return self.words[_DROPPED]
 
     @property
     def limit(self) -> int:

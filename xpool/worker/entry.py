@@ -14,7 +14,7 @@ answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
 outbox                the page of `xpool.transport.outbox`
 control               where channels to peers are asked for, in pools that have them
-relay                 for log records and warnings
+logs                  a socket for log records and warnings (`xpool.worker.relay`)
 arena                 the file of `xpool.shm.arena`, where there is one
 ====================  ======================================================================
 

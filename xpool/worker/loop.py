@@ -104,9 +104,9 @@ def run(
     try:
         if member is None:
             become(orders, lifeline)
-        # In the order of the table in `entry`: control, relay, arena.
+        # In the order of the table in `entry`: control, logs, arena.
         control = others.pop(0) if orders["peers"] else -1
-        open_relay(others.pop(0), orders)
+        open_relay(others.pop(0), orders, box.count_dropped)
         shared = _join(others, orders)
         worker = _Worker(orders, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:

@@ -1,20 +1,22 @@
 """What a worker says besides answers: log records and warnings, to its parent's loggers.
 
-They go through a socket of their own, a message each, that all workers of a pool share: whole or
-not at all, also when the worker is killed, and from whatever thread.  When the parent does not keep
-up, the worker waits for a second, and then drops and counts until there is room again.
+Each worker has a socket of packets for them, so that a record arrives whole or not at all: also
+when the worker is killed, from whatever thread, and from processes that a task has forked.  When
+the parent does not keep up, the worker waits for a second, and then drops and counts until there
+is room again.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import pickle
 import socket
 import struct
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from xpool.transport.records import LOG, WARNING, pack
 from xpool.worker.arrivals import when_imported
 from xpool.worker.context import current_worker
 from xpool.worker.lines import Lines
@@ -22,91 +24,98 @@ from xpool.worker.lines import Lines
 if TYPE_CHECKING:
     import logging
 
-__all__ = ["LOG", "WARNING", "open_relay"]
-
-LOG, WARNING = "log", "warning"
+__all__ = ["open_relay"]
 
 PATIENCE = 1.0
 """Seconds that a record may wait for room."""
 
-LONGEST = 32 * 1024
-"""Characters of a message, or bytes of what a record was given as ``extra``; more is cut off."""
-
 _relay: _Relay | None = None  # this process's
 
 
-def open_relay(fd: int, orders: dict[str, Any]) -> None:
-    """Have what this process logs, and its warnings, sent to the parent through ``fd``.
+def open_relay(fd: int, orders: dict[str, Any], count_dropped: Callable[[int], object]) -> None:
+    """Have what this process logs, and its warnings, sent to the parent.
 
-    Once for a process; another worker of it closes its descriptor.
+    ``fd``: of the socket of this worker, which may be one of several in this process.
+    ``count_dropped(n)`` tells the parent how many could not be sent.
     """
     global _relay
+    channel = _Channel(fd, count_dropped)
     # One with another pid is that of the process that this one was forked from.
     if _relay is not None and _relay.pid == os.getpid():
-        os.close(fd)
+        _relay.channels[orders["index"]] = channel
         return
-    _relay = relay = _Relay(fd, orders["index"], orders["levels"])
+    _relay = relay = _Relay(orders["index"], channel, orders["levels"], orders["forked"])
     if orders["output"] == "prefix":
         sys.stdout, sys.stderr = Lines.prefixed(sys.stdout), Lines.prefixed(sys.stderr)
     when_imported("logging", relay.take_logging)
     when_imported("warnings", relay.take_warnings)
 
 
-class _Relay:
-    def __init__(self, fd: int, index: int, levels: dict[str, int] | None) -> None:
-        self.pid = os.getpid()
-        self._index, self._levels = index, levels
+class _Channel:
+    """The socket of one worker."""
+
+    def __init__(self, fd: int, count_dropped: Callable[[int], object]) -> None:
         self._sock = socket.socket(fileno=fd)
         # A `struct timeval` of two longs: seconds and microseconds (socket(7), SO_SNDTIMEO).
         seconds = int(PATIENCE)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
-        self._dropped = 0  # since the last that was sent
+        self._dropped = 0
+        self._numbers = itertools.count(1)  # `next` is atomic: any thread may drop one
+        self._count_dropped = count_dropped
 
-    def send(self, kind: str, *what: Any) -> None:
+    def send(self, kind: str, fields: dict[str, Any]) -> None:
         """Send it, or count it as dropped."""
         try:
-            index = current_worker().index
-        except RuntimeError:
-            index = self._index  # a thread that a task has started
-        # Read before the message is sent: other threads may drop theirs meanwhile.
-        dropped = self._dropped
-        try:
-            self._sock.send(pickle.dumps((kind, index, dropped, what)), self._flags)
+            self._sock.send(pack(kind, self._dropped, fields), self._flags)
         except OSError:
             # There is no room, or no parent any more.  The next does not wait for it.
-            self._dropped += 1
+            self._dropped = next(self._numbers)
             self._flags = socket.MSG_DONTWAIT
+            # In the page, the parent sees it also if this worker sends nothing more.
+            self._count_dropped(self._dropped)
         else:
-            self._dropped -= dropped
             self._flags = 0
+
+
+class _Relay:
+    def __init__(
+        self, index: int, channel: _Channel, levels: dict[str, int] | None, forked: bool
+    ) -> None:
+        self.pid = os.getpid()
+        self.channels = {index: channel}  # by the worker's index
+        self._default = channel  # for threads that a task has started
+        self._levels, self._forked = levels, forked
+
+    def _send(self, kind: str, fields: dict[str, Any]) -> None:
+        try:
+            channel = self.channels.get(current_worker().index, self._default)
+        except RuntimeError:
+            channel = self._default
+        channel.send(kind, fields)
 
     # -- logging -----------------------------------------------------------------------------------
 
     def take_logging(self, logging: Any) -> None:
-        """Add a handler to the root logger, and take over the parent's levels."""
-        forward = self._forward
+        """Forward the records that no handler here takes, and take over the parent's levels."""
+        if self._forked:
+            _remove_handlers(logging)
+        # Not by a handler: with one, `logging.basicConfig` would do nothing, nor others who look
+        # whether there is one.
+        call_handlers = logging.Logger.callHandlers
+        reporter = logging.Handler()
+        format_exception = logging.Formatter().formatException
 
-        # Made here, since logging is imported late or never; so another one is told by its name.
-        class ToParent(logging.Handler):  # type: ignore[misc]
-            """Sends records to the parent, where nobody else in the worker handles them."""
+        def callHandlers(logger: Any, record: Any) -> None:
+            if _is_handled(logging, logger):
+                call_handlers(logger, record)
+                return
+            try:
+                self._forward(record, format_exception)
+            except Exception:
+                reporter.handleError(record)
 
-            def emit(self, record: Any) -> None:
-                """Send it, unless the worker has a handler of its own for it."""
-                logger = logging.getLogger(record.name)
-                while logger is not None:
-                    if any(type(one).__name__ != "ToParent" for one in logger.handlers):
-                        return
-                    logger = logger.parent if logger.propagate else None
-                try:
-                    forward(self.format, record)
-                except Exception:
-                    self.handleError(record)
-
-        root = logging.getLogger()
-        for old in [one for one in root.handlers if type(one).__name__ == "ToParent"]:
-            root.removeHandler(old)  # of the worker that this one was forked from
-        root.addHandler(ToParent())
+        logging.Logger.callHandlers = callHandlers
         for name, level in (self._levels or {}).items():
             # Of `logging.disable`, which `levels` lists under this name.
             if name == " disabled":
@@ -114,16 +123,13 @@ class _Relay:
             else:
                 logging.getLogger(name or None).setLevel(level)
 
-    def _forward(self, text_of: Callable[[Any], str], record: logging.LogRecord) -> None:
-        # As text: the arguments may not be picklable, and are formatted as they are now.
-        record.message = message = record.getMessage()[:LONGEST]
-        if record.exc_info and not record.exc_text:
-            text_of(record)  # sets `exc_text`
-        known = {**vars(record), "msg": message, "args": None, "exc_info": None}
-        for name, value in known.items():
-            if type(value) not in (str, int, float, bool, type(None)):
-                known[name] = _sendable(value)
-        self.send(LOG, known)
+    def _forward(self, record: logging.LogRecord, format_exception: Callable[[Any], str]) -> None:
+        fields = {**vars(record), "msg": record.getMessage()}
+        del fields["args"]
+        exc_info = fields.pop("exc_info")
+        if exc_info and not record.exc_text:
+            fields["exc_text"] = format_exception(exc_info)
+        self._send(LOG, fields)
 
     # -- warnings ----------------------------------------------------------------------------------
 
@@ -141,20 +147,36 @@ class _Relay:
         ) -> None:
             if file is not None:
                 shown_here(message, category, filename, lineno, file, line)
-            else:
-                # The parent may not have the class: it makes one of the built-in one below it.
-                base = next(one for one in category.__mro__ if one.__module__ == "builtins")
-                kind = category.__module__, category.__name__, base.__name__
-                self.send(WARNING, str(message)[:LONGEST], kind, filename, lineno)
+                return
+            # The parent may not have the class: it makes one of the built-in one below it.
+            builtin = (one for one in category.__mro__ if one.__module__ == "builtins")
+            fields = {
+                "text": str(message),
+                "module": category.__module__,
+                "name": category.__name__,
+                "base": next(one.__name__ for one in builtin if issubclass(one, Warning)),
+                "filename": filename,
+                "lineno": lineno,
+            }
+            self._send(WARNING, fields)
 
         warnings.showwarning = showwarning
 
 
-def _sendable(value: Any) -> Any:
-    """Return what can be sent for something that a record was given as ``extra``."""
-    try:
-        if len(pickle.dumps(value)) <= LONGEST:
-            return value
-    except Exception:
-        pass  # its text has to do
-    return repr(value)[:LONGEST]
+def _is_handled(logging: Any, logger: Any) -> bool:
+    """Whether this process has a handler for what a logger is told."""
+    while logger is not None:
+        # Libraries have a `NullHandler`, which says that they leave it to the program.
+        if any(type(one) is not logging.NullHandler for one in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+def _remove_handlers(logging: Any) -> None:
+    """Take away what a fork of the program has of the program's handlers: the parent has them."""
+    root = logging.getLogger()
+    for logger in (root, *root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):  # else it is a placeholder
+            logger.handlers.clear()
+            logger.propagate = True

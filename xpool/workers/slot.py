@@ -26,6 +26,7 @@ from xpool.transport.pipes import FrameReader, FrameWriter
 from xpool.transport.wire import TO_PARENT, Refusal
 from xpool.worker.entry import ONE, SEVERAL
 from xpool.workers.launch import Handle, Launcher
+from xpool.workers.relay import Channel, Relay
 
 __all__ = ["Slot"]
 
@@ -80,6 +81,7 @@ class Slot:
     box: Outbox
     poller: Any  # of `reader` and `handle`, for a caller that receives its answer himself
     control: int | None  # a socket, where it can ask for channels to other workers
+    logs: Channel | None  # where its log records come from
     lifeline: int | None  # a pipe: the kernel kills the process when this end is closed
 
     def __init__(self, index: int) -> None:
@@ -88,13 +90,13 @@ class Slot:
         self.generation = 0  # processes started here so far
         self.siblings: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
         self.has_control = False
-        self.relay: int | None = None  # where its log records go: the pool's, not closed here
+        self.relay: Relay | None = None  # where the log records of its processes are read
         self.attachment: int | None = None  # its place in the arena
         self.lifeline = None
         self._fresh()
 
     def _fresh(self) -> None:
-        self.handle = self.control = None
+        self.handle = self.control = self.logs = None
         # Why it could not start, by its own word or as seen from here; what nonsense it wrote,
         # after which nothing more is believed.  For the replacement.
         self.reason: Refusal | Exception | None = None
@@ -164,6 +166,7 @@ class Slot:
         self._fresh()
         mine: list[int] = []
         theirs: list[int] = []
+        others: list[int] = []  # of these, those that not every worker has
         try:
             with _forking:
                 task_r, task_w = os.pipe()
@@ -175,6 +178,10 @@ class Slot:
                 life_r, life_w = os.pipe()
                 theirs.append(life_r)
                 mine.append(_mine(life_w))
+                if self.relay is not None:
+                    logs, its_logs = self.relay.pair()
+                    theirs.append(its_logs)
+                    mine.append(_mine(logs))
             page = make_file()
             theirs.append(page)
             # Each end of a pipe has flags of its own: the worker's still block.
@@ -187,14 +194,23 @@ class Slot:
                 control, its_control = (end.detach() for end in pair)
                 theirs.append(its_control)
                 mine.append(_mine(control))
+                others.append(its_control)
                 os.set_blocking(control, False)
             box = Outbox(page)
             # The page is all zeros, which would forbid the worker to begin anything.
             box.limit = NO_LIMIT
-            shared = [] if self.relay is None else [self.relay]
+            # In the order of the table in `worker.entry`.
+            if self.relay is not None:
+                others.append(its_logs)
             if arena is not None:
-                shared.append(arena.file.fd)
-            boot = _packed(ONE, [*theirs, *shared])
+                others.append(arena.file.fd)
+            boot = _packed(ONE, [task_r, answer_w, life_r, page, *others])
+            if self.relay is not None:
+                try:
+                    self.logs = self.relay.add(self.index, logs, _close)
+                except BaseException:
+                    boot.close()
+                    raise
         except BaseException:
             for fd in mine:
                 _close(fd)
@@ -222,6 +238,10 @@ class Slot:
         if self.control is not None:
             _close(self.control)
             self.control = None
+        if self.logs is not None:
+            assert self.relay is not None
+            self.relay.finish(self.logs, self.box.dropped)
+            self.logs = None
         _close(self.writer.fd)
         _close(self.reader.fd)
         self.box.close()

@@ -1,0 +1,208 @@
+"""Log records and warnings on their way from a worker to the parent.
+
+A packet is JSON: opening it runs no code that the worker chose.  It has at most `LARGEST` bytes,
+so one packet of a socket holds it; longer texts are cut, and say so.  The packet does not name its
+worker: the parent knows that by the socket.
+"""
+
+# No `from __future__ import annotations`: the fields of the NamedTuple would be texts.
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import logging
+
+__all__ = ["LARGEST", "LOG", "WARNING", "Notice", "pack", "record_from", "unpack"]
+
+LOG, WARNING = "log", "warning"
+
+LARGEST = 128 * 1024
+"""Bytes of a packet.  Linux lets about 200 KiB wait in a socket (net.core.wmem_default)."""
+
+LONGEST = 32 * 1024
+"""Characters of a text.  Where a packet would be too large, its texts are cut further."""
+
+MOST_ITEMS = 1000
+"""Items of a container; from a hostile worker, more could all have one hash, and take long."""
+
+_LARGEST_INT = 14_000  # bits: 4,300 digits, see sys.set_int_max_str_digits
+
+_NONE = type(None)
+_NUMBER = (int, float)
+_TEXT = (str, _NONE)
+# What handlers and formatters rely on: fields of every `logging.LogRecord`, and their types.
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "name": (str,), "msg": (str,), "levelname": (str,), "levelno": (int,), "pathname": (str,),
+    "filename": (str,), "module": (str,), "lineno": (int,), "funcName": _TEXT, "created": _NUMBER,
+    "msecs": _NUMBER, "relativeCreated": _NUMBER, "thread": (int, _NONE), "threadName": _TEXT,
+    "processName": _TEXT, "process": (int, _NONE), "exc_text": _TEXT, "stack_info": _TEXT,
+}  # fmt: skip
+_HIGHEST_LEVEL = 2**16  # loggers keep an entry for each level that they were asked about
+
+
+class Notice(NamedTuple):
+    """What a packet says.
+
+    ``kind``: `LOG` or `WARNING`.  ``dropped``: notices that this worker could not send so far.
+    """
+
+    kind: str
+    dropped: int
+    fields: dict[str, Any]
+
+
+def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
+    """Return the packet: texts are cut where it would be too large."""
+    most = LONGEST
+    while most >= 64:
+        data = _packed(kind, dropped, fields, most)
+        if len(data) <= LARGEST:
+            return data
+        most //= 4
+    # Thousands of extra fields.
+    left_out = [name for name in fields if name not in _FIELDS]
+    rest = {name: value for name, value in fields.items() if name in _FIELDS}
+    note = f" [xpool left out {len(left_out)} extra fields: they are too large]"
+    rest["msg"] = _cut(str(rest.get("msg")), 1024) + note
+    return _packed(kind, dropped, rest, 1024)
+
+
+def _packed(kind: str, dropped: int, fields: Mapping[str, Any], most: int) -> bytes:
+    import json  # only here: few workers log
+
+    plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
+    text = json.dumps([kind, dropped, plain], ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass")
+
+
+def unpack(data: bytes) -> Notice:
+    """Return what a packet says.
+
+    Raises:
+        ValueError: it is no such packet.
+    """
+    import json
+
+    try:
+        kind, dropped, fields = json.loads(data.decode("utf-8", "surrogatepass"))
+        if kind not in (LOG, WARNING) or type(dropped) is not int or dropped < 0:
+            raise ValueError(f"it begins with {kind!r}, {dropped!r}")
+        return Notice(kind, dropped, {name: _opened(value) for name, value in fields.items()})
+    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+        raise ValueError(f"it is no log record or warning ({type(exc).__name__}: {exc})") from exc
+
+
+def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
+    """Return the log record that has these fields.
+
+    Raises:
+        ValueError: a field is missing, or has another type than in a log record.
+    """
+    import logging
+
+    for name, types in _FIELDS.items():
+        if type(fields.get(name)) not in types:
+            raise ValueError(f"the field {name!r} of a log record is {type(fields.get(name))}")
+    if not 0 <= fields["levelno"] < _HIGHEST_LEVEL:
+        raise ValueError(f"the level of a log record is {fields['levelno']}")
+    # A field named as a method would hide that.
+    extra = {name: x for name, x in fields.items() if not hasattr(logging.LogRecord, name)}
+    return logging.makeLogRecord({**extra, "args": None, "exc_info": None})
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def _plain(value: Any, most: int) -> Any:
+    """Return what JSON has for a value: for all but plain data, its repr."""
+    if type(value) is str:
+        return _cut(value, most)
+    try:
+        return _as_json(value, _Room(most))
+    except Exception:
+        pass  # no plain data, too long, or changed by another thread meanwhile
+    try:
+        text = repr(value)
+    except Exception as exc:
+        text = f"<{type(value).__name__}, whose repr raised {type(exc).__name__}>"
+    return _cut(text, most)
+
+
+def _cut(text: str, most: int) -> str:
+    """Return the beginning and the end of a text that is too long."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} [... xpool cut {len(text) - 2 * half} characters ...] {text[-half:]}"
+
+
+class _Room:
+    """Counts down the characters that a value may still have."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def take(self, n: int) -> None:
+        self._left -= n
+        if self._left < 0:
+            raise ValueError("it is too long")
+
+
+def _as_json(value: Any, room: _Room) -> Any:
+    """Return a plain value as JSON has it; raise an exception for any other value."""
+    kind = type(value)
+    room.take(4)
+    if value is None or kind is bool:
+        return value
+    # Instances of subclasses too: an `IntEnum`, a `numpy.float64`.
+    if isinstance(value, float):
+        return float.__pos__(value)
+    if isinstance(value, int):
+        if value.bit_length() > _LARGEST_INT:
+            raise ValueError("Python refuses to make a text of it")
+        room.take(value.bit_length() // 3)
+        return int.__pos__(value)
+    if isinstance(value, str):
+        room.take(len(value))
+        return str.__str__(value)
+    if kind is bytes:
+        room.take(len(value))
+        return {"bytes": value.decode("latin-1")}
+    if kind is dict:
+        pairs = ([_as_json(key, room), _as_json(one, room)] for key, one in value.items())
+        return {"dict": _few(pairs)}
+    if kind in _CONTAINERS:
+        items = _few(_as_json(one, room) for one in value)
+        return items if kind is list else {kind.__name__: items}
+    raise TypeError(f"{kind} is no plain data")
+
+
+def _few(items: Iterable[Any]) -> list[Any]:
+    found = list(items)
+    if len(found) > MOST_ITEMS:
+        raise ValueError("it has too many items")
+    return found
+
+
+def _opened(value: Any) -> Any:
+    """Undo `_as_json`."""
+    if type(value) is list:
+        return _few(map(_opened, value))
+    if type(value) is dict:
+        ((kind, items),) = value.items()
+        return _OPENERS[kind](items)
+    return value
+
+
+def _open_container(kind: type, items: Any) -> Any:
+    return kind(_few(map(_opened, items)))
+
+
+_CONTAINERS = list, tuple, set, frozenset
+_OPENERS: dict[str, Callable[[Any], Any]] = {
+    "bytes": lambda text: text.encode("latin-1"),
+    "dict": lambda pairs: dict(_few((_opened(key), _opened(one)) for key, one in pairs)),
+    **{kind.__name__: functools.partial(_open_container, kind) for kind in _CONTAINERS[1:]},
+}
