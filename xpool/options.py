@@ -54,6 +54,7 @@ class ManyOptions(CallOptions, total=False):
     progress: bool | str | Callable[[int, int | None], object]
     journal: str | os.PathLike[str] | None
     key: Callable[[Any], str | bytes | int] | None
+    version: str | int | None
 
 
 class MapOptions(ManyOptions, total=False):
@@ -74,6 +75,7 @@ class Terms(NamedTuple):
     returns_errors: bool = False
     journal: Any = None  # the path of one
     key: Any = None
+    version: Any = None
 
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)

@@ -15,7 +15,7 @@ from xpool.progress import Progress
 from xpool.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
 from xpool.waiters import Waiters
 
-__all__ = ["IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream"]
+__all__ = ["BOOKKEEPING", "IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream", "weigh"]
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ AT_ONCE = 512
 _SMALL = frozenset((int, float, bool, type(None)))
 
 
-def _weigh(value: Any) -> int:
+def weigh(value: Any) -> int:
     """Return about how many bytes an answer takes, by no code of the user's: engines call this."""
     kind = type(value)
     if kind in _SMALL:
@@ -294,7 +294,7 @@ class IMapIterator(Iterator[T]):
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
         """Take the answer of task ``index``, or of several from there on."""
-        weight = _weigh(value)
+        weight = weigh(value)
         # Before it can be taken, so that `bytes_out` is never ahead.
         self.shelf.bytes_in += weight
         self._arrived[index] = ok, value, weight
@@ -372,7 +372,7 @@ class Stream(Job):
         """Count the memory of an answer that does not arrive yet; -1: does so now."""
         iterator = self._iterator()
         if iterator is not None:
-            iterator.shelf.bytes_in += times * _weigh(value)
+            iterator.shelf.bytes_in += times * weigh(value)
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         """Return what is to be called with each item in the place of ``put``."""

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support import work
 from support.waiting import eventually
 
-from xpool import OptionError, Pool, ThreadPool
+from xpool import CtxThreadPool, OptionError, Pool, ThreadPool
+from xpool.devices import devices
+from xpool.pool.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +60,35 @@ class Logged:
             return []
         os.unlink(self.log)
         return found
+
+
+class Quits:
+    """Ends the thread, or process, that opens it."""
+
+    def __reduce__(self):
+        return sys.exit, ("opened",)
+
+
+class Single:
+    """Can be pickled a number of times."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __reduce__(self):
+        if not self.times:
+            raise TypeError("once is enough")
+        return Single, (self.times - 1,)
+
+
+def odd_result(x, times):
+    """Return something that cannot be written down, for 1."""
+    return Single(times) if x == 1 else x
+
+
+def quit_or(x):
+    """Return `Quits` for 1."""
+    return Quits() if x == 1 else x
 
 
 @pytest.fixture
@@ -106,6 +142,117 @@ def test_keys(pool, path, logged):
         pool.map(logged, [1], key=str)
 
 
+def test_odd_keys(pool, path, logged):
+    """A key is a str, bytes or an int of any size and any characters; each is another key."""
+    keys = [1, "1", b"1", 2**63, -(2**64), 10**5000, "\udc80", "\\udc80", "", b"", "'1'"]
+    wanted = [x * x for x in range(len(keys))]
+    assert pool.map(logged, range(len(keys)), journal=path, key=keys.__getitem__) == wanted
+    logged.calls()
+    assert pool.map(logged, range(len(keys)), journal=path, key=keys.__getitem__) == wanted
+    assert logged.calls() == []
+
+
+def test_starmap(pool, path):
+    """`starmap` has a journal as `map` has."""
+    pairs = [(2, 5), (3, 2)]
+    assert pool.starmap(pow, pairs, journal=path) == [32, 9]
+    assert pool.starmap(pow, [*pairs, (2, 3)], journal=path) == [32, 9, 8]
+    with sqlite3.connect(path) as base:
+        assert base.execute("SELECT count(*) FROM results").fetchone() == (3,)
+    base.close()
+
+
+def make_times(k):
+    """Return a function that encloses a number."""
+    return lambda x: x * k
+
+
+def test_a_changed_function_is_refused(pool, path):
+    """The error names what has changed; a new path or `version=` helps."""
+    assert pool.map(make_times(2), [1, 2], journal=path) == [2, 4]
+    assert pool.map(make_times(2), [2, 3], journal=path) == [4, 6]
+    with pytest.raises(
+        OptionError, match=r"before a change of the variable k of .* \(2, now 3\)"
+    ) as error:
+        pool.map(make_times(3), [1], journal=path)
+    version = re.search("version='(.*?)'", str(error.value)).group(1)
+    assert pool.map(make_times(3), [1, 2, 4], journal=path, version=version) == [2, 4, 12]
+    assert pool.map(make_times(3), [1, 2], journal=path.with_suffix(".new")) == [3, 6]
+
+
+def test_a_version_is_what_the_function_is_known_by(pool, path):
+    """With `version=`, nothing else of a function is looked at but its name."""
+    with open(os.devnull) as file:
+        assert pool.map(make_times(2), [1], journal=path, version=1) == [2]
+        with ThreadPool(1) as threads:
+            reads = make_times(file)
+            with pytest.raises(OptionError, match=r"variable k of .*TextIOWrapper.*version="):
+                threads.map(reads, [1], journal=path)
+            assert threads.map(reads, [1], journal=path, version="1") == [2]
+    with pytest.raises(OptionError, match="version '1' of .*not of version '2'"):
+        pool.map(make_times(2), [1], journal=path, version=2)
+    with pytest.raises(OptionError, match="version '1' of .*give that version="):
+        pool.map(make_times(2), [1], journal=path)
+    with pytest.raises(OptionError, match="not of support.work.same"):
+        pool.map(work.same, [1], journal=path, version=1)
+    with pytest.raises(TypeError, match="version must be"):
+        pool.map(work.same, [1], journal=path, version=1.5)
+    with pytest.raises(OptionError, match="give journal="):
+        pool.map(work.same, [1], version=1)
+
+
+def test_the_initializer_counts(path):
+    """What the workers begin with is a part of what results depend on."""
+    with ThreadPool(1, work.same, ["a"]) as pool:
+        pool.map(work.square, [1], journal=path)
+    with ThreadPool(1, work.same, ["a"]) as pool:
+        pool.map(work.square, [1], journal=path)
+    with ThreadPool(1, work.same, ["b"]) as pool:
+        with pytest.raises(OptionError, match="a change of the initargs"):
+            pool.map(work.square, [1], journal=path)
+
+
+def test_contexts_of_workers_count(path):
+    """What a function gets in front of its arguments is a part; where a worker runs is none."""
+    for n in (1, 2):
+        with CtxThreadPool(worker_contexts=devices("cpu", n=n)) as pool:
+            assert pool.map(ask_length, [[1]], journal=path) == [1]
+    with CtxThreadPool(worker_contexts=["a"]) as pool:
+        with pytest.raises(OptionError, match="a change of the worker_contexts"):
+            pool.map(ask_length, [[1]], journal=path)
+
+
+def ask_length(context, item):
+    """Return how long an item is."""
+    return len(item)
+
+
+def make_scored(score):
+    """Return a class whose method is this one."""
+    return type("Scored", (), {"score": score, "__module__": __name__})
+
+
+def test_classes_of_items_count(path):
+    """An item whose class is another is refused, and not answered with what the old one said."""
+    first, other = make_scored(lambda self: 1), make_scored(lambda self: 2)
+
+    def run(cls, **options):
+        with ThreadPool(1) as pool:
+            return pool.map(ask_score, [cls()], journal=path, **options)
+
+    assert run(first) == run(first) == [1]
+    with pytest.raises(OptionError, match=r"before a change of the code of .*<lambda>"):
+        run(other)
+    assert run(other, key=id) == [2]
+    with ThreadPool(1) as pool, pytest.raises(OptionError, match="give key="):
+        pool.map(work.same, [(x for x in ())], journal=path.with_suffix(".new"))
+
+
+def ask_score(item):
+    """Return what an item says."""
+    return item.score()
+
+
 def test_another_function_is_refused(pool, path, tmp_path):
     """A journal belongs to one function; what is no journal is refused as well."""
     pool.map(work.square, [1], journal=path)
@@ -114,31 +261,172 @@ def test_another_function_is_refused(pool, path, tmp_path):
     (tmp_path / "text").write_text("no database\n" * 100)
     with pytest.raises(OptionError, match="is not a journal"):
         pool.map(work.square, [1], journal=tmp_path / "text")
-    with pytest.raises(sqlite3.OperationalError):
-        pool.map(work.square, [1], journal=tmp_path / "nowhere" / "journal")
+    for name in ("nowhere/journal", "."):
+        with pytest.raises(sqlite3.OperationalError, match=re.escape(str(tmp_path / name))):
+            pool.map(work.square, [1], journal=tmp_path / name)
     assert pool.map(work.square, [1], journal=path) == [1]
 
 
-NAMES = """
-from xpool.pool.journal import _name
-print(_name(lambda x: [(lambda z: z in {"a", "b", "c", "d"})(y) for y in x]))
-print(_name(lambda x: abs(x)))
-print(_name(lambda x: len(x)))
+def foreign(path):
+    """Make a database of another program."""
+    with sqlite3.connect(path) as base:
+        base.execute("CREATE TABLE theirs (x)")
+    base.close()
+
+
+def old(path):
+    """Make a journal as an earlier xpool did."""
+    with sqlite3.connect(path) as base:
+        base.execute("CREATE TABLE xpool_function (name TEXT)")
+        base.execute("CREATE TABLE xpool_done (key PRIMARY KEY, value BLOB)")
+    base.close()
+
+
+def newer(path):
+    """Make a journal as a later xpool may."""
+    with ThreadPool(1) as pool:
+        pool.map(work.square, [1], journal=path)
+    with sqlite3.connect(path) as base:
+        base.execute("PRAGMA user_version = 99")
+    base.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [(foreign, "another program's"), (old, "an earlier xpool"), (newer, "of format 99")],
+)
+def test_other_databases_are_refused(path, make, match):
+    """A database that is no journal of this format is refused by name, and stays as it was."""
+    make(path)
+    before = path.read_bytes()
+    with ThreadPool(1) as pool, pytest.raises(OptionError, match=match) as error:
+        pool.map(work.square, [1], journal=path)
+    assert str(path) in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_programs_that_begin_a_journal_at_once(tmp_path):
+    """One makes it, the others find it made; whose function it is not, is refused."""
+    barrier = threading.Barrier(6)
+
+    def begin(path, func):
+        barrier.wait()
+        try:
+            Journal(path, func, None, None, {}).close()
+        except OptionError as exc:
+            return str(exc)
+        return "begun"
+
+    functions = [work.square, work.same] * 3
+    for n in range(10):
+        with ThreadPoolExecutor(6) as threads:
+            said = list(threads.map(functools.partial(begin, tmp_path / f"{n}"), functions))
+        first, other = said[::2], said[1::2]
+        if first[0] != "begun":
+            first, other = other, first
+        assert first == ["begun"] * 3
+        assert all("is the journal of support.work." in text for text in other)
+
+
+def test_special_names_of_sqlite_are_files(tmp_path, monkeypatch):
+    """A path that SQLite takes for a database without a file is one like any other."""
+    monkeypatch.chdir(tmp_path)
+    with ThreadPool(1) as pool:
+        pool.map(work.square, [1], journal=":memory:")
+        assert (tmp_path / ":memory:").exists()
+        with pytest.raises(sqlite3.OperationalError, match=re.escape(str(tmp_path))):
+            pool.map(work.square, [1], journal="")
+
+
+@pytest.mark.parametrize("value", [None, 5, "text"])
+def test_a_damaged_result_is_named(pool, path, value):
+    """A value that is none fails its item, with the path; others are read."""
+    pool.map(work.square, [1, 2], journal=path, key=str)
+    with sqlite3.connect(path) as base:
+        base.execute("CREATE TABLE other (key TEXT PRIMARY KEY, value BLOB)")
+        base.execute("INSERT INTO other SELECT * FROM results WHERE key = ?", (ascii("2"),))
+        base.execute("INSERT INTO other VALUES (?, ?)", (ascii("1"), value))
+        base.execute("DROP TABLE results")
+        base.execute("ALTER TABLE other RENAME TO results")
+    base.close()
+    found = pool.map(work.square, [1, 2], journal=path, key=str, on_error="return")
+    assert found[1] == 4
+    assert isinstance(found[0], OptionError)
+    assert re.search(f"{re.escape(str(path))} is damaged", str(found[0]))
+
+
+def test_a_garbled_result_does_not_hide_the_others(pool, path):
+    """What cannot be opened is raised once, in its place."""
+    pool.map(work.square, [1, 2, 3], journal=path, key=str)
+    with sqlite3.connect(path) as base:
+        base.execute("UPDATE results SET value = x'8005' WHERE key = ?", (ascii("2"),))
+    base.close()
+    found = pool.map(work.square, [1, 2, 3], journal=path, key=str, on_error="return")
+    assert (found[0], found[2]) == (1, 9)
+    assert isinstance(found[1], Exception)
+    results = pool.imap(work.square, [1, 2, 3], journal=path, key=str)
+    assert next(results) == 1
+    with pytest.raises((EOFError, pickle.UnpicklingError)):
+        next(results)
+    assert next(results) == 9
+
+
+def test_a_result_that_quits(path):
+    """What opening a result raises comes to the caller, whatever it is, and the journal goes on."""
+    with Pool(2) as pool:
+        results = pool.imap(quit_or, range(3), journal=path)
+        assert next(results) == 0
+        with pytest.raises(SystemExit, match="opened"):
+            next(results)
+        assert pool.map(quit_or, [0, 2], journal=path) == [0, 2]
+
+
+def test_a_result_that_cannot_be_written(pool, path):
+    """It fails its item; the others are written and handed out."""
+    run = functools.partial(odd_result, times=int(isinstance(pool, Pool)))
+    found = pool.map(run, range(50), journal=path, on_error="return")
+    assert [*found[:1], *found[2:]] == [0, *range(2, 50)]
+    assert isinstance(found[1], TypeError)
+    assert found[1].args == ("once is enough",)
+    with sqlite3.connect(path) as base:
+        assert base.execute("SELECT count(*) FROM results").fetchone() == (49,)
+    base.close()
+
+
+def test_flow_control_counts_what_was_put(path):
+    """Items that are done, and such without a key, were never put, so they make no room."""
+    with ThreadPool(1) as pool:
+        pool.map(work.square, range(100), journal=path, key=str)
+        results = pool.imap(
+            work.square, range(-20, 120), journal=path, key=lambda x: str(x) if x >= 0 else None,
+            on_error="return",
+        )  # fmt: skip
+        _, stop = results.cancelling
+        flow = stop.__self__
+        assert len(list(results)) == 140
+        assert (flow.put, flow.taken_items) == (20, 20)
+
+
+RUN = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from test_identity import PROGRAM, parts_of
+print(json.dumps(parts_of(PROGRAM), sort_keys=True))
 """
 
 
-def test_a_lambda_has_its_name_in_each_run():
-    """Its inner code and its sets say the same wherever they lie; another one has another name."""
+def test_each_run_has_the_same_parts():
+    """Neither the order of sets nor where objects lie makes a difference."""
+    code = RUN.format(tests=str(Path(__file__).parent))
     said = [
         subprocess.run(
-            [sys.executable, "-c", NAMES],
+            [sys.executable, "-c", code],
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
             capture_output=True, text=True, check=True,
-        ).stdout.split("\n")
+        ).stdout
         for seed in "123"
     ]  # fmt: skip
     assert said[0] == said[1] == said[2]
-    assert len(set(said[0][:3])) == 3
 
 
 def test_verbs_without_a_journal(pool, path):
@@ -154,7 +442,7 @@ def test_a_dropped_iterator_is_written(pool, path, logged):
     pool.close()
     pool.join()
     with sqlite3.connect(path) as base:
-        assert base.execute("SELECT count(*) FROM xpool_done").fetchone() == (50,)
+        assert base.execute("SELECT count(*) FROM results").fetchone() == (50,)
     base.close()
 
 

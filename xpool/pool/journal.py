@@ -1,55 +1,99 @@
-"""`journal=`: what was done is written down, and not done again by the next run of the program.
+"""`journal=`: results are written down, and not computed again by the next run of the program.
 
 Answers of tasks go to a thread that writes them to an SQLite database, some at a time, and only
-then to the consumer.  So what a program has seen is there after any crash of it; of what workers
-were at, nothing is.
+then to the consumer.  So each result that a program has seen is there after any crash of it.
+
+A journal belongs to one function, as it was when the journal was made: `Identity` says what that
+is.  Where a part of it has changed the journal is refused, with the name of the part.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
+import json
 import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
-from types import CodeType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from xpool.errors import OptionError
+from xpool.interrupt import by_handler
 from xpool.options import check_callable
 from xpool.pickle import decode, dumps
+from xpool.pool.identity import Identity, Unknown, name_of
 from xpool.results import Parcel, Unopened
-from xpool.streams import IMapIterator, Stream
+from xpool.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 
 __all__ = ["Journal", "Recorded", "Stored"]
 
 AT_ONCE = 1000
 """Answers that are written together, at most."""
 
-PATIENCE = 30.0
-"""Seconds to wait for another program that writes to the same journal."""
+LOCK_SECONDS = 30.0
+"""How long to wait for another program that writes to the same journal."""
+
+NAMED = 5
+"""Changed parts that an error names, at most."""
+
+_APPLICATION = 0x78504A4C  # of the database: "xPJL"
+_FORMAT = 2
+
+_TABLES = (
+    "CREATE TABLE function (name TEXT NOT NULL, version TEXT NOT NULL)",
+    "CREATE TABLE parts (name TEXT PRIMARY KEY, digest TEXT NOT NULL, of_items INTEGER NOT NULL)",
+    "CREATE TABLE results (key TEXT PRIMARY KEY, value BLOB NOT NULL)",
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {_FORMAT}",
+)
 
 Key = str | bytes | int
+Version = str | int
 
 
 class Stored(Parcel):
     """A result that was found in a journal."""
 
-    __slots__ = ("_data",)
+    __slots__ = ("_data", "_path")
 
     count = 1
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, data: bytes, path: str) -> None:
+        self._data, self._path = data, path
 
     @property
     def nbytes(self) -> int:
         return len(self._data)
 
     def open(self) -> list[Any]:
-        return [decode(self._data)]
+        try:
+            return [decode(self._data)]
+        except Exception as exc:
+            if by_handler(exc):
+                raise
+            if hasattr(exc, "add_note"):  # from Python 3.11 on
+                exc.add_note(f"The result was read from the journal {self._path}.")
+            return [Unopened(exc)]
+
+
+class Refused(Parcel):
+    """Results, some of which cannot be written down: these are errors."""
+
+    __slots__ = ("_values", "_weight", "count")
+
+    def __init__(self, values: list[Any], weight: int) -> None:
+        self._values, self.count = values, len(values)
+        self._weight = weight
+
+    @property
+    def nbytes(self) -> int:
+        # It is counted as the answer in whose place it is.
+        return self._weight - self.count * BOOKKEEPING
+
+    def open(self) -> list[Any]:
+        return self._values
 
 
 class Journal:
@@ -57,77 +101,210 @@ class Journal:
 
     Args:
         path: of the database; made where there is none.
-        func: the function, by whose name another's journal is known.
-        key: returns a str, bytes or an int for an item; None: the digest of its pickle.
+        func: the function.
+        key: returns a str, bytes or an int for an item; None: the digest of its value.
+        version: what the function is known by, with its name; None: by all that it leads to.
+        beside: more that results depend on, by name: what the workers begin with.
 
     Raises:
-        OptionError: the journal is of another function, or no journal.
-        OSError, sqlite3.Error: there can be no such file.
+        OptionError: the journal is of another function or version, or it is no journal.
+        sqlite3.Error: the file cannot be opened, or is locked.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], func: Any, key: Callable[[Any], Key] | None
+        self,
+        path: str | os.PathLike[str],
+        func: Any,
+        key: Callable[[Any], Key] | None,
+        version: Version | None,
+        beside: dict[str, Any],
     ) -> None:
         if key is not None:
             check_callable("key", key)
         self._key = key
+        # An empty path, and ":memory:", are databases without a file to SQLite.
+        self.path = os.path.abspath(os.fsdecode(path))
+        self._name = name_of(func)
+        self._identity = Identity()
+        # None: a version says what the function is, so nothing of it is looked at.
+        self._parts = self._look(func, beside) if version is None else None
+        self._known: set[str] = set()  # parts of items that are as they were
         self._lock = threading.Lock()  # guards the connection
-        self._base = sqlite3.connect(os.fspath(path), timeout=PATIENCE, check_same_thread=False)
+        with self._named():
+            self._base = sqlite3.connect(
+                self.path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+            )
         try:
-            self._begin(os.fspath(path), _name(func))
-        except sqlite3.DatabaseError as exc:
-            self._base.close()
-            # Locked, or no such folder: that says nothing about what is in the file.
-            if isinstance(exc, sqlite3.OperationalError):
-                raise
-            raise OptionError(f"{os.fspath(path)} is not a journal: {exc}") from exc
+            with self._named():
+                self._begin(version)
         except BaseException:
             self._base.close()
             raise
 
-    def _begin(self, path: str, name: str) -> None:
+    def _look(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
+        try:
+            return self._identity.of_function(func, beside)
+        except Unknown as exc:
+            raise OptionError(
+                f"the journal {self.path} cannot tell whether {self._name} is the same in the next "
+                f"run: {exc.part} is, or holds, {exc}, which cannot be compared. Give version=, a "
+                "str or an int that you change whenever results would be others"
+            ) from exc
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Errors of SQLite say which file they are about."""
+        try:
+            yield
+        except sqlite3.Error as exc:
+            # Locked, full, or not there: that says nothing about what is in the file.
+            if type(exc) is not sqlite3.DatabaseError:
+                raise type(exc)(f"{exc} (the journal {self.path})") from exc
+            raise OptionError(f"{self.path} is not a journal: {exc}") from exc
+
+    def _begin(self, version: Version | None) -> None:
         base = self._base
+        # Before anything is changed in it; at once, since another program may be making it.
+        with self._transaction("DEFERRED"):
+            self._check_kind()
         # Commits wait for no disk: a crash of the program loses none of them, one of the machine
         # maybe the last (sqlite.org/pragma.html#pragma_synchronous).
         base.execute("PRAGMA journal_mode=WAL")
         base.execute("PRAGMA synchronous=NORMAL")
-        with base:
-            base.execute("CREATE TABLE IF NOT EXISTS xpool_function (name TEXT)")
-            base.execute("CREATE TABLE IF NOT EXISTS xpool_done (key PRIMARY KEY, value BLOB)")
-            row = base.execute("SELECT name FROM xpool_function").fetchone()
-            if row is None:
-                base.execute("INSERT INTO xpool_function VALUES (?)", (name,))
-            elif row[0] != name:
-                raise OptionError(
-                    f"{path} is the journal of {row[0]}, not of {name}: give this one another path"
-                )
+        # At once for writing: of two programs that begin it, one finds what the other has made.
+        with self._transaction():
+            if self._check_kind():
+                self._compare(version)
+                return
+            for statement in _TABLES:
+                base.execute(statement)
+            parts = self._parts or {}
+            said = _digest(parts) if version is None else str(version)
+            base.execute("INSERT INTO function VALUES (?, ?)", (self._name, said))
+            self._add_parts(parts, False)
 
-    def key(self, item: Any) -> Key:
-        """Return the key of an item.
+    def _check_kind(self) -> bool:
+        """Whether it is a journal already, not a new file; anything else is refused."""
+        base = self._base
+        (application,) = base.execute("PRAGMA application_id").fetchone()
+        (version,) = base.execute("PRAGMA user_version").fetchone()
+        tables = {name for (name,) in base.execute("SELECT name FROM sqlite_master")}
+        if application == _APPLICATION:
+            if version == _FORMAT:
+                return True
+            raise OptionError(
+                f"{self.path} is a journal of format {version}, and this xpool writes format "
+                f"{_FORMAT}: give another path"
+            )
+        if "xpool_function" in tables:
+            raise OptionError(
+                f"{self.path} is a journal of an earlier xpool, which did not write down what its "
+                "function was: give another path"
+            )
+        if application or version or tables:
+            raise OptionError(f"{self.path} is not a journal: it is another program's database")
+        return False
+
+    def _compare(self, version: Version | None) -> None:
+        """Refuse a function that is not the one whose journal it is."""
+        base = self._base
+        name, written = base.execute("SELECT name, version FROM function").fetchone()
+        if name != self._name:
+            raise OptionError(
+                f"{self.path} is the journal of {name}, not of {self._name}: give another path"
+            )
+        if version is not None:
+            if str(version) != written:
+                raise OptionError(
+                    f"{self.path} has results of version {written!r} of {name}, not of version "
+                    f"{str(version)!r}: give another path to compute them anew"
+                )
+            return
+        rows = base.execute("SELECT name, digest FROM parts WHERE NOT of_items")
+        before: dict[str, str] = dict(rows.fetchall())
+        if not before:
+            raise OptionError(
+                f"{self.path} has results of version {written!r} of {name}: give that version=, or "
+                "another path"
+            )
+        self._refuse_changes(written, before, self._parts or {})
+
+    def _refuse_changes(self, version: str, before: dict[str, str], now: dict[str, str]) -> None:
+        changes = [
+            _change(name, before.get(name), now.get(name))
+            for name in sorted(before.keys() | now.keys(), key=_importance)
+            if before.get(name) != now.get(name)
+        ]
+        if changes:
+            more = f" and {len(changes) - NAMED} more" if len(changes) > NAMED else ""
+            raise OptionError(
+                f"{self.path} has results of {self._name} from before a change of "
+                f"{', '.join(changes[:NAMED])}{more}. Give another path to compute them anew; or "
+                f"version={version!r}, if they are right all the same"
+            )
+
+    @contextlib.contextmanager
+    def _transaction(self, lock: str = "IMMEDIATE") -> Iterator[None]:
+        self._base.execute(f"BEGIN {lock}")
+        try:
+            yield
+        except BaseException:
+            # SQLite has done so itself after some errors: a disk that is full, for one.
+            if self._base.in_transaction:
+                self._base.execute("ROLLBACK")
+            raise
+        self._base.execute("COMMIT")
+
+    def _add_parts(self, parts: dict[str, str], of_items: bool) -> None:
+        rows = [(name, digest, of_items) for name, digest in parts.items()]
+        self._base.executemany("INSERT OR IGNORE INTO parts VALUES (?, ?, ?)", rows)
+
+    def key(self, item: Any) -> str:
+        """Return the key of an item, as text.
 
         Raises:
+            OptionError: without ``key=``: its value has no digest, or a class or function that it
+                leads to has changed.
             TypeError: ``key=`` has returned something else than a str, bytes or an int.
         """
-        if self._key is None:
-            return hashlib.sha256(dumps(item)).digest()
-        key = self._key(item)
-        if not isinstance(key, (str, bytes, int)):
-            raise TypeError(f"key must return a str, bytes or an int, not {key!r}")
-        return key
+        if self._key is not None:
+            return _as_text(self._key(item))
+        try:
+            digest, parts = self._identity.of_item(item)
+        except Unknown as exc:
+            raise OptionError(
+                f"the journal {self.path} cannot know an item again that is, or holds, {exc}: give "
+                "key=, a function that returns a name for each item"
+            ) from exc
+        if self._parts is not None and not parts.keys() <= self._known:
+            self._compare_items(parts)
+        return f"item {digest.hex()}"
 
-    def find(self, key: Key) -> Stored | None:
+    def _compare_items(self, parts: dict[str, str]) -> None:
+        """Refuse items whose classes are not as they were."""
+        base = self._base
+        with self._lock, self._named(), self._transaction():
+            self._add_parts(parts, True)
+            before: dict[str, str] = dict(base.execute("SELECT name, digest FROM parts").fetchall())
+            (version,) = base.execute("SELECT version FROM function").fetchone()
+            self._refuse_changes(version, {name: before[name] for name in parts}, parts)
+        self._known.update(parts)
+
+    def find(self, key: str) -> Stored | None:
         """Return the result of an item; None: it is not done."""
-        with self._lock:
-            row = self._base.execute(
-                "SELECT value FROM xpool_done WHERE key = ?", (key,)
-            ).fetchone()
-        return None if row is None else Stored(row[0])
+        with self._lock, self._named():
+            row = self._base.execute("SELECT value FROM results WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        if type(row[0]) is not bytes:  # another program has written there
+            raise OptionError(f"{self.path} is damaged: the result of {key} is {row[0]!r}")
+        return Stored(row[0], self.path)
 
-    def write(self, results: list[tuple[Key, Any]]) -> None:
-        """Write results down, all or none."""
-        rows = [(key, dumps(value)) for key, value in results]
-        with self._lock, self._base:
-            self._base.executemany("INSERT OR REPLACE INTO xpool_done VALUES (?, ?)", rows)
+    def write(self, results: list[tuple[str, bytes]]) -> None:
+        """Write pickled results down, all or none."""
+        if results:
+            with self._lock, self._named(), self._transaction():
+                self._base.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", results)
 
     def close(self) -> None:
         """Close the database."""
@@ -135,31 +312,35 @@ class Journal:
             self._base.close()
 
 
-def _name(func: Any) -> str:
-    """Return what a function is known by: its name, and its code where that says nothing."""
-    if isinstance(func, functools.partial):
-        given = hashlib.sha256(dumps((func.args, func.keywords))).hexdigest()[:16]
-        return f"{_name(func.func)} with {given}"
-    func = getattr(func, "__func__", func)
-    kind = func if hasattr(func, "__qualname__") else type(func)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    code = getattr(func, "__code__", None)
-    # A lambda or a local function: others have the same name.
-    if "<" in name and code is not None:
-        name += f" {hashlib.sha256(repr(_said(code)).encode()).hexdigest()[:16]}"
-    return name
+def _as_text(key: Any) -> str:
+    """Return what a key of the user's is in the database: another text for each key."""
+    # By the methods of these classes: subclasses may have a text of their own.
+    if isinstance(key, int):
+        # Decimal digits of a number of any length would take Python too long.
+        return int.__repr__(key) if abs(key) < 1 << 64 else hex(key)
+    if isinstance(key, str):
+        return ascii(str.__str__(key))
+    if isinstance(key, bytes):
+        return bytes.__repr__(key)
+    raise TypeError(f"key must return a str, bytes or an int, not {key!r}")
 
 
-def _said(constant: Any) -> Any:
-    """Return what a constant of some code says, the same in each run of the program.
+def _digest(parts: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()[:16]
 
-    The text of inner code has its address; that of a set the order of its strings' hashes.
-    """
-    if isinstance(constant, CodeType):
-        return constant.co_code, constant.co_names, [_said(one) for one in constant.co_consts]
-    if isinstance(constant, frozenset):
-        return sorted(repr(_said(one)) for one in constant)
-    return [_said(one) for one in constant] if isinstance(constant, tuple) else constant
+
+def _importance(part: str) -> tuple[bool, str]:
+    # What has changed with the version of Python is named after it, if at all.
+    return not part.startswith("the version of "), part
+
+
+def _change(part: str, before: str | None, now: str | None) -> str:
+    # Digests say nothing; numbers and versions are as they are.
+    if before is not None and now is not None and max(len(before), len(now)) < 32:
+        return f"{part} ({before}, now {now})"
+    if before is None:
+        return f"{part} (new)"
+    return f"{part} (gone)" if now is None else part
 
 
 class Recorded(Stream):
@@ -182,7 +363,8 @@ class Recorded(Stream):
     ) -> None:
         super().__init__(iterator, number, gone)
         self._journal, self._found = journal, found
-        self._keys: dict[int, Key] = {}  # of items that are on their way
+        self._keys: dict[int, str] = {}  # of items that workers have
+        self._count: Callable[[int], object] | None = None  # as `answers`
         # Not the job itself: an iterator that is dropped is to be seen.
         self._queue: queue.SimpleQueue[tuple[int, bool, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -195,8 +377,10 @@ class Recorded(Stream):
         self._thread.start()
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-        """Return what puts an item, unless it is done: then its result is handed on."""
+        """Return a function that puts an item, or hands on its result where it is done."""
         journal, keys, found = self._journal, self._keys, self._found
+        # Counted in `deliver`: items that are done, or have no key, are answered and were not put.
+        self._count, self.answers = self.answers, None
 
         def put_or_find(index: int, item: Any) -> int:
             key = journal.key(item)
@@ -211,6 +395,8 @@ class Recorded(Stream):
         return put_or_find
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
+        if self._count is not None and index in self._keys:
+            self._count(1)
         # Counted at once, though it arrives later: what waits to be written takes memory, too.
         self.hold_back(value)
         self._queue.put((index, ok, value))
@@ -227,7 +413,7 @@ class Recorded(Stream):
 
 def _write_all(
     results: queue.SimpleQueue[tuple[int, bool, Any] | None],
-    keys: dict[int, Key],
+    keys: dict[int, str],
     journal: Journal,
     hand_on: Callable[[int, bool, Any], None],
     fail_all: Callable[[BaseException], None],
@@ -242,26 +428,38 @@ def _write_all(
                 answers.append(results.get())
             there = [answer for answer in answers if answer is not None]
             end = len(there) < len(answers)
-            journal.write(_opened(there, keys))
+            rows: list[tuple[str, bytes]] = []
+            for n, (index, ok, value) in enumerate(there):
+                if ok and type(value) is not Stored:
+                    there[n] = index, ok, _pickled(index, value, keys, rows)
+            journal.write(rows)
             for answer in there:
                 hand_on(*answer)
-            del answers, there
-    except Exception as exc:
+            del answers, there, rows
+    except BaseException as exc:
         fail_all(exc)
     finally:
         journal.close()
 
 
-def _opened(answers: list[tuple[int, bool, Any]], keys: dict[int, Key]) -> list[tuple[Key, Any]]:
-    """Return the results that are to be written: each opened here, and again by the consumer."""
-    found: list[tuple[Key, Any]] = []
-    for index, ok, value in answers:
-        if type(value) is Stored:
-            continue
+def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]) -> Any:
+    """Add the results in an answer to the rows to be written; return the answer to hand on.
+
+    Each result is opened here, and by the consumer again.  What raises there raises here, too, and
+    may be any exception: then nothing is written, and the consumer gets the exception.
+    """
+    try:
         values = value.open() if isinstance(value, Parcel) else [value]
-        for i, one in enumerate(values, index):
-            # None: the input has raised, or making the item's key has.
-            key = keys.pop(i, None)
-            if key is not None and ok and type(one) is not Unopened:
-                found.append((key, one))
-    return found
+    except BaseException:
+        return value
+    written = True
+    for n, one in enumerate(values):
+        # None: the input has raised, or making the item's key has.
+        key = keys.pop(index + n, None)
+        if key is not None and type(one) is not Unopened:
+            try:
+                rows.append((key, dumps(one)))
+            except BaseException as exc:  # of any object's own __reduce__
+                values[n] = Unopened(exc)
+                written = False
+    return value if written else Refused(values, weigh(value))

@@ -94,12 +94,18 @@ class P2PPool(Pool):
             self._engine.submit(task_range.beside(i, (item,), -1))
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        flow: FlowControl,
+        terms: Terms,
     ) -> Callable[[int, Any], int]:
         if not self._direct:
-            return super()._open_stream(job, func, chunked, flow, terms)
+            return super()._open_stream(job, func, starred, chunked, flow, terms)
         engine, packer = self._engine, self._packer
-        job.func, owner = self._learn(func, False, chunked, terms)
+        job.func, owner = self._learn(func, starred, chunked, terms)
         bound = -1 if owner is None else owner
         begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
         begin.input_reader = flow

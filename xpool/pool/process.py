@@ -420,11 +420,17 @@ class Pool(AllWorkers):
         self._engine.submit(task_range)
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        flow: FlowControl,
+        terms: Terms,
     ) -> Callable[[int, Any], int]:
         if not self._direct:
-            return super()._open_stream(job, func, chunked, flow, terms)
-        job.func, owner = self._learn(func, False, chunked, terms)
+            return super()._open_stream(job, func, starred, chunked, flow, terms)
+        job.func, owner = self._learn(func, starred, chunked, terms)
         stream = TaskStream(self._engine, self._packer, job, flow, terms, owner)
         if owner is None:
             assert isinstance(job, Stream)

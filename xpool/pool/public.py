@@ -178,19 +178,23 @@ class PublicVerbs(Verbs):
         * ``on_error="return"``: the exception of an item that fails stands in the place of its
           result, and nothing is raised.  Each item is a task then, whatever the ``chunksize``, so
           that none takes others with it.
-        * ``journal`` (of `map`, `imap` and `imap_unordered`): path of an SQLite database in which
-          results are written down before they are handed out; what is there is not run again.
-          ``key``: returns a str, bytes or an int that names an item; None: the digest of its
-          pickle.  Each item is a task.
+        * ``journal`` (of `map`, `starmap`, `imap` and `imap_unordered`): path of an SQLite database
+          in which results are written down before they are handed out; what is there is not run
+          again.  Each item is a task.  ``key``: returns a str, bytes or an int that names an item;
+          None: the digest of its value.  ``version``: a str or an int that names, with the name of
+          ``func``, what the results are of; None: its code, that of what it leads to in the
+          program, and the values that they use, all of which must be as they were.
 
         Raises:
             Exception: what a task raised, as it is; of several, what arrived first.
             WorkerDied, TaskTimeout: a worker died in a task; it took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
+            OptionError: the journal is of another function, or of this one before a change.
+            sqlite3.Error: the journal cannot be opened or written.
         """
         terms = self._terms(None, True, **options)
         if terms.journal is not None:
-            return self._map_recorded(func, iterable, terms)
+            return self._map_recorded(func, iterable, terms, False)
         values: list[Any] = self._map(func, iterable, chunksize, False, None, None, terms).get()
         return values
 
@@ -264,6 +268,8 @@ class PublicVerbs(Verbs):
     ) -> list[Any]:
         """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
         terms = self._terms(None, True, **options)
+        if terms.journal is not None:
+            return self._map_recorded(func, iterable, terms, True)
         values: list[Any] = self._map(func, iterable, chunksize, True, None, None, terms).get()
         return values
 

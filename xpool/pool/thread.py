@@ -203,15 +203,22 @@ class ThreadPool(BasePool):
         self._threads.put(Source(job, call, before, items), len(items))
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        flow: FlowControl,
+        terms: Terms,
     ) -> Callable[[int, Any], int]:
-        put = super()._open_stream(job, func, chunked, flow, terms)
+        put = super()._open_stream(job, func, starred, chunked, flow, terms)
         if self._plain(terms):
             assert isinstance(job, Stream)
             threads = self._threads
+            call, before = applied(func, starred, chunked)
 
             def put_run(index: int, items: list[Any]) -> int:
-                threads.put(Source(job, func, (), items, index), len(items))
+                threads.put(Source(job, call, before, items, index), len(items))
                 return 0
 
             job.runs = Runs(lambda items: items, put_run)

@@ -43,6 +43,8 @@ class Verbs(Hooks):
     """What the verbs of `xpool.pool.public` do.  `BasePool` adds what this stands on."""
 
     name: str
+    initializer: Callable[..., object] | None
+    initargs: tuple[Any, ...]
     _size: int
     _state: PoolStates
     _job_numbers: itertools.count[int]
@@ -71,14 +73,15 @@ class Verbs(Hooks):
         on_error: str = "raise",
         journal: Any = None,
         key: Any = None,
+        version: Any = None,
         **unknown: Any,
     ) -> Terms:
         """Check what the verbs take by keyword: all of them, here."""
         if unknown:
             raise TypeError(
                 f"no option {next(iter(unknown))!r} here; there are timeout, retries, retry_on, "
-                "progress, on_error, for map and imap journal and key, and for apply and "
-                "apply_async of a P2PPool worker"
+                "progress, on_error, for map, starmap and imap journal, key and version, and for "
+                "apply and apply_async of a P2PPool worker"
             )
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         if retries:
@@ -91,10 +94,13 @@ class Verbs(Hooks):
             )
         if progress is not False:
             check_progress(progress)
-        if key is not None and journal is None:
-            raise OptionError("key= names the items of a journal: give journal= too")
+        if journal is None and (key is not None or version is not None):
+            name = "version= is that of the function" if key is None else "key= names the items"
+            raise OptionError(f"{name} of a journal: give journal= too")
+        if version is not None and not isinstance(version, (str, int)):
+            raise TypeError(f"version must be a str or an int, not {version!r}")
         returns = on_error != "raise" and check_on_error(on_error)
-        return Terms(retries, worker, waits, timeout, on, progress, returns, journal, key)
+        return Terms(retries, worker, waits, timeout, on, progress, returns, journal, key, version)
 
     def _call(
         self,
@@ -146,7 +152,7 @@ class Verbs(Hooks):
         self._check_running()
         self._check_call(func, callback, error_callback)
         if terms.journal is not None:
-            raise OptionError("journal= is for map, imap and imap_unordered")
+            raise OptionError("journal= is for map, starmap, imap and imap_unordered")
         # Counted once and for all: a list may change while its items are pickled, and a subclass
         # may yield something else than its length and slices say.  Slices of a range stay ranges,
         # and cost nothing to send.
@@ -208,6 +214,7 @@ class Verbs(Hooks):
         chunksize: int,
         buffersize: int | None,
         terms: Terms,
+        starred: bool = False,
     ) -> It:
         self._check_running()
         self._check_call(func, None, None)
@@ -246,7 +253,7 @@ class Verbs(Hooks):
         try:
             # From here on, what fails does so through the results.
             func = self._begin_progress(job, func)
-            put = job.around(self._open_stream(job, func, size > 1, flow, terms))
+            put = job.around(self._open_stream(job, func, starred, size > 1, flow, terms))
             runs = job.runs if terms.journal is None else None
         except BaseException as exc:
             self._give_up(job, exc)
@@ -282,7 +289,7 @@ class Verbs(Hooks):
         number = next(self._job_numbers)
         if terms.journal is None:
             return Stream(results, number, gone)
-        from xpool.pool.journal import Journal, Recorded, Stored  # sqlite3: few programs need it
+        from xpool.pool.journal import Recorded, Stored  # sqlite3: few programs need it
 
         ref = weakref.ref(self)
 
@@ -301,15 +308,40 @@ class Verbs(Hooks):
             if pool is not None and job is not None:
                 pool._fail_jobs([job], exc)
 
-        journal = Journal(terms.journal, func, terms.key)
+        journal = self._open_journal(func, terms)
         job = Recorded(results, number, gone, journal, found, hand_on, fail_all)
         job_ref = weakref.ref(job)
         return job
 
-    def _map_recorded(self, func: Any, iterable: Iterable[Any], terms: Terms) -> list[Any]:
+    @interruptible
+    def _open_journal(self, func: Any, terms: Terms) -> Any:
+        from xpool.pool.journal import Journal
+
+        if pending:
+            deliver()
+        return Journal(terms.journal, func, terms.key, terms.version, self._workers_begin_with())
+
+    def _workers_begin_with(self) -> dict[str, Any]:
+        """What results depend on besides the function and its items, by its name for people."""
+        found: dict[str, Any] = {}
+        if self.initializer is not None:
+            found = {"the initializer": self.initializer, "the initargs": self.initargs}
+        if self._gives_context:
+            # Those of `devices()` say where a worker runs.
+            contexts = [
+                context
+                for context in getattr(self, "_contexts", ())
+                if not type(context).__module__.startswith("xpool.")
+            ]
+            found["the worker_contexts"] = contexts
+        return found
+
+    def _map_recorded(
+        self, func: Any, iterable: Iterable[Any], terms: Terms, starred: bool
+    ) -> list[Any]:
         """As `map`, by way of an iterator whose results are written down."""
         items = list(iterable)
-        results: IMapIterator[Any] = self._imap(IMapIterator, func, items, 1, None, terms)
+        results: IMapIterator[Any] = self._imap(IMapIterator, func, items, 1, None, terms, starred)
         values: list[Any] = []
         error: Exception | None = None
         for _ in items:
@@ -414,7 +446,13 @@ class Verbs(Hooks):
         self._submit_each(job, func, starred, chunked, (chunk,), terms)
 
     def _open_stream(
-        self, job: Job, func: Callable[..., Any], chunked: bool, flow: FlowControl, terms: Terms
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        starred: bool,
+        chunked: bool,
+        flow: FlowControl,
+        terms: Terms,
     ) -> Callable[[int, Any], int]:
         """Return what the input reader calls with each task; it must not hold the pool.
 
@@ -432,7 +470,7 @@ class Verbs(Hooks):
             else:
                 # Before it is put: a pool of threads may answer it at once.
                 flow.added(0)
-                pool.pool_inqueue_put(_task(number, index, func, False, chunked, task))
+                pool.pool_inqueue_put(_task(number, index, func, starred, chunked, task))
             return 0
 
         return put

@@ -1,0 +1,389 @@
+"""What a journal knows a function by: all that its results can depend on, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import textwrap
+import types
+
+import pytest
+
+from xpool.pool.identity import Identity, Unknown, name_of
+
+NAME = "program_of_test_identity"
+
+pytestmark = pytest.mark.pure
+
+
+def parts_of(source, name="f", beside=None):
+    """Return the parts of a function of a program, which is a module of this name while it runs."""
+    module = sys.modules[NAME] = types.ModuleType(NAME)
+    try:
+        exec(compile(textwrap.dedent(source), f"{NAME}.py", "exec"), vars(module))
+        return Identity().of_function(eval(name, vars(module)), beside or {})
+    finally:
+        del sys.modules[NAME]
+
+
+def changes(before, now):
+    """Return the names of the parts that differ."""
+    names = before.keys() | now.keys()
+    return {name.replace(f"{NAME}.", "").replace(f" of {NAME}", "") for name in names
+            if before.get(name) != now.get(name)}  # fmt: skip
+
+
+PROGRAM = """
+    import dataclasses
+    import enum
+    import functools
+    import random
+    from abc import ABC, abstractmethod
+
+    K = 2
+    TABLE = {"a": [1, 2, {"deep": (1.5, None)}], "set": {"p", "q", "r"}}
+
+    def helper(x, *, scale=1):
+        return x + K
+
+    class Color(enum.Enum):
+        RED = 1
+        BLUE = "b"
+
+    @dataclasses.dataclass
+    class Config:
+        rate: float = 0.5
+        tags: list = dataclasses.field(default_factory=list)
+
+        def apply(self, x):
+            return x * self.rate
+
+    class Base(ABC):
+        factor = 3
+
+        @abstractmethod
+        def go(self, x): ...
+
+        @property
+        def twice(self):
+            return 2
+
+    class Model(Base):
+        __slots__ = ("weights",)
+
+        def __init__(self, weights):
+            self.weights = weights
+
+        def go(self, x):
+            return super().go(x)
+
+    CONFIG = Config(0.25)
+    MODEL = Model([1, 2, 3])
+
+    @functools.lru_cache
+    def cached(x):
+        return x - 1
+
+    def logged(func):
+        @functools.wraps(func)
+        def inside(*args):
+            return func(*args)
+        return inside
+
+    @logged
+    def decorated(x):
+        return x + 10
+
+    def adder(n):
+        def add(x):
+            return x + n
+        return add
+
+    plus = adder(5)
+    minus = [lambda x: x - 1, lambda x: x - 2]
+    partial = functools.partial(helper, scale=4)
+    half = functools.partial(lambda x, by: x / by, by=2)
+
+    def f(x, offset=7):
+        if Color.RED:
+            try:
+                return helper(x) + cached(x) + decorated(x) + plus(x) + minus[0](x) + partial(x)
+            except ValueError:
+                return [half(y) for y in TABLE["a"]]
+        class Local:
+            value = 1
+        return MODEL.go(CONFIG.apply(x)) + offset
+"""
+
+EDITS = [
+    ("return x + K", "return x + K + 1", "the code of helper"),
+    ("K = 2", "K = 3", "the global K"),
+    ("(1.5, None)", "(1.5, 0)", "the global TABLE"),
+    ('"r"', '"s"', "the global TABLE"),
+    ("scale=1", "scale=2", "the defaults of helper"),
+    ("RED = 1", "RED = 2", "Color.RED"),
+    ("rate: float = 0.5", "rate: float = 0.75", "the defaults of Config.__init__"),
+    ("return x * self.rate", "return x / self.rate", "the code of Config.apply"),
+    ("factor = 3", "factor = 4", "Base.factor"),
+    ("return 2", "return 3", "the code of Base.twice"),
+    ("return super().go(x)", "return 0", "the code of Model.go"),
+    ("Config(0.25)", "Config(0.5)", "the global CONFIG"),
+    ("Model([1, 2, 3])", "Model([1, 2, 4])", "the global MODEL"),
+    ("return x - 1\n", "return x - 3\n", "the code of cached"),
+    ("return func(*args)", "return -func(*args)", "the code of decorated"),
+    ("return x + 10", "return x + 11", "the code of decorated (2)"),
+    ("adder(5)", "adder(6)", "the variable n of adder.<locals>.add"),
+    ("lambda x: x - 2", "lambda x: x - 3", "the code of <lambda> (3)"),
+    ("scale=4", "scale=5", "the global partial"),
+    ("x / by", "x // by", "the code of <lambda>"),
+    ("by=2)\n", "by=3)\n", "the global half"),
+    ("offset=7", "offset=8", "the defaults of f"),
+    ("ValueError", "KeyError", "the code of f"),
+    ("value = 1", "value = 2", "the code of f"),
+    ("[half(y)", "[-half(y)", "the code of f"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "part"), EDITS, ids=[edit[2] for edit in EDITS])
+def test_what_changes_is_named(old, new, part):
+    """Each value, function and class that a function leads to is a part with a name."""
+    assert PROGRAM.count(old) == 1, old
+    found = changes(parts_of(PROGRAM), parts_of(PROGRAM.replace(old, new)))
+    assert part in found
+    # A class's own attributes and what is made of them may differ with it.
+    assert len(found) <= 4, found
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def helper", "# a comment\n\n\n    def helper"),
+        ("K = 2", "K = 2\n    unused = 3"),
+        ("def f(x", "def other(x):\n        return K * 5\n\n    def f(x"),
+        ("class Local", "\n\n\n        class Local"),
+        ('{"p", "q", "r"}', '{"r", "q", "p"}'),
+        ("import random", "import time"),
+    ],
+)
+def test_what_does_not_matter(old, new):
+    """A function that is moved in its file is the same, whatever is beside it."""
+    assert PROGRAM.count(old) == 1, old
+    assert changes(parts_of(PROGRAM), parts_of(PROGRAM.replace(old, new))) == set()
+
+
+def differ(one, other, name="f"):
+    """Whether two programs' functions have different parts."""
+    return bool(changes(parts_of(one, name), parts_of(other, name)))
+
+
+def test_bound_methods_and_callable_instances():
+    """The object of a bound method, and the attributes of a callable, are parts."""
+    program = """
+        class Scaled:
+            def __init__(self, by): self.by = by
+            def __call__(self, x): return x * self.by
+            def run(self, x): return x + self.by
+            @classmethod
+            def make(cls, x): return cls(x)
+        one = Scaled({})
+    """
+    for name in ("one", "one.run", "one.__call__", "Scaled({}).run"):
+        found = changes(
+            parts_of(program.format(1), name.format(1)), parts_of(program.format(2), name.format(2))
+        )
+        assert found == {"the attribute by of the Scaled"}, name
+    assert differ(program, program.replace("x + self.by", "x - self.by"), "one.run")
+    assert differ(program, program.replace("cls(x)", "cls(-x)"), "Scaled.make")
+
+
+def test_a_partial_and_a_wrapper():
+    """The arguments of a partial are a part; what a wrapper of a library caches is none."""
+    program = "import functools\ndef f(x, y): return x * y\np = functools.partial(f, y={})\n"
+    assert changes(parts_of(program.format(1), "p"), parts_of(program.format(2), "p")) == {
+        "the arguments of the partial"
+    }
+    assert changes(
+        parts_of(program.format(1), "functools.partial(p, 2)"),
+        parts_of(program.format(2), "functools.partial(p, 2)"),
+    ) == {"the arguments of the partial"}
+    cached = "import functools\n@functools.lru_cache\ndef f(x): return x + {}\nf({})\n"
+    assert not differ(cached.format(1, 1), cached.format(1, 2))
+    assert differ(cached.format(1, 1), cached.format(2, 1))
+    context = "import contextlib\n@contextlib.contextmanager\ndef f(): yield {}\n"
+    assert differ(context.format(1), context.format(2))
+
+
+def test_modules_of_the_program(tmp_path, monkeypatch):
+    """Of a module that a function names, what it uses counts; of one that it imports, all."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    package = tmp_path / "identity_package"
+    package.mkdir()
+    text = "from . import other\nK = {}\ndef g(x): return x * K + other.h(x)\nUNUSED = {}\n"
+    module, other = package / "module.py", package / "other.py"
+    (package / "__init__.py").write_text("")
+    above = "import identity_package.module\ndef f(x): return identity_package.module.g(x)\n"
+    inside = "def f(x):\n  from identity_package.module import g\n  return g(x)\n"
+
+    def found(program, k=1, unused=1, h="x"):
+        module.write_text(text.format(k, unused))
+        other.write_text(f"def h(x): return {h}\n")
+        for name in [name for name in sys.modules if name.startswith("identity_package")]:
+            del sys.modules[name]
+        return parts_of(program)
+
+    first = found(above)
+    assert changes(first, found(above, k=2)) == {"the global K of identity_package.module"}
+    assert changes(first, found(above, h="-x")) == {"the code of identity_package.other.h"}
+    assert not changes(first, found(above, unused=2))
+    first = found(inside)
+    assert "identity_package.module" not in sys.modules
+    assert changes(first, found(inside, k=2)) == {"the module identity_package.module"}
+    assert changes(first, found(inside, h="-x")) == {"the module identity_package.other"}
+    # Imported or not by now: the same.
+    module.write_text(text.format(1, 1))
+    other.write_text("def h(x): return x\n")
+    __import__("identity_package.module")
+    assert not changes(first, parts_of(inside))
+    for name in [name for name in sys.modules if name.startswith("identity_package")]:
+        del sys.modules[name]
+
+
+def test_what_is_installed_is_known_by_its_version(monkeypatch):
+    """A function of a package leads to the package's version; Python's own has Python's."""
+    program = "import pytest\nimport json\ndef f(x): return pytest.approx(json.dumps(x))\n"
+    before = parts_of(program)
+    assert before["the version of pytest"] == pytest.__version__
+    monkeypatch.setattr(pytest, "__version__", "1.0")
+    assert changes(before, parts_of(program)) == {"the version of pytest"}
+    assert "the version of json" not in before
+
+
+def test_arrays_and_models():
+    """Arrays, tensors and modules of torch are known by their elements."""
+    pytest.importorskip("numpy")
+    program = "import numpy as np\nA = np.arange(100_000)\nA[{}] = -1\ndef f(x): return A[x]\n"
+    assert not differ(program.format(5), program.format(5))
+    assert changes(parts_of(program.format(5)), parts_of(program.format(6))) == {"the global A"}
+    pytest.importorskip("torch")
+    program = """
+        import torch
+        torch.manual_seed(0)
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 4)
+            def forward(self, x): return self.layer(x){}
+        MODEL = Net()
+        MODEL.layer.weight.data[0, 0] = {}
+        def f(x): return MODEL(x)
+    """
+    assert not differ(program.format("", 1), program.format("", 1))
+    assert changes(parts_of(program.format("", 1)), parts_of(program.format("", 2))) == {
+        "the global MODEL"
+    }
+    assert differ(program.format("", 1), program.format(" + 1", 1))
+    assert differ(program.format("", 1), program.format("", 2), "MODEL")
+
+
+def test_globals_that_differ_in_kind():
+    """Values that are equal, or look alike, but are not the same, are told apart."""
+    texts = ["1", "True", "1.0", "'1'", "b'1'", "None", "[1]", "(1,)", "{1}", "frozenset({1})"]
+    texts += ["{1: 2}", "{2: 1}", "[[1], 2]", "[1, [2]]", "[[1, 2]]", "bytearray(b'1')", "0.0"]
+    texts += ["-0.0", "'\\ud800'", "range(1)", "{'a': 1, 'b': 2}", "{'b': 2, 'a': 1}", "..."]
+    texts += ["int", "float", "len", "str.upper", "'a'.upper", "'b'.upper", "10 ** 5000"]
+    texts += ["__import__('re').compile('a')", "__import__('re').compile('b')", "lambda: 1"]
+    found = [parts_of(f"X = {text}\ndef f(): return X\n") for text in texts]
+    unlike = {json.dumps(parts, sort_keys=True) for parts in found}
+    assert len(unlike) == len(texts)
+
+
+def test_what_holds_itself():
+    """Objects in circles, and the same object in many places, are no trouble."""
+    program = """
+        X = [1]
+        X.append({"self": X})
+        deep = ()
+        for _ in range(200): deep = (deep, deep)
+        class Node: pass
+        a, b = Node(), Node()
+        a.next, b.next = b, a
+        def even(n): return n == 0 or odd(n - 1)
+        def odd(n): return n != 0 and even(n - 1)
+        def f(): return X, deep, a, even
+    """
+    assert not differ(program, program)
+    assert differ(program, program.replace("[1]", "[2]"))
+    assert differ(program, program.replace("n != 0", "n > 0"))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("open('/dev/null')", "TextIOWrapper"),
+        ("[iter(open('/dev/null', 'rb'))]", "BufferedReader"),
+        ("(x for x in ())", "generator"),
+        ("__import__('socket').socket()", "socket"),
+    ],
+)
+def test_what_cannot_be_known_is_named(value, what):
+    """A value without a digest is refused, by the name of the part that holds it."""
+    program = f"X = {value}\ndef f(): return X\n"
+    module = types.ModuleType(NAME)
+    exec(program, vars(module))
+    with pytest.raises(Unknown, match=what) as caught:
+        Identity().of_function(module.f, {})
+    assert caught.value.part == f"the global X of {NAME}"
+    held = module.X[0] if isinstance(module.X, list) else module.X
+    held.close()
+
+
+def test_too_deep_is_refused():
+    """A list of a hundred thousand levels has no digest."""
+    with pytest.raises(Unknown, match="deep"):
+        parts_of("X = []\nfor _ in range(100_000): X = [X, len]\ndef f(): return X\n")
+
+
+def test_locks_and_caches_have_no_value():
+    """A lock, what is of each thread, and what is held weakly are no state."""
+    program = """
+        import threading, weakref, functools
+        LOCK, LOCAL = threading.Lock(), threading.local()
+        CONDITION, WEAK = threading.Condition(), weakref.WeakValueDictionary()
+        @functools.singledispatch
+        def show(x): return str(x)
+        @show.register
+        def _(x: int): return "int"
+        def f(x):
+            with LOCK, CONDITION: return show(x), LOCAL.x, WEAK
+    """
+    once = textwrap.dedent(program) + "LOCAL.x = 1\nLOCK.acquire()\nshow(1)\n"
+    assert not differ(program, once)
+    assert differ(program, program.replace('"int"', '"number"'))
+
+
+def test_items(tmp_path):
+    """An item's digest is that of its value; the class that it is of is a part beside it."""
+    program = "class C:\n  def __init__(self, x): self.x = x\n  def go(self): return {}\n"
+
+    def item(x, go="1"):
+        module = sys.modules[NAME] = types.ModuleType(NAME)
+        exec(program.format(go), vars(module))
+        try:
+            return Identity().of_item({"item": module.C(x)})
+        finally:
+            del sys.modules[NAME]
+
+    assert item(1) == item(1)
+    assert item(1)[0] != item(2)[0]
+    assert item(1)[0] == item(1, "2")[0]
+    assert changes(item(1)[1], item(1, "2")[1]) == {"the code of C.go"}
+    assert Identity().of_item({3, "a", (1, 2)}) == Identity().of_item({"a", (1, 2), 3})
+
+
+def test_names():
+    """People know a function by its module and name, an instance by its class."""
+    assert name_of(textwrap.dedent) == "textwrap.dedent"
+    assert name_of(functools.partial(textwrap.dedent, "a")) == "textwrap.dedent"
+    assert name_of("a".upper) == "None.str.upper" or name_of("a".upper).endswith("str.upper")

@@ -1,0 +1,531 @@
+"""What the results of a function depend on, as far as it can be seen from outside.
+
+An `Identity` follows a function to all that it leads to: its code, the functions, classes and
+modules of the program that it names, the values of globals, of enclosed variables, of defaults, of
+the object that it is bound to.  Each of these is a *part*, with a name for people and a digest that
+is the same in each run of the program: of values, not of where they lie; without the order of sets;
+without the lines of the code.
+
+Installed packages are known by their names and versions.  docs/guides/crashes.md says what is not
+seen.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import copyreg
+import functools
+import hashlib
+import itertools
+import marshal
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from pickle import PickleBuffer
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from xpool.byvalue.main import MAIN_NAMES
+from xpool.byvalue.reads import global_names
+from xpool.codec.policy import Layout
+from xpool.codec.reducers import reducer_override
+from xpool.errors import XPoolError
+from xpool.interrupt import by_handler
+from xpool.pickle import dumps
+from xpool.pool.program import imported, inner, is_program, module_code, said, version_of
+
+__all__ = ["Identity", "Unknown", "name_of"]
+
+_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
+_SHOWN = frozenset({int, float, bool, type(None)})
+_PLAIN = _ATOMS | {list, tuple, dict}
+
+_OF_MODULES = frozenset(
+    {"__name__", "__file__", "__doc__", "__spec__", "__loader__", "__package__", "__path__"}
+    | {"__builtins__", "__cached__", "__annotations__", "__module__", "__qualname__"}
+)
+"""Globals that every module has, and names in the bodies of classes."""
+
+_OF_CLASSES = frozenset(
+    {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__"}
+    | {"__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"}
+    | {"__annotations_cache__", "__conditional_annotations__", "_abc_impl"}
+)
+"""Attributes of classes that say nothing about what their objects do."""
+
+
+class Unknown(Exception):
+    """An object has no digest.
+
+    Attributes:
+        part: the part that it belongs to.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.part = ""
+
+
+class _Context:
+    """What reducers see of the pickler that calls them."""
+
+    recurse = False
+    blob = True  # a lock is a lock, whatever its state
+    follow = False
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.spaces: dict[int, Any] = {}
+        self.tensors: Any = None
+        self.layout = Layout(out_of_band=False)
+        self.shared: dict[int, Any] = {}
+
+
+class _Node:
+    """Something with parts of its own."""
+
+    __slots__ = ("leads_to", "parts")
+
+    def __init__(self) -> None:
+        self.parts: dict[str, str] = {}
+        self.leads_to: set[str] = set()  # labels of other nodes
+
+
+class Identity:
+    """Parts of a function, and of its items.  Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._labels: dict[Any, str] = {}  # of nodes, by what they are of
+        self._taken = Counter[str]()
+        self._todo: deque[tuple[_Node, Callable[[_Node], None]]] = deque()
+        self._held: list[Any] = []  # what `_labels` knows by its `id`
+        # Of the node, or item, that is looked at:
+        self._leads_to: set[str] = set()
+        self._memo: dict[int, bytes] = {}
+        self._alive: list[Any] = []  # what `_memo` knows by its `id`
+        self._above: dict[int, int] = {}
+
+    def of_function(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
+        """Return the digests of a function's parts, by their names.
+
+        Args:
+            func: the function.
+            beside: more that its results depend on, by name: what a pool's workers begin with.
+
+        Raises:
+            Unknown: a part has no digest.
+        """
+        root = _Node()
+        root.parts["the version of Python"] = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        self._look(root, lambda node: self._fill_root(node, func, beside))
+        return self._parts_of(root)
+
+    def of_item(self, item: Any) -> tuple[bytes, dict[str, str]]:
+        """Return the digest of an item, and the parts of what it leads to.
+
+        Raises:
+            Unknown: it has none.
+        """
+        kind = type(item)
+        if kind in _ATOMS:  # a microsecond, where a node takes five
+            return _hash(_marshalled(item)), {}
+        node = _Node()
+        found: list[bytes] = []
+        self._look(node, lambda node: found.append(self._value(item)))
+        return found[0], self._parts_of(node)
+
+    # -- nodes -------------------------------------------------------------------------------------
+
+    def _look(self, node: _Node, fill: Callable[[_Node], None]) -> None:
+        self._leads_to = node.leads_to
+        try:
+            fill(node)
+        except RecursionError as exc:
+            raise Unknown("is nested too deeply") from exc
+        finally:
+            # Values may change, and an `id` may come to be another's.
+            self._memo.clear()
+            self._alive.clear()
+            self._above.clear()
+
+    def _parts_of(self, root: _Node) -> dict[str, str]:
+        """Return the parts of a node and of all that it leads to."""
+        while self._todo:
+            self._look(*self._todo.popleft())
+        parts, todo, seen = dict(root.parts), list(root.leads_to), set[str]()
+        while todo:
+            label = todo.pop()
+            if label not in seen:
+                seen.add(label)
+                parts.update(self._nodes[label].parts)
+                todo += self._nodes[label].leads_to
+        return parts
+
+    def _node(self, key: Any, label: str, held: Any, fill: Callable[[str], Any]) -> bytes:
+        """Lead to a node, made where there is none; ``fill(label)`` returns what fills it."""
+        known = self._labels.get(key)
+        if known is None:
+            self._taken[label] += 1
+            count = self._taken[label]
+            known = self._labels[key] = label if count == 1 else f"{label} ({count})"
+            self._held.append(held)
+            node = self._nodes[known] = _Node()
+            self._todo.append((node, fill(known)))
+        self._leads_to.add(known)
+        return _hash(b"node", known.encode("utf-8", "surrogatepass"))
+
+    def _part(self, node: _Node, name: str, value: Any) -> None:
+        try:
+            digest = self._value(value).hex()
+        except Unknown as exc:
+            exc.part = exc.part or name
+            raise
+        # Numbers can be told to people; texts may be secrets.
+        shown = type(value) in _SHOWN and not (type(value) is int and abs(value) >= 1 << 64)
+        node.parts[name] = repr(value) if shown else digest
+
+    def _fill_root(self, node: _Node, func: Any, beside: dict[str, Any]) -> None:
+        given = []
+        while isinstance(func, functools.partial):
+            given.append((func.args, func.keywords))
+            func = func.func
+        if given:
+            self._part(node, "the arguments of the partial", given)
+        if isinstance(func, MethodType):
+            self._fill_object(node, func.__self__)
+            func = func.__func__
+        if isinstance(func, FunctionType):
+            self._function(func)
+        else:
+            self._fill_object(node, func)
+        for name, value in beside.items():
+            self._part(node, name, value)
+
+    def _fill_object(self, node: _Node, obj: Any) -> None:
+        """A part for each attribute of an object, where that is all there is to it."""
+        name = _label(type(obj))
+        if isinstance(getattr(obj, "__dict__", None), dict) and _wrapped(obj) is None:
+            reduced = self._reduced(obj)
+            state = reduced[2] if type(reduced) is tuple and len(reduced) > 2 else None
+            if type(state) is dict and not any(reduced[3:]):
+                self._part(node, f"what makes the {name}", reduced[:2])
+                for key, value in state.items():
+                    self._part(node, f"the attribute {key} of the {name}", value)
+                return
+        self._part(node, f"the {name}", obj)
+
+    # -- functions, classes, modules, globals ------------------------------------------------------
+
+    def _function(self, function: FunctionType) -> bytes:
+        module = function.__globals__.get("__name__")
+        if is_program(module):
+            fill = self._fill_function
+        elif is_program(function.__module__) or not _found(function):
+            fill = self._fill_closure  # of a decorator that a library has
+        else:
+            fill = self._fill_installed
+        label = _label(function)
+        return self._node(
+            id(function),
+            label,
+            function,
+            lambda label: lambda node: fill(node, label, function),
+        )
+
+    def _fill_function(self, node: _Node, label: str, function: Any) -> None:
+        self._fill_closure(node, label, function)
+        code, values = function.__code__, function.__globals__
+        attributes = {name for one in inner(code) for name in one.co_names}
+        seen = set[int]()
+        for name in sorted(global_names(code) - _OF_MODULES):
+            if name in values:
+                self._global(values, name, attributes, seen)
+            elif hasattr(builtins, name):
+                self._value(getattr(builtins, name))
+        for name in sorted(imported(code, values.get("__package__"))):
+            self._import(name)
+        self._follow(_annotations(function).values(), values)
+
+    def _fill_closure(self, node: _Node, label: str, function: Any) -> None:
+        self._fill_installed(node, label, function)
+        code = function.__code__
+        if function.__defaults__ or function.__kwdefaults__:
+            given = function.__defaults__, function.__kwdefaults__
+            self._part(node, f"the defaults of {label}", given)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # the variable has no value yet
+                self._part(node, f"the variable {name} of {label}", cell.cell_contents)
+        for name, value in vars(function).items():
+            self._part(node, f"the attribute {name} of {label}", value)
+
+    def _fill_installed(self, node: _Node, label: str, function: Any) -> None:
+        self._part(node, f"the code of {label}", function.__code__)
+        self._installed(function.__globals__.get("__name__"))
+
+    def _global(
+        self, values: dict[str, Any], name: str, attributes: set[str], seen: set[int]
+    ) -> None:
+        """Lead to a global; of a module of the program, to those of its globals that code names."""
+        value = values[name]
+        label = f"the global {name} of {_module_name(values.get('__name__'))}"
+        self._node(
+            (id(values), name),
+            label,
+            values,
+            lambda label: lambda node: self._part(node, label, value),
+        )
+        if isinstance(value, ModuleType) and is_program(value.__name__) and id(value) not in seen:
+            seen.add(id(value))
+            inside = vars(value)
+            for attribute in sorted(attributes & inside.keys() - _OF_MODULES):
+                self._global(inside, attribute, attributes, seen)
+
+    def _class(self, cls: type) -> bytes:
+        if not is_program(cls.__module__):
+            self._installed(cls.__module__)
+            return _hash(b"class", _label(cls).encode("utf-8", "surrogatepass"))
+        return self._node(
+            id(cls), _label(cls), cls, lambda label: lambda node: self._fill_class(node, label, cls)
+        )
+
+    def _fill_class(self, node: _Node, label: str, cls: type) -> None:
+        self._part(node, f"the bases of {label}", (type(cls), *cls.__bases__))
+        # A metaclass of a library may keep what it likes in its classes.
+        own = is_program(type(cls).__module__) or type(cls).__module__ in _METACLASSES
+        for name, value in sorted(vars(cls).items()):
+            if name in _OF_CLASSES:
+                continue
+            dunder = name.startswith("__") and not isinstance(value, _CODE)
+            if own or not dunder or name.endswith("fields__"):
+                self._part(node, f"{label}.{name}", value)
+        module = sys.modules.get(cls.__module__)
+        self._follow(vars(cls).get("__annotations__", {}).values(), getattr(module, "__dict__", {}))
+
+    def _module(self, module: ModuleType) -> bytes:
+        self._installed(module.__name__)
+        return _hash(b"module", _module_name(module.__name__).encode("utf-8", "surrogatepass"))
+
+    def _import(self, name: str) -> None:
+        """A module that a function imports counts as a whole: it may not be there yet."""
+        if name in MAIN_NAMES or ("module", name) in self._labels:
+            self._leads_to.add(self._labels.get(("module", name), ""))
+            self._leads_to.discard("")
+            return
+        try:
+            found = module_code(name)
+        except Exception as exc:  # of any finder, or of a text that does not compile
+            if by_handler(exc):
+                raise
+            found = None
+        if found is None:
+            return
+        code, package = found
+
+        def fill(label: str) -> Any:
+            def go(node: _Node) -> None:
+                self._part(node, label, code)
+                if isinstance(code, CodeType):
+                    for inside in sorted(imported(code, package)):
+                        self._import(inside)
+
+            return go
+
+        self._node(("module", name), f"the module {name}", None, fill)
+
+    def _installed(self, module: Any) -> None:
+        """Note the version of the package, if the module is of one."""
+        found = None if is_program(module) else version_of(module)
+        if found is not None:
+            label = f"the version of {found[0]}"
+            self._node(
+                label, label, None, lambda label: lambda node: node.parts.update({label: found[1]})
+            )
+
+    def _follow(self, annotations: Iterable[Any], values: dict[str, Any]) -> None:
+        """Classes of the program that annotations name: of arguments, whose methods are called."""
+        for one in annotations:
+            cls = values.get(one) if isinstance(one, str) else one
+            if isinstance(cls, type) and is_program(cls.__module__):
+                self._class(cls)
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def _value(self, obj: Any) -> bytes:
+        """Return the digest of an object."""
+        kind = type(obj)
+        if kind in _ATOMS:
+            return _hash(_marshalled(obj))
+        known = self._memo.get(id(obj))
+        if known is not None:
+            return known
+        if id(obj) in self._above:  # it holds itself
+            return _hash(b"above", str(len(self._above) - self._above[id(obj)]).encode())
+        self._above[id(obj)] = len(self._above)
+        try:
+            digest = self._compound(kind, obj)
+        finally:
+            del self._above[id(obj)]
+        self._memo[id(obj)] = digest
+        self._alive.append(obj)
+        return digest
+
+    def _values(self, name: bytes, objects: Iterable[Any]) -> bytes:
+        return _hash(name, *map(self._value, objects))
+
+    def _compound(self, kind: type, obj: Any) -> bytes:
+        if kind in _PLAIN:
+            if _is_plain(obj):
+                return _hash(_marshalled(obj))
+            if kind is dict:
+                return self._values(b"dict", itertools.chain.from_iterable(obj.items()))
+            return self._values(kind.__name__.encode(), obj)
+        if kind is set or kind is frozenset:
+            return _hash(kind.__name__.encode(), *sorted(map(self._value, obj)))
+        if kind is FunctionType:
+            return self._function(obj)
+        if isinstance(obj, type):
+            return self._class(obj)
+        if isinstance(obj, ModuleType):
+            return self._module(obj)
+        if kind is CodeType:
+            return self._values(b"code", said(obj))
+        if kind is PickleBuffer:
+            return _hash(b"buffer", obj.raw())
+        if kind is bytearray:
+            return _hash(b"bytearray", obj)
+        if kind is BuiltinFunctionType and isinstance(obj.__self__, (ModuleType, type(None))):
+            self._installed(obj.__module__)
+            return _hash(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
+        if kind is MethodType:
+            return self._values(b"method", (obj.__func__, obj.__self__))
+        if isinstance(obj, _WITHOUT_VALUE):
+            return self._values(b"one of", (kind,))
+        wrapped = _wrapped(obj)
+        if wrapped is not None:
+            return self._values(b"wrapper", (kind, wrapped))
+        if _is_array(obj):
+            try:
+                return _hash(b"array", self._value(kind), dumps(obj))
+            except XPoolError as exc:
+                raise Unknown(f"a {_label(kind)} that cannot be pickled") from exc
+        reduced = self._reduced(obj)
+        if isinstance(reduced, str):
+            return _hash(b"name", self._value(kind), reduced.encode("utf-8", "surrogatepass"))
+        return self._values(b"reduced", (*reduced[:3], *map(_listed, reduced[3:])))
+
+    def _reduced(self, obj: Any) -> Any:
+        kind = type(obj)
+        try:
+            found = reducer_override(_Context(), obj)
+            if found is NotImplemented:
+                reduce: Any = copyreg.dispatch_table.get(kind)
+                found = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
+        except Exception as exc:  # of any object's own __reduce__
+            if by_handler(exc):
+                raise
+            raise Unknown(f"a {_label(kind)} ({exc})") from exc
+        if not isinstance(found, (str, tuple)):
+            raise Unknown(f"a {_label(kind)} (its __reduce__ returned {type(found).__name__})")
+        return found
+
+
+_METACLASSES = frozenset({"builtins", "abc", "enum"})
+_CODE = (FunctionType, property, classmethod, staticmethod)
+_WITHOUT_VALUE: tuple[type, ...] = (
+    weakref.ReferenceType,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+    type(sys.modules["_thread"]._local()),
+)
+"""What holds nothing of its own, or something else in each thread."""
+
+
+def _hash(*parts: Any) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        # With their lengths: the parts of two objects may be the same in a row.
+        digest.update(b"%d " % memoryview(part).nbytes)
+        digest.update(part)
+    return digest.digest()[:16]
+
+
+def _marshalled(obj: Any) -> bytes:
+    # Version 0 has no references, so equal values are equal bytes.
+    return marshal.dumps(obj, 0)
+
+
+def _is_plain(obj: Any) -> bool:
+    """Whether an object is made of lists, tuples, dicts and atoms alone, to a moderate depth.
+
+    Level by level, since a table of a million rows takes seconds by a call for each.
+    """
+    level: list[Any] = [obj]
+    for _ in range(20):
+        inside: list[Any] = []
+        for one in level:
+            inside += one
+            if type(one) is dict:
+                inside += one.values()
+        kinds = set(map(type, inside))
+        if not kinds <= _PLAIN:
+            return False
+        if kinds <= _ATOMS:
+            return True
+        level = [one for one in inside if type(one) not in _ATOMS]
+        # What is in many places would be written in each of them.
+        if len(set(map(id, level))) < len(level):
+            return False
+    return False
+
+
+def _wrapped(obj: Any) -> FunctionType | None:
+    """The function in a wrapper of a library: `functools.lru_cache`, whose own state is a cache."""
+    found = getattr(obj, "__dict__", {}).get("__wrapped__")
+    own = isinstance(found, FunctionType) and not is_program(type(obj).__module__)
+    return found if own else None
+
+
+def _is_array(obj: Any) -> bool:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(obj, numpy.ndarray):
+        return not obj.dtype.hasobject
+    return torch is not None and isinstance(obj, torch.Tensor)
+
+
+def _listed(items: Any) -> Any:
+    return list(items) if isinstance(items, Iterator) else items
+
+
+def _module_name(name: Any) -> str:
+    return "__main__" if name in MAIN_NAMES else str(name)
+
+
+def _label(obj: Any) -> str:
+    name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__name__)
+    return f"{_module_name(getattr(obj, '__module__', None))}.{name}"
+
+
+def _found(function: FunctionType) -> bool:
+    found: Any = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
+
+
+def _annotations(function: Any) -> dict[str, Any]:
+    try:
+        return dict(function.__annotations__)
+    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+        return {}
+
+
+def name_of(func: Any) -> str:
+    """Return what people know a function by."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = getattr(func, "__func__", func)
+    return _label(func if hasattr(func, "__qualname__") else type(func))
