@@ -401,8 +401,7 @@ def test_flow_control_counts_what_was_put(path):
             work.square, range(-20, 120), journal=path, key=lambda x: str(x) if x >= 0 else None,
             on_error="return",
         )  # fmt: skip
-        _, stop = results.cancelling
-        flow = stop.__self__
+        _, flow = results.cancelling
         assert len(list(results)) == 140
         assert (flow.put, flow.taken_items) == (20, 20)
 
