@@ -41,7 +41,7 @@ def spawn(
 
     Args:
         nprocs: None, or the number of devices: all of them.  1: ``fn(0, *args)`` here, in this
-            process.
+            process; it has ended when this returns, also with ``join=False``.
         join: False: return a `ProcessContext` at once.
         daemon: whether the processes are daemonic, and so may have no children.
         start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
@@ -49,13 +49,15 @@ def spawn(
 
     Raises:
         What ``fn`` raised, with its traceback as the cause; the other replicas were stopped.
-        WorkerDied: the process of a replica ended by a signal or `sys.exit`.
+        WorkerDied: the process of a replica ended by a signal or `sys.exit`; the others were
+            stopped.
         DeviceError: there is no device, it is in use, or torch_xla is missing or does not fit.
         WorkerStartFailed: a process could not be started.
     """
     check_callable("fn", fn)
     if nprocs is not None and check_count("nprocs", nprocs) == 1:
-        return [_run_here(fn, args, cache)]
+        value = _run_here(fn, args, cache)
+        return [value] if join else _OneHere(value)
     contexts = _contexts(cache)
     count = sum(context.count for context in contexts)
     if nprocs not in (None, count):
@@ -109,6 +111,17 @@ class _XlaContext(ProcessContext):
         return exc
 
 
+class _OneHere(ProcessContext):
+    """The one replica that has run in this process."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(None, replica.run_xla, [])
+        self._values = [value]
+
+    def pids(self) -> list[int]:
+        return [os.getpid()]
+
+
 def _contexts(cache: str | os.PathLike[str] | None) -> list[DeviceContext]:
     host = Host.here(gpus=False)
     client = host.environ.get("PJRT_DEVICE") or ("TPU" if host.chips else "CPU")
@@ -122,11 +135,26 @@ def _contexts(cache: str | os.PathLike[str] | None) -> list[DeviceContext]:
 def _run_here(
     fn: Callable[..., Any], args: Sequence[Any], cache: str | os.PathLike[str] | None
 ) -> Any:
-    # A runtime that has been started does not look at variables any more.
-    if running_runtime() != "XLA":
-        context = devices("xla", 1, per_process=1, cache=cache)[0]
-        # The numbers of threads are for workers that share a machine; this is the program.
-        set_environment({k: v for k, v in context.env.items() if not k.endswith("_NUM_THREADS")})
-        context.enter()
-    ordinal = import_module("torch_xla.runtime").global_ordinal()
-    return fn(ordinal, *args)
+    before = ours = dict(os.environ)
+    try:
+        # A runtime that has been started does not look at variables any more.
+        if running_runtime() != "XLA":
+            context = devices("xla", 1, per_process=1, cache=cache)[0]
+            # The numbers of threads are for workers that share a machine; this is the program.
+            env = {k: v for k, v in context.env.items() if not k.endswith("_NUM_THREADS")}
+            set_environment(env)
+            ours = dict(os.environ)
+            context.enter()
+        ordinal = import_module("torch_xla.runtime").global_ordinal()
+        return fn(ordinal, *args)
+    finally:
+        # Else whatever is started later would have the one device of this replica.
+        _put_back(before, ours)
+
+
+def _put_back(before: dict[str, str], ours: dict[str, str]) -> None:
+    """Undo the changes of `set_environment`, but for variables that ``fn`` has set since."""
+    changed = {name for name in before.keys() | ours.keys() if before.get(name) != ours.get(name)}
+    for name in changed:
+        if os.environ.get(name) == ours.get(name):
+            set_environment({name: before.get(name)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -269,11 +270,49 @@ def test_ctrl_c_stops_the_processes(tmp_path: Any):
     assert wait_gone(pids) == []
 
 
-@pytest.mark.parametrize("nprocs", [0, -1])
-def test_senseless_numbers(nprocs: int):
-    """A number of processes below 1 is refused."""
-    with pytest.raises(OptionError, match="nprocs must be at least 1"):
-        xpool.spawn(tell, nprocs=nprocs)
+def test_senseless_numbers():
+    """A number of processes below 0 is refused."""
+    with pytest.raises(OptionError, match="nprocs must be at least 0"):
+        xpool.spawn(tell, nprocs=-1)
+
+
+def test_no_processes():
+    """As in torch, none is a number of processes."""
+    assert xpool.spawn(tell, nprocs=0) == []
+    context = xpool.spawn(tell, nprocs=0, join=False)
+    assert context.processes == context.pids() == [] and context.sentinels == {}
+    assert context.join() and context.results() == []
+
+
+@pytest.mark.torch
+def test_processes(mailbox: Mailbox, gates: list[Gate]):
+    """A context has its processes, and descriptors to wait on, as torch's has."""
+    from torch.multiprocessing import ProcessExitedException
+
+    args = mailbox.path, [gate.path for gate in gates]
+    context = xpool.spawn(turn, args, nprocs=3, join=False)
+    mailbox.lines(3)
+    processes = context.processes
+    assert [process.pid for process in processes] == context.pids()
+    assert [process.exitcode for process in processes] == [None] * 3
+    assert all(process.is_alive() for process in processes)
+    assert list(context.sentinels.values()) == [0, 1, 2]
+    assert multiprocessing.connection.wait(context.sentinels, 0) == []
+    gates[1].open()
+    ready = multiprocessing.connection.wait(context.sentinels, WAIT)
+    assert [context.sentinels[one] for one in ready] == [1] and ready == [processes[1].sentinel]
+    assert [process.exitcode for process in processes] == [None, 0, None]
+    assert not context.join(0) and list(context.sentinels.values()) == [0, 2]
+    processes[2].terminate()
+    processes[2].join(WAIT)
+    assert processes[2].exitcode == -signal.SIGTERM and not processes[2].is_alive()
+    processes[0].kill()
+    with pytest.raises(ProcessExitedException) as caught:
+        context.join()
+    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert "retries" not in str(caught.value.__cause__)
+    assert not any(process.is_alive() for process in processes)
+    processes[0].terminate()  # it has ended: nothing happens
 
 
 def test_senseless_function():

@@ -6,20 +6,31 @@ are stopped, and its error is raised with its traceback.  On top of it, results 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
+import signal
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xpool.errors import RemoteTraceback, WorkerDied, XPoolError, exit_reason
+from xpool.errors import PoolClosed, RemoteTraceback, WorkerDied, XPoolError, exit_reason
 from xpool.options import check_callable, check_count
 from xpool.pool.p2p import P2PPool
 from xpool.results import AsyncResult
 from xpool.waiters import LOST_SIGNAL
 from xpool.worker import replica
 
-__all__ = ["ProcessContext", "Replicas", "spawn", "start_processes"]
+__all__ = [
+    "ProcessContext",
+    "ReplicaDied",
+    "ReplicaProcess",
+    "Replicas",
+    "spawn",
+    "start_processes",
+]
 
 
 def spawn(
@@ -35,6 +46,7 @@ def spawn(
     Args:
         fn, args: anything that a task of a pool may be; ``args`` may hold locks and queues of
             `multiprocessing`.
+        nprocs: how many; 0 runs nothing.
         join: False: return a `ProcessContext` at once.
         daemon: whether the processes are daemonic, and so may have no children.
         start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
@@ -59,7 +71,8 @@ def start_processes(
 ) -> Any:
     """As `spawn`; the name that `torch.multiprocessing` has for any start method."""
     check_callable("fn", fn)
-    check_count("nprocs", nprocs)
+    if not check_count("nprocs", nprocs, least=0):
+        return [] if join else ProcessContext(None, replica.run, [])
     pool = Replicas(fn, tuple(args), nprocs, daemon=daemon, start_method=start_method)
     context = ProcessContext(pool, replica.run, [(i,) for i in range(nprocs)])
     return context.wait() if join else context
@@ -81,42 +94,152 @@ class Replicas(P2PPool):
         self._contexts = contexts
         super().__init__(n, replica.keep, (fn, args), context=start_method, is_daemon=daemon)
 
+    def pids(self) -> list[int | None]:
+        """Return the process ids of the workers that are there."""
+        pids: list[int | None] = self._engine.statistics()["pids"]
+        return pids
+
     def _worker_contexts(self) -> list[Any] | None:
         return self._contexts
+
+
+class ReplicaDied(WorkerDied):
+    """The process of a replica has ended, and with it what it ran, for good.
+
+    Fields as of `WorkerDied`.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"Process {self.worker} (pid {self.pid}) ended with {exit_reason(self.exitcode)} while "
+            f"it ran {self.task}. The others were stopped."
+        )
+
+
+class ReplicaProcess:
+    """One process of a `ProcessContext`, with the part of `multiprocessing.Process` that concerns
+    a process that was started.  It has ended when its function has."""
+
+    def __init__(self, context: ProcessContext, index: int) -> None:
+        self._context, self._index = context, index
+        self.name = f"process {index}"
+
+    @property
+    def pid(self) -> int:
+        """Its process id; waits until it has started.
+
+        Raises:
+            WorkerStartFailed: it cannot start.
+        """
+        return self._context._pid(self._index)
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; 0 when its function has returned, 1 when that has raised; else its
+        exit code, which is negative for the signal that has ended it."""
+        return self._context._exitcode(self._index)
+
+    @property
+    def sentinel(self) -> int:
+        """A descriptor, valid as long as the context, that is readable when it has ended."""
+        return self._context._bells.sentinel(self._index)
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.exitcode is None
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, at most ``timeout`` seconds; that of the others is not looked at."""
+        self._context._pending[self._index].wait(timeout)
+
+    def terminate(self) -> None:
+        """Send it SIGTERM; a `ProcessContext.join` raises for it."""
+        self._context._signal(self._index, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send it SIGKILL; a `ProcessContext.join` raises for it."""
+        self._context._signal(self._index, signal.SIGKILL)
+
+    def __repr__(self) -> str:
+        return f"<ReplicaProcess {self._index} exitcode={self.exitcode}>"
+
+
+class _Bells:
+    """Descriptors that become readable, for who waits for many things at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Guarded by _lock: a pipe for each that was asked for, and who has rung.
+        self._pipes: dict[int, tuple[int, int]] = {}
+        self._rung: set[int] = set()
+        weakref.finalize(self, _close_pipes, self._pipes)
+
+    def sentinel(self, index: int) -> int:
+        with self._lock:
+            if index not in self._pipes:
+                self._pipes[index] = os.pipe()
+                if index in self._rung:
+                    os.write(self._pipes[index][1], b"E")
+            return self._pipes[index][0]
+
+    def ring(self, index: int) -> None:
+        with self._lock:
+            if index in self._pipes and index not in self._rung:
+                os.write(self._pipes[index][1], b"E")
+            self._rung.add(index)
+
+
+def _close_pipes(pipes: dict[int, tuple[int, int]]) -> None:
+    for fd in sum(pipes.values(), ()):
+        os.close(fd)
 
 
 class ProcessContext:
     """Processes that run one function each, as `torch.multiprocessing.spawn` returns it.
 
     Dropped, they run on to their end; at the interpreter's end they are stopped.
+
+    Attributes:
+        processes: a `ReplicaProcess` for each, in order of index.
     """
 
     def __init__(
-        self, pool: Replicas, run: Callable[..., Any], args: Sequence[tuple[Any, ...]]
+        self, pool: Replicas | None, run: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> None:
-        self._pool = pool
+        self._pool = pool  # None: there is nothing to run
         self._ended: list[int] = []  # in the order in which they did
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bells = _Bells()
         self._running = set(range(len(args)))
         self._values: list[Any] = [None] * len(args)
         self._failure: BaseException | None = None
-        # What a worker is given first: `apply_async` returns before its process has a pid.
-        self._pids = [pool.apply_async(os.getpid, worker=i) for i in range(len(args))]
-        self._pending: list[AsyncResult[Any]] = [
-            pool.apply_async(run, each, None, *self._told(i), worker=i)
-            for i, each in enumerate(args)
-        ]
-        pool.close()  # that is all: each process ends when it has answered
+        self._pids: list[AsyncResult[int]] = []
+        self._pending: list[AsyncResult[Any]] = []
+        self.processes = [ReplicaProcess(self, i) for i in range(len(args))]
+        if pool is not None:
+            # What a worker is given first: `apply_async` returns before its process has a pid.
+            self._pids += [pool.apply_async(replica.pid, worker=i) for i in range(len(args))]
+            self._pending += [
+                pool.apply_async(run, each, None, *self._told(i), worker=i)
+                for i, each in enumerate(args)
+            ]
+            pool.close()  # that is all: each process ends when it has answered
 
     def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
         # Not `self`: a pool holds its callbacks, and this object holds the pool.
-        ended, news = self._ended, self._news
+        ended, news, bells = self._ended, self._news, self._bells
 
         def tell(_: Any) -> None:
             ended.append(index)
+            bells.ring(index)
             news.put(None)
 
         return tell, tell
+
+    @property
+    def sentinels(self) -> dict[int, int]:
+        """By the sentinel of each process that `join` has not seen ended: its index."""
+        return {self._bells.sentinel(i): i for i in sorted(self._running)}
 
     def pids(self) -> list[int]:
         """Return the process ids, in order of index, when all have started.
@@ -132,6 +255,27 @@ class ProcessContext:
         except WorkerDied as exc:
             return exc.pid or -1
         return pid
+
+    def _exitcode(self, index: int) -> int | None:
+        if index not in self._ended:
+            return None
+        try:
+            # Ready in a moment: `_told` is called just before.
+            self._pending[index].get()
+        except WorkerDied as exc:
+            return -1 if exc.exitcode is None else exc.exitcode
+        except PoolClosed:  # stopped with the others
+            return -signal.SIGTERM
+        except BaseException:
+            return 1
+        return 0
+
+    def _signal(self, index: int, signum: int) -> None:
+        pid = self._pid(index)
+        # Else it has ended, and the number may be another process's.
+        if self._pool is not None and pid in self._pool.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """Wait until all have ended, at most ``timeout`` seconds; return whether they have.
@@ -154,7 +298,8 @@ class ProcessContext:
             raise self._failure
         if self._running:
             return False
-        self._pool.join()
+        if self._pool is not None:
+            self._pool.join()
         return True
 
     def results(self) -> list[Any]:
@@ -202,7 +347,9 @@ class ProcessContext:
             self._values[index] = pending.get()
         except WorkerDied as exc:
             # sys.exit() and sys.exit(0) are good ends, without a result.
-            failure = None if exc.exitcode == 0 else exc
+            # Not as it is: it advises retries, which these calls do not have.
+            died = ReplicaDied(exc.pid, exc.exitcode, exc.worker, exc.task)
+            failure = None if exc.exitcode == 0 else died
         except KeyboardInterrupt:
             # In the process that is a good end, to torch; here it is someone's Ctrl-C.
             if not pending.ready() or pending.successful():
@@ -213,8 +360,13 @@ class ProcessContext:
         return failure
 
     def _stop(self) -> None:
-        self._pool.terminate()
-        self._pool.join()
+        if self._pool is not None:
+            self._pool.terminate()
+            self._pool.join()
+            # A pool that is terminated calls nobody back.
+            for index in self._running.difference(self._ended):
+                self._ended.append(index)
+                self._bells.ring(index)
 
     def _error(self, index: int, exc: BaseException) -> BaseException:
         """Return what `join` raises."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["keep", "run", "run_xla"]
+__all__ = ["keep", "pid", "run", "run_xla"]
 
 _what: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
@@ -17,6 +18,11 @@ def keep(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """The workers' initializer: `multiprocessing` passes locks and queues on at the start only."""
     global _what
     _what = fn, args
+
+
+def pid(*_: Any) -> int:
+    """Return the process id; a worker with a context is given that first."""
+    return os.getpid()
 
 
 def _take() -> tuple[Callable[..., Any], tuple[Any, ...]]:
