@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import queue
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,10 +96,14 @@ class HostWorld(World):
         self.accidents = self.one_of([0.0, 0.003, 0.02, 0.05])
         self.deaths = self.one_of([0.0, 0.1])
         # What else is rare: hosts work on that are said to be dead; tasks are for one worker; what
-        # is large has to wait for room.
-        self.theme = self.one_of(["", "", "", "", "", "", "cut off", "bound", "no room"])
+        # is large has to wait for room; long tasks follow after many short ones.
+        self.theme = self.one_of(
+            ["", "", "", "", "", "", "cut off", "bound", "no room", "wrong guess"]
+        )
         if self.theme == "no room":
             self.losses = self.accidents = 0.0
+        elif self.theme == "wrong guess":
+            self.losses = self.accidents = self.deaths = 0.0
         elif self.theme:
             self.accidents, self.deaths = 0.05, self.one_of([0.0, 0.5])
         self.pace = self.one_of([1e-5, 1e-3])
@@ -117,12 +121,13 @@ class HostWorld(World):
         self.funcs: dict[int, int] = {}
         self.forgotten: set[int] = set()
         self.granted: set[tuple[int, Task]] = set()  # what a host may begin
+        self.unbegun: dict[tuple[int, Task], float] = {}  # and has not, in one theme; since when
         self.open: dict[int, TaskRange] = {}
         self.to_feed: list[TaskRange] = []
         self.calls: list[int] = []
         self.jobs = 0
         self.half_withdrawn = 0  # jobs whose function is forgotten, and that are not yet withdrawn
-        self.jobs_wanted = 1 + self.below(6)
+        self.jobs_wanted = 1 + self.below(6) + (25 if self.theme == "wrong guess" else 0)
         self.spread = self.one_of([1e-3, 0.1, 2.0])
         self.violent_end = self.chance(0.15)
         self.early_close = self.chance(0.05)
@@ -180,9 +185,14 @@ class HostWorld(World):
             self.step()
             if self.driver_is_dead:
                 return
+            if events or self.over:
+                continue
             later = self.engine.sched._later
-            if later and later[0][0] < self.now - 0.001 and not (events or self.over):
+            if later and later[0][0] < self.now - 0.001:
                 self.wrong(f"a task was to be tried again at {later[0][0]}, and is not")
+            when = self.engine.service.next_time()
+            if when is not None and when < self.now - 0.001:
+                self.wrong(f"the driver was to be awake at {when}, and is not")
 
     def soon(self) -> bool:
         """Whether something else happens before the driver's thread comes to look."""
@@ -198,6 +208,7 @@ class HostWorld(World):
         call(*args)
         self.check_starved()
         self.check_sat_on()
+        self.check_recalled()
 
     def tell(self, event: Any) -> None:
         """Tell the driver."""
@@ -369,13 +380,17 @@ class HostWorld(World):
             takes, n, retries = 20.0, min(n, 3), max(retries, 1)
         elif self.theme == "bound":
             kind, n, retries = "bound", 1, 3
+        elif self.theme == "wrong guess":
+            kind, n = ("map", 40) if self.jobs else ("calls", 1)
+            takes = self.one_of([0.02, 0.2, 3.0]) if self.jobs else 1e-4
         bound = None
         if kind == "bound":
             bound = self.one_of([-1, -1, *range(len(self.engine.sched._of))])
         large = self.chance(0.1)
         self.note(self.at, "somebody submits", kind, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "large" if large else "")  # fmt: skip
-        for _ in range(self.one_of([1, 4, 25]) if kind in ("calls", "bound") else 1):
+        several = self.one_of([1, 4, 25]) if kind in ("calls", "bound") else 1
+        for _ in range(25 if self.theme == "wrong guess" and not self.jobs else several):
             self.jobs += 1
             self.submit_one(kind, n, retries, takes, bound, large)
 
@@ -410,6 +425,8 @@ class HostWorld(World):
         task.takes = (takes or self.one_of([1e-4, 0.01, 2.0])) * (0.5 + self.draw.random())
         if self.deaths and self.chance(self.deaths):
             task.deadly = self.one_of([1, 1, 2, 9])
+        if self.theme == "wrong guess" and takes < 1e-3:
+            task.takes = takes  # they are what the guess is made of
         task.error = self.chance(0.05)
         if self.chance(0.5 if self.theme == "bound" else 0.05):
             task.fails = 1 + self.below(3)
@@ -555,6 +572,7 @@ class HostWorld(World):
             self.check_begun(host, w, name, function)
         if batch.past.tries != task.tries and host.number not in self.buried:
             self.wrong(f"{name} was tried {task.tries} times, not {batch.past.tries}")
+        self.unbegun.pop((host.number, name), None)
         task.runs += 1
         task.where = host
         if task.runs > 1 + task.retries:
@@ -593,6 +611,8 @@ class HostWorld(World):
             permit(host, lot, found)
             for payload in lot.items.items:
                 self.granted.add((host.number, payload.task))
+                if self.theme == "wrong guess":
+                    self.unbegun[host.number, payload.task] = self.now
             if host.leaving:
                 self.wrong(f"host {host.number} is going to go, and is permitted something")
             if lot.items.bound is not None:
@@ -611,10 +631,12 @@ class HostWorld(World):
             if item.past.tries != task.tries or item.retries != task.retries - task.tries:
                 self.wrong(f"{item.items[0].task} has {item.retries} retries, {item.past}")
 
-        def back(number: int, job: int, item: int) -> None:
-            self.note(self.at, "task", (job, item), "is given back by host", number)
-            unbegun(number, job, item)
-            self.granted.discard((number, (job, item)))
+        def back(number: int, job: int, first: int, tasks: int) -> None:
+            self.note(self.at, tasks, "tasks from", (job, first), "are given back by host", number)
+            unbegun(number, job, first, tasks)
+            for item in range(first, first + tasks):
+                self.granted.discard((number, (job, item)))
+                self.unbegun.pop((number, (job, item)), None)
 
         sched._permit, sched.put_again, sched.unbegun = permitting, again, back
 
@@ -698,6 +720,20 @@ class HostWorld(World):
                 limit = 0.1 + 4 * self.latency * (2 + lots)
                 if idle is not None and self.now - max(idle, since) > limit:
                     self.wrong(f"worker {worker} of {host.name} sits on tasks since {since:.6f}")
+
+    def check_recalled(self) -> None:
+        """What a host has been permitted on a wrong guess is taken back, so that few tasks are lost
+        with it: one for each worker may wait behind those that run."""
+        if self.over or self.stalls or not self.unbegun or self.turns % 8:
+            return
+        # Two looks, which are the longer apart the longer a task takes of which some may wait.
+        long_ago = self.now - 4 * policy.LONG_SECONDS - 0.1 - 8 * self.latency
+        waits = Counter(number for (number, (job, _)), since in self.unbegun.items()
+                        if since < long_ago and job not in self.withdrawn)  # fmt: skip
+        for number, n in waits.items():
+            host = self.hosts[number]
+            if n > host.workers and not (host.over or host.number in self.buried):
+                self.wrong(f"{host.name} keeps {n} tasks that it has not begun")
 
     # -- what must hold of the end of a task -------------------------------------------------------
 

@@ -8,8 +8,9 @@ from typing import Any
 from xpool.hosts import messages as m
 from xpool.hosts.conversation import Conversation
 from xpool.hosts.desk import Desk
+from xpool.hosts.holdings import Host, Lost
 from xpool.hosts.link import Link
-from xpool.hosts.scheduler import Host, HostScheduler, Lost
+from xpool.hosts.scheduler import HostScheduler
 from xpool.hosts.service import HostService
 from xpool.jobs.ranges import CALLS, TaskRange
 from xpool.jobs.scheduler import Scheduler
@@ -129,11 +130,32 @@ def _(patch: Patch) -> None:
     wrap(patch, Scheduler, "take_out", take_out)
 
 
+@mutant("what a host has not begun in time is not asked for")
+def _(patch: Patch) -> None:
+    patch.setattr(HostScheduler, "look", lambda sched, number: [])
+
+
+@mutant("nobody is awake when it is time to look at a host")
+def _(patch: Patch) -> None:
+    wrap(patch, HostService, "__init__", lambda original, *args: original(*args[:-1], nothing))
+
+
+@mutant("a host that has begun nothing in time is permitted as much again")
+def _(patch: Patch) -> None:
+    def most(original: Any, sched: HostScheduler, host: Host) -> int:
+        pace, host.pace = host.pace, None
+        n: int = original(sched, host)
+        host.pace = pace
+        return n
+
+    wrap(patch, HostScheduler, "_most_ahead", most)
+
+
 @mutant("what a host is asked for, it keeps")
 def _(patch: Patch) -> None:
     def do(original: Any, desk: Desk, message: Any) -> None:
         if type(message) is m.Back:
-            desk.say(m.Given(message.batch))
+            desk.say(m.Given([batch for batch, *_ in message.batches]))
         else:
             original(desk, message)
 

@@ -69,12 +69,13 @@ class _Host:
                 for batch in message.batches:
                     del self.staged[batch]
             elif type(message) is m.Back:
-                mine = [one for one in self.waiting if one[0] == message.batch]
+                asked = [batch for batch, *_ in message.batches]
+                mine = [one for one in self.waiting if one[0] in asked]
                 for one in mine:
                     self.waiting.remove(one)
-                self.say(m.Given(message.batch))
+                self.say(m.Given(asked))
                 for _, index in reversed(mine):
-                    self.say(m.Unbegun(1, index))
+                    self.say(m.Unbegun(1, index, 1))
             elif type(message) is m.Go:
                 for batch in message.batches:
                     stage = self.staged.pop(batch)
@@ -195,7 +196,7 @@ class Cluster:
         for number, news in inbox:
             for message in news:
                 if type(message) is m.Given:
-                    self.sched.given(number, message.batch)
+                    self.sched.given(number, message.batches)
                 elif type(message) is m.Unbegun:
                     self.sched.unbegun(number, *message)
                 elif self.sched.answered(number, 1, message, 1):

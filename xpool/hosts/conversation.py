@@ -52,7 +52,10 @@ class Conversation:
         self.link = Link()
         self._fleet, self._host = fleet, host
         self._sent = 0  # number of the last message that is under way, or there
+        self.trip = 0.0
+        """Seconds from a beat to its reply, at the least that was seen; 0: none was sent yet."""
         self._calls: dict[int, int] = {}  # under way: the first message of each, by its number
+        self._beats: dict[int, float] = {}  # of these, when each beat left
         self._numbers = itertools.count(1)  # of calls
         self._lost = False  # a reply was lost: the agent is to say it again
         self._replied = 0  # number of the last call that has a reply
@@ -83,6 +86,8 @@ class Conversation:
         number, first = next(self._numbers), self._sent + 1
         self._sent += len(messages)
         self._calls[number] = first
+        if beat:
+            self._beats[number] = now
         again, self._lost = self._lost, False
         self._fleet.call(
             self._host,
@@ -92,6 +97,9 @@ class Conversation:
     def replied(self, reply: f.Replied, now: float) -> list[Any]:
         """Take a reply; return the messages that are new, in order."""
         self._calls.pop(reply.number, None)
+        left = self._beats.pop(reply.number, None)
+        if left is not None:  # other calls wait at the agent until it has something to say
+            self.trip = min(self.trip or now, now - left)
         self.heard, self._replied = now, max(self._replied, reply.number)
         self.link.acknowledge(reply.taken)
         # What came before it may still come, by another call; or a call took it that had failed.
@@ -100,6 +108,7 @@ class Conversation:
 
     def unreached(self, number: int) -> None:
         """Have said again what a call that did not come back has said."""
+        self._beats.pop(number, None)
         first = self._calls.pop(number, None)
         if first is not None:
             self._sent, self._lost = min(self._sent, first - 1), True

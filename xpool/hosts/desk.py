@@ -75,9 +75,9 @@ class Desk:
             for batch in message.batches:
                 del self._staged[batch]
         elif kind is m.Back:
-            last = message.first + message.tasks
-            engine.give_back(message.job, range(message.first, last))
-            self.say(m.Given(message.batch))
+            for _, job, first, tasks in message.batches:
+                engine.give_back(job, range(first, first + tasks))
+            self.say(m.Given([batch for batch, *_ in message.batches]))
         elif kind is m.Cancel:
             engine.withdraw(message.job, message.item)
         elif kind is m.Func:
@@ -154,8 +154,10 @@ class Desk:
         results = self.engine.results
         while results:
             job, index, (ok, value) = results.popleft()
-            if ok is None:
-                found.append(m.Unbegun(job, index) if value is None else m.Again(job, index, value))
+            if ok is None and value is None:
+                _add_unbegun(found, job, index)
+            elif ok is None:
+                found.append(m.Again(job, index, value))
             else:
                 found.append(m.Answer(job, index, getattr(value, "count", 1), ok, value))
         failure = self.engine.failure
@@ -168,3 +170,12 @@ class Desk:
         for message in found:
             self.say(message)
         return bool(found)
+
+
+def _add_unbegun(found: list[Any], job: int, index: int) -> None:
+    """Add that an item was begun by nobody: these come the last first, and often many at once."""
+    last = found[-1] if found else None
+    if type(last) is m.Unbegun and (last.job, last.first) == (job, index + 1):
+        found[-1] = m.Unbegun(job, index, last.tasks + 1)
+    else:
+        found.append(m.Unbegun(job, index, 1))

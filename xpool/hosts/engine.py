@@ -60,12 +60,12 @@ class HostEngine:
     ) -> None:
         self.lock = threading.Lock()  # guards all that follows
         self.dropped = False  # the pool is gone; set without the lock
-        self.service = HostService(fleet, describe, lease, now)
+        self._events = queue.SimpleQueue() if events is None else events
+        self.service = HostService(fleet, describe, lease, now, self.wake)
         self.results = self.service.results
         self.sched = self.service.sched
         self.idle: Collection[int] = self.sched.hungry
         self._fleet, self._now = fleet, now
-        self._events = queue.SimpleQueue() if events is None else events
         self._functions = itertools.count(1)
 
     @property

@@ -88,12 +88,10 @@ class Drop(NamedTuple):
 
 
 class Back(NamedTuple):
-    """Give back what nobody has begun of a permitted batch: so many ``tasks`` from ``first`` on."""
+    """Give back what nobody has begun of permitted batches: of each its number, its job, its first
+    task, and how many these are."""
 
-    batch: int
-    job: int
-    first: int
-    tasks: int
+    batches: list[tuple[int, int, int, int]]
 
 
 class Cancel(NamedTuple):
@@ -132,17 +130,19 @@ class Again(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Of a batch that was asked for, what waited is given back: `Unbegun` follows for each task.
+    """Of batches that were asked for, what waited is given back: `Unbegun` follows.
     What a worker has in hand is, too, when it turns out that it sits on it."""
 
-    batch: int
+    batches: list[int]
 
 
 class Unbegun(NamedTuple):
-    """A task was begun by nobody, and will not be here."""
+    """So many consecutive ``tasks``, from ``first`` on, were begun by nobody, and will not be
+    here."""
 
     job: int
-    item: int
+    first: int
+    tasks: int
 
 
 class Status(NamedTuple):

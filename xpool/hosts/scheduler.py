@@ -13,6 +13,12 @@ each lot, so that the last items of a map are spread over all hosts.  Where noth
 queue, a host with room gets what another has staged; where nothing is staged, another is asked to
 give back what it has been permitted and has not begun.
 
+How long a task takes is a guess, by the last answers.  Where it was too low, a host has been
+permitted more than it can begin, and all of that would be lost with it.  So a host that has not
+come to the end of a lot in `RECALL_SECONDS` is asked to give back what is too much (`look`).  What
+it has answered meanwhile says how much that is; a guess that has risen does not, since the time of
+a few tasks of a millisecond may be tenfold on a busy machine, and fall again.
+
 Methods return messages, each with the host that it is for.  Nothing here knows a clock.
 """
 
@@ -20,14 +26,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
+from xpool.hosts.holdings import Host, Lost, Lot
 from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go, Stage
 from xpool.jobs.ranges import CALLS, Past, TaskRange, covers, name_of, piece
 from xpool.jobs.waiting import Waiting
 
-__all__ = ["Host", "HostScheduler", "Lost", "Message"]
+__all__ = ["HostScheduler", "Message"]
 
 AHEAD_SECONDS = 0.05
 """Seconds of work for which a host may begin without another word of the driver."""
@@ -42,6 +49,9 @@ LOT_SECONDS = 0.004
 LONG_SECONDS = 0.25
 """Of items that take longer none is permitted ahead: a round trip is short beside them."""
 
+RECALL_SECONDS = 0.1
+"""Seconds between two looks at a host that was permitted more than it has workers."""
+
 MOST_ITEMS = 512
 """Items in one lot at most."""
 
@@ -53,50 +63,6 @@ LOT_BYTES = 256 * 1024
 
 Message = tuple[int, Any]
 """A host, and a message for its agent."""
-
-
-class Lost(NamedTuple):
-    """An item that a lost host may have run, as a range of its own, and whether another try is
-    permitted."""
-
-    item: TaskRange
-    again: bool
-
-    @property
-    def name(self) -> tuple[int, int]:
-        """Job and index, as the pool knows them."""
-        return name_of(self.item.job, self.item.first)
-
-
-class Lot:
-    """Items that were staged at a host."""
-
-    __slots__ = ("items", "left", "nbytes", "number")
-
-    def __init__(self, number: int, items: TaskRange) -> None:
-        self.number = number
-        self.items = items
-        self.nbytes = sum(map(len, items.items))
-        self.left = len(items.items)  # without an answer
-
-
-class Host:
-    """What one host holds."""
-
-    def __init__(self, number: int, first: int, workers: int) -> None:
-        self.number = number
-        self.first, self.workers = first, workers  # the pool's indices of its workers
-        self.accepting = False  # it has not joined yet, or is about to go
-        self.leaving = False
-        self.known: set[int] = set()  # functions that it has
-        self.staged: deque[Lot] = deque()  # not permitted, oldest first
-        self.ready = 0  # items in these
-        self.lots: dict[int, Lot] = {}  # permitted, and not all answered; oldest first
-        self.permitted: dict[tuple[int, int], Lot] = {}  # items by name
-        self.ahead = 0  # permitted items that any of its workers may run
-        self.nbytes = 0  # of what is staged and what is permitted
-        self.asked: Lot | None = None  # what it was asked to give back
-        self.unasked: dict[int, Lot] = {}  # what it could be asked for, oldest first
 
 
 class HostScheduler(Waiting):
@@ -118,6 +84,10 @@ class HostScheduler(Waiting):
         self._askable: dict[int, None] = {}
         self._unfilled: dict[int, None] = {}
         self._bound_at: dict[int, None] = {}
+        self.unwatched: dict[int, None] = {}
+        """Hosts that were permitted more than their workers run: `look` is to be called with each
+        in `patience` seconds; the caller takes them out."""
+        self._returned: TaskRange | None = None  # what was last given back, while it waits
         self._of: list[int] = []  # the host of each worker
         self._bound_ahead: list[int] = []  # items bound to each worker that were permitted
         self._functions: dict[int, tuple[int, Any]] = {}
@@ -169,7 +139,7 @@ class HostScheduler(Waiting):
         """
         self.drain(number)
         host = self.hosts.pop(number)
-        for its in (self._stagers, self._askable, self._unfilled, self._bound_at):
+        for its in (self._stagers, self._askable, self._unfilled, self._bound_at, self.unwatched):
             its.pop(number, None)
         found = []
         for name, lot in host.permitted.items():
@@ -316,7 +286,7 @@ class HostScheduler(Waiting):
             self._stagers[host.number] = None
         else:
             self._stagers.pop(host.number, None)
-        if host.ahead > host.workers and host.asked is None and host.unasked:
+        if host.ahead > host.workers and not host.asked and host.unasked:
             self._askable[host.number] = None
         else:
             self._askable.pop(host.number, None)
@@ -329,13 +299,24 @@ class HostScheduler(Waiting):
             return self._stage(host, self.shared, room, found)
         for number in self._askable:
             rich = self.hosts[number]
-            lot = rich.asked = rich.unasked.pop(next(reversed(rich.unasked)))
-            part = lot.items
-            back = Back(lot.number, part.job, part.first, len(part.items))
-            found.append((rich.number, back))
-            self._look_at_wealth(rich)
+            self._ask_back(rich, found)
             break
         return None
+
+    def _ask_back(self, host: Host, found: list[Message]) -> int:
+        """Ask a host for the newest lot that it was not asked for; return how many items of it
+        have no answer."""
+        lot = host.unasked.pop(next(reversed(host.unasked)))
+        host.asked[lot.number] = lot
+        part = lot.items
+        which = lot.number, part.job, part.first, len(part.items)
+        last = found[-1] if found else None
+        if last is not None and last[0] == host.number and type(last[1]) is Back:
+            last[1].batches.append(which)
+        else:
+            found.append((host.number, Back([which])))
+        self._look_at_wealth(host)
+        return lot.left
 
     def _drop(self, host: Host, lots: list[Lot], found: list[Message]) -> None:
         """Queue staged lots again, in front."""
@@ -357,6 +338,8 @@ class HostScheduler(Waiting):
             host.ahead += lot.left
             host.unasked[lot.number] = lot
             self._look_at_wealth(host)
+            if host.ahead > host.workers:
+                self._watch(host)
         else:
             self._bound_ahead[items.bound] += lot.left
         last = found[-1] if found else None
@@ -427,10 +410,58 @@ class HostScheduler(Waiting):
 
     def _room(self, host: Host) -> int:
         """Return how many more items a host may be permitted."""
-        if not host.accepting:
-            return 0
+        return self._most_ahead(host) - host.ahead if host.accepting else 0
+
+    def _most_ahead(self, host: Host) -> int:
+        """Return how many items that any of its workers may run a host may be permitted."""
         most = min(MOST_AHEAD, host.workers * (1 + self._extra(host)))
-        return max(host.workers, most) - host.ahead
+        if host.pace is not None:
+            most = min(most, host.pace)
+        return max(host.workers, most)
+
+    # -- what a host has been permitted on a wrong guess -------------------------------------------
+
+    @property
+    def patience(self) -> float:
+        """Seconds between two looks at a host: what waits behind one task each has begun by then,
+        if these take as long as the last ones did."""
+        return RECALL_SECONDS if self.cost > LONG_SECONDS else max(RECALL_SECONDS, 2 * self.cost)
+
+    def _watch(self, host: Host) -> None:
+        if not host.watched:
+            host.watched = True
+            host.newest_then, host.answers_then = self._numbers_of_lots, host.answers
+            self.unwatched[host.number] = None
+
+    def look(self, number: int) -> list[Message]:
+        """Ask a host for what it has not begun in time.
+
+        If it has a lot still that it had at the last look, it is to hold no more than it has
+        answered since; until it answers more than that.
+        """
+        found: list[Message] = []
+        host = self.hosts.get(number)
+        if host is None:
+            return found
+        host.watched = False
+        answers = host.answers - host.answers_then
+        oldest = next(iter(host.unasked), None)
+        if host.pace is not None and answers > host.pace:
+            host.pace = None
+            if host.accepting:
+                self.hungry.setdefault(number)
+        elif oldest is not None and oldest <= host.newest_then and host.ahead > answers:
+            host.pace = answers
+            self._shed(host, found)
+        if host.ahead > host.workers or host.pace is not None:
+            self._watch(host)
+        return found
+
+    def _shed(self, host: Host, found: list[Message]) -> None:
+        """Ask for the newest lots, until a host holds no more than it may be permitted now."""
+        more = host.ahead - sum(lot.left for lot in host.asked.values()) - self._most_ahead(host)
+        while more > 0 and host.unasked:
+            more -= self._ask_back(host, found)
 
     # -- answers come ------------------------------------------------------------------------------
 
@@ -439,6 +470,7 @@ class HostScheduler(Waiting):
         host = self.hosts.get(number)
         if host is None:
             return False
+        host.answers += tasks
         lots = [host.permitted.pop((job, i), None) for i in range(first, first + tasks)]
         for lot in lots:
             if lot is not None:
@@ -458,8 +490,7 @@ class HostScheduler(Waiting):
             del host.lots[lot.number]
             host.unasked.pop(lot.number, None)
             host.nbytes -= lot.nbytes
-            if host.asked is lot:
-                host.asked = None
+            host.asked.pop(lot.number, None)
             if host.accepting:
                 self._unfilled[host.number] = None
         self._look_at_wealth(host)
@@ -481,25 +512,45 @@ class HostScheduler(Waiting):
         item.past = Past(item.past.tries + 1, item.past.killed + killed)
         self.put_later(when, item)
 
-    def given(self, number: int, batch: int) -> None:
-        """Note that a host has given back what waited there of a lot that it was asked for."""
+    def given(self, number: int, batches: Iterable[int]) -> None:
+        """Note that a host has given back what waited there of lots that it was asked for."""
         host = self.hosts.get(number)
-        if host is not None and host.asked is not None and host.asked.number == batch:
-            host.asked = None
+        if host is not None:
+            for batch in batches:
+                host.asked.pop(batch, None)
             self._look_at_wealth(host)
 
-    def unbegun(self, number: int, job: int, item: int) -> None:
-        """Queue an item again, in front, that a host was asked for and has not begun."""
+    def unbegun(self, number: int, job: int, first: int, tasks: int) -> None:
+        """Queue items again, in front, that a host was asked for and has not begun."""
         host = self.hosts.get(number)
-        lot = None if host is None else host.permitted.pop((job, item), None)
-        if host is None or lot is None:
+        if host is None:
             return
-        self._answered(host, lot)
-        self.put_back(self._item(lot, (job, item)))
+        for item in reversed(range(first, first + tasks)):
+            lot = host.permitted.pop((job, item), None)
+            if lot is not None:
+                self._answered(host, lot)
+                self._return(self._item(lot, (job, item)))
         if host.accepting:
             # Behind those for whose sake it was asked, if it had room as well.
             self.hungry.pop(number, None)
             self.hungry[number] = None
+
+    def _return(self, part: TaskRange) -> None:
+        """Queue an item in front, in one range with those that follow it and came back before."""
+        last = self._returned
+        if (
+            last is not None
+            and last.items
+            and self.shared
+            and self.shared[0] is last
+            and part.first + 1 == last.first
+            and _terms(part) == _terms(last)
+        ):
+            last.items.extendleft(part.items)
+            last.first -= 1
+        else:
+            self._returned = part
+            self.put_back(part)
 
     def withdraw(self, job: int, index: int | None = None) -> list[Message]:
         """Forget a job that has ended, or one item of it; stop what runs of it."""
@@ -532,9 +583,15 @@ class HostScheduler(Waiting):
         super().clear()
         self._stagers.clear()
         self._askable.clear()
+        self.unwatched.clear()
         for host in self.hosts.values():
             host.staged.clear()
             host.lots.clear()
             host.unasked.clear()
+            host.asked.clear()
             host.permitted.clear()
             host.ahead = host.ready = host.nbytes = 0
+
+
+def _terms(part: TaskRange) -> tuple[Any, ...]:
+    return part.job, part.func, part.retries, part.bound, part.limit, part.past

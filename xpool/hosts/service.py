@@ -7,6 +7,7 @@ numbered.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
@@ -47,6 +48,7 @@ class HostService:
         describe: says which task one is, by job and index, for people.
         lease: seconds, as the agents have it.
         now: the clock.
+        wake: has the engine's thread ask `next_time` anew.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class HostService:
         describe: Callable[[int, int], str],
         lease: float,
         now: Callable[[], float],
+        wake: Callable[[], None],
     ) -> None:
         self.sched = HostScheduler()
         self.agents: dict[int, Conversation] = {}
@@ -71,6 +74,7 @@ class HostService:
         self.failure: BaseException | Parcel | None = None
         self.random = random.Random()  # not the program's: it may have been seeded
         self._fleet, self._describe, self._lease, self._now = fleet, describe, lease, now
+        self._wake = wake
         self._beat_seconds = min(BEAT, lease / 8)
         self._beating = False
         self._touched: dict[int, None] = {}  # hosts that may have to be called, at a turn's end
@@ -81,7 +85,10 @@ class HostService:
 
     def at(self, when: float, call: Callable[[], None]) -> None:
         """Have something called when it is time."""
-        heapq.heappush(self._timers, (when, next(self._numbers), call))
+        timer = when, next(self._numbers), call
+        heapq.heappush(self._timers, timer)
+        if self._timers[0] is timer:  # the engine's thread waits for a later one
+            self._wake()
 
     def next_time(self) -> float | None:
         """Return when something is to be called next.  Asked without the lock, too."""
@@ -134,9 +141,18 @@ class HostService:
 
     def give(self) -> None:
         """Permit and stage what there is, and call the hosts that are to hear something."""
-        self.send(self.sched.give())
+        sched = self.sched
+        self.send(sched.give())
+        while sched.unwatched:
+            number = sched.unwatched.popitem()[0]
+            # What was permitted is under way for some of that time, and so are the answers.
+            patience = sched.patience + 2 * self.agents[number].trip
+            self.at(self._now() + patience, functools.partial(self._look, number))
         while self._touched:
             self._flush(self._touched.popitem()[0])
+
+    def _look(self, number: int) -> None:
+        self.send(self.sched.look(number))
 
     def send(self, found: Iterable[Message]) -> None:
         """Queue messages; `give` has them sent."""
@@ -149,7 +165,7 @@ class HostService:
         if not agent.ended:
             host = self.sched.hosts[number]
             # It may have something to say, or must hear that it is not forgotten.
-            expects = bool(host.permitted) or host.asked is not None or self.retiring
+            expects = bool(host.permitted) or bool(host.asked) or self.retiring
             # Since the last call, not since the last reply: one that was long under way renews
             # nothing before the agent is told that it has come.
             now = self._now()
@@ -236,9 +252,9 @@ class HostService:
         elif kind is m.Again:
             self.sched.again(host, message.job, message.item, message.killed, self._pause)
         elif kind is m.Given:
-            self.sched.given(host, message.batch)
+            self.sched.given(host, message.batches)
         elif kind is m.Unbegun:
-            self.sched.unbegun(host, message.job, message.item)
+            self.sched.unbegun(host, message.job, message.first, message.tasks)
         elif kind is m.Status:
             agent.status = message
             if message.cost < float("inf"):  # else it has answered nothing yet
