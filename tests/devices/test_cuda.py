@@ -83,12 +83,35 @@ def test_nodes_where_the_numbers_are_known():
         ("", "hides every GPU; unset it"),
         ("-1", "hides every GPU"),
         ("1,1", "names a device twice"),
+        ("1,01", "names a device twice"),
+        ("GPU-1,GPU-11", "names a device twice"),
+        ("0,GPU-1", "by number and by UUID.*CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+        (
+            "GPU-",
+            "is the beginning of GPU-00000000, GPU-11111111, GPU-22222222, GPU-33333333: give",
+        ),
+        ("\u00b2", "which this machine does not have"),
     ],
 )
 def test_a_mask_that_names_no_device(mask: str, message: str):
     """A mask with a device that is not there is refused with those that are."""
     with pytest.raises(DeviceError, match=message):
         devices("cuda", host=gpu_host(4, environ={MASK: mask}))
+
+
+def test_a_device_by_two_names():
+    """It is one device for a number and for a UUID, for an instance and for its GPU."""
+    by_bus = {ORDER: "PCI_BUS_ID"}
+    host = gpu_host(2, environ=by_bus | {MASK: "0,GPU-0"})
+    with pytest.raises(DeviceError, match="names a device twice"):
+        devices("cuda", host=host)
+    other = replace(host, environ=by_bus | {MASK: "0,GPU-1"})
+    assert masks(devices("cuda", host=other)) == ["0", "GPU-11111111"]
+    sliced = gpu_host(2, environ=by_bus | {MASK: "MIG-a,0"}, mig={0: ("MIG-a", "MIG-b")})
+    with pytest.raises(DeviceError, match="names a device twice"):
+        devices("cuda", host=sliced)
+    second = replace(sliced, environ=by_bus | {MASK: "MIG-b,0"})
+    assert masks(devices("cuda", host=second)) == ["MIG-b", "0"]
 
 
 def test_devices_that_cannot_be_used():
@@ -117,9 +140,12 @@ def test_no_driver_no_gpu_no_build():
 
 
 def test_a_mask_where_nobody_can_be_asked():
-    """Without NVML a mask is believed: the worker will find out."""
-    host = replace(gpu_host(0, environ={MASK: "0,GPU-x"}), gpus=None)
-    assert masks(devices("cuda", host=host)) == ["0", "GPU-x"]
+    """Without NVML a mask is believed, but for names that may be of one device."""
+    host = replace(gpu_host(0, environ={MASK: "GPU-x,GPU-y"}), gpus=None)
+    assert masks(devices("cuda", host=host)) == ["GPU-x", "GPU-y"]
+    for mask in "0,GPU-x", "GPU-xy,GPU-x":
+        with pytest.raises(DeviceError, match="by number and by UUID|names a device twice"):
+            devices("cuda", host=replace(host, environ={MASK: mask}))
 
 
 def test_no_group_of_gpus():

@@ -6,6 +6,7 @@ Variables", and for MIG in the MIG User Guide.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,8 +45,7 @@ def see(host: Host) -> list[Seen]:
             raise DeviceError(
                 f"{MASK}={mask!r} hides every GPU; unset it, or name the devices to use"
             )
-        if len({one.name for one in seen}) < len(seen):
-            raise DeviceError(f"{MASK}={mask!r} names a device twice; name each once")
+        _check_different(seen, mask)
     for one in seen:
         _check_usable(one)
     return seen
@@ -121,27 +121,54 @@ def _entries(mask: str) -> list[str]:
     return names
 
 
+def _check_different(seen: Sequence[Seen], mask: str) -> None:
+    """Raise `DeviceError` unless each of these certainly is another device."""
+    by_number = [one for one in seen if one.name.isdigit() and one.gpu is None]
+    if by_number and len(by_number) < len(seen):
+        raise DeviceError(
+            f"{MASK}={mask!r} names devices by number and by UUID, and which GPU a number means "
+            "cannot be known: name all in one way, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
+    # Where NVML does not tell the whole UUID, one may be the beginning of another.
+    names = sorted(map(_identity, seen))
+    same = str.__eq__ if by_number else str.startswith
+    if any(same(second, first) for first, second in itertools.pairwise(names)):
+        raise DeviceError(f"{MASK}={mask!r} names a device twice; name each once")
+
+
+def _identity(one: Seen) -> str:
+    if one.gpu is None or one.name.startswith("MIG-"):
+        return one.name
+    # Of a GPU in MIG mode, CUDA takes the first instance.
+    return one.gpu.mig[0] if one.gpu.mig else one.gpu.uuid or one.name
+
+
 def _named(name: str, host: Host, mask: str) -> Seen:
     gpus = host.gpus
-    if gpus is None:
-        return Seen(name)  # nobody to ask: the worker will find out
-    if name.isdigit():
+    if name.isascii() and name.isdigit():
+        name = str(int(name))  # as CUDA reads it: "00" is 0
+        if gpus is None:
+            return Seen(name)  # nobody to ask: the worker will find out
         if int(name) < len(gpus):
             # CUDA counts the fastest first, unless told otherwise; NVML counts by the bus.
             by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
             return Seen(name, gpus[int(name)] if by_bus else None)
-    elif name.startswith("MIG-"):
-        for gpu in gpus:
-            for uuid in gpu.mig or ():
-                # The beginning of a UUID is enough for CUDA.
-                if uuid.startswith(name):
-                    return Seen(uuid, gpu)
+    elif gpus is None:
+        return Seen(name)
+    else:
+        # The beginning of a UUID is enough for CUDA, if it is that of one alone.
+        known = [(uuid, gpu) for gpu in gpus for uuid in (gpu.uuid, *(gpu.mig or ())) if uuid]
+        found = [Seen(uuid, gpu) for uuid, gpu in known if uuid.startswith(name)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            which = ", ".join(one.name for one in found)
+            raise DeviceError(
+                f"{MASK}={mask!r} names {name!r}, which is the beginning of {which}: give more of "
+                "the UUID"
+            )
         if name.startswith("MIG-GPU-"):
             return Seen(name)  # the form of drivers before 470, which NVML does not give
-    else:
-        for gpu in gpus:
-            if gpu.uuid and gpu.uuid.startswith(name):
-                return Seen(gpu.uuid, gpu)
     have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"{MASK}={mask!r} names {name!r}, which this machine does not have; it has {have}"
