@@ -3,6 +3,9 @@
 What has been done is counted where answers arrive, a message at a time.  A thread looks at the
 count ten times a second and shows it: by tqdm, else by rich, else as a line on stderr; or it calls
 the caller's function.
+
+The job does not depend on any of it: stderr may be closed, or a pipe that nobody reads, and the
+display may raise anything.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import contextlib
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from xpool.waiters import Flag, Waiters
@@ -20,6 +23,10 @@ __all__ = ["Progress"]
 
 INTERVAL = 0.1
 """Seconds between two looks."""
+
+LAST_LOOK = 5.0
+"""Seconds for which a finished job waits for the last state of a bar: the terminal may be blocked,
+or the program hold tqdm's lock.  For a callable, it waits until that has returned."""
 
 
 class Display(Protocol):
@@ -46,7 +53,8 @@ class Progress:
     def __init__(
         self, how: Any, title: str, total: int | None, size: int, drawn: Callable[[], int]
     ) -> None:
-        self._display = _Calls(how) if callable(how) else _display(title if how is True else how)
+        self._is_bar = not callable(how)
+        self._display = _display(title if how is True else how) if self._is_bar else _Calls(how)
         self._total, self._size, self._drawn = total, size, drawn
         self._tasks = 0  # answered ones; changed by one thread at a time, under the pool's lock
         self._over = Flag()
@@ -57,16 +65,15 @@ class Progress:
     @property
     def on_terminal(self) -> bool:
         """Whether a bar stands on a terminal, where workers may print as well."""
-        bar = not isinstance(self._display, _Calls)
-        return bar and sys.stderr is not None and sys.stderr.isatty()
+        return self._is_bar and _is_terminal(sys.stderr)
 
     def begin(self) -> None:
-        """Start to show it.
-
-        Raises:
-            RuntimeError: the system has no thread for it.
-        """
-        self._thread.start()
+        """Start to show it."""
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread for it now
+            self._shown_all = True
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
 
     def add(self, tasks: int) -> None:
         """Note that so many more tasks were answered."""
@@ -80,7 +87,8 @@ class Progress:
         """Wait until the last of it is shown; `end` was called, or is about to be."""
         if self._thread is not threading.current_thread():
             # Also for the child of a fork, where that thread has ended.
-            self._waiters.wait(lambda: not self._thread.is_alive() or self._shown_all, None)
+            over = LAST_LOOK if self._is_bar else None
+            self._waiters.wait(lambda: not self._thread.is_alive() or self._shown_all, over)
 
     _shown_all = False
 
@@ -115,30 +123,81 @@ class _Calls:
 
 def _display(title: str) -> Display:
     """Return the best display that is installed."""
-    if importlib.util.find_spec("tqdm") is not None:
-        return _Tqdm(title)
-    if importlib.util.find_spec("rich") is not None:
-        return _Rich(title)
+    for name, make in (("tqdm", _Tqdm), ("rich", _Rich)):
+        try:
+            if importlib.util.find_spec(name) is not None:
+                return make(title)
+        except Exception:
+            continue  # its installation is broken
     return _Line(title)
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except Exception:  # it is closed, None, or some object of the program's
+        return False
+
+
+class _Stderr:
+    """The program's stderr, which never raises: it may be closed, or its reader be gone."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+
+    def write(self, text: str) -> int:
+        # Of all kinds: the program may have any object in the place of stderr.
+        with contextlib.suppress(Exception):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(Exception):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        return _is_terminal(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        # tqdm and rich ask for its descriptor and encoding, and do without.
+        return getattr(self._stream, name)
 
 
 class _Tqdm:
     def __init__(self, title: str) -> None:
         from tqdm.auto import tqdm  # in notebooks, this is theirs
 
-        self._make: Callable[..., Any] = tqdm
+        self._class: Any = tqdm
         self._title = title
         self._bar: Any = None
 
     def show(self, done: int, total: int | None) -> None:
-        if self._bar is None:
-            self._bar = self._make(total=total, desc=self._title, mininterval=0, dynamic_ncols=True)
-        self._bar.n = done
-        self._bar.refresh()
+        with self._releasing_lock():
+            if self._bar is None:
+                self._bar = self._class(
+                    total=total,
+                    desc=self._title,
+                    mininterval=0,
+                    dynamic_ncols=True,
+                    file=_Stderr(),
+                )
+            self._bar.n = done
+            self._bar.refresh()
 
     def close(self) -> None:
         if self._bar is not None:
-            self._bar.close()
+            with self._releasing_lock():
+                self._bar.close()
+
+    @contextlib.contextmanager
+    def _releasing_lock(self) -> Iterator[None]:
+        """Release the lock of all bars if tqdm raises while it holds that: it does not itself."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # this thread does not hold it
+                self._class.get_lock().release()
+            raise
 
 
 class _Rich:
@@ -159,7 +218,8 @@ class _Rich:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            # With a stream that raises, rich would lead stdout nowhere and exit.
+            console=Console(file=_Stderr()),  # type: ignore[arg-type]
             auto_refresh=False,
         )
         self._task = self._bars.add_task(title, total=None)
@@ -178,13 +238,13 @@ class _Line:
     def __init__(self, title: str) -> None:
         self._title = title
         self._text = ""
-        self._live = sys.stderr is not None and sys.stderr.isatty()
+        self._stderr: Any = _Stderr()
+        self._live = self._stderr.isatty()
 
     def show(self, done: int, total: int | None) -> None:
         self._text = f"{self._title}: {done}" + ("" if total is None else f" of {total}")
         if self._live:
-            print(f"\r{self._text}", end="", file=sys.stderr, flush=True)
+            print(f"\r{self._text}", end="", file=self._stderr, flush=True)
 
     def close(self) -> None:
-        if sys.stderr is not None:
-            print("\r" * self._live + self._text, file=sys.stderr, flush=True)
+        print("\r" * self._live + self._text, file=self._stderr, flush=True)

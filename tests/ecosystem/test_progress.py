@@ -11,9 +11,11 @@ import threading
 
 import pytest
 from support import work
+from support.limits import PROGRAM_LIMIT, WAIT
+from support.tiers import also
 from support.waiting import Gate
 
-from xpool import Pool, ThreadPool
+from xpool import Pool, ThreadPool, progress
 from xpool.errors import PoolClosed
 
 VERBS = ["map", "starmap", "map_async", "starmap_async", "imap", "imap_unordered"]
@@ -162,6 +164,99 @@ def test_displays(pool, display, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert re.search(pattern, err)
     assert out == ""
+
+
+DEAD_STDERR = """
+import importlib.util, os, sys, threading
+from xpool import Pool, ThreadPool
+display, way, kind = sys.argv[1:]
+find_spec = importlib.util.find_spec
+ORDER = ["tqdm", "rich", "line"]
+def find(name):
+    return None if name in ORDER[: ORDER.index(display)] else find_spec(name)
+if __name__ == "__main__":
+    importlib.util.find_spec = find
+    if display == "line":
+        sys.modules["tqdm"] = sys.modules["rich"] = None
+    if way == "closed":
+        sys.stderr.close()
+    elif way == "reader gone":
+        r, w = os.pipe()
+        os.close(r)
+        os.dup2(w, 2)
+    else:
+        class Raises:
+            def __getattr__(self, name):
+                raise RuntimeError(name)
+        sys.stderr = Raises()
+    made = {"Pool": Pool, "ThreadPool": ThreadPool}[kind]
+    with made(2) as pool:
+        for _ in range(2):
+            print(pool.map(abs, range(5), progress=True), flush=True)
+        print(list(pool.imap(abs, range(5), progress="bar")))
+    if display == "tqdm":
+        from tqdm import tqdm
+        assert all(lock.acquire(False) for lock in tqdm.get_lock().locks)
+    sys.stderr = None
+"""
+
+
+@pytest.mark.parametrize("kind", ["Pool", *also("ThreadPool")])
+@pytest.mark.parametrize("way", ["closed", "reader gone", *also("raises")])
+@pytest.mark.parametrize("display", DISPLAYS)
+def test_a_dead_stderr_hurts_no_job(tmp_path, display, way, kind):
+    """Where stderr is closed, or its reader gone, jobs are done, and tqdm's lock is free."""
+    if display != "line":
+        pytest.importorskip(display)
+    script = tmp_path / "script.py"
+    script.write_text(DEAD_STDERR)
+    done = subprocess.run(
+        [sys.executable, str(script), display, way, kind],
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[0, 1, 2, 3, 4]\n" * 3, done.stderr
+    assert done.returncode == 0
+
+
+def test_a_display_that_raises_releases_the_lock_of_tqdm(pool, monkeypatch):
+    """Whatever tqdm raises while it draws, the next bar begins."""
+    tqdm = pytest.importorskip("tqdm").tqdm
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
+    with monkeypatch.context() as patch:
+        patch.setattr(tqdm, "format_meter", staticmethod(lambda *args, **kwds: 1 // 0))
+        assert _run(pool, "map", 4, progress=True) == [0, 1, 4, 9]
+    assert raised == [ZeroDivisionError]
+    for lock in tqdm.get_lock().locks:
+        assert lock.acquire(False)
+        lock.release()
+
+
+def test_a_held_lock_of_tqdm_stops_no_job(pool, monkeypatch, capsys):
+    """A program that waits for a job while it holds tqdm's lock gets its results."""
+    tqdm = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(progress, "LAST_LOOK", 0.1)
+    with tqdm.get_lock():
+        job = pool.map_async(work.square, range(4), progress=True)
+        assert job.get(WAIT) == [0, 1, 4, 9]
+    job.progress._thread.join()
+
+
+def test_without_a_thread_nothing_is_shown(pool, monkeypatch):
+    """Where the system has no thread for it, the job is done all the same."""
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: raised.append(args.exc_type))
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "xpool-progress":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for shown in (True, lambda done, total: None):
+        assert _run(pool, "map", 4, progress=shown) == [0, 1, 4, 9]
+    assert raised == [RuntimeError] * 2
 
 
 def test_true_shows_the_functions_name(pool, capsys):

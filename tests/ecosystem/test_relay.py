@@ -376,6 +376,28 @@ def test_prefix(capfd):
     assert err == "[worker 0] five\n"
 
 
+def _print_odd(_):
+    print("a\fb\x1cc\u2028d\x85e\vf")
+    print("one\rtwo\r\nthree")
+    thread = threading.Thread(target=sys.stdout.write, args=("a thread's",))
+    sys.stdout.write("mine")
+    thread.start()
+    thread.join()
+    sys.stdout.write(" own\n")
+    sys.stdout.flush()
+    print(" rest")
+
+
+def test_prefix_cuts_only_at_ends_of_lines(capfd):
+    """Form feeds and other separators are text of a line; lines of two threads do not mix."""
+    with Pool(1, output="prefix") as pool:
+        pool.map(_print_odd, [7])
+    lines = capfd.readouterr().out.replace("[worker 0] ", "> ")
+    assert lines == (
+        "> a\fb\x1cc\u2028d\x85e\vf\n> one\r> two\r\n> three\n> mine own\n> a thread's>  rest\n"
+    )
+
+
 def test_output_is_checked():
     """`output` is "prefix" or None."""
     with pytest.raises(OptionError, match="output"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,8 +22,10 @@ class Lines:
 
     def __init__(self, stream: Any, before: Callable[[], str]) -> None:
         self._stream, self._before = stream, before
-        self._begun = ""  # a line without its end
-        self._continues = False  # the beginning of this line is written
+        # By thread, so that those of two do not mix: the beginning of a line that waits for its
+        # end, and whether the beginning of this line is written.
+        self._begun: dict[int, str] = {}
+        self._continues: set[int] = set()
 
     @classmethod
     def prefixed(cls, stream: Any) -> Any:
@@ -32,11 +37,13 @@ class Lines:
 
     def write(self, text: str) -> int:
         """Write the lines that are complete."""
-        whole, end, rest = (self._begun + text).rpartition("\n")
-        self._begun = rest
+        me = threading.get_ident()
+        whole, end, rest = (self._begun.pop(me, "") + text).rpartition("\n")
+        if rest:
+            self._begun[me] = rest
         if end:
-            self._hand_on(whole + end)
-            self._continues = False
+            self._hand_on(me, whole + end)
+            self._continues.discard(me)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -45,21 +52,21 @@ class Lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Write what there is of a line, too."""
+        """Write what there is of a line, too: of this thread, and of threads that have ended."""
         if self._begun:
-            begun, self._begun = self._begun, ""
-            self._hand_on(begun)
-            self._continues = True
+            me, running = threading.get_ident(), sys._current_frames()
+            for thread in list(self._begun):
+                if thread == me or thread not in running:
+                    self._hand_on(thread, self._begun.pop(thread))
+                    self._continues.add(thread)
         self._stream.flush()
 
-    def _hand_on(self, text: str) -> None:
+    def _hand_on(self, thread: int, text: str) -> None:
         before = self._before()
-        lines = text.splitlines(keepends=True)
+        # Not `splitlines`, which also cuts at form feeds and others that are text in a line.
+        lines = list(io.StringIO(text, newline=""))
         # The rest of a line whose beginning `flush` has written gets no prefix.
-        if self._continues:
-            head = lines.pop(0)
-        else:
-            head = ""
+        head = lines.pop(0) if thread in self._continues else ""
         self._stream.write(head + "".join(before + line for line in lines))
 
 
@@ -84,11 +91,14 @@ class Clearing:
         finally:
             for one in (sys.stdout, sys.stderr):
                 if isinstance(one, Lines):
-                    one.flush()
+                    with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+                        one.flush()
             sys.stdout, sys.stderr = before
 
 
 def _clearing(stream: Any) -> Any:
-    if stream is None or not stream.isatty():
+    try:
+        terminal = stream.isatty()
+    except Exception:  # it is closed, None, or some object of the task's
         return stream
-    return Lines(stream, lambda: ERASE)
+    return Lines(stream, lambda: ERASE) if terminal else stream
