@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +22,13 @@ import numpy as np
 import torch
 from support import tensor_work as tasks
 from support.leaks import descriptors
+from support.limits import PROGRAM_LIMIT
+from support.tiers import also
 from support.waiting import eventually
 
 import xpool
 from xpool.shm.arena import Arena, Block
+from xpool.tensors import mapped
 from xpool.tensors import sharing as sharing_module
 
 MIB = 1 << 20
@@ -190,6 +197,8 @@ def test_no_second_copy_is_kept(sharing: Any, monkeypatch: pytest.MonkeyPatch) -
         return block
 
     monkeypatch.setattr(sharing_module, "_move", noted)
+    # Those of pytest-xdist.
+    monkeypatch.setattr(sharing_module, "_other_threads_compute", bool)
     module = torch.nn.Linear(2000, 2000)
     plain = torch.zeros(4 * MIB, dtype=torch.float32)
     sharing.apply(tasks.same, (module,))
@@ -201,6 +210,154 @@ def test_no_second_copy_is_kept(sharing: Any, monkeypatch: pytest.MonkeyPatch) -
     sharing.apply(tasks.same, (viewed,))
     assert moved == [False] * 3 + [True]
     del view
+
+
+ALONE = """
+import threading, torch, xpool
+
+def former(pool):
+    tensor = torch.zeros(100_000)
+    pool.apply(id, (tensor,))
+    return kept[-1]
+
+if __name__ == "__main__":
+    from xpool.tensors import sharing
+    kept, move = [], sharing._move
+    def noted(*args):
+        block = move(*args)
+        kept.append(hasattr(block, "former"))
+        return block
+    sharing._move = noted
+    with xpool.Pool(1, is_copy_tensor=False) as pool:
+        print(former(pool))
+        end = threading.Event()
+        thread = threading.Thread(target=end.wait)
+        thread.start()
+        print(former(pool))
+        end.set()
+        thread.join()
+        print(former(pool))
+"""
+
+
+@pytest.mark.exhaustive
+def test_threads_of_xpool_compute_nothing(tmp_path: Path) -> None:
+    """Where the program has no threads of its own, no second copy is kept; where it has, one is."""
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True, text=True, check=True, timeout=PROGRAM_LIMIT,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(xpool.__file__))},
+    )  # fmt: skip
+    assert done.stdout.split() == ["False", "True", "False"], done.stderr
+
+
+def test_memory_outlives_an_operation(sharing: Any) -> None:
+    """What a thread computes on while another shares it for the first time stays where it is."""
+    moved: list[bool] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        begun.set()
+        while not ended.is_set():
+            tensor.digamma_()
+
+    for _ in range(3):
+        begun.clear()
+        ended.clear()
+        tensor = torch.ones(8 * MIB)
+        address = tensor.data_ptr()
+        thread = threading.Thread(target=compute)
+        thread.start()
+        begun.wait()
+        sharing.apply(id, (tensor,))
+        arena = Arena.own()
+        assert arena is not None
+        block = arena.holding(tensor.data_ptr())
+        assert block is not None and tensor.data_ptr() != address
+        moved.append(any(mapping_of(address)))
+        ended.set()
+        thread.join()
+        del block
+    assert moved == [True] * 3
+
+
+def mapping_of(address: int) -> list[str]:
+    """Return the line of /proc/self/maps in which an address lies."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(n, 16) for n in line.split()[0].split("-"))
+        if start <= address < stop:
+            found.append(line)
+    return found
+
+
+@pytest.mark.parametrize("how", ["share_memory_", *also("from_file", "memmap")])
+def test_shared_already_stays(sharing: Any, how: str, tmp_path: Path) -> None:
+    """Memory in a file stays there: whoever else has it mapped sees what a worker writes."""
+    tensor = in_a_file(how, tmp_path / "file")
+    address = tensor.data_ptr()
+    other = mapped_once_more(tensor)
+    for value in (5, 6):  # the second time, too
+        sharing.apply(tasks.write, (tensor[:MIB], value), worker=0)
+        assert (tensor[:MIB] == value).all() and (other[:MIB] == value).all()
+    assert tensor.data_ptr() == address and (tensor[MIB:] == 0).all()
+    sharing.apply(tasks.keep, ("x", tensor), worker=1)
+    other.fill_(1)
+    assert sharing.apply(tasks.kept_total, ("x",), worker=1) == 2 * MIB
+    back = sharing.apply(tasks.same, ((tensor, tensor[1:]),), worker=0)
+    back[1].fill_(2)
+    assert int(other.sum()) == int(back[0].sum()) == 4 * MIB - 1
+    late = sharing.apply_async(tasks.same, (tensor[:3].clone().share_memory_(),))
+    assert late.get().tolist() == [1, 2, 2]
+
+
+def in_a_file(how: str, path: Path) -> Any:
+    if how == "share_memory_":
+        return torch.zeros(2 * MIB, dtype=torch.uint8).share_memory_()
+    if how == "from_file":
+        return torch.from_file(str(path), True, 2 * MIB, dtype=torch.uint8)
+    # Not at the beginning of a page.
+    whole = np.memmap(path, np.uint8, "w+", shape=(2 * MIB + 100,))
+    return torch.from_numpy(whole[100:])
+
+
+def mapped_once_more(tensor: Any) -> Any:
+    """Return a tensor over the same file, by means that know nothing of xpool."""
+    (line,) = mapping_of(tensor.data_ptr())
+    inode = int(line.split()[4])
+    paths = [line.split()[5], *(f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))]
+    (path, *_) = [p for p in paths if os.path.exists(p) and os.stat(p).st_ino == inode]
+    offset = tensor.data_ptr() - int(line.split("-")[0], 16)
+    return torch.from_numpy(np.memmap(path, np.uint8, "r+", shape=(offset + 2 * MIB,))[offset:])
+
+
+def test_shared_already_and_let_go(sharing: Any) -> None:
+    """What was sent so is kept until it is opened, also by a sender that has dropped it."""
+    fds = len(descriptors())
+    results = [
+        sharing.apply_async(tasks.total, (torch.ones(MIB, dtype=torch.uint8).share_memory_(),))
+        for _ in range(10)
+    ]
+    assert [result.get() for result in results] == [MIB] * 10
+    made = [sharing.apply_async(tasks.made_shared, (i, MIB)) for i in range(4)]
+    for result in made:
+        result.wait()
+    assert [int(result.get().sum()) for result in made] == [i * MIB for i in range(4)]
+    del made, results, result
+    gc.collect()
+    eventually(lambda: mapped.collect() or len(descriptors()) <= fds, "descriptors let go")
+
+
+def test_shared_already_and_out_of_reach(sharing: Any) -> None:
+    """Memory that no other process can come to by a file is refused, and stays."""
+    pages = mmap.mmap(-1, MIB)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    with pytest.raises(xpool.TaskNotPicklable, match="no other process can open its file"):
+        sharing.apply(tasks.write, (tensor, 5))
+    assert tensor.data_ptr() == address and int(tensor.sum()) == 0
 
 
 def test_tensor_over_numpy(sharing: Any) -> None:

@@ -52,6 +52,11 @@ def numbered_large(i: int) -> Any:
     return torch.full((5 << 18,), i, dtype=torch.int32)
 
 
+def made_shared(value: int, size: int) -> Any:
+    """Return a tensor in a file of torch's."""
+    return torch.full((size,), value, dtype=torch.uint8).share_memory_()
+
+
 def write(tensor: Any, value: Any) -> None:
     """Fill a tensor."""
     tensor.fill_(value)

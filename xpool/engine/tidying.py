@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xpool.engine.reactor import Reactor
 from xpool.shm.arena import IDLE, Arena
-from xpool.tensors import cuda_ipc
+from xpool.tensors import cuda_ipc, mapped
 
 __all__ = ["Tidying"]
 
@@ -65,6 +65,7 @@ class Tidying:
             self._arena.reclaim(self._pending_reclaim.pop())
         # A few of what is exported at each turn; all of them when it is due.
         cuda_ipc.collect()
+        mapped.collect()
         if not self._due:
             return False
         arena = self._arena
@@ -87,6 +88,7 @@ class Tidying:
         if arena is not None:
             arena.end()
             cuda_ipc.collect(everything=True)
+            mapped.collect()
 
     def forget(self) -> None:
         """This process is a fork of the one that has the workers: the arena is not ours."""

@@ -150,6 +150,8 @@ class BasePool(PublicVerbs):
                 name=f"{self.name}-engine",
                 daemon=True,
             )
+            # For `tensors.sharing`: no operation on a tensor is under way in it.
+            self._thread.runs_only_xpool = True  # type: ignore[attr-defined]
             # First: the thread looks at the state, and strikes the pool off when it ends.
             self._state = PoolStates.RUN
             _pools[id(ref)] = ref

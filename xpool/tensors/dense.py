@@ -37,7 +37,7 @@ from xpool.tensors import composite
 from xpool.tensors.cuda_ipc import export, import_, tensor_on_gpu
 from xpool.tensors.devices import fetch, is_kept, on_own_device
 from xpool.tensors.extents import Extent, Piece, Seen, extent
-from xpool.tensors.sharing import move, open_storage, share
+from xpool.tensors.sharing import move, reduce_shared
 
 __all__ = ["Memory", "bytes_of", "piece_of"]
 
@@ -314,8 +314,15 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
 def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
     storage, layout = tensor.untyped_storage(), pickler.layout
     arena = layout.arena
-    # One that was shared before, or received, is there already.
-    if arena is not None and storage.nbytes() and not arena.holds(storage.data_ptr()):
+    # One that was shared before, or received, is there already.  One that other processes may have
+    # mapped is for `reduce_shared` to look at.
+    if (
+        arena is not None
+        and storage.nbytes()
+        and not arena.holds(storage.data_ptr())
+        and storage.resizable()
+        and not storage.is_shared()
+    ):
         move(arena, layout, storage, partial(composite.about, tensor), tensor)
     return storage
 
@@ -332,7 +339,7 @@ def _with_memory(tensor: Any) -> Any:
 def _reduce_storage(pickler: Context, storage: Any) -> Any:
     """As a tensor of bytes, since torch's own pickle of a storage does not load."""
     if pickler.layout.arena is not None and storage.device.type == "cpu":
-        return open_storage, share(pickler, storage)
+        return reduce_shared(pickler, storage)
     if storage.device.type == "cuda":
         exported = export(pickler, storage, lambda: f"A storage of {storage.nbytes()} bytes")
         if exported is not None:

@@ -118,6 +118,7 @@ class Seen(list[Entry]):
     # None: this is the first run.
     plan: dict[Extent, Piece] | None = None
     arrays: tuple[Any, ...] | list[Any] = ()  # of numpy: their addresses cost more than they do
+    maps: list[Any] | None = None  # of this process, once they were asked for: see `mapped`
 
     def note_array(self, array: Any) -> None:
         """Note an array that is not empty."""

@@ -2,8 +2,9 @@
 
 `UntypedStorage._swap_data_ptr_` lets every tensor that uses the storage see the new memory.
 (torch's own way, `share_memory_`, would put each storage into a file of its own in /dev/shm and
-keep its descriptor open.)  Whoever receives the name maps nothing and opens nothing: the memory is
-there already.  A storage that is in the arena, because it was shared before or was received, stays.
+keep its descriptor open.)  The receiver of the name maps nothing and opens nothing: the memory is
+there already.  A storage that is in the arena, because it was shared before or was received, stays;
+so does one in a file that other processes may have mapped (see `mapped`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from xpool.codec.policy import Layout
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import TaskNotPicklable
 from xpool.shm.arena import Arena, Block
+from xpool.tensors import mapped
 
-__all__ = ["move", "open_storage", "share"]
+__all__ = ["move", "reduce_shared"]
 
 # Reentrant: a signal handler may share something in the midst of that.
 # One thread at a time: of two that move the same storage, the second finds it in the arena.
@@ -30,19 +32,25 @@ _moving = threading.RLock()
 forks.renew(globals(), _moving=threading.RLock)
 
 
-def share(pickler: Context, storage: Any) -> Any:
-    """Return the arguments of `open_storage`, in a message whose layout has an arena.
+def reduce_shared(pickler: Context, storage: Any) -> Any:
+    """Return what opens a storage, and its arguments, in a message whose layout has an arena.
 
     Raises:
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
     """
-    arena = pickler.layout.arena
+    layout = pickler.layout
+    arena = layout.arena
     assert arena is not None
     nbytes = storage.nbytes()
     if not nbytes:
-        return (None,)
-    block = move(arena, pickler.layout, storage, lambda: f"A storage of {nbytes} bytes")
-    return (in_place(pickler, block, nbytes),)
+        return _open_storage, (None,)
+    about = f"A storage of {nbytes} bytes"
+    if not arena.holds(storage.data_ptr()) and not Arena.elsewhere(storage.data_ptr(), arena):
+        place = mapped.place_of(pickler, storage)
+        if place is not None:
+            return mapped.open_file, mapped.lend(pickler, storage, place, lambda: about)
+    block = move(arena, layout, storage, lambda: about)
+    return _open_storage, (in_place(pickler, block, nbytes),)
 
 
 def move(
@@ -75,7 +83,7 @@ class _Refused(Exception):
 
 
 @builder
-def open_storage(buffer: Any) -> Any:
+def _open_storage(buffer: Any) -> Any:
     """Return the storage whose memory this is."""
     import torch
 
@@ -101,13 +109,29 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, ten
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
     # Before the swap: other tensors of the storage see the new memory from then on.
     target.copy_(storage)
-    if not storage.resizable() or _has_other_users(torch, storage, tensor):
-        # Something else may know the address, an array of numpy's or a DLPack capsule, and must
-        # not find its memory freed: it lives as long as the block.
-        # After the swap, `target` is what has the old memory.
+    if (
+        not storage.resizable()
+        or _has_other_users(torch, storage, tensor)
+        or _other_threads_compute()
+    ):
+        # Something else may know the address: an array of numpy's, a DLPack capsule, an operation
+        # that another thread is in.  It must not find its memory freed: that lives as long as the
+        # block.  After the swap, `target` is what has the old memory.
         block.former = target
     _swap(torch, storage, target)
     return block
+
+
+def _other_threads_compute() -> bool:
+    """Whether another thread of Python's may be in an operation on any tensor.
+
+    Such an operation holds no reference that could be seen.
+    """
+    for ident in sys._current_frames():
+        thread = threading._active.get(ident)  # type: ignore[attr-defined]
+        if ident != threading.get_ident() and not getattr(thread, "runs_only_xpool", False):
+            return True
+    return False
 
 
 def _has_other_users(torch: Any, storage: Any, tensor: Any) -> bool:

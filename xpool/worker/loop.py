@@ -303,6 +303,9 @@ class _Worker:
         self._waits_for_others = self._objects.collect()
         if self._peers is not None:
             self._waits_for_others |= self._peers.acknowledge()
+        mapped = sys.modules.get("xpool.tensors.mapped")
+        if mapped is not None:
+            self._waits_for_others |= mapped.collect()
         return self._keeper is not None and self._keeper.collect(everything)
 
     def _tasks(self, count: int, body: bytes | memoryview, run: Callable[..., Any]) -> None:
