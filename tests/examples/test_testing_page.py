@@ -46,7 +46,7 @@ def test_the_bug_is_found(tmp_path):
     """The machine finds the planted bug, and tells a history with `imap` and an error."""
     said = play(tmp_path, mend=False)
     assert "1 failed" in said, said
-    assert re.search(r"imap of \[.*'error'.*\] is not answered after", said), said
+    assert re.search(r"imap of \[.*'error'.*\] is not answered within", said), said
     assert "state.stream(" in said
 
 

@@ -6,17 +6,29 @@ import fcntl
 import importlib.util
 import os
 import queue
+import re
 import resource
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hooks.own_pools import QueueProcessPool, QueueThreadPool
 from support.limits import PROGRAM_LIMIT, WAIT
 
-from xpool import Pool
-from xpool.testing import LeakError, check_channel, check_hooks, no_leaks, sabotage, waiting
+from xpool import Pool, ThreadPool
+from xpool.errors import TimeoutError as PoolTimeout
+from xpool.testing import (
+    LeakError,
+    PoolStateMachine,
+    check_channel,
+    check_hooks,
+    machine,
+    no_leaks,
+    sabotage,
+    waiting,
+)
 from xpool.testing.saboteurs import EXITS, STAGES, WAYS
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
@@ -26,6 +38,36 @@ pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
 def test_good_hooks_pass(pool):
     """Pools that do as the hooks' descriptions say conform."""
     check_hooks(pool)
+
+
+def test_the_pool_of_the_page_passes():
+    """The pool that docs/own_pools.md shows conforms, quick as it is."""
+    page = (Path(__file__).parents[2] / "docs" / "own_pools.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```python\n(.*?)if __name__", page, re.DOTALL)
+    space = {"__name__": "page"}
+    exec(text, space)
+    check_hooks(space["QueuePool"])
+
+
+def test_later_histories_wait_less(monkeypatch):
+    """After the first hang, whether of an answer or of `join`, the limit is one of that pool."""
+    for act in ("expect", "ends"):
+        made = PoolStateMachine.for_pool(ThreadPool, limit=9)
+        one = made()
+
+        def late(*args):
+            raise PoolTimeout
+
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="within 9 s"):
+            patch.setattr(machine, "_in_time", late)
+            if act == "expect":
+                one.expect(machine._Answer("a call", late, []))
+            else:
+                one.ends("join", late)
+        assert made.limit == 0.25
+        made.slowest = 0.01
+        one.teardown()
+        assert not made.TestCase.settings.report_multiple_bugs
 
 
 class Blocking(QueueThreadPool):

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -77,6 +77,9 @@ class PoolStateMachine(RuleBasedStateMachine):
     limit: ClassVar[float] = 20.0
     """Seconds after which an answer that has not come counts as a hang."""
 
+    slowest: ClassVar[float] = 0.0
+    """Seconds that the slowest answer of any history took."""
+
     @classmethod
     def for_pool(
         cls,
@@ -123,6 +126,8 @@ class PoolStateMachine(RuleBasedStateMachine):
             stateful_step_count=steps,
             deadline=None,
             print_blob=True,
+            # One fault of a pool shows in many places, each of which would be searched by itself.
+            report_multiple_bugs=False,
             # Not `explain`: it would try many more histories, each of which may hang.
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
@@ -157,6 +162,7 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     def expect(self, answer: _Answer) -> None:
         """Take an answer and compare it with what it must be."""
+        start = time.monotonic()
         try:
             value = answer.get(self.limit)
         except PoolTimeout as exc:
@@ -165,11 +171,7 @@ class PoolStateMachine(RuleBasedStateMachine):
                 self.check_cancelled(answer, exc)
                 assert answer.times_out, f"{answer.what} ended with {exc!r}, without a limit"
                 return
-            # Later histories need not wait as long: hypothesis tries many to find a short one.
-            patience, type(self).limit = self.limit, min(self.limit, 0.2 + self.limit / 20)
-            raise AssertionError(
-                f"{answer.what} is not answered after {patience:g} s; {self.pool!r}"
-            ) from exc
+            self.hangs(f"{answer.what} is not answered")
         except BaseException as exc:
             self.check_error(answer, exc)
             kind: Any = exc
@@ -183,6 +185,7 @@ class PoolStateMachine(RuleBasedStateMachine):
                 value, expected = sorted(value, key=repr), sorted(expected, key=repr)
             assert value == expected, f"{answer.what} gave {value!r:.80}, not {expected!r:.80}"
             kind = value
+        type(self).slowest = max(self.slowest, time.monotonic() - start)
         if answer.called is not None:
             calls = len(answer.called)
             # `terminate` answers without callbacks.
@@ -190,6 +193,13 @@ class PoolStateMachine(RuleBasedStateMachine):
             assert calls == 1 or (ended and not calls), f"{calls} callbacks of {answer.what}"
             if calls:
                 assert isinstance(kind, BaseException) or answer.called[0] == kind[0]
+
+    def hangs(self, what: str) -> NoReturn:
+        """Say that something has not come to its end within the limit."""
+        patience, kind = self.limit, type(self)
+        # Hypothesis tries hundreds of histories to find a short one, each of which may hang.
+        kind.limit = min(patience, max(0.25, 10 * kind.slowest))
+        raise AssertionError(f"{what} within {patience:g} s; {self.pool!r}") from None
 
     def check_cancelled(self, answer: _Answer, exc: BaseException) -> None:
         """What was cancelled ends so."""
@@ -418,7 +428,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         try:
             _in_time(act, self.limit, threads)
         except PoolTimeout:
-            raise AssertionError(f"{what}() does not return; {self.pool!r}") from None
+            self.hangs(f"{what}() does not return")
 
     def teardown(self) -> None:
         """Take every answer that is still owed, end the pool, and look for what it left."""
