@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import uuid
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from support.leaks import Snapshot
 from support.limits import WAIT
 from support.scripts import run_ok
 from support.waiting import Gate, Mailbox, eventually, wait_gone
-from xpool.testing import leaks
+from xpool.testing import leaks, no_leaks
 
 
 def test_nothing_left():
@@ -74,21 +76,43 @@ def test_descriptor_left(tmp_path):
 
 
 def test_shared_memory_left():
-    """A name in /dev/shm that this process has, or nobody, is reported."""
+    """A name in /dev/shm that this process has is reported."""
     before = Snapshot.take()
-    path = Path(f"/dev/shm/xpool-test-{os.getpid()}")
+    path = Path(f"/dev/shm/xpool-test-{uuid.uuid4().hex}")
     with path.open("x") as file:
         try:
-            found = [one for one in before.leaks(0.1) if str(path) in one]  # of ours
+            found = [one for one in before.leaks(0.1) if str(path) in one]
             assert found == [f"descriptor {file.fileno()}: {path}", str(path)]
         finally:
             path.unlink()
+    folder = path.with_suffix(".folder")
+    folder.mkdir()
+    try:
+        assert before.leaks(0.1) == []
+        with (folder / "inside").open("x"):
+            assert str(folder) in before.leaks(0.1)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_shared_memory_of_the_dead():
+    """A name with the number of a process of ours is reported, when that has ended, too."""
+    before = Snapshot.take()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    path = Path(f"/dev/shm/torch_{child.pid}_{uuid.uuid4().hex}")
+    assert any(f"process {child.pid}" in leak for leak in before.leaks(0.1))
+    child.communicate()
+    path.touch()
+    try:
+        assert before.leaks(0.1) == [str(path)]
+    finally:
+        path.unlink()
 
 
 def test_shared_memory_of_strangers(monkeypatch):
-    """A name that another program has open is not ours, nor one that is put away in time."""
+    """A name counts if one of ours has it, and not if another program has it, or nobody."""
     before = Snapshot.take()
-    path = Path(f"/dev/shm/xpool-test-{os.getpid()}")
+    path = Path(f"/dev/shm/xpool-test-{uuid.uuid4().hex}")
     code = "import sys; file = open(sys.argv[1], 'x'); print(flush=True); sys.stdin.read()"
     child = subprocess.Popen(
         [sys.executable, "-c", code, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -97,24 +121,46 @@ def test_shared_memory_of_strangers(monkeypatch):
         assert child.stdout.readline()
         assert str(path) in before.leaks(0.1)  # our child's is ours
         with monkeypatch.context() as patch:
-            patch.setattr(leaks, "descendants", set)
+            patch.setattr(leaks, "_ours", dict)
             assert str(path) not in before.leaks(0.1)
     finally:
         child.communicate()
-
-    def put_away(fact, what, limit):
-        if "/dev/shm" in what:
-            assert not fact()
-            path.unlink()
-        return eventually(fact, what, limit)
-
     try:
-        # Nobody's: it was left over.  Strangers may have left others, for a moment.
-        assert str(path) in before.leaks(0)
-        monkeypatch.setattr(leaks, "eventually", put_away)
-        assert before.leaks(5) == []
+        assert path.exists()
+        with no_leaks(0.1):  # as by `touch` in another program
+            path.with_suffix(".other").touch()
+        assert before.leaks(0.1) == []
     finally:
-        path.unlink(missing_ok=True)
+        path.unlink()
+        path.with_suffix(".other").unlink()
+
+
+def test_shared_memory_that_is_put_away():
+    """A name of ours has as long to go as all else."""
+    before = Snapshot.take()
+    path = Path(f"/dev/shm/xpool-test-{os.getpid()}")
+    path.touch()
+    assert str(path) in before.leaks(0)
+    looked = threading.Event()
+    taken = leaks._shm_of
+
+    def look(pid):
+        looked.set()
+        return taken(pid)
+
+    def put_away():
+        looked.wait(WAIT)
+        path.unlink()
+
+    thread = threading.Thread(target=put_away)
+    before.threads.add(thread)
+    thread.start()
+    leaks._shm_of = look
+    try:
+        assert before.leaks(WAIT) == []
+    finally:
+        leaks._shm_of = taken
+        thread.join()
 
 
 def test_semaphores_of_strangers():
@@ -133,11 +179,11 @@ def test_semaphores_of_strangers():
         assert child.stdout.readline()
         # It is ours as our child; a stranger, once it counts for one.
         assert any("/dev/shm/sem." in leak for leak in before.leaks(0.1))
-        ours, leaks.descendants = leaks.descendants, set
+        ours, leaks._ours = leaks._ours, dict
         try:
             assert not any("/dev/shm/sem." in leak for leak in before.leaks(0.1))
         finally:
-            leaks.descendants = ours
+            leaks._ours = ours
     finally:
         child.communicate()
     assert before.leaks(5) == []
@@ -188,10 +234,7 @@ def test_what_is_outside(tmp_path):
         name = Path("/dev/shm", f"xpool-test-{os.getpid()}")
         name.touch()
         try:
-            found = before.leaks(0.1)
-            # Names of strangers that they have just made do not count.
-            assert [one for one in found if not one.startswith("/dev/shm/")] == []
-            assert str(name) in found
+            assert before.leaks(0.1) == [str(name)]
         finally:
             name.unlink()
     stop.set()

@@ -39,11 +39,18 @@ RAYS = (
 ARENA = "/memfd:xpool-arena"
 """The file of the arena: one for the program, made with its first pool and kept."""
 
+SHM = "/dev/shm/"
+
 _SELF = str(os.getpid())
+
+_NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]+(?![0-9A-Za-z])")
 
 
 _servers: set[int] = set()
 """Kept servers that were seen at any time."""
+
+_numbers: set[str] = {_SELF}
+"""Of this process and of all that were seen below it."""
 
 _strangers: set[str] = set()
 """Processes that are none of ours, so that looking again costs little."""
@@ -97,6 +104,7 @@ def _ours() -> dict[str, str]:
         elif environment:
             # One without has ended, or is another user's: it is looked at again.
             _strangers.add(pid)
+    _numbers.update(ours)
     return ours
 
 
@@ -125,18 +133,27 @@ def servers() -> list[int]:
     return found
 
 
-def _shm_inodes(pid: str) -> set[int]:
-    """Return the inodes of the files in /dev/shm that a process has open or mapped."""
-    found = set()
+def _shm_of(pid: str) -> set[int | str]:
+    """Return what a process has open or mapped in /dev/shm: inodes, and names of files and folders.
+
+    A semaphore is mapped under another name than it has; of what lies in a folder, the folder's
+    name is here.
+    """
+    found = set[int | str]()
     for line in _read(pid, "maps").decode(errors="replace").splitlines():
-        if "/dev/shm/" in line:
-            found.add(int(line.split()[4]))
+        if SHM in line:
+            found |= {int(line.split()[4]), _name_in_shm(line.partition(SHM)[2])}
     with contextlib.suppress(OSError):  # it has ended, or is another user's
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith("/dev/shm/"):
-                    found.add(entry.stat().st_ino)
+                to = os.readlink(entry.path)
+                if to.startswith(SHM):
+                    found |= {entry.stat().st_ino, _name_in_shm(to.removeprefix(SHM))}
     return found
+
+
+def _name_in_shm(path: str) -> str:
+    return path.partition("/")[0].removesuffix(" (deleted)")
 
 
 def descriptors() -> dict[int, str]:
@@ -176,7 +193,7 @@ class Snapshot:
         threads, fds = set(threading.enumerate()), descriptors()
         if inside:
             return cls(set(), list(_servers), threads, fds, set(), inside)
-        shm = set(os.listdir("/dev/shm"))
+        shm = set(os.listdir(SHM))
         return cls(descendants(), servers(), threads, fds, shm, outside=outside)
 
     def more_fds(self) -> dict[int, str]:
@@ -233,7 +250,6 @@ class Snapshot:
             eventually(lambda: not self.more_fds(), "descriptors", left())
         except AssertionError:
             found += [f"descriptor {fd}: {to}" for fd, to in sorted(self.more_fds().items())]
-        # A stranger's that was made just now is not mapped yet, and one may be put away just now.
         try:
             eventually(lambda: not self._more_shm(), "names in /dev/shm", left())
         except AssertionError:
@@ -241,24 +257,22 @@ class Snapshot:
         return found
 
     def _more_shm(self) -> set[str]:
-        """Return names in /dev/shm that are new and that no stranger has open or mapped."""
-        if self.inside:
-            return set()
-        new: dict[int, str] = {}  # by inode: a semaphore is mapped under another name
-        for name in set(os.listdir("/dev/shm")) - self.shm:
-            path = f"/dev/shm/{name}"
-            with contextlib.suppress(FileNotFoundError):  # a stranger's that was put away just now
-                status = os.stat(path)
-                if status.st_uid == os.geteuid():
-                    new[status.st_ino] = path
-        if new:
-            ours = descendants() | {os.getpid()}
-            for pid in filter(str.isdigit, os.listdir("/proc")):
-                # What some other program has open or mapped is that program's.
-                for inode in _shm_inodes(pid) if int(pid) not in ours else ():
-                    new.pop(inode, None)
-        # And one that was put away meanwhile.
-        return {path for path in new.values() if os.path.exists(path)}
+        """Return names in /dev/shm that are new and ours.
+
+        A process of ours has them open or mapped; or their names have the number of one, as those
+        of torch and joblib, and nobody may have them any more.
+        """
+        new = set() if self.inside else set(os.listdir(SHM)) - self.shm
+        if not new:
+            return new
+        held = set[int | str]().union(*map(_shm_of, [_SELF, *_ours()]))
+        found = set[str]()
+        for name in new:
+            with contextlib.suppress(FileNotFoundError):  # it was put away just now
+                ours = name in held or os.stat(SHM + name).st_ino in held
+                if ours or not _numbers.isdisjoint(_NUMBER.findall(name)):
+                    found.add(SHM + name)
+        return found
 
 
 class LeakError(AssertionError):
@@ -273,6 +287,9 @@ def no_leaks(limit: float = 5.0, ignore: str = "(?!)") -> Iterator[None]:
     (sockets among them) and names in ``/dev/shm`` that were not there before have ``limit``
     seconds to go; threads whose whole name matches the pattern ``ignore`` may stay.  The fork
     servers that xpool and multiprocessing keep for the next pool are no leak.
+
+    A name in ``/dev/shm`` counts when this process or one below it has it open or mapped, or when
+    the name has the number of one (``torch_1234_...``).  Others may be of any program.
 
     Raises:
         LeakError (an `AssertionError`): what is left.  Not raised over an error of the block.
