@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -96,7 +97,9 @@ def test_a_fork_is_as_free_to_raise_as_any_worker(make_pool, log):
 
     pool = make_pool(Pool, 1, context="fork", maxtasksperchild=2)
     # The second process is forked by the engine's thread, the first by the one that makes the pool.
-    for _ in range(2):
+    # From Python 3.13 on, a child that another than the main thread has forked does not notice
+    # signals while it computes, so there is no `finally` there.
+    for _ in range(2 if sys.version_info < (3, 13) else 1):
         pid = pool.apply(work.pid)
         assert stopped(pool.apply_async(work.count_up, (str(log),), timeout=LIMIT)).pid == pid
         assert log.read_text() == "cleaned\n"

@@ -251,6 +251,7 @@ def test_kept_servers():
         import xpool
         from support.leaks import Snapshot
         from support.waiting import eventually
+        forkserver.set_forkserver_preload([])  # Python 3.14 preloads a script, here "<stdin>"
         for start in (
             resource_tracker.ensure_running, forkserver.ensure_running,
             lambda: xpool.preload("json"),

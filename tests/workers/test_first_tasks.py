@@ -170,7 +170,8 @@ def test_a_first_argument_is_an_array_where_nothing_can_be_imported(tmp_path, na
 
 
 IMPORTING = """
-    import os, signal, sys, threading
+    import os, signal, sys, threading, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
     import numpy
     from xpool import pickle
 

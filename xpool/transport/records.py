@@ -38,6 +38,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "filename": (str,), "module": (str,), "lineno": (int,), "funcName": _TEXT, "created": _NUMBER,
     "msecs": _NUMBER, "relativeCreated": _NUMBER, "thread": (int, _NONE), "threadName": _TEXT,
     "processName": _TEXT, "process": (int, _NONE), "exc_text": _TEXT, "stack_info": _TEXT,
+    "taskName": _TEXT,  # from Python 3.12 on
 }  # fmt: skip
 _HIGHEST_LEVEL = 2**16  # loggers keep an entry for each level that they were asked about
 

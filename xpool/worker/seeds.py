@@ -13,6 +13,10 @@ from xpool.worker.arrivals import when_imported
 
 __all__ = ["Seeds"]
 
+# Python 3.14 imports SHA-512 when it first hashes a seed: now, in the process that workers are
+# forked from, and not in each worker.
+random.Random(b"")
+
 
 class Seeds:
     """Derives the seeds, and sows them as the modules come."""

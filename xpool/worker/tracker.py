@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from multiprocessing.resource_tracker import ResourceTracker
 from typing import Any
 
@@ -24,9 +25,12 @@ class Borrowed(ResourceTracker):
 
     _parent = -1  # the socket on which to ask; -1: that has been done
     _got: int | None = None
+    _forking = 0  # the thread that is in `os.fork`
 
     @property
     def _fd(self) -> int | None:
+        if self._forking == threading.get_ident():
+            return None  # asked by the class's own hook: see `become`
         if self._parent >= 0:
             # Others who have a copy of the socket may ask at the same time: the answers are equal.
             fds: list[int] = []
@@ -58,3 +62,13 @@ class Borrowed(ResourceTracker):
         # A property is a data descriptor: it goes before the `_fd` in the instance's dict.
         tracker.__class__ = cls
         tracker._parent = parent
+        if hasattr(module, "_fork_intent"):
+            # From Python 3.14 on, a child of `os.fork` closes its parent's tracker and starts its
+            # own, which would unlink what the child has only attached to.  The hook that does it
+            # was registered with the class as it was; it does nothing where `_fd` is None.
+            # Hooks in a child run in the order of their registration: this one later.
+            os.register_at_fork(
+                before=lambda: setattr(tracker, "_forking", threading.get_ident()),
+                after_in_parent=lambda: setattr(tracker, "_forking", 0),
+                after_in_child=lambda: setattr(tracker, "_forking", 0),
+            )
