@@ -171,7 +171,7 @@ def test_a_first_argument_is_an_array_where_nothing_can_be_imported(tmp_path, na
 
 IMPORTING = """
     import os, signal, sys, threading, warnings
-    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork with threads
+    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
     import numpy
     from xpool import pickle
 
