@@ -15,6 +15,7 @@ import threading
 from multiprocessing.resource_tracker import ResourceTracker
 from typing import Any
 
+from xpool import forks
 from xpool.worker.entry import CLOSE_ON_EXEC, TRACKER
 
 __all__ = ["Borrowed"]
@@ -67,8 +68,8 @@ class Borrowed(ResourceTracker):
             # own, which would unlink what the child has only attached to.  The hook that does it
             # was registered with the class as it was; it does nothing where `_fd` is None.
             # Hooks in a child run in the order of their registration: this one later.
-            os.register_at_fork(
+            forks.at_fork(
                 before=lambda: setattr(tracker, "_forking", threading.get_ident()),
-                after_in_parent=lambda: setattr(tracker, "_forking", 0),
-                after_in_child=lambda: setattr(tracker, "_forking", 0),
+                in_parent=lambda: setattr(tracker, "_forking", 0),
+                in_child=lambda: setattr(tracker, "_forking", 0),
             )
