@@ -98,7 +98,10 @@ def _memory(root: Path) -> dict[str, Any]:
     limit = _read(root / "sys/fs/cgroup/memory.max")
     if limit.isdigit():
         found["cgroup allows"] = int(limit)
-        found["cgroup has"] = int(_read(root / "sys/fs/cgroup/memory.current") or 0)
+        has = int(_read(root / "sys/fs/cgroup/memory.current") or 0)
+        stat = dict(line.split() for line in _read(root / "sys/fs/cgroup/memory.stat").splitlines())
+        # Files that were read are given up before anything else.
+        found["cgroup has"] = max(0, has - int(stat.get("inactive_file", 0)))
     for name, file in (("huge pages", "enabled"), ("huge pages, shared", "shmem_enabled")):
         choices = _read(root / "sys/kernel/mm/transparent_hugepage" / file)
         if "[" in choices:

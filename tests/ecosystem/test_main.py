@@ -55,7 +55,8 @@ def test_a_machine_in_a_container(tmp_path):
     files = {
         "sys/fs/cgroup/cpu.max": "150000 100000",
         "sys/fs/cgroup/memory.max": str(1 << 30),
-        "sys/fs/cgroup/memory.current": "4096",
+        "sys/fs/cgroup/memory.current": "8192",
+        "sys/fs/cgroup/memory.stat": "anon 4096\ninactive_file 4096\n",
         "proc/meminfo": "MemTotal: 8388608 kB\nMemAvailable: 4096 kB\n",
         "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import threading
 from types import SimpleNamespace
@@ -20,10 +22,12 @@ from xpool import (
     WorkerDied,
 )
 from xpool.engine import memory
+from xpool.shm import system
+from xpool.shm.system import Scope
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
 
-MB = 1_000_000
+MB, MIB = 1_000_000, 1 << 20
 
 
 def _swell(size):
@@ -77,7 +81,7 @@ def test_an_initializer_that_takes_too_much():
 def test_memory_high(monkeypatch, tmp_path):
     """While memory is short, one task runs at a time; then all workers get some again."""
     used = [0.99]
-    monkeypatch.setattr(memory, "used_memory", lambda: used[0])
+    monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
     box = Mailbox(tmp_path / "box")
     with Pool(2, memory_high=0.9) as pool:
         pool.map(work.square, [1, 2], 1)
@@ -104,7 +108,6 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
         for pid in sizes
     ]
     monkeypatch.setattr(memory, "private_memory", sizes.__getitem__)
-    monkeypatch.setattr(memory, "total_memory", lambda: 10 << 30)
     used, ended, looks = [0.5], [], []
     reactor = SimpleNamespace(now=lambda: 0.0, call_at=lambda when, look: looks.append(look))
 
@@ -112,14 +115,87 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
         ended.append((slot.pid, slot.remark))
         slot.state = SimpleNamespace(serves=False)
 
-    monkeypatch.setattr(memory, "used_memory", lambda: used[0])
+    monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
     memory.MemoryGuard(reactor, slots, None, None, 0.9, end, lambda: None)
     assert ended == []
     used[0] = 0.95
     for _ in range(3):
         looks.pop()()
     assert [pid for pid, _ in ended] == [2, 3]
-    assert "944 MB" in ended[0][1] and "90%" in ended[0][1]
+    assert "944 MB" in ended[0][1] and "90% of the 10.7 GB" in ended[0][1]
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """A function that writes what the kernel would say of memory."""
+    monkeypatch.setattr(system, "_CGROUPS", str(tmp_path / "cgroup"))
+    monkeypatch.setattr(system, "_PROC", str(tmp_path / "proc"))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1 << 20, "SC_PHYS_PAGES": 64_000}.get)
+
+    def write(files):
+        shutil.rmtree(tmp_path / "cgroup", ignore_errors=True)
+        for name, text in {"proc/meminfo": f"MemAvailable: {32_000 << 10} kB\n", **files}.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return write
+
+
+def version_2(folder, most, used, cache):
+    """Return the files of a cgroup; its numbers are in MiB."""
+    return {
+        f"cgroup/{folder}memory.max": "max\n" if most is None else f"{most * MIB}\n",
+        f"cgroup/{folder}memory.current": f"{used * MIB}\n",
+        f"cgroup/{folder}memory.stat": f"anon 5\nfile 7\ninactive_file {cache * MIB}\n",
+    }
+
+
+def version_1(folder, most, used, cache):
+    """Return the same of version 1."""
+    return {
+        f"cgroup/memory/{folder}memory.limit_in_bytes": f"{most * MIB}\n",
+        f"cgroup/memory/{folder}memory.usage_in_bytes": f"{used * MIB}\n",
+        f"cgroup/memory/{folder}memory.stat": f"cache 7\ntotal_inactive_file {cache * MIB}\n",
+    }
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("of", "own"), [(version_2, "0::/\n"), (version_1, "4:cpu,memory:/\n0::/\n")]
+)
+def test_a_cgroups_file_cache_is_free(cgroups, of, own):
+    """Files that were read count for free; each scope is compared with itself."""
+    cgroups({"proc/self/cgroup": own, **of("", 8000, 7900, 6000)})
+    assert system.fullest_scope() == (64_000 * MIB, 32_000 * MIB)  # the machine's half
+    assert system.available_memory() == 6100 * MIB
+    cgroups({"proc/self/cgroup": own, **of("", 8000, 7900, 0)})
+    assert system.fullest_scope() == (8000 * MIB, 7900 * MIB)
+    assert system.available_memory() == 100 * MIB
+    # The kernel counts at two moments.
+    cgroups({"proc/self/cgroup": own, **of("", 8000, 10, 20)})
+    assert system.available_memory() == 8000 * MIB
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(("of", "own"), [(version_2, "0::/a/b\n"), (version_1, "4:memory:/a/b\n")])
+def test_limits_of_groups_around_it_count(cgroups, of, own):
+    """A process has the limits of its group and of those around it; a missing folder has none."""
+    cgroups({"proc/self/cgroup": own, **of("a/b/", 8000, 100, 0), **of("a/", 4000, 3900, 0)})
+    assert system.fullest_scope() == (4000 * MIB, 3900 * MIB)
+    assert system.available_memory() == 100 * MIB
+    cgroups({"proc/self/cgroup": own, **of("", 2000, 1900, 0)})  # in a container of its own
+    assert system.available_memory() == 100 * MIB
+    cgroups({"proc/self/cgroup": own})
+    assert system.available_memory() == 32_000 * MIB
+
+
+@pytest.mark.pure
+def test_no_limit_of_a_cgroup(cgroups):
+    """A limit beyond what the machine has is none; nor is `max`."""
+    cgroups({"proc/self/cgroup": "0::/\n", **version_2("", None, 7900, 0)})
+    assert system.fullest_scope().total == 64_000 * MIB
+    cgroups({"proc/self/cgroup": "1:memory:/\n", **version_1("", 1 << 40, 7900, 0)})
+    assert system.fullest_scope().total == 64_000 * MIB
 
 
 @pytest.mark.parametrize("kind", [Pool, ThreadPool])

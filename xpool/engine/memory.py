@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from xpool.engine.reactor import Reactor
-from xpool.shm.system import available_memory, total_memory
+from xpool.shm.system import Scope, fullest_scope
 from xpool.workers.slot import Slot
 
 __all__ = ["MemoryGuard"]
@@ -33,11 +33,6 @@ def private_memory(pid: int) -> int:
     except (OSError, ValueError):
         return 0
     return (resident - shared) * _PAGE
-
-
-def used_memory() -> float:
-    """Return the part of the machine's memory, or the cgroup's, that is in use: from 0 to 1."""
-    return 1 - available_memory() / total_memory()
 
 
 class MemoryGuard:
@@ -69,13 +64,14 @@ class MemoryGuard:
         if self._most is not None:
             for slot in self._slots:
                 self._weigh(slot, self._most)
-        used = 0.0 if self._high is None and self._full is None else used_memory()
+        scope = None if self._high is None and self._full is None else fullest_scope()
+        used = 0.0 if scope is None else scope.part
         if self._high is not None:
             before, self.short = self.short, used > self._high
             if before:
                 self._again()  # also while it is short: one task may run where none does
-        if self._full is not None and used > self._full:
-            self._end_largest()
+        if scope is not None and self._full is not None and used > self._full:
+            self._end_largest(scope)
         self._reactor.call_at(self._reactor.now() + INTERVAL, self._look)
 
     def _weigh(self, slot: Slot, most: int) -> None:
@@ -91,14 +87,15 @@ class MemoryGuard:
             )
             self._end(slot)
 
-    def _end_largest(self) -> None:
+    def _end_largest(self, scope: Scope) -> None:
         living = [s for s in self._slots if s.pid is not None and s.state.serves]
         sizes = [(private_memory(slot.pid or 0), slot.index, slot) for slot in living]
         bytes_, _, slot = max(sizes, default=(0, 0, None))
         # The end of a small one helps nobody: the memory is someone else's.
-        if slot is not None and bytes_ > total_memory() * LARGE:
+        if slot is not None and bytes_ > scope.total * LARGE:
             slot.remark = (
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, more "
-                f"than others, and {self._full:.0%} of the machine's memory was in use."
+                f"than others, and {self._full:.0%} of the {scope.total / 1e9:.1f} GB that the "
+                "machine, or its cgroup, has were in use."
             )
             self._end(slot)

@@ -1,61 +1,111 @@
 """What the system has to give: memory, and anonymous files."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import os
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 if sys.platform == "linux":
     import fcntl
 
-__all__ = ["available_memory", "fix_size", "fixed_file", "is_fixed", "total_memory"]
+__all__ = ["Scope", "available_memory", "fix_size", "fixed_file", "fullest_scope", "is_fixed"]
 
 _CGROUPS = "/sys/fs/cgroup"
-_LIMITS = (
-    ("memory.max", "memory.current"),  # version 2, and 1
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+_PROC = "/proc"
+
+
+class _Version(NamedTuple):
+    """Where a version of cgroups says what it knows of memory."""
+
+    folder: str  # of all groups
+    limit: str
+    used: str
+    cache: bytes  # in memory.stat: of files, and given up before anything else
+
+
+_SECOND = _Version("", "memory.max", "memory.current", b"inactive_file")
+_FIRST = _Version(
+    "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file"
 )
 
 
+class Scope(NamedTuple):
+    """Memory that processes share: the machine's, or that of a cgroup with a limit."""
+
+    total: int
+    used: int
+
+    @property
+    def part(self) -> float:
+        """What is used of it, from 0 to 1."""
+        return min(1.0, self.used / max(1, self.total))
+
+
 def available_memory() -> int:
-    """Return how many bytes this process may hope to get: of the machine, and of its cgroup."""
-    return max(0, min([*_of_machine(), *(most - now for most, now in _of_cgroup())]))
+    """Return how many bytes this process may hope to get: of the machine, and of its cgroups."""
+    return max(0, min(total - used for total, used in _scopes()))
 
 
-def total_memory() -> int:
-    """Return how many bytes the machine has, or allows this process's cgroup."""
-    return min([_installed(), *(most for most, _ in _of_cgroup())])
+def fullest_scope() -> Scope:
+    """Return the machine or the cgroup of this process of which the largest part is used."""
+    return max(_scopes(), key=lambda scope: scope.part)
 
 
-def _installed() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _scopes() -> Iterator[Scope]:
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Without /proc, what the machine has will do.
+    available = _named(f"{_PROC}/meminfo", b"MemAvailable:")
+    yield Scope(installed, 0 if available is None else installed - available * 1024)
+    for version, group in _groups():
+        # The limits of the groups around it count for it, too.
+        while True:
+            folder = os.path.join(_CGROUPS, version.folder, group)
+            limit, used = (_number(os.path.join(folder, name)) for name in version[1:3])
+            if limit is not None and used is not None and limit < installed:
+                cache = _named(os.path.join(folder, "memory.stat"), version.cache) or 0
+                yield Scope(limit, max(0, used - cache))
+            if not group:
+                break
+            group = os.path.dirname(group)
 
 
-def _of_machine() -> Iterator[int]:
+def _groups() -> Iterator[tuple[_Version, str]]:
+    """Yield the cgroups of this process; in a container, its own may be the top one."""
     try:
-        with open("/proc/meminfo", "rb") as file:
-            for line in file:
-                if line.startswith(b"MemAvailable:"):
-                    # proc(5): in kB.
-                    yield int(line.split()[1]) * 1024
-                    return
+        with open(f"{_PROC}/self/cgroup") as file:
+            lines = file.read().splitlines()
     except OSError:
-        pass  # no /proc: what the machine has will do
-    yield _installed()
+        lines = ["0::/", "1:memory:/"]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield _SECOND, path.strip("/")
+        elif "memory" in controllers.split(","):
+            yield _FIRST, path.strip("/")
 
 
-def _of_cgroup() -> Iterator[tuple[int, int]]:
-    """Yield what the cgroup allows, and what it has of that."""
-    for limit, used in _LIMITS:
-        try:
-            with open(f"{_CGROUPS}/{limit}") as first, open(f"{_CGROUPS}/{used}") as second:
-                most, now = first.read().strip(), second.read().strip()
-        except OSError:
-            continue
-        # Version 2 says `max` where there is no limit.
-        if most.isdigit() and now.isdigit():
-            yield int(most), int(now)
+def _number(path: str) -> int | None:
+    try:
+        with open(path, "rb") as file:
+            text = file.read().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # `max`: there is no limit
+
+
+def _named(path: str, name: bytes) -> int | None:
+    """Return the number behind a name in a file of such lines."""
+    try:
+        with open(path, "rb") as file:
+            for line in file:
+                first, *rest = line.split()
+                if first == name:
+                    return int(rest[0])
+    except OSError:
+        pass
+    return None
 
 
 def fixed_file(name: str, size: int) -> int:
