@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import threading
+import time
 
 import pytest
 from support import work
@@ -220,6 +221,17 @@ def test_an_input_that_waits_does_not_block_other_calls(pool):
     finally:
         feed.set()
     assert list(results) == []
+
+
+@pytest.mark.xpool_only
+def test_calls_pass_a_stream_that_goes_on(process_kind, make_pool):
+    """Calls and maps are answered while an `imap` always has more tasks than workers."""
+    pool = make_pool(process_kind, 2)
+    naps = pool.imap(time.sleep, itertools.repeat(0.002))
+    assert next(naps) is None
+    assert pool.apply_async(work.square, (5,)).get(timeout=WAIT) == 25
+    assert pool.map(work.square, range(100), chunksize=1) == [x * x for x in range(100)]
+    assert next(naps) is None
 
 
 def test_the_input_may_use_the_pool(pool):

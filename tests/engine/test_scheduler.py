@@ -44,6 +44,23 @@ def test_unknown_tasks_are_given_one_by_one():
     assert sched.refill(0) == []
 
 
+def test_a_stream_stands_behind_what_waits():
+    """A stream that never runs dry gives way to what waits behind it after each batch; a map does
+    not."""
+    sched = ready(1)
+    sched.cost = 0.01
+    stream, call, one = task_range(1, 100), task_range(2), task_range(3, 3)
+    stream.input_reader = object()
+    for each in (stream, call, one):
+        sched.put(each)
+    order = []
+    while len(order) < 7:
+        batches = [batch for _, batch in sched.next_batches()] + sched.refill(0)
+        order += [batch.job for batch in batches]
+        sched.answered(0, 1)
+    assert order[:7] == [1, 2, 3, 3, 3, 1, 1]
+
+
 def test_short_tasks_come_by_the_handful():
     """Once tasks are known to be short, a worker gets two batches, of a share at most."""
     sched = ready(2)

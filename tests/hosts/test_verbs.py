@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import threading
 import time
@@ -52,6 +53,31 @@ def fail_at(bad, x):
 
 
 # Verbs --------------------------------------------------------------------------------------------
+
+
+def slowly(x):
+    """Take so long that the input is drawn ahead of the workers, as far as it may be."""
+    time.sleep(0.002)
+    return x
+
+
+def test_calls_pass_a_stream_that_goes_on(pool):
+    """Calls, maps and other streams are answered while an `imap` without an end keeps all hosts
+    busy."""
+    over = threading.Event()
+    numbers = itertools.takewhile(lambda _: not over.is_set(), itertools.count())
+    stream = pool.imap(slowly, numbers)
+    consumer = threading.Thread(target=lambda: [None for _ in stream])
+    consumer.start()
+    try:
+        assert next(iter(pool.imap(abs, [-1]))) == 1
+        for i in range(5):
+            assert pool.apply_async(abs, (-i,)).get(WAIT) == i
+        assert pool.map(abs, range(-100, 0)) == list(range(100, 0, -1))
+    finally:
+        over.set()
+        consumer.join(WAIT)
+    assert not consumer.is_alive()
 
 
 def test_every_verb(pool):

@@ -21,7 +21,7 @@ from xpool.jobs.scheduler import CALLS, Batch, Limit, TaskRange
 from xpool.jobs.states import WorkerStates
 from xpool.transport.outbox import entries
 
-from .seeds import World
+from .seeds import Passing, Reader, World
 from .virtual import Kernel, Page, Pipe, SimReactor, SimSlot
 from .worker import Handle, Worker
 
@@ -162,6 +162,7 @@ class EngineWorld(World):
             processes=siblings,
         )
         self.engine._answers._random.seed(seed)
+        self.spy()
         self.limits: dict[int, Limit] = {}  # of jobs that have one
         self.known: dict[Task, _Known] = {}
         self.payloads: dict[Task, bytes] = {}
@@ -286,6 +287,20 @@ class EngineWorld(World):
             page.tick(self.now)
         self.check_sharing()
 
+    def spy(self) -> None:
+        """Look over the scheduler's shoulder."""
+        sched: Any = self.engine.sched
+        take, passing = sched.take, Passing(self, sched.shared)
+
+        def taking(queue: Any, n: int, nbytes: int) -> Any:
+            of_stream = queue is sched.shared and queue[0].input_reader is not None
+            found = take(queue, n, nbytes)
+            if of_stream:
+                passing.given()
+            return found
+
+        sched.take = taking
+
     # -- callers ---------------------------------------------------------------------------------
 
     def submit(self) -> None:
@@ -321,6 +336,7 @@ class EngineWorld(World):
             self.engine.submit(task_range)
             if kind == "stream":
                 self.open[job] = task_range
+                task_range.input_reader = Reader()
             return
         self.cancellable.append(job)
         task_range = TaskRange(CALLS, 0, job, items, retries, bound, limit)

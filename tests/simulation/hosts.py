@@ -25,7 +25,7 @@ from xpool.jobs.ranges import CALLS, Batch, TaskRange
 
 from .host import STOP_GRACE, Host, Payload, Run, Value
 from .network import SimFleet
-from .seeds import World
+from .seeds import Passing, Reader, World
 
 __all__ = ["HostWorld"]
 
@@ -414,6 +414,7 @@ class HostWorld(World):
             self.engine.submit(task_range)
             if kind == "stream":
                 self.open[job] = task_range
+                task_range.input_reader = Reader()
 
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None, large: bool
@@ -606,9 +607,12 @@ class HostWorld(World):
         """Look over the scheduler's shoulder."""
         sched: Any = self.engine.sched
         permit, put_again, unbegun = sched._permit, sched.put_again, sched.unbegun
+        passing = Passing(self, sched.shared)
 
         def permitting(host: Any, lot: Any, found: Any) -> None:
             permit(host, lot, found)
+            if lot.of_stream:
+                passing.given()
             for payload in lot.items.items:
                 self.granted.add((host.number, payload.task))
                 if self.theme == "wrong guess":

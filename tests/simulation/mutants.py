@@ -22,6 +22,7 @@ from xpool.jobs.deadlines import Act, Deadlines, Verdict
 from xpool.jobs.ranges import piece
 from xpool.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
+from xpool.jobs.waiting import Waiting
 from xpool.transport.outbox import Outbox
 from xpool.transport.pipes import FrameReader
 from xpool.workers.slot import Slot
@@ -170,6 +171,19 @@ def _(patch: Patch) -> None:
         return bool(task_range.items)
 
     wrap(patch, Scheduler, "_dry", dry)
+
+
+@mutant("a stream that goes on stays in front of what waits", "engine")
+def _(patch: Patch) -> None:
+    wrap(patch, Waiting, "take", stays_in_front)
+
+
+def stays_in_front(original: Any, sched: Waiting, queue: Any, *how: int) -> Any:
+    first = queue[0]
+    reader, first.input_reader = first.input_reader, None
+    found = original(sched, queue, *how)
+    first.input_reader = reader
+    return found
 
 
 # -- states --------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from xpool.hosts.scheduler import HostScheduler
 from xpool.hosts.service import HostService
 from xpool.jobs.ranges import CALLS, TaskRange
 from xpool.jobs.scheduler import Scheduler
+from xpool.jobs.waiting import Waiting
 
-from .mutants import Mutant, Patch, nothing, wrap
+from .mutants import Mutant, Patch, nothing, stays_in_front, wrap
 
 HOSTS: list[Mutant] = []
 
@@ -160,6 +161,16 @@ def _(patch: Patch) -> None:
             original(desk, message)
 
     wrap(patch, Desk, "_do", do)
+
+
+@mutant("a stream that goes on stays in front of what waits for a host")
+def _(patch: Patch) -> None:
+    wrap(patch, Waiting, "take", stays_in_front)
+
+
+@mutant("what is staged of a stream is permitted before what waits")
+def _(patch: Patch) -> None:
+    patch.setattr(HostScheduler, "_streams_pass", lambda sched: False)
 
 
 # -- hosts that are lost ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["SimulationFailed", "World", "search"]
+__all__ = ["Passing", "Reader", "SimulationFailed", "World", "search"]
 
 T = TypeVar("T")
 
@@ -91,6 +91,34 @@ class World:
     def below(self, n: int) -> int:
         """Return a number from 0 to n - 1."""
         return int(self.draw.random() * n)
+
+
+class Reader:
+    """Stands for the input reader of a stream, which is told what was taken."""
+
+    def taken(self, items: Any) -> None:
+        """Some of what it has appended is under way."""
+
+
+class Passing:
+    """Holds that a stream that goes on lets pass what waits behind it in a queue."""
+
+    def __init__(self, world: World, shared: Iterable[Any]) -> None:
+        self._world, self._shared = world, shared
+        # Of each range: how many pieces of streams went before it, and of how many streams.
+        self._passed: dict[Any, tuple[int, int]] = {}
+
+    def given(self) -> None:
+        """A piece of a stream was given out."""
+        waits = [one for one in self._shared if one.items]
+        streams = 1 + sum(one.input_reader is not None for one in waits)
+        before, self._passed = self._passed, {}
+        for one in waits:
+            if one.input_reader is None:
+                n, most = before.get(one, (0, 0))
+                self._passed[one] = n + 1, max(most, streams)
+                if n + 1 > max(most, streams):
+                    self._world.wrong("a stream goes on, and something waits behind it")
 
 
 def search(world: type[World], seeds: Iterable[int]) -> SimulationFailed | None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from xpool.jobs.ranges import TaskRange, name_of
+from xpool.hosts.messages import Stage
+from xpool.jobs.ranges import CALLS, TaskRange, name_of, piece
 
 __all__ = ["Host", "Lost", "Lot"]
 
@@ -25,15 +26,36 @@ class Lost(NamedTuple):
 
 
 class Lot:
-    """Items that were staged at a host."""
+    """Items that were staged at a host.
 
-    __slots__ = ("items", "left", "nbytes", "number")
+    ``of_stream``: they were cut from a range that an input reader appends to.
+    """
 
-    def __init__(self, number: int, items: TaskRange) -> None:
+    __slots__ = ("items", "left", "nbytes", "number", "of_stream")
+
+    def __init__(self, number: int, items: TaskRange, of_stream: bool) -> None:
         self.number = number
         self.items = items
+        self.of_stream = of_stream
         self.nbytes = sum(map(len, items.items))
         self.left = len(items.items)  # without an answer
+
+    def item(self, name: tuple[int, int]) -> TaskRange:
+        """Return one item as a range of its own."""
+        position = (name[0] if self.items.job == CALLS else name[1]) - self.items.first
+        part = piece(self.items, position, position + 1)
+        part.bound = self.items.bound
+        return part
+
+    def stage(self, first: int) -> Stage:
+        """Return the message that sends it to a host whose first worker has this number."""
+        its = self.items
+        bound = None if its.bound is None else its.bound - first
+        again = its.retries > 0
+        return Stage(
+            self.number, its.job, its.func, its.first, list(its.items), again, bound, its.limit,
+            its.past,
+        )  # fmt: skip
 
 
 class Host:
@@ -59,3 +81,11 @@ class Host:
         self.watched = False
         self.newest_then = self.answers_then = self.answers = 0
         self.pace: int | None = None
+
+    def names(self, job: int, index: int | None) -> list[tuple[int, int]]:
+        """Return the names of what it is permitted of a job, or of that item alone."""
+        return [
+            name
+            for name, lot in self.permitted.items()
+            if lot.items.job == job and (index is None or name == name_of(job, index))
+        ]

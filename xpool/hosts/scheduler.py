@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool.hosts.holdings import Host, Lost, Lot
-from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go, Stage
-from xpool.jobs.ranges import CALLS, Past, TaskRange, covers, name_of, piece
+from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go
+from xpool.jobs.ranges import Past, TaskRange, covers, name_of
 from xpool.jobs.waiting import Waiting
 
 __all__ = ["HostScheduler", "Message"]
@@ -143,7 +143,7 @@ class HostScheduler(Waiting):
             its.pop(number, None)
         found = []
         for name, lot in host.permitted.items():
-            part = self._item(lot, name)
+            part = lot.item(name)
             found.append(Lost(part, part.retries > 0 and part.bound is None))
         for w in range(host.first, host.first + host.workers):
             self._bound_ahead[w] = 0
@@ -156,13 +156,6 @@ class HostScheduler(Waiting):
                 ]
         found += [Lost(one, False) for one in self.take_later(host.first, host.workers)]
         return found
-
-    def _item(self, lot: Lot, name: tuple[int, int]) -> TaskRange:
-        """Return one item of a lot as a range of its own."""
-        position = (name[0] if lot.items.job == CALLS else name[1]) - lot.items.first
-        part = piece(lot.items, position, position + 1)
-        part.bound = lot.items.bound
-        return part
 
     def is_there(self, worker: int) -> bool:
         """Whether the host of a worker is in service, or is to be."""
@@ -252,7 +245,7 @@ class HostScheduler(Waiting):
                 return lot
         if room <= 0:
             return None
-        if host.staged:
+        if host.staged and not (host.staged[0].of_stream and self._streams_pass()):
             if host.staged[0].left <= room:
                 lot = host.staged.popleft()
                 host.ready -= lot.left
@@ -267,6 +260,14 @@ class HostScheduler(Waiting):
         if lot is None and host.ahead < host.workers:
             lot = self._from_another(host, room, found)
         return lot
+
+    def _streams_pass(self) -> bool:
+        """Put streams behind what else waits for any worker; return whether there is something."""
+        if not any(one.items and one.input_reader is None for one in self.shared):
+            return False
+        while (first := self.first_of(self.shared)) is None or first.input_reader is not None:
+            self.shared.rotate(-1)
+        return True
 
     def _next_bound(self, host: Host, found: list[Message]) -> Lot | None:
         more = 1 + self._extra(host)
@@ -386,17 +387,12 @@ class HostScheduler(Waiting):
         if first.input_reader is not None:
             first.input_reader.taken(items)
         self._numbers_of_lots += 1
-        lot = Lot(self._numbers_of_lots, part)
+        lot = Lot(self._numbers_of_lots, part, first.input_reader is not None)
         host.nbytes += lot.nbytes
         if part.func and part.func not in host.known and part.func in self._functions:
             host.known.add(part.func)
             found.append((host.number, Func(part.func, *self._functions[part.func])))
-        bound = None if part.bound is None else part.bound - host.first
-        stage = Stage(
-            lot.number, part.job, part.func, part.first, items, part.retries > 0, bound,
-            part.limit, part.past,
-        )  # fmt: skip
-        found.append((host.number, stage))
+        found.append((host.number, lot.stage(host.first)))
         return lot
 
     def _handful(self, workers: int) -> int:
@@ -502,7 +498,7 @@ class HostScheduler(Waiting):
         host = self.hosts.get(number)
         lot = None if host is None else host.permitted.get((job, item))
         if lot is not None:
-            part = self._item(lot, (job, item))
+            part = lot.item((job, item))
             self.answered(number, job, item, 1)
             self.put_again(part, killed, when(part.past.tries + 1))
 
@@ -529,7 +525,7 @@ class HostScheduler(Waiting):
             lot = host.permitted.pop((job, item), None)
             if lot is not None:
                 self._answered(host, lot)
-                self._return(self._item(lot, (job, item)))
+                self._return(lot.item((job, item)))
         if host.accepting:
             # Behind those for whose sake it was asked, if it had room as well.
             self.hungry.pop(number, None)
@@ -559,7 +555,7 @@ class HostScheduler(Waiting):
             staged = [lot for lot in host.staged if covers(lot.items, job, index)]
             if staged:
                 self._drop(host, staged, found)
-            names = self._permitted(host, job, index)
+            names = host.names(job, index)
             for name in names:
                 self.answered(host.number, *name, 1)
             if names:
@@ -569,14 +565,7 @@ class HostScheduler(Waiting):
 
     def runs(self, job: int, index: int | None = None) -> bool:
         """Whether a host has been permitted an item of a job, or that item, and not answered."""
-        return any(self._permitted(host, job, index) for host in self.hosts.values())
-
-    def _permitted(self, host: Host, job: int, index: int | None) -> list[tuple[int, int]]:
-        return [
-            name
-            for name, lot in host.permitted.items()
-            if lot.items.job == job and (index is None or name == name_of(job, index))
-        ]
+        return any(host.names(job, index) for host in self.hosts.values())
 
     def clear(self) -> None:
         """Forget everything: the pool ends."""

@@ -156,6 +156,8 @@ class Waiting:
         """Take items off the first range of a queue, which has some.
 
         ``n`` at most, and of no more than ``nbytes`` bytes in all, unless one alone is larger.
+        A range that an input reader appends to goes behind all others that wait in the queue: it
+        may never end.
         """
         task_range = queue[0]
         waiting = task_range.items
@@ -171,6 +173,8 @@ class Waiting:
         task_range.first += len(items)
         if not task_range.items:
             self._dry(queue, task_range)
+        elif task_range.input_reader is not None and len(queue) > 1:
+            queue.rotate(-1)
         return items
 
     def _dry(self, queue: deque[TaskRange], task_range: TaskRange) -> bool:
