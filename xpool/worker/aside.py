@@ -45,8 +45,9 @@ class _Finder:
         """Called by the import system, which finds the module by its other finders."""
         if name not in self._missing:
             return
-        # The first import decides: from then on the module is imported here like any other.
-        sys.meta_path.remove(self)
+        # The first import decides: from then on the module is imported here like any other.  This
+        # stays in the list, which is being gone through: the next finder would be left out.
+        self._missing = ()
         if self._box.began == 1 and self._unpickling():
             self._box.leave()
             # At once: some code would catch an exception, and go on without the module.
