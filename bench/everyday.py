@@ -464,6 +464,19 @@ def _memory(n: int, work: str, what: str) -> str:
 
 
 IMPORT_TORCH = "import torch\n"
+SET_TORCH = """\
+import torch
+torch.set_default_dtype(torch.float64)
+torch.backends.cudnn.benchmark = True
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""
+LOADING_TOP = """\
+def load():
+    time.sleep(2)
+    return list(range(1000))
+data = load()
+"""
+LISTS_TOP = "rows = [[i, i + 1, i + 2, i + 3] for i in range(700_000)]\n"
 RECORDS = '[{"id": i, "name": f"name {i}", "values": [i, i + 1.5]} for i in range(20_000)]'
 STRINGS = '[f"line {i} of a text" for i in range(50_000)]'
 _LOADERS = {
@@ -496,11 +509,14 @@ ROWS = [
     Row("the same, with torch", _program(WHOLE, IMPORT_TORCH), whole=True, needs="torch"),
     Row("first pool to first answer", _program(FIRST)),
     Row("the same, with torch", _program(FIRST, IMPORT_TORCH), needs="torch"),
+    Row("the same, torch set up at the top", _program(FIRST, SET_TORCH), needs="torch"),
+    Row("the same, a top that loads for 2 s", _program(FIRST, LOADING_TOP)),
     Row("the same, torch preloaded", _program(PRELOADED), needs="torch"),
     Row("second pool to first answer", _program(SECOND)),
     Row("the same, with torch", _program(SECOND, IMPORT_TORCH), needs="torch"),
     Row("maxtasksperchild=1, a worker", _program(REPLACED)),
     Row("the same, a top of 150 MB", _program(REPLACED, LARGE_TOP)),
+    Row("the same, a top of 150 MB of lists", _program(REPLACED, LISTS_TOP)),
     Row("open, 10 tasks, close, join", _program(TEN)),
     Row("the same, a top of 150 MB", _program(TEN, LARGE_TOP)),
     Row("Pool(32), 320 tasks", _program(MANY)),

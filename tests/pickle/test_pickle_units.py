@@ -8,84 +8,216 @@ from pathlib import Path
 import pytest
 from support import scripts
 
-from xpool.byvalue.units import read_units
+from xpool.byvalue.units import ACTS, BINDS, COMPUTES, WAITS, Unit, read_units
+
+
+def units(folder: Path, text: str, **given: object) -> list[Unit]:
+    """Return the units of a script that has run, as a program's would have."""
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    values: dict[str, object] = {"__name__": "script", **given}
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), values)
+    found = read_units(str(path), values)
+    return [] if found is None else list(found.units)
+
+
+def names(found: list[Unit], kind: int) -> set[str]:
+    return {name for unit in found if unit.kind == kind for name in unit.names}
 
 
 def left_out(folder: Path, text: str) -> list[str]:
     """Return the names of the statements that a worker may leave out."""
-    path = folder / "script.py"
-    path.write_text(textwrap.dedent(text))
-    values: dict[str, object] = {"__name__": "script"}
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), values)
-    units = read_units(str(path), values)
-    return [] if units is None else [n for u in units.units if not u.always for n in u.names]
+    return [name for unit in units(folder, text) if unit.kind != ACTS for name in unit.names]
 
 
-BINDS = """
+DEFINES = """
     import math, json as j
     from collections import deque
     import dataclasses
-    from dataclasses import dataclass
-    DATA = b"x" * 10
-    TABLE: dict = {"a": [1, (2, math.pi)], **{"b": len(DATA)}}
-    first, second = TABLE, DATA
-    def f(x: int = 3, *, y=DATA) -> int: return j.loads(x)
+    def f(x: int = 3, *, y=math.pi) -> int: return j.loads(x)
     class Plain:
         rate = 0.5
         def go(self): return deque()
-        @property
-        def it(self): return 1
-        @it.setter
-        def it(self, value): pass
-    @dataclass(frozen=True)
-    class Point:
-        x: int = 0
-        y: list = dataclasses.field(default_factory=list)
+    class Child(Plain):
+        pass
+"""
+
+COMPUTED = """
+    import json, os, random
+    def load(): return [3, 1, 2]
+    data = load()
+    total: int = sum(data)
+    total += 1
+    first, *second = load()
+    rows = [row for row in data if row]
+    table = {"rows": 0}
+    table["rows"] = len(rows)
+    del table["rows"]
+    data.sort()
+    data[0] = 7
     name = lambda: print(1)
+    with open(os.devnull) as file:
+        text = file.read()
+        for line in text: rows.append(line)
+    if total > 3:
+        size = 1
+    else:
+        size = 2
+    try:
+        found = json.loads("no")
+    except ValueError as error:
+        found = None
+    while size < 5:
+        size += 1
+        if size == 4: break
+    assert size
+    late: str
+    gone = 1
+    del gone
 """
 
 
 @pytest.mark.pure
 def test_what_only_binds_is_left_out(tmp_path: Path):
-    """Imports of the standard library, plain functions and classes, literals, arithmetic."""
-    names = left_out(tmp_path, BINDS)
-    assert names == [
-        "math", "j", "deque", "dataclasses", "dataclass", "DATA", "TABLE", "f", "Plain", "Point",
-        "name",
-    ]  # fmt: skip
+    """Imports of the standard library, and functions and classes that call nothing for it."""
+    found = units(tmp_path, DEFINES)
+    wanted = {"math", "j", "deque", "dataclasses", "f", "Plain", "Child"}
+    assert names(found, BINDS) == wanted and {unit.kind for unit in found} == {BINDS}
+
+
+@pytest.mark.pure
+def test_what_computes_is_left_out(tmp_path: Path):
+    """Assignments to names, blocks of them, and what is done to such a value alone."""
+    found = units(tmp_path, COMPUTED)
+    assert {unit.kind for unit in found} == {BINDS, COMPUTES}
+    assert names(found, BINDS) == {"json", "os", "random", "load"}
+    assert names(found, COMPUTES) >= {"data", "table", "rows", "size", "found", "file", "second"}
 
 
 @pytest.mark.pure
 @pytest.mark.parametrize(
     "statement",
     [
-        "made = print()",
         "print('hello')",
-        "for made in range(3): pass",
-        "made = [one for one in range(3)]",
         "import os; os.environ['MADE'] = '1'",
         "import random; random.seed(3)",
         "import near",
         "from near import thing",
-        "made = 1\nmade = 2",
-        "made = 1\ndef change():\n    global made\n    made = 2",
-        "class Made: pass\ndef change():\n    Made.made = 1\nmade = 1",
+        "import os\nmade = os.environ\nmade['MADE'] = '1'",
+        "import decimal\nmade = decimal.getcontext()\nmade.prec = 28",
+        "import near\nmade = near.thing\nmade.append(2)",
+        "made = []\nprint(made)",
+        "for one in range(3): print(one)",
+        "if True: import json as made",
+        "with open(__file__) as file: print(file.read())",
+        "class Made: pass\nMade.rate = 3",
         "class Base:\n    def __init_subclass__(cls): pass\nclass made(Base): pass",
         "import abc\nclass made(abc.ABC): pass",
         "class made:\n    print('hello')",
         "def wrap(f): return f\n@wrap\ndef made(): pass",
         "def made(x=print('hello')): pass",
         "try:\n    import json as made\nexcept ImportError:\n    made = None",
-        "import sys\nif sys.platform: made = 1",
-        "OPEN = iter([1])\nmade = list(OPEN)",
+        "if not __name__: raise LookupError",
+        "(made := 3)",
+        "made = print\nmade('hello')",
     ],
 )
 def test_what_may_act_is_not(tmp_path: Path, statement: str, monkeypatch: pytest.MonkeyPatch):
-    """A statement that may do more than bind names, or a name that is bound twice."""
-    (tmp_path / "near.py").write_text("thing = 1\n")
+    """A statement that may do more than bind names, and than change values that it alone has."""
+    (tmp_path / "near.py").write_text("thing = [1]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    names = left_out(tmp_path, f"def f(): pass\n{statement}\n")
-    assert "f" in names and not {"made", "near", "thing"} & set(names)
+    monkeypatch.setenv("MADE", "0")
+    found = units(tmp_path, f"def f(): pass\n{statement}\n", __file__=__file__)
+    assert "f" in names(found, BINDS) and found[-1].kind == ACTS
+
+
+@pytest.mark.pure
+def test_values_that_share_an_object(tmp_path: Path):
+    """They are made together, by running their statements: who compares by identity sees one."""
+    text = """
+        class State: pass
+        START, STOP = State(), State()
+        NEXT = {START: STOP}
+        ROWS = [1, 2]
+        VIEW = ROWS
+        ALONE = State()
+        NONE = OTHER = None
+        TEXTS, TUPLES = ["a", ()], [(), "a"]
+    """
+    found = units(tmp_path, text)
+    assert names(found, BINDS) == {"State", "START", "STOP", "NEXT", "ROWS", "VIEW"}
+    assert names(found, COMPUTES) == {"ALONE", "NONE", "OTHER", "TEXTS", "TUPLES"}
+
+
+@pytest.mark.pure
+def test_what_has_to_be_run_with_a_unit(tmp_path: Path):
+    """What acts leads to all that it may call; a function to what it is made of, and constants."""
+    text = """
+        import math
+        LIMIT = 3
+        data = math.pow(2, 3)
+        other = math.pow(2, 4)
+        def reads(data2): return data, LIMIT, "other"
+        def calls(): return reads(1)
+        def default(x=data): return x
+        print(calls())
+    """
+    found = units(tmp_path, text)
+    needs = {unit.first: (unit.wants, unit.reads) for unit in found}
+    assert needs[6] == (("LIMIT",), ("data",))
+    assert needs[7] == ((), ()) and needs[8] == (("data",), ())
+    assert needs[9] == (("LIMIT", "data"), ())
+    acts = found[-1]
+    assert acts.kind == ACTS and [found[n].first for n in acts.needs] == [2, 6, 7]
+
+
+@pytest.mark.torch
+@pytest.mark.pure
+def test_what_acts_in_torch_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Settings of torch and of its libraries are no matter to a worker that has not imported it."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "seeing.py").write_text("import torch\ndef register(name): pass\n")
+    (tmp_path / "near_torch.py").write_text("import torch\n")
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = """
+        import torch
+        from torch import nn
+        n = len("abc")
+        torch.manual_seed(n)
+        torch.backends.cudnn.benchmark = bool(torch.backends.cudnn.benchmark)
+        if torch.cuda.is_available():
+            torch.backends.cudnn.benchmark = True
+        @torch.no_grad()
+        def evaluate(): pass
+        class Data(torch.utils.data.Dataset): pass
+        class Net(nn.Module): pass
+        def f(): pass
+        print(torch.__version__)
+        setattr(f, "dtype", torch.float32)
+        f.dtype = torch.float64
+        import seeing
+        seeing.register("one")
+        import near_torch
+    """
+    found = units(tmp_path, text)
+    kinds = [unit.kind for unit in found]
+    assert kinds == [
+        BINDS,
+        BINDS,
+        COMPUTES,
+        *[WAITS] * 5,
+        BINDS,
+        BINDS,
+        ACTS,
+        ACTS,
+        ACTS,
+        WAITS,
+        WAITS,
+        ACTS,
+    ]
+    assert [unit.torch for unit in found[:3]] == [True, True, False]
 
 
 @pytest.mark.pure
@@ -94,14 +226,28 @@ def test_what_may_act_is_not(tmp_path: Path, statement: str, monkeypatch: pytest
     [
         "from math import *",
         "def g(): return globals()['f']",
+        "def g(): return vars()['f']",
         "def g(): exec('f()')",
-        "import sys\ndef g(): return sys.modules[__name__].f",
+        "import sys\ndef g(): return vars(sys.modules[__name__])",
+        "import sys\ndef g(): return sys.modules['__main__'].__dict__",
         "# coding: latin-1",
     ],
 )
 def test_a_script_that_looks_at_itself_is_run_as_a_whole(tmp_path: Path, line: str):
     """Nothing is left out where names may be used that the text does not show."""
     assert left_out(tmp_path, f"{line}\ndef f(): pass\n") == []
+
+
+@pytest.mark.pure
+def test_what_looks_like_it_and_does_not(tmp_path: Path):
+    """`vars` of an object, an attribute that is called modules, `sys.modules` for one name."""
+    text = (
+        "import sys\ndef f(): return getattr(sys.modules[__name__], 'made'), 'os' in sys.modules\n"
+    )
+    text += (
+        "import types\nmade = types.SimpleNamespace(modules=3)\nboth = vars(made), made.modules\n"
+    )
+    assert "made" in left_out(tmp_path, text)
 
 
 @pytest.mark.pure
@@ -121,8 +267,14 @@ def test_a_module_that_hides_one_of_the_standard_library_is_imported(
 PROBE = """
     import sys
 
+    LOG = []
+
+    def load():
+        LOG.append("loaded")
+        return [1, 2]
+
     def there():
-        names = "colorsys", "fractions", "DATA", "plain", "reads", "looks", "Kind"
+        names = "colorsys", "fractions", "DATA", "reads", "looks", "rows"
         return [name for name in names if name in vars(sys.modules["__main__"])]
 
     def loaded(name):
@@ -136,19 +288,20 @@ SCRIPT = """
     import fractions
     import probe
 
-    LOG = []
-    LOG.append("acted")
+    probe.LOG.append("acted")
     DATA = b"x" * 1000
+    rows = probe.load()
+    rows.append(3)
 
     def plain(x):
-        return LOG, __doc__, probe.loaded("color" + "sys"), probe.there()
+        return probe.LOG, __doc__, probe.loaded("color" + "sys"), probe.there()
 
     def reads(x):
-        return LOG, colorsys.rgb_to_hsv(x, x, x), len(DATA), probe.there()
+        return probe.LOG, rows, colorsys.rgb_to_hsv(x, x, x), len(DATA), probe.there()
 
     def looks(x):
         import __main__
-        return LOG, str(__main__.fractions.Fraction(1, 2)), probe.there()
+        return probe.LOG, str(__main__.fractions.Fraction(1, 2)), probe.there()
 
     def fails(x):
         return (
@@ -179,9 +332,9 @@ def test_a_worker_runs_what_a_name_needs(tmp_path: Path):
     scripts.write(tmp_path / "probe.py", PROBE)
     path = scripts.write(tmp_path / "script.py", SCRIPT)
     assert scripts.run_ok([path]).splitlines() == [
-        "[(['acted'], 'About it.', False, ['plain'])]",
-        "[(['acted'], (0.0, 0.0, 1), 1000, ['colorsys', 'DATA', 'plain', 'reads'])]",
-        "[(['acted'], '1/2', ['colorsys', 'fractions', 'DATA', 'plain', 'reads', 'looks'])]",
+        "[(['acted'], 'About it.', False, ['DATA'])]",
+        "[(['acted'], [1, 2, 3], (0.0, 0.0, 1), 1000, ['colorsys', 'DATA', 'reads', 'rows'])]",
+        "[(['acted'], '1/2', ['colorsys', 'fractions', 'DATA', 'reads', 'looks', 'rows'])]",
         "1000",
         "True",
     ]

@@ -16,10 +16,19 @@ TORCH = """
 
     PID = os.getpid()
     version = types.SimpleNamespace(cuda=None, hip=None)
-    default_generator = types.SimpleNamespace(manual_seed=abs)
+    seed = 0
+
+    def manual_seed(n):
+        global seed
+        seed = n
+
+    default_generator = types.SimpleNamespace(manual_seed=manual_seed)
+
+    threads = 0
 
     def set_num_threads(n):
-        pass
+        global threads
+        threads = n
 
     if "xpool.worker.server" in sys.modules and multiprocessing.parent_process() is None:
         with open(os.path.dirname(__file__) + "/gate") as gate:  # it opens when the program does
@@ -83,7 +92,7 @@ TOP = """
 """
 
 
-def run(folder: Path, program: str) -> str:
+def run(folder: Path, program: str, top: str = TOP) -> str:
     """Run a program in which torch is a module that its fork server cannot import yet."""
     modules = folder / "lib"
     modules.mkdir()
@@ -91,8 +100,83 @@ def run(folder: Path, program: str) -> str:
     texts = {"torch": TORCH, "needy": NEEDY, "plain": PLAIN, "testlike": TESTLIKE}
     for name, text in texts.items():
         scripts.write(modules / f"{name}.py", text)
-    path = scripts.write(folder / "program.py", textwrap.dedent(TOP) + textwrap.dedent(program))
+    path = scripts.write(folder / "program.py", textwrap.dedent(top) + textwrap.dedent(program))
     return scripts.run_ok([path])
+
+
+SETTINGS = """
+    import os, sys
+    sys.path.insert(0, os.path.dirname(__file__) + "/lib")
+    import torch
+    import plain
+    import xpool
+
+    torch.set_num_threads(len("one"))
+    torch.version.cuda = None
+    if torch.version.cuda:
+        torch.set_num_threads(1)
+
+    class Net(torch.types.SimpleNamespace):
+        pass
+
+    model = Net(weight=1)
+
+    def light(x):
+        return plain.has_torch(x)
+
+    def heavy(x):
+        return torch.PID, os.getppid(), torch.threads
+
+    if __name__ == "__main__":
+        with xpool.Pool(2) as pool:
+            assert not any(pool.map(light, range(20), 1))
+            os.kill(pool.apply(os.getpid), 9)
+            assert not pool.apply(light, (0,))
+        pool.join()
+        with xpool.Pool(2) as pool:
+            results = pool.map_async(heavy, range(9), 1)
+            plain.open_gate()
+            assert all(one == two and n == 3 for one, two, n in results.get())
+            assert pool.statistics()["deaths"] == 0
+        pool.join()
+"""
+
+
+def test_settings_of_torch_wait_for_it(tmp_path):
+    """A function that does not use torch is answered though the script's top sets things in it.
+
+    One that uses torch gets a worker that shares it, and in which they are set.
+    """
+    assert run(tmp_path, SETTINGS, "") == ""
+
+
+INSIDE = """
+    import os, sys
+    sys.path.insert(0, os.path.dirname(__file__) + "/lib")
+    import torch
+    import plain
+    import xpool
+
+    number = len("four")
+    torch.set_num_threads(number)
+
+    def inside(x):
+        import importlib
+        torch = importlib.import_module("tor" + "ch")
+        return torch.threads, torch.seed != 0
+
+    if __name__ == "__main__":
+        with xpool.Pool(1) as pool:
+            assert not pool.apply(plain.has_torch, (0,))
+            assert not pool.apply(lambda x: plain.has_torch(x), (0,))
+            assert pool.apply(inside, (0,)) == (4, True)
+        pool.join()
+"""
+
+
+def test_settings_of_torch_are_made_when_a_task_imports_it(tmp_path):
+    """In a stand-in that has run tasks, torch is seeded and set up as soon as it comes."""
+    assert run(tmp_path, INSIDE, "") == ""
 
 
 LIGHT = """

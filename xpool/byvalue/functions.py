@@ -70,8 +70,8 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
     state: dict[str, Any] = {}
     space: Any
     if not pickler.recurse and values is main.namespace():
-        # True: the receiver has to run the script first.
-        space = main.main_is_importable() and any(name in values for name in names)
+        # What the receiver has to run the script for.
+        space = main.main_is_importable() and tuple(n for n in names if n in values)
         pickler.names |= names
     elif not pickler.recurse and vars(sys.modules.get(module, _NO_MODULE)) is values:
         space = module
@@ -124,8 +124,11 @@ def _annotations(function: Any) -> dict[str, Any]:
 
 
 def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> FunctionType:
-    if isinstance(space, bool):
-        values = main.filled_namespace() if space else main.namespace()
+    if isinstance(space, (bool, tuple)):
+        values = main.namespace()
+        for one in () if isinstance(space, bool) else space:
+            if one not in values:
+                main.fill(one)
         # C code that imports something looks for it here, and a worker's may be bare.
         values.setdefault("__builtins__", builtins)
     elif isinstance(space, str):

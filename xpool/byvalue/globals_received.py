@@ -12,6 +12,7 @@ it too, and may compare by identity.
 
 import contextlib
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -63,17 +64,24 @@ class _Incoming:
 def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: Any) -> Any:
     """Take the globals that a worker's parent has sent, and load what came with them."""
     if main.is_replica():
-        for entry in entries:  # before the lock: it may run the script
-            main.fill(entry[0].partition(".")[0])
+        # What acts comes first, and then the values.
+        main.fill(main.TOP)
+        found = [Entry(*entry) for entry in entries]
         with _lock:
             if _incoming.parent is None:
                 _incoming.parent = sender
-            if _incoming.parent == sender:
-                found = [Entry(*entry) for entry in entries]
-                for entry in found:
+            ours = _incoming.parent == sender
+            if ours:
+                main.settle(entry.name for entry in found if entry.kind != KEEP)
+            for entry in found:
+                if entry.kind == KEEP:
+                    main.unsettle(entry.name)
+                # In this order: what is made here may use values that came before it.
+                main.fill(entry.name.partition(".")[0])
+                if ours:
                     _take(entry, exact)
-                if exact and getattr(_heard, "entries", None) is not None:
-                    _heard.entries = found
+            if ours and exact and getattr(_heard, "entries", None) is not None:
+                _heard.entries = found
     return pickle.loads(body, buffers=buffers)
 
 
@@ -124,7 +132,12 @@ def _take(entry: Entry, exact: bool) -> None:
         return
     try:
         if kind == VALUE:
-            value = pickle.loads(data)
+            # Some are pickled by their own name: a TypeVar, a NewType.
+            main.unsettle(name)
+            try:
+                value = pickle.loads(data)
+            finally:
+                main.settle([name])
         elif kind == PLACE:
             token, _, _, place, _ = data
             value = place.load() if token is None else open_broadcast(*data)
@@ -166,16 +179,38 @@ def _place_of(name: str) -> tuple[Any, str]:
 def _is_same(value: Any, data: bytes) -> bool:
     try:
         written = write_global(value, True)
-        return not in_block(written.nbytes) and b"".join(written.chunks) == data
     except Exception:  # of any object's own __reduce__
         return False
+    if in_block(written.nbytes):
+        return False
+    return _as_of_caller(b"".join(written.chunks)) == _as_of_caller(data)
+
+
+def _as_of_caller(data: bytes) -> bytes:
+    """A pickle without its frame, in which classes that the script made here are the caller's."""
+    if data[2:3] == b"\x95":  # FRAME, and the length of it
+        data = data[:2] + data[11:]
+    return _MODULE_OF_GLOBAL.sub(b"\x8c\x08__main__\x94\\1", data)
+
+
+# As SHORT_BINUNICODE, MEMOIZE, the name as the same, and STACK_GLOBAL.
+_MODULE_OF_GLOBAL = re.compile(rb"\x8c\x0b__mp_main__\x94(\x8c.[^\x94]*\x94\x93)", re.DOTALL)
 
 
 def missing_global(exc: BaseException) -> str | None:
     """Explain a NameError about a global that could not be sent here; None for others."""
     name = getattr(exc, "name", None)
-    if not isinstance(exc, NameError) or name not in _incoming.missing:
+    if not isinstance(exc, NameError) or not isinstance(name, str):
         return None
+    if name not in _incoming.missing:
+        script = vars(sys.modules["__main__"]).get("_xpool_script")
+        if script is None or not script.leaves_out(name):
+            return None
+        return (
+            f"The global {name!r} of __main__ is computed by the script's top, which is not done "
+            "again in a worker, and the function of this task does not lead to where it is read. "
+            "Read it in that function, pass it as an argument, or make it in the initializer."
+        )
     return (
         f"The global {name!r} of __main__ was not sent to this worker "
         f"({_incoming.missing[name]}). Make it in the initializer, or pass it as an argument."

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "MAIN_NAMES",
     "MISSING",
+    "TOP",
     "born_with",
     "fill",
-    "filled_namespace",
     "is_forked",
     "is_replica",
     "main_is_importable",
@@ -39,8 +39,11 @@ __all__ = [
     "mark_worker",
     "namespace",
     "note_born",
+    "settle",
+    "settled",
     "source",
     "units",
+    "unsettle",
 ]
 
 #: `multiprocessing` calls the main module of a child by the second name, and makes each
@@ -62,11 +65,12 @@ class _State:
     forked: bool = False
     told: bool | None = None  # what mark_worker was told
     born: dict[str, Any]
+    settled: set[str]
     values: dict[str, Any] | None = None  # where functions look, if that is not the module's
 
 
 _state = _State()
-_state.born = {}
+_state.born, _state.settled = {}, set()
 
 
 def main_is_importable() -> bool:
@@ -128,19 +132,35 @@ def namespace() -> dict[str, Any]:
     return sys.modules["__main__"].__dict__ if values is None else values
 
 
-def filled_namespace() -> dict[str, Any]:
-    """The same, once the caller's script was run here for its names.
-
-    A worker may put that off until somebody asks its ``__main__`` for a name.
-    """
-    # No unit binds this name, so all that is left of the script is run.
-    fill("xpool_asks_for_any_name")
-    return namespace()
-
-
 def fill(name: str) -> None:
-    """Have the caller's script run here as far as this name of it needs, if it was not."""
-    getattr(sys.modules["__main__"], name, None)
+    """Have the caller's script run here as far as this name of it needs, if it was not.
+
+    `TOP`: as far as it is run in any case.
+    """
+    module = sys.modules["__main__"]
+    here = vars(module)
+    # It is run once; and the script's own `__getattr__` is not asked for that.
+    if name != TOP or ("_xpool_script" in here and "_xpool_top" not in here):
+        getattr(module, name, None)
+
+
+TOP = "the top of the script"
+"""Stands for a name that leads to nothing but what acts; no name has spaces."""
+
+
+def settle(names: Iterable[str]) -> None:
+    """Note globals whose values come from the caller: what computes them is not run here."""
+    _state.settled.update(names)
+
+
+def unsettle(name: str) -> None:
+    """Note that a value does not come: what computes it may be run here."""
+    _state.settled.discard(name)
+
+
+def settled() -> set[str]:
+    """The globals whose values have come from the caller, or are missing there."""
+    return _state.settled
 
 
 def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None:
@@ -154,7 +174,7 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
     _state.replica, _state.forked = True, forked
     _state.told = importable
     # Nothing of the parent's, from before a fork, is taken for this process's.
-    _state.module = None
+    _state.module, _state.settled = None, set()
     _state.values = _run_by_multiprocessing(sys.modules["__main__"])
     note_born()
 

@@ -199,6 +199,7 @@ def _collect(names: Iterable[str], layout: Layout) -> list[Entry]:
     values = main.namespace()
     book = layout.book or _outgoing.anyone
     found: dict[str, Entry] = {}
+    leading = set[str]()  # those that name others
     with _lock:
         # What a receiver made of earlier ones may use them still: an initializer has put an
         # object into a global that is None here, and nothing leads on from there.
@@ -214,17 +215,24 @@ def _collect(names: Iterable[str], layout: Layout) -> list[Entry]:
                         sent = _look(path, value, layout, book)
                         found[path] = Entry(path, *sent.rest)
                         more |= sent.names
+                        if sent.names:
+                            leading.add(path)
             pending = frozenset(more - seen)
         roots = frozenset(path.partition(".")[0] for path in found)
         if not roots <= book.told:
             book.told |= roots
     if len(found) == 1:
         return list(found.values())
-    # Definitions first, for unpickling a value may call them; attributes after their owners.
+    # Definitions first, for unpickling a value may call them, and what these may read before it;
+    # attributes after their owners.
     kinds = (FunctionType, ModuleType, type)
     return sorted(
         found.values(),
-        key=lambda entry: ("." in entry.name, not isinstance(values.get(entry.name), kinds)),
+        key=lambda entry: (
+            "." in entry.name,
+            not isinstance(values.get(entry.name), kinds),
+            entry.name in leading,
+        ),
     )
 
 

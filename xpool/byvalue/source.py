@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-__all__ = ["Source", "bound_by", "is_guard", "read"]
+from xpool.byvalue.top_level import names_of
+
+__all__ = ["Source", "is_guard", "read"]
 
 _MISSING = object()
 _CONSTANTS = frozenset({int, float, complex, str, bytes, bool, type(None)})
@@ -76,10 +78,10 @@ def read(path: str, package: str | None) -> Source:
     statements = list(_top_level(tree.body, guards))
     for guard in guards:
         for statement in _top_level(guard.body, []):
-            inside.update(bound_by(statement))
+            inside.update(names_of(statement).bound)
         statements += _top_level(guard.orelse, [])
     for statement in statements:
-        outside += [(name, statement) for name in bound_by(statement)]
+        outside += [(name, statement) for name in names_of(statement).bound]
     # What functions may bind anywhere: globals that they declare, and attributes of anything.
     declared, attributes = set[str](), set[str]()
     for node in ast.walk(tree):
@@ -106,7 +108,7 @@ def _constants(
         if times[name] > 1:
             continue
         if isinstance(node, ast.ClassDef):
-            inside = [(one, part) for part in node.body for one in bound_by(part)]
+            inside = [(one, part) for part in node.body for one in names_of(part).bound]
             for one, constant in _constants(inside, attributes):
                 if one not in attributes:
                     yield f"{name}.{one}", constant
@@ -178,15 +180,3 @@ def is_guard(test: ast.expr) -> bool:
         if names and mains:
             return True
     return False
-
-
-def bound_by(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        yield node.name
-    elif isinstance(node, (ast.Import, ast.ImportFrom)):
-        for alias in node.names:
-            yield alias.asname or alias.name.partition(".")[0]
-    else:
-        for part in ast.walk(node):
-            if isinstance(part, ast.Name) and isinstance(part.ctx, (ast.Store, ast.Del)):
-                yield part.id

@@ -1,19 +1,25 @@
-"""Which statements of a script a worker has to run for a name of it, and which it can leave out.
+"""Which statements of a script a worker runs, and which it leaves out.
 
-A worker runs the script for its names.  What takes long there is what most tasks never touch: an
-``import torch``, a table of 150 MB.  So the script's top level is taken apart into units, whole
-lines, and a worker runs for a name
+A worker runs the script for its names.  What takes long there is what the program has done already:
+data that are loaded, a model that is built.  So the script's top level is taken apart into units,
+whole lines, of four kinds:
 
-* those that may do more than bind names: calls, loops, ``with``, assignments to attributes, classes
-  with a decorator or a metaclass, imports of the program's own modules: always, and in their order;
-* the one that binds the name; and
-* those that bind what these use, by any name in their text, and so on.
+* what **acts**, a worker runs before anything else, in the script's order: calls that stand by
+  themselves, loops and ``with`` and ``if`` around them, assignments to attributes and items,
+  decorated functions and classes, imports of modules that may do something;
+* what **binds**, functions and plain classes and imports of the standard library, numpy and torch,
+  it runs when a name is looked up that they bind, or that leads to them;
+* what **computes** it leaves out: assignments to names, blocks of nothing else, and what is done to
+  such a value alone (``data.sort()``, ``data["x"] = 1``).  Its values come from the program, with
+  the functions that read them (`main_globals`).  It is run where a value cannot be sent, or where
+  a statement that is run uses the name;
+* what acts in torch alone **waits** until torch is imported in that worker.
 
-What can be left out binds names and does nothing else, which is seen in the text: functions and
-classes without decorators, literals and arithmetic with them, and imports of modules that are known
-to do nothing to others.  A name must be bound by one statement alone.  Where a script looks at its
-globals as a whole (`globals`, `exec`), or imports ``*``, all of it is run, as it is where this
-analysis has nothing to say.
+Values that share an object with each other are made by running the statements, whose objects may be
+compared by identity; as long as they are small: large ones are copies in any case.
+
+Where a script looks at its globals as a whole (`globals`, `exec`), or imports ``*``, all of it is
+run, as it is where this analysis has nothing to say.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -23,13 +29,25 @@ import builtins
 import os
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from xpool.byvalue.source import bound_by, is_guard
+from xpool.byvalue.source import is_guard
+from xpool.byvalue.top_level import (
+    Names,
+    acted_on,
+    calls_of,
+    names_of,
+    reads_of,
+    root_of,
+    targets_of,
+)
+from xpool.byvalue.top_values import held_alone, sharing
 
-__all__ = ["Unit", "Units", "read_units"]
+__all__ = ["ACTS", "BINDS", "COMPUTES", "WAITS", "Unit", "Units", "read_units"]
+
+BINDS, ACTS, COMPUTES, WAITS = range(4)
+"""Kinds of units."""
 
 
 class Unit(NamedTuple):
@@ -37,9 +55,12 @@ class Unit(NamedTuple):
 
     first: int  # lines, from 1 on, the last included
     last: int
-    names: tuple[str, ...]  # that it binds
-    needs: tuple[int, ...]  # the units that bind what it uses
-    always: bool  # it may do more than bind names
+    names: tuple[str, ...]  # that it binds; of one that computes, also what it changes
+    needs: tuple[int, ...]  # units, of other kinds than that one, that have to be run with it
+    wants: tuple[str, ...]  # computed names that it uses
+    reads: tuple[str, ...]  # computed names that functions in it use, when they are called
+    kind: int
+    torch: bool  # it imports torch
 
 
 class Units(NamedTuple):
@@ -62,147 +83,164 @@ _SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {
 }
 """Modules that change nothing when they are imported but what belongs to them."""
 
-_AS_A_WHOLE = {"globals", "locals", "vars", "exec", "eval", "__import__"}
-
-_CALLS = frozenset(
-    f"{module}.{name}"
-    for module, names in {
-        "builtins": "abs bool bytearray bytes complex dict float frozenset int len list max min "
-        "object pow range round set slice sorted str sum tuple",
-        "collections": "Counter OrderedDict defaultdict deque namedtuple",
-        "dataclasses": "field",
-        "numpy": "arange array dtype eye full linspace ones zeros",
-        "os.path": "abspath basename dirname join",
-        "pathlib": "Path PurePath",
-        "re": "compile",
-        "threading": "Lock RLock",
-        "torch": "arange device eye full ones tensor zeros",
-        "typing": "NamedTuple NewType ParamSpec TypeVar",
-    }.items()
-    for name in names.split()
-)
-"""Functions that make a value of their arguments and do nothing else."""
-
-_DECORATORS = frozenset(
-    {
-        "abc.abstractmethod", "builtins.classmethod", "builtins.property", "builtins.staticmethod",
-        "contextlib.contextmanager", "dataclasses.dataclass", "functools.cache",
-        "functools.cached_property", "functools.lru_cache", "functools.total_ordering",
-        "torch.inference_mode", "torch.no_grad", "typing.final", "typing.overload",
-    }
-)  # fmt: skip
-"""Decorators that change what they decorate, and nothing else."""
-
-_PLAIN = (
-    ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp, ast.BoolOp,
-    ast.Compare, ast.IfExp, ast.JoinedStr, ast.FormattedValue, ast.Subscript, ast.Slice, ast.Name,
-    ast.Attribute, ast.Call, ast.Lambda, ast.keyword, ast.Starred, ast.operator, ast.unaryop,
-    ast.boolop, ast.cmpop, ast.expr_context,
-)  # fmt: skip
-
-
-def units_of(text: bytes, tree: ast.Module, values: Mapping[str, Any], folder: str) -> Units | None:
-    """Take a script apart; None: nothing of it can be left out, or that cannot be seen.
-
-    Args:
-        values: the script's globals as they are in the program, to see what its classes are.
-        folder: of the script: modules there are the program's own.
-    """
-    if b"coding" in b"".join(text.splitlines(True)[:2]) or text.startswith(b"\xef\xbb\xbf"):
-        return None  # its lines cannot be compiled one by one
-    script = _Script(tree, values, folder)
-    if script.whole:
-        return None
-    groups = list(_groups(script.statements))
-    owner = {name: i for i, group in enumerate(groups) for part in group for name in bound_by(part)}
-    units = []
-    for i, group in enumerate(groups):
-        used = {name for part in group for name in _used_by(part)} & owner.keys()
-        first = min(_first_line(part) for part in group)
-        last = max(part.end_lineno or part.lineno for part in group)
-        names = tuple(name for part in group for name in bound_by(part))
-        # All of them are asked, since each may bring names for the next; a first text is __doc__.
-        acting = [script.acts(part) for part in group]
-        always = any(acting) or (i == 0 and _is_text(group[0]))
-        units.append(Unit(first, last, names, tuple(sorted(owner[n] for n in used)), always))
-    if all(unit.always for unit in units):
-        return None
-    return Units(zlib.crc32(text), script.flags, tuple(units))
+_AS_A_WHOLE = {"globals", "exec", "eval", "__import__"}
 
 
 def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
-    """Read a script and take it apart; what cannot be read or parsed is run as a whole."""
+    """Read a script and take it apart; what cannot be read or parsed is run as a whole.
+
+    Args:
+        values: the script's globals as they are in the program, to see what its classes are.
+    """
     try:
         with open(path, "rb") as file:
             text = file.read()
         tree = ast.parse(text, path)
+        reads = reads_of(text, path)
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    return units_of(text, tree, values, os.path.dirname(path))
+    # Its lines cannot be compiled one by one, or names may be used that the text does not show.
+    if b"coding" in b"".join(text.splitlines(True)[:2]) or text.startswith(b"\xef\xbb\xbf"):
+        return None
+    if _looks_at_itself(tree):
+        return None
+    flags, statements = _statements(tree)
+    groups = list(_groups(statements))
+    units = _Script(groups, reads, values, os.path.dirname(path)).units()
+    if all(unit.kind == ACTS for unit in units):
+        return None
+    return Units(zlib.crc32(text), flags, tuple(units))
+
+
+def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt]]:
+    flags, found = 0, list[ast.stmt]()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            for alias in node.names:
+                flags |= getattr(__import__("__future__"), alias.name).compiler_flag
+        elif not (isinstance(node, ast.If) and is_guard(node.test) and not node.orelse):
+            found.append(node)
+    return flags, found
+
+
+def _looks_at_itself(tree: ast.Module) -> bool:
+    """Whether names may be used that the text does not show; those asked of a module are made."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found = node.id in _AS_A_WHOLE
+        elif isinstance(node, ast.Attribute):
+            found = node.attr == "__dict__" and _names_a_module(node.value)
+        elif isinstance(node, ast.Call):
+            own = isinstance(node.func, ast.Name) and node.func.id in ("vars", "locals", "dir")
+            found = own and (not node.args or any(map(_names_a_module, node.args)))
+        elif isinstance(node, ast.alias):
+            found = node.name == "*"
+        else:
+            continue
+        if found:
+            return True
+    return False
+
+
+def _names_a_module(node: ast.expr) -> bool:
+    """Whether it may be the script's own: sys.modules[__name__], __main__."""
+    for part in ast.walk(node):
+        name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+        if name in ("modules", "__main__", "import_module"):
+            return True
+    return False
 
 
 class _Script:
-    def __init__(self, tree: ast.Module, values: Mapping[str, Any], folder: str) -> None:
-        self.flags = 0
-        self.statements: list[ast.stmt] = []
-        self._values, self._folder = values, folder
-        self._imported: dict[str, str] = {}  # names of modules, and of what is in them
-        self._inert: set[str] = set()  # names bound by what can be left out
-        times: Counter[str] = Counter()
-        self.whole = False
-        for node in tree.body:
-            if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-                for alias in node.names:
-                    self.flags |= getattr(__import__("__future__"), alias.name).compiler_flag
-                continue
-            if isinstance(node, ast.If) and is_guard(node.test) and not node.orelse:
-                continue
-            self.statements.append(node)
-            times.update(bound_by(node))
-        # A worker that leaves one of several out would bind the name to another's value.
-        self._changed = {name for name, n in times.items() if n > 1}
-        for part in ast.walk(tree):
-            self._look(part)
+    """The statements of a script, in groups that have no line in common."""
 
-    def _look(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Global):
-            self._changed.update(node.names)
-        elif isinstance(node, ast.Name):
-            self.whole |= node.id in _AS_A_WHOLE
-        elif isinstance(node, ast.Attribute):
-            self.whole |= node.attr == "modules"  # sys.modules[__name__]
-            if not isinstance(node.ctx, ast.Load):
-                self._changed.add(node.attr)
-        elif isinstance(node, ast.alias):
-            self.whole |= node.name == "*"
+    def __init__(
+        self,
+        groups: list[list[ast.stmt]],
+        reads: Mapping[str, set[str]],
+        values: Mapping[str, Any],
+        folder: str,
+    ) -> None:
+        self._reads, self._values, self._folder = reads, values, folder
+        self._groups = groups
+        self._names = [Names.all_of(map(names_of, group)) for group in groups]
+        self._imports = dict(_imports(groups))
+        self._computed = self._find_computed()
+        self._owners: dict[str, list[int]] = {}
+        self._binds: list[set[str]] = []
+        for i, group in enumerate(groups):
+            names = set(self._names[i].bound)
+            if self._computes(group):
+                names |= {name for node in group for name in acted_on(node)}
+            self._binds.append(names)
+            for name in names:
+                self._owners.setdefault(name, []).append(i)
 
-    def acts(self, node: ast.stmt) -> bool:
-        """Whether a statement may do more than bind names that nothing else binds."""
-        names = set(bound_by(node))
-        if names & self._changed or not self._only_binds(node):
+    # -- what computes ----------------------------------------------------------------------
+
+    def _find_computed(self) -> set[str]:
+        """Names that are bound by statements that compute, and by no others."""
+        computed = {
+            name
+            for group, names in zip(self._groups, self._names, strict=True)
+            if not any(isinstance(node, _DEFINE) for node in group)
+            for name in names.bound
+        }
+        while True:
+            self._computed = computed
+            others = {
+                name
+                for group, names in zip(self._groups, self._names, strict=True)
+                if not self._computes(group)
+                for name in names.bound
+            }
+            if not computed & others:
+                return computed
+            computed = computed - others
+
+    def _computes(self, group: list[ast.stmt]) -> bool:
+        return all(map(self._is_computing, group)) and not all(map(_is_nothing, group))
+
+    def _is_computing(self, node: ast.stmt) -> bool:
+        if isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Assert)) or _is_text(node):
             return True
-        self._inert |= names
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete)):
+            return all(map(self._is_own, targets_of(node)))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            # A method of it; a call of the value itself may be one of any function.
+            called = node.value.func
+            return not isinstance(called, ast.Name) and self._is_own(called)
+        if isinstance(node, _BLOCKS):
+            inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
+            for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                inside += part.body
+            return all(map(self._is_computing, inside)) and all(map(self._is_own, targets_of(node)))
         return False
+
+    def _is_own(self, target: ast.expr) -> bool:
+        """Whether what is bound or changed there is a computed value, which nothing else has."""
+        root = root_of(target)
+        if root is None or root.id not in self._computed:
+            return False
+        return root is target or held_alone(root.id, self._values)
+
+    # -- what acts --------------------------------------------------------------------------
+
+    def _kind(self, group: list[ast.stmt]) -> int:
+        if self._computes(group):
+            return COMPUTES
+        if all(map(self._only_binds, group)):
+            return BINDS
+        wait = all(self._only_binds(one) or self._acts_in_torch(one) for one in group)
+        return WAITS if wait else ACTS
 
     def _only_binds(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                self._imported[alias.asname or alias.name.partition(".")[0]] = (
-                    alias.name if alias.asname else alias.name.partition(".")[0]
-                )
             return all(self._is_silent(alias.name) for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                self._imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
             return node.level == 0 and self._is_silent(node.module or "")
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            named = all(isinstance(target, ast.Name) for target in targets)
-            return named and (node.value is None or self._is_plain(node.value)) and (
-                isinstance(node, ast.Assign) or self._is_plain(node.annotation)
-            )  # fmt: skip
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            return self._is_plain_function(node)
+            return not node.decorator_list and not any(calls_of(node))
         if isinstance(node, ast.ClassDef):
             return self._is_plain_class(node)
         return isinstance(node, ast.Pass) or _is_text(node)
@@ -214,70 +252,204 @@ class _Script:
         own = os.path.dirname(file) in (self._folder, os.path.join(self._folder, top))
         return top in _SILENT and (not own or top == "xpool")
 
-    def _is_plain_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-        given = node.args
-        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
-        parts = [*given.defaults, *given.kw_defaults, node.returns]
-        parts += [one.annotation for one in arguments if one is not None]
-        return all(map(self._is_plain_decorator, node.decorator_list)) and all(
-            self._is_plain(part) for part in parts if part is not None
-        )
-
     def _is_plain_class(self, node: ast.ClassDef) -> bool:
         found = self._values.get(node.name)
-        if node.keywords or not isinstance(found, type):
+        if node.keywords or node.decorator_list or not isinstance(found, type):
             return False
         # `object` apart, whose own does nothing: what a base defines runs when the class is made.
         hooked = any("__init_subclass__" in vars(base) for base in found.__mro__[1:-1])
+        parts = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign, ast.Pass)
         return (
             type(found) is type
             and not hooked
-            and all(map(self._is_plain_decorator, node.decorator_list))
-            and all(map(self._is_plain, node.bases))
-            and all(map(self._is_plain_part, node.body))
+            and not any(calls_of(node))
+            and all(isinstance(part, parts) or _is_text(part) for part in node.body)
+            and all(
+                isinstance(one, ast.Name)
+                for part in node.body
+                if isinstance(part, (ast.Assign, ast.AnnAssign))
+                for one in targets_of(part)
+            )
         )
 
-    def _is_plain_part(self, node: ast.stmt) -> bool:
-        if isinstance(node, (ast.Import, ast.ImportFrom, ast.ClassDef)):
-            return False
-        return self._only_binds(node)
+    def _acts_in_torch(self, node: ast.stmt) -> bool:
+        """Whether all that a statement calls, changes or derives from is torch's, or built in.
 
-    def _is_plain(self, node: ast.AST) -> bool:
-        """Whether to evaluate an expression does nothing, and takes it nothing that others use."""
-        if not isinstance(node, _PLAIN):
+        Or that it imports is a library that imports torch.
+        """
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            return all(map(_stands_on_torch, self._tops(node)))
+        roots: list[ast.expr] = [*calls_of(node)]
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            roots += [*getattr(node, "bases", ()), *node.decorator_list]
+            if getattr(node, "keywords", ()):
+                return False
+        elif isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, *_BLOCKS)):
+            inside = [one for one in ast.walk(node) if isinstance(one, ast.stmt)]
+            if any(isinstance(one, (*_DEFINE, ast.Raise, ast.Global)) for one in inside):
+                return False
+            roots += [
+                target
+                for one in inside
+                for target in targets_of(one)
+                if not isinstance(target, ast.Name)
+            ]
+        else:
             return False
-        if isinstance(node, ast.Name):
-            return node.id in self._inert or node.id == "__file__" or hasattr(builtins, node.id)
-        if isinstance(node, ast.Lambda):
-            return all(
-                self._is_plain(one) for one in node.args.defaults + node.args.kw_defaults if one
-            )
-        if isinstance(node, ast.Call) and self._path_of(node.func) not in _CALLS:
-            return False
-        return all(map(self._is_plain, ast.iter_child_nodes(node)))
+        tops = [self._top_of(one) for one in roots]
+        return "torch" in tops and set(tops) <= {"torch", "builtins"}
 
-    def _is_plain_decorator(self, node: ast.expr) -> bool:
-        if isinstance(node, ast.Attribute) and node.attr in ("setter", "deleter"):
-            return isinstance(node.value, ast.Name)  # of a property
-        given: list[ast.AST] = []
-        if isinstance(node, ast.Call):
-            given, node = [*node.args, *node.keywords], node.func
-        return self._path_of(node) in _DECORATORS and all(map(self._is_plain, given))
+    def _top_of(self, node: ast.expr) -> str | None:
+        """The package that a name was imported from: "torch" of ``nn.Module``."""
+        root = root_of(node)
+        if root is None:
+            return None
+        if root.id in self._imports:
+            top = self._imports[root.id]
+            return "torch" if _stands_on_torch(top) else top
+        return None if root.id in self._owners or root.id == "print" else _built_in(root.id)
 
-    def _path_of(self, node: ast.expr) -> str:
-        """Where a name leads: "torch.zeros" also of what is called ``th.zeros``."""
-        path: list[str] = []
-        while isinstance(node, ast.Attribute):
-            path.insert(0, node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
-            return ""
-        top = self._imported.get(node.id, "" if node.id in self._inert else "builtins." + node.id)
-        return ".".join([top, *path])
+    # -- units ------------------------------------------------------------------------------
+
+    def units(self) -> list[Unit]:
+        kinds = [self._kind(group) for group in self._groups]
+        if kinds and kinds[0] == BINDS and all(map(_is_text, self._groups[0])):
+            kinds[0] = ACTS  # the first text is __doc__
+        computed = {n: self._values[n] for n in self._computed if n in self._values}
+        for name in sharing(computed):
+            # Those are made where a name needs them: as one, with what they are made of.
+            for i in self._owners[name]:
+                if kinds[i] == COMPUTES:
+                    kinds[i] = BINDS
+        self._kinds = kinds
+        self._left_out = {
+            name for i, kind in enumerate(kinds) if kind == COMPUTES for name in self._binds[i]
+        }
+        return [self._unit(i, group) for i, group in enumerate(self._groups)]
+
+    def _unit(self, i: int, group: list[ast.stmt]) -> Unit:
+        first = min(map(_first_line, group))
+        last = max(part.end_lineno or part.lineno for part in group)
+        names = self._names[i]
+        used = names.used | names.spelled
+        reads = set[str]()
+        if all(isinstance(node, _DEFINE) for node in group):
+            # It calls nothing of what it defines: the values that this reads come by themselves.
+            reads = {name for name in self._read_by(i) if not self._is_constant(name)}
+            constants = {name for name in self._read_by(i) if self._is_constant(name)}
+            if self._kinds[i] != BINDS:
+                used = self._all_that(used)
+            used |= constants | (names.later - self._left_out)
+        else:
+            # What acts or computes may call all that it leads to.
+            used = self._all_that(used | names.later)
+        torch = any(
+            isinstance(one, (ast.Import, ast.ImportFrom))
+            and any(map(_stands_on_torch, self._tops(one)))
+            for one in group
+        )
+        return Unit(
+            first=first,
+            last=last,
+            names=tuple(sorted(self._binds[i])),
+            needs=tuple(sorted(self._owned(used - self._left_out) - {i})),
+            wants=tuple(sorted((used & self._left_out) - self._binds[i])),
+            reads=tuple(sorted(reads - used)),
+            kind=self._kinds[i],
+            torch=torch,
+        )
+
+    def _tops(self, node: ast.Import | ast.ImportFrom) -> set[str]:
+        return {self._imports.get(name, "") for name in names_of(node).bound}
+
+    def _all_that(self, some: set[str]) -> set[str]:
+        """These names and all that they lead to, also when what they are is called."""
+        found, todo = set[str](), list(some)
+        while todo:
+            name = todo.pop()
+            if name not in found and name in self._owners:
+                found.add(name)
+                for i in self._owners[name]:
+                    names = self._names[i]
+                    todo += names.used | names.spelled | self._read_by(i)
+                    todo += names.later - self._left_out
+                    if self._kinds[i] == COMPUTES:
+                        todo += self._binds[i] | names.later
+        return found
+
+    def _read_by(self, i: int) -> set[str]:
+        """The computed names that functions and methods in one read."""
+        return {
+            name
+            for bound in self._names[i].bound
+            for name in self._reads.get(bound, ())
+            if name in self._left_out
+        }
+
+    def _is_constant(self, name: str) -> bool:
+        """Whether a computed name is a literal, which may not travel at all (`source`)."""
+        owners = self._owners[name]
+        return len(owners) == 1 and all(map(_is_literal, self._groups[owners[0]]))
+
+    def _owned(self, names: Iterable[str]) -> set[int]:
+        return {i for name in names for i in self._owners.get(name, ())}
+
+
+_DEFINE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_BLOCKS = (
+    ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match,
+    *([vars(ast)["TryStar"]] if sys.version_info >= (3, 11) else []),
+)  # fmt: skip
+
+
+def _imports(groups: list[list[ast.stmt]]) -> Iterator[tuple[str, str]]:
+    """Names that are bound by imports, and the packages that they come from."""
+    for group in groups:
+        for node in group:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    top = alias.name.partition(".")[0]
+                    yield alias.asname or top, top
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                for alias in node.names:
+                    yield alias.asname or alias.name, (node.module or "").partition(".")[0]
+
+
+def _stands_on_torch(top: str) -> bool:
+    """Whether a package is torch, or an installed one that the program has, and that uses torch."""
+    torch = sys.modules.get("torch")
+    if top == "torch" or torch is None or top not in sys.modules:
+        return top == "torch"
+    if "-packages" not in (getattr(sys.modules[top], "__file__", None) or ""):
+        return False
+    return any(
+        getattr(module, "__dict__", {}).get("torch") is torch  # not `getattr`, which may import
+        for name, module in list(sys.modules.items())
+        if name == top or name.startswith(top + ".")
+    )
+
+
+def _built_in(name: str) -> str | None:
+    return "builtins" if hasattr(builtins, name) else None
+
+
+def _is_literal(node: ast.stmt) -> bool:
+    value = getattr(node, "value", None)
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)) or value is None:
+        return False
+    try:
+        ast.literal_eval(value)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_nothing(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass) or _is_text(node)
 
 
 def _first_line(node: ast.stmt) -> int:
@@ -295,24 +467,3 @@ def _groups(statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
         group.append(node)
     if group:
         yield group
-
-
-def _used_by(node: ast.stmt) -> Iterator[str]:
-    """Every name in the text of a statement, and in short texts in it: annotations, getattr."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            yield part.id
-        elif isinstance(part, ast.Global):
-            yield from part.names
-        elif isinstance(part, ast.Constant) and type(part.value) is str:
-            yield from _names_in(part.value)
-
-
-def _names_in(text: str) -> list[str]:
-    if len(text) > _SHORT:
-        return []
-    return "".join(c if c.isalnum() or c == "_" else " " for c in text).split()
-
-
-_SHORT = 60
-"""Characters of a text that may be an expression; a longer one is for people."""

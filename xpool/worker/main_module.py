@@ -9,6 +9,7 @@ a name of it is looked up, as far as that needs (`xpool.byvalue.units`), under t
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import multiprocessing
 import pickle
@@ -19,7 +20,8 @@ import zlib
 from types import FrameType
 from typing import Any
 
-from xpool.byvalue.main import is_replica, note_born
+from xpool.byvalue.main import TOP, is_replica, note_born, settled
+from xpool.worker.arrivals import when_imported
 from xpool.worker_local import process_is_shared
 
 __all__ = ["imported_by_worker", "install"]
@@ -30,6 +32,10 @@ compile("", "", "exec")
 
 _turn = threading.RLock()
 """Held while the script is run in a process of several workers: the others wait for its names."""
+
+
+class _NoSuchName(AttributeError):
+    """The script was run as far as a name needs, and does not bind it."""
 
 
 class _Main(types.ModuleType):
@@ -58,11 +64,19 @@ class _Main(types.ModuleType):
             if left is not None:
                 self.__dict__["_xpool_script"] = left
             self.__dict__["_xpool_running"] = False
-        return getattr(self, name)
+        self.__dict__["_xpool_top"] = True  # for `xpool.byvalue.main.fill`
+        if name in self.__dict__:
+            return self.__dict__[name]
+        raise _NoSuchName(f"module '__main__' of the worker has no attribute {name!r}")
 
 
-_Unit = tuple[int, int, tuple[str, ...], tuple[int, ...], bool]
+_Unit = tuple[
+    int, int, tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...], int, bool
+]  # fmt: skip
 """The fields of an `xpool.byvalue.units.Unit`."""
+
+# Kinds of units, as there: to import that would take longer than all that is done here.
+_BINDS, _ACTS, _COMPUTES, _WAITS = range(4)
 
 
 class _Script:
@@ -77,6 +91,7 @@ class _Script:
         self._flags = 0
         self._todo: dict[int, _Unit] | None = None  # what has not been run, by number
         self._begun = False
+        self._listens = False
 
     def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
         """Run what a name needs; return this if something is left to run."""
@@ -87,21 +102,61 @@ class _Script:
             note_born()
             return None
         assert self._todo is not None
-        chosen = self._chosen(name)
+        chosen = self._chosen(name, namespace)
+        waiting = [n for n, unit in self._todo.items() if unit[6] == _WAITS and n not in chosen]
+        # What is imported may bring torch, and what waits for it comes next then.
+        for one in waiting:
+            if self._with_torch(chosen):
+                break
+            before = {n for n in chosen if n < one}
+            self._execute(before, namespace)
+            chosen -= before
+        if self._with_torch(chosen):
+            chosen |= self._closed(waiting, namespace)
+        self._execute(chosen, namespace)
+        if waiting and "torch" in sys.modules:
+            self._execute(self._closed(waiting, namespace), namespace)
+        elif waiting and not self._listens:
+            self._listens = True
+            when_imported("torch", _run_what_waits)
+        return self if self._todo else None
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a name is computed by statements that were not run here."""
+        todo = self._todo or {}
+        return any(name in unit[2] for unit in todo.values() if unit[6] == _COMPUTES)
+
+    def _with_torch(self, chosen: set[int]) -> bool:
+        assert self._todo is not None
+        return "torch" in sys.modules or any(self._todo[n][7] for n in chosen)
+
+    def _execute(self, chosen: set[int], namespace: dict[str, Any]) -> None:
+        assert self._todo is not None
+        if not chosen:
+            return
         text = [b"\n"] * len(self._lines)  # so that each line keeps its number
         bound: list[str] = []
         for number in chosen:
-            first, last, names, _, _ = self._todo[number]
+            first, last, names = self._todo[number][:3]
             text[first - 1 : last] = self._lines[first - 1 : last]
             bound += names
+        # What is computed is computed anew: values of the caller are put aside, and come back.
+        computed = {
+            name for n in chosen if self._todo[n][6] == _COMPUTES for name in self._todo[n][2]
+        }
+        come = {name: namespace.pop(name) for name in settled() & computed if name in namespace}
         # With the flags of the script's own ``from __future__``, not of this file's.
         code = compile(b"".join(text), self._place, "exec", flags=self._flags, dont_inherit=True)
-        exec(code, namespace)
+        try:
+            exec(code, namespace)
+        finally:
+            namespace.update(come)
         note_born(bound if self._begun else None)
         self._begun = True
         for number in chosen:
-            del self._todo[number]
-        return self if self._todo else None
+            # Of what computes, any part may be wanted again, with all that makes it.
+            if self._todo[number][6] != _COMPUTES:
+                del self._todo[number]
 
     def _take_apart(self) -> bool:
         """Read what can be run by parts; False: all of it is to be run."""
@@ -117,22 +172,52 @@ class _Script:
         self._flags, self._todo = flags, dict(enumerate(units))
         return True
 
-    def _chosen(self, name: str) -> set[int]:
-        """Numbers of the units to run: of an unknown name, all that are left."""
-        todo = self._todo
+    def _chosen(self, name: str, namespace: dict[str, Any]) -> set[int]:
+        """Numbers of the units to run: of an unknown name, all that are left but computations."""
+        assert self._todo is not None
+        todo = self._todo.items()
+        # These may act on what the name binds, so they come with the first name.
+        pending = [n for n, unit in todo if unit[6] == _ACTS]
+        if name == TOP:
+            return self._closed(pending, namespace)
+        owners = [n for n, unit in todo if name in unit[2]]
+        if any(unit[6] == _COMPUTES for n, unit in todo if n in owners):
+            wanted = () if name in settled() else (name,)
+            return self._closed(pending, namespace, wanted)
+        pending += owners or [n for n, unit in todo if unit[6] == _BINDS]
+        return self._closed(pending, namespace)
+
+    def _closed(
+        self, pending: list[int], namespace: dict[str, Any], wanted: tuple[str, ...] = ()
+    ) -> set[int]:
+        """These units and all that they need; values that are there are not computed."""
+        todo, here = self._todo, settled()
         assert todo is not None
-        pending = [number for number, (_, _, names, _, _) in todo.items() if name in names]
-        if pending:
-            # These may act on what the name binds, so they come with the first name.
-            pending += [number for number, (*_, always) in todo.items() if always]
-        else:
-            pending = list(todo)
-        chosen = set[int]()
-        while pending:
+        chosen, anew = set[int](), set[str]()
+        pending, names = list(pending), list(wanted)
+        while pending or names:
+            if names:
+                name = names.pop()
+                if name not in anew and name not in namespace:
+                    anew.add(name)
+                    pending += [n for n, unit in todo.items() if name in unit[2]]
+                continue
             number = pending.pop()
-            if number in todo and number not in chosen:
-                chosen.add(number)
-                pending += todo[number][3]
+            if number not in todo or number in chosen:
+                continue
+            chosen.add(number)
+            _, _, binds, needs, wants, reads, kind, _ = todo[number]
+            pending += needs
+            names += wants
+            # What a function reads when it is called: a message with it has brought the values.
+            if kind == _BINDS:
+                names += [name for name in reads if name not in here]
+            if kind == _COMPUTES:
+                # From the beginning, with whatever else makes what this binds or changes.
+                for name in binds:
+                    if name not in anew:
+                        anew.add(name)
+                        pending += [n for n, unit in todo.items() if name in unit[2]]
         return chosen
 
     def _place_in(self, namespace: dict[str, Any]) -> None:
@@ -157,6 +242,14 @@ class _Script:
             return self._spec.loader.get_code(self._spec.name)
         with io.open_code(self._file) as file:
             return compile(file.read(), self._place, "exec")
+
+
+def _run_what_waits(torch: Any) -> None:
+    main = sys.modules["__main__"]
+    # Not while the script is run, which has imported torch: it goes on with what waits itself.
+    if isinstance(main, _Main) and "_xpool_script" in main.__dict__:
+        with contextlib.suppress(_NoSuchName):
+            main._run_for(TOP)
 
 
 def install(

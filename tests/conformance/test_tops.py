@@ -1,0 +1,198 @@
+"""What the top of a script computes is not computed again in workers, and has the right values."""
+
+from __future__ import annotations
+
+import pytest
+from support import scripts
+from support.limits import WAIT
+from support.tiers import also
+
+pytestmark = pytest.mark.xpool_only
+
+TOP = """
+import atexit
+import collections
+import dataclasses
+import enum
+import functools
+import logging
+import os
+import random
+import sys
+import tempfile
+import threading
+import typing
+import xpool
+
+def count(what):
+    with open(os.environ["COUNTED"], "a") as file:
+        file.write(what)
+
+def load(what):
+    count(what)
+    return list(range(10))
+
+def scale(x):
+    return x * FACTOR
+
+FACTOR = 3
+data = load("d")
+scaled = [scale(x) for x in data]
+data.sort(key=lambda x: -x)
+data[0] = 99
+big = [load("g")[:2] for _ in range(1)] * 20_000
+first, *rest = load("f")
+total = 0
+total += sum(data)
+with open(os.environ["COUNTED"]) as file:
+    text = file.read()
+words = []
+for word in "a b c".split():
+    words.append(word)
+try:
+    found = load("n")[100]
+except IndexError as error:
+    found = str(error)
+
+class State:
+    pass
+
+START, STOP = State(), State()
+NEXT = {START: STOP}
+Point = collections.namedtuple("Point", "x y")
+kind = typing.TypeVar("kind")
+half = functools.partial(pow, 2)
+doubled = lambda x: 2 * x
+lock = threading.Lock()
+log = logging.getLogger("a.b")
+log.addHandler(logging.NullHandler())
+seed = len(load("s"))
+base = load("b")
+random.seed(seed)
+folder = tempfile.mkdtemp()
+atexit.register(os.rmdir, folder)
+registry = {}
+counter = 0
+MODEL = None
+
+class Color(enum.Enum):
+    RED = 1
+
+@dataclasses.dataclass
+class Row:
+    color: Color
+    next: typing.Any = None
+    def sums(self):
+        return len(data) + len(self.__dict__)
+
+row = Row(Color.RED, START)
+
+def register(function):
+    registry[function.__name__] = function
+    return function
+
+@register
+def registered(x):
+    return len(data)
+
+def initialise(value):
+    global MODEL
+    MODEL = value
+
+def bump(_):
+    global counter
+    counter += 1
+    return counter
+
+def nothing(x):
+    return x
+
+def values(_):
+    numbers = first, rest, total, half(4), doubled(2), seed
+    return data, scaled, big[-1], numbers, len(text), words, found
+
+def objects(_):
+    with lock:
+        return (
+            NEXT[START] is STOP, row.next is START or row.next, Point(1, 2) == point, row.color,
+            len(log.handlers), row.sums(), registered(0), sorted(registry), MODEL,
+        )
+
+def default(_, table=base, state=START):
+    return table[1], state is START, os.path.isdir(folder)
+
+def nested(_):
+    with xpool.Pool(1) as pool:
+        return pool.apply(values, (0,)), pool.apply(default, (0,))
+
+point = Point(1, 2)
+
+def main():
+    wanted, before = values(0), repr(values(0))
+    print(len(open(os.environ["COUNTED"]).read()))
+    with xpool.Pool(2, initialise, ("model",), maxtasksperchild=1) as pool:
+        print(pool.map(nothing, range(4), 1))
+        assert pool.map(values, range(4), 1) == [wanted] * 4, pool.apply(values, (0,))
+        assert pool.apply(lambda: values(0)) == wanted
+        print(*pool.apply(objects, (0,)))
+        print(open(os.environ["COUNTED"]).read())
+        print(*pool.apply(default, (0,)))
+        data[1] = -1
+        assert pool.apply(values, (0,)) == values(0) and repr(values(0)) != before
+        assert pool.apply(lambda: (data[1], kind.__name__, Color.RED)) == (-1, "kind", Color.RED)
+        found = pool.apply(lambda: (row, point))
+        assert [type(one) for one in found] == [Row, Point] and found[1] == point
+    pool.join()
+    with xpool.Pool(1) as pool:
+        print(pool.map(bump, range(3)), counter)
+        assert pool.apply(nested, (0,))[0] == values(0)
+    pool.join()
+    assert os.path.isdir(folder)
+"""
+
+GUARD = '\nif __name__ == "__main__":\n    main()\n'
+
+
+def run(monkeypatch, tmp_path, args, text=None, cwd=None):
+    """Run a program that counts in a file what it loads; return its lines."""
+    counted = tmp_path / "counted"
+    counted.write_text("")
+    monkeypatch.setenv("COUNTED", str(counted))
+    done = scripts.popen(args, cwd=cwd or str(tmp_path)) if text is None else None
+    if done is None:
+        return scripts.run_ok(args, text).splitlines()
+    out, err = done.communicate(timeout=WAIT)
+    assert (done.returncode, err) == (0, ""), err
+    return out.splitlines()
+
+
+GUARDED = [
+    "6",
+    "[0, 1, 2, 3]",
+    "True True True Color.RED 1 12 10 ['registered'] model",
+]
+
+
+@pytest.mark.parametrize("how", ["script", "module"])
+def test_guarded_program(tmp_path, monkeypatch, how):
+    """Workers run what acts, with what that needs; all else has the program's values."""
+    scripts.write(tmp_path / "prog.py", TOP + GUARD)
+    args = ["prog.py"] if how == "script" else ["-m", "prog"]
+    lines = run(monkeypatch, tmp_path, args)
+    assert lines[:3] == GUARDED
+    # By the program; and `seed`, which `random.seed(seed)` needs, by each worker.
+    assert lines[3][:6] == "dgfnsb" and set(lines[3][6:]) == {"s"}
+    assert lines[4:] == ["1 True True", "[1, 2, 3] 0"]
+
+
+@pytest.mark.parametrize("how", ["file", *also("stdin")])
+def test_program_without_the_guard(tmp_path, monkeypatch, how):
+    """The same values where nothing is run again; what cannot be pickled is missing there."""
+    text = TOP.replace("    with lock:\n", "    if True:\n").replace("NEXT[START] is STOP", "True")
+    text = text.replace("row.next is START or row.next", "True") + "\nmain()\n"
+    if how == "file":
+        scripts.write(tmp_path / "prog.py", text)
+        lines = run(monkeypatch, tmp_path, ["prog.py"])
+    else:
+        lines = run(monkeypatch, tmp_path, ["-"], text)
+    assert lines[:2] == GUARDED[:2] and lines[3] == "dgfnsb"

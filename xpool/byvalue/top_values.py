@@ -1,0 +1,79 @@
+"""What the values of a script's globals share, with each other and with the rest of the program."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import sys
+from collections.abc import Mapping
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    ModuleType,
+)
+from typing import Any
+
+__all__ = ["held_alone", "sharing"]
+
+_ATOMS = (
+    int, float, complex, str, bytes, bool, range, slice, type(None), type(...),
+    type(NotImplemented), FunctionType, BuiltinFunctionType, CodeType, MappingProxyType,
+    ModuleType, type, enum.Enum,
+)  # fmt: skip
+"""What has no identity of its own, or the same in each process."""
+
+_MANY = 20_000
+"""Objects from which on a value is taken for a large one, which arrives as a copy in any case."""
+
+
+def held_alone(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether nothing but one global has a value: what is done to it is then not seen elsewhere.
+
+    Variables of functions that run, and arguments, may have it: they come with the next call.
+    """
+    if name not in values:
+        return True  # it was there for a block's time
+    if sys.getrefcount(values[name]) <= _ALONE:
+        return True
+    # Who has what is frozen, or what the collector does not know, cannot be seen.
+    if not gc.is_tracked(values[name]) or gc.get_freeze_count():
+        return False
+    holders = [one for one in gc.get_referrers(values[name]) if one is not values]
+    return all(isinstance(one, (tuple, FrameType)) for one in holders)
+
+
+_ALONE = (lambda values: sys.getrefcount(values["name"]))({"name": object()})
+
+
+def sharing(values: Mapping[str, Any]) -> set[str]:
+    """Names of those values that have an object in common, or are the same."""
+    owners: dict[int, str] = {}
+    found: set[str] = set()
+    for name, value in values.items():
+        inside = _inside(value)
+        for key in inside or ():
+            other = owners.setdefault(key, name)
+            if other != name:
+                found |= {name, other}
+    return found
+
+
+def _inside(value: Any) -> dict[int, Any] | None:
+    """All objects that a value consists of, by id; None: there are many."""
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        if len(seen) + len(todo) > _MANY:
+            return None
+        fresh = []
+        for one in todo:
+            if type(one) is tuple and not one:
+                continue  # there is one for all
+            if not isinstance(one, _ATOMS) and id(one) not in seen:
+                seen[id(one)] = one
+                fresh.append(one)
+        todo = gc.get_referents(*fresh)
+    return seen
