@@ -572,7 +572,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Replacement, "_look_at_end", look)
 
 
-@mutant("a task is judged by the shortest limit of all that its worker holds", pinned=6435)
+@mutant("a task is judged by the shortest limit of all that its worker holds", pinned=287)
 def _(patch: Patch) -> None:
     def standstill(
         original: Any, deadlines: Deadlines, held: Any, running: Any, seen: Any, limit: float,
