@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-OLDEST, NEWEST = 10, 14
+OLDEST, NEWEST = 10, 19  # of these versions 3.x; those that do not exist yet are not found
 PRINTS = "import sys; print(sys.version_info[1], sys.version_info[2])"
 
 

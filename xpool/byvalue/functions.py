@@ -332,3 +332,7 @@ def _lazy_locks() -> None:
 
 
 LAZY["_thread"] = _lazy_locks
+
+
+if sys.version_info >= (3, 15):
+    import_module("xpool.byvalue.lazy_imports")  # not by a statement, which may be lazy itself
