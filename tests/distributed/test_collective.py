@@ -192,7 +192,7 @@ def without_others(world: World) -> None:
         world.create_collective_group([0, 7])
     with pytest.raises(OptionError, match="give each rank once"):
         world.create_collective_group([1, 1])
-    with pytest.raises(OptionError, match="timeout must be seconds"):
+    with pytest.raises(OptionError, match="timeout must be a number of seconds above 0"):
         world.create_collective_group([0, 1], timeout=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import resource
@@ -65,7 +66,12 @@ def test_tcp(ranks: Ranks):
 def loses_the_store(rank: int, address: str) -> str:
     """Rank 0, which keeps the store, dies when all have found it."""
     if rank == 0:
-        rendezvous.exchange_names = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+        def die(store: torch.distributed.Store, *_: object) -> None:
+            store.wait(["names/1", "names/2"])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        rendezvous.exchange_names = die
     with pytest.raises(PeerLost) as error:
         World(f"w{rank}", rank, 3, dist_init_method=address, dist_timeout=600)
     assert isinstance(error.value.__cause__, RuntimeError)  # what torch has said
@@ -176,16 +182,34 @@ def test_no_world():
         ({"rank": 1.0}, "rank must be a whole number"),
         ({"rank": -1}, "rank is not given, and the environment variable RANK"),
         ({"init_dist": False, "init_rpc": False}, "init_dist or init_rpc"),
-        ({"dist_timeout": 0}, "dist_timeout must be seconds"),
-        ({"rpc_timeout": -1}, "rpc_timeout must be seconds"),
+        ({"dist_timeout": 0}, "dist_timeout must be a number of seconds above 0"),
+        ({"rpc_timeout": -1}, "rpc_timeout must be a number of seconds above 0"),
+        *[
+            (
+                {"dist_timeout": value},
+                "dist_timeout must be a number of seconds above 0 and at most",
+            )
+            for value in (math.inf, math.nan, None, 1e300, "3", True)
+        ],
+        ({"dist_init_method": Path("/x")}, "dist_init_method must be text, not PosixPath"),
+        ({"dist_init_method": "file:///nowhere/x"}, "it is in no folder: there is no /nowhere"),
+        ({"dist_init_method": "file:///"}, "it is a folder"),
+        ({"dist_init_method": "file://x/y"}, "it is not an absolute path"),
+        (
+            {"dist_init_method": f"file://{__file__}"},
+            "is there already, and is no store of torch's",
+        ),
+        ({"rpc_init_method": "file:///nowhere/x"}, "it is in no folder: there is no /nowhere"),
+        ({"dist_backend": "foo"}, "this torch has no backend 'foo'; it has .*gloo"),
+        ({"dist_backend": "cpu:gloo,cuda:foo"}, "this torch has no backend 'foo'"),
         ({"dist_init_method": "http://x"}, "'http://x' is no place to meet"),
         ({"dist_init_method": "tcp://127.0.0.1"}, "is no place to meet"),
-        ({"dist_init_method": "env://"}, "MASTER_ADDR expected"),
+        ({"dist_init_method": "env://"}, "MASTER_ADDR is not set"),
     ],
 )
 def test_bad_options(arguments: dict[str, object], message: str):
     """What makes no sense is refused at once, and leaves no world behind."""
-    good = {"name": "w0", "rank": 0, "world_size": 3, "dist_init_method": "file:///nowhere/x"}
+    good = {"name": "w0", "rank": 0, "world_size": 3, "dist_init_method": "tcp://127.0.0.1:1"}
     with pytest.raises(OptionError, match=message):
         World(**(good | arguments))
     assert get_world() is None
@@ -246,6 +270,38 @@ def test_nobody_at_the_address():
     address = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(GroupTimeout, match="Rank 0 opens it"):
         World("w1", 1, 2, dist_init_method=address, dist_timeout=1)
+    assert get_world() is None
+
+
+def at_a_port(rank: int, address: str) -> None:
+    # Rank 1 has time for nobody to answer it, rank 0 for what it can know at once.
+    World(f"w{rank}", rank, 2, dist_init_method=address, dist_timeout=1 if rank else 600)
+
+
+def test_a_port_that_another_has(ranks: Ranks):
+    """Rank 0 cannot listen there, which is its own affair; the others find somebody who does not
+    answer, and wait no longer than they were told to."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        first, second = ranks.run(2, at_a_port, address)
+    assert isinstance(first, OptionError) and "another process has that port" in str(first)
+    assert isinstance(second, GroupTimeout) and "no store at" in str(second)
+    assert "within 1 s" in str(second) and "Rank 0 opens it" in str(second)
+
+
+def test_a_host_without_an_address():
+    """The error says that it is the name."""
+    address = f"tcp://no-such-host.invalid:{free_port()}"
+    with pytest.raises(GroupTimeout, match="'no-such-host.invalid' has no address"):
+        World("w0", 0, 2, dist_init_method=address, dist_timeout=1)
+    assert get_world() is None
+
+
+def test_a_rank_that_does_not_come_to_a_port():
+    """Rank 0 names it."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with pytest.raises(GroupTimeout, match="Of 2 ranks, rank 1 did not join at"):
+        World("w0", 0, 2, dist_init_method=address, dist_timeout=1)
     assert get_world() is None
 
 

@@ -14,6 +14,7 @@ from xpool.byvalue.names import goes_by_name
 from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
 from xpool.distributed.faults import connection_lost, first_line
+from xpool.distributed.rendezvous import check_timeout
 from xpool.errors import RemoteTraceback
 from xpool.pickle import decode, dumps, encode_exception, loads
 
@@ -86,6 +87,7 @@ def call(
     """
     # A rank that is known to be lost costs no call, and the error says what became of it.
     the_world().peers.check(to)
+    check_timeout("timeout", timeout)
     outer: Future[Any] = Future()
     # torch takes this one object for the arguments of `run`; it pickles here, in the caller.
     inner = rpc.rpc_async(to, run, args=(portable(func), args, kwargs or {}), timeout=timeout)

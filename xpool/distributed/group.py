@@ -13,6 +13,7 @@ from xpool.distributed.calls import call, portable
 from xpool.distributed.current import get_cur_name, get_world, the_world
 from xpool.distributed.errors import GroupKeyError, NotAMember
 from xpool.distributed.peers import meet
+from xpool.distributed.rendezvous import check_timeout
 from xpool.distributed.rref import RRef
 
 __all__ = ["RpcGroup"]
@@ -301,6 +302,7 @@ class RpcGroup:
 
 def _remote(to: str, func: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> RRef:
     the_world().peers.check(to)
+    check_timeout("timeout", timeout)
     return RRef(rpc.remote(to, func, args=args, timeout=timeout))
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numbers
 import os
+import socket
+import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,11 +20,19 @@ from xpool.errors import OptionError
 
 __all__ = [
     "beside",
+    "check_address",
+    "check_seconds",
+    "check_timeout",
     "default_address",
     "exchange_names",
     "open_store",
     "place",
 ]
+
+MOST_SECONDS = 2_000_000
+"""Longest limit, 23 days: torch counts milliseconds in 32 bits in places."""
+
+_FORMS = "tcp://host:port, file:///path/of/a/new/file, or env:// with what torchrun sets."
 
 _FAREWELL = 5  # seconds that a rank which gives up leaves the others to learn why
 
@@ -59,6 +71,73 @@ def beside(address: str) -> str:
     return f"{address}.rpc" if urlparse(address).scheme == "file" else address
 
 
+def check_seconds(name: str, value: Any) -> float:
+    """Return a limit in seconds: torch's clocks take none that is longer than `MOST_SECONDS`.
+
+    Raises:
+        OptionError: it is no number, not above 0, or too large.
+    """
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    # Written so that NaN is refused as well.
+    if not (number and 0 < value <= MOST_SECONDS):
+        raise OptionError(
+            f"{name} must be a number of seconds above 0 and at most {MOST_SECONDS}, not {value!r}"
+        )
+    return float(value)
+
+
+def check_timeout(name: str, value: Any) -> float:
+    """As `check_seconds`, for a remote call: 0 is no limit and -1 the world's, too."""
+    return float(value) if value in (0, -1) else check_seconds(name, value)
+
+
+def check_address(name: str, address: Any) -> None:
+    """Raise `OptionError` unless ranks can meet at an address, as far as can be seen from here.
+
+    None stands for the default.
+    """
+    if address is None:
+        return
+    if not isinstance(address, str):
+        raise OptionError(f"{name} must be text, not {address!r}: give {_FORMS}")
+    url = urlparse(address)
+    if url.scheme == "file":
+        _check_file(address, url.netloc, url.path)
+
+
+def _check_file(address: str, netloc: str, path: str) -> None:
+    """torch waits for minutes where a file cannot be opened or read, and lets no thread run."""
+    problem = None
+    folder = os.path.dirname(path)
+    if netloc or not os.path.isabs(path):
+        problem = "is not an absolute path"
+    elif not os.path.isdir(folder):
+        problem = f"is in no folder: there is no {folder}"
+    elif os.path.isdir(path):
+        problem = "is a folder"
+    elif not os.access(path if os.path.exists(path) else folder, os.R_OK | os.W_OK):
+        problem = "cannot be written by this process"
+    elif not _is_store(path):
+        problem = "is there already, and is no store of torch's"
+    if problem is not None:
+        raise OptionError(f"{address!r} is no place to meet: it {problem}. Give {_FORMS}")
+
+
+def _is_store(path: str) -> bool:
+    """Whether a file is empty or not there, or holds what torch's `FileStore` writes.
+
+    That is texts, each after its length in 4 bytes; the first is a key, which begins with "/", or
+    is the name of the count of its users.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(13)
+    except FileNotFoundError:
+        return True
+    known = head[4:5] == b"/" or head[4:] == b"refcount/"
+    return not head or (known and int.from_bytes(head[:4], sys.byteorder) < 2**16)
+
+
 def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
     """Open the store at an address.
 
@@ -68,23 +147,132 @@ def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
         OptionError: this is no address of a store.
     """
     limit = timedelta(seconds=timeout)
+    opening = _Opening(address, rank, world_size, limit)
     try:
-        store, _, _ = next(dist.rendezvous(address, rank, world_size, timeout=limit))
+        store = opening.result(timeout)
+    except GroupTimeout:
+        raise
     except dist.DistError as exc:
+        if _is_taken(exc) and rank == 0:
+            raise OptionError(
+                f"Rank 0 cannot listen at {address}: another process has that port. Give all ranks "
+                "another one, or end what uses it."
+            ) from None
         if connection_lost(exc):
             raise _store_lost(address, exc) from exc
-        raise GroupTimeout(
-            f"Rank {rank} found no store at {address} within {timeout:g} s: {first_line(exc)}. "
-            "Rank 0 opens it: see that rank 0 runs, and that its port is free and the same "
-            "in all ranks."
-        ) from None
+        raise opening.timed_out(first_line(exc)) from None
     except (RuntimeError, ValueError) as exc:
         raise OptionError(
-            f"{address!r} is no place to meet: {first_line(exc)}. Give tcp://host:port, "
-            "file:///path/of/a/new/file, or env:// with what torchrun sets."
+            f"{address!r} is no place to meet: {first_line(exc)}. Give {_FORMS}"
         ) from None
     store.set_timeout(limit)
     return store
+
+
+def _is_taken(exc: BaseException) -> bool:
+    return "EADDRINUSE" in str(exc) or "address already in use" in str(exc).lower()
+
+
+class _Opening:
+    """A store that is opened in a thread: torch does not hold limits with a server that accepts a
+    connection and never answers, and doubles them where a name has no address."""
+
+    def __init__(self, address: str, rank: int, world_size: int, limit: timedelta) -> None:
+        self._address, self._rank, self._world_size, self._limit = address, rank, world_size, limit
+        self._unknown: str | None = None  # why the host's name has no address, so far
+        self._over = threading.Event()  # nobody waits for it any more
+        # Written before it is told of: the store, or what its opening has raised.
+        self._outcome: list[Any] = []
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="xpool-open-store", daemon=True).start()
+
+    def result(self, timeout: float) -> Any:
+        """Return the store; raises what `_open` does, and `GroupTimeout`."""
+        if not self._done.wait(timeout):
+            self._over.set()
+            raise self.timed_out("no answer")
+        (outcome,) = self._outcome
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def timed_out(self, story: str) -> GroupTimeout:
+        """The error for a store that was not found."""
+        seconds = self._limit.total_seconds()
+        if self._unknown is not None:
+            text = f"{self._unknown}. See that the name is right and known here."
+        elif self._rank == 0:
+            text = f"{story}. Rank 0 opens it: see that the address is one of this machine's."
+        else:
+            text = (
+                f"{story}. Rank 0 opens it: see that rank 0 runs, and that its port is free and "
+                "the same in all ranks."
+            )
+        return GroupTimeout(
+            f"Rank {self._rank} found no store at {self._address} within {seconds:g} s: {text}"
+        )
+
+    def _run(self) -> None:
+        try:
+            self._outcome.append(self._open())
+        except BaseException as exc:
+            self._outcome.append(exc)
+        self._done.set()
+
+    def _open(self) -> Any:
+        place = _host_and_port(self._address)
+        if place is None:
+            address, rank, size = self._address, self._rank, self._world_size
+            return next(dist.rendezvous(address, rank, size, timeout=self._limit))[0]
+        host, port = place
+        self._await_name(host)
+        # As torch's own handler does it, but for the waiting: it could not say who is missing.
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        options = {"use_libuv": False} if os.environ.get("USE_LIBUV") == "0" else {}
+        return dist.TCPStore(
+            host,
+            port,
+            self._world_size,
+            self._rank == 0 and not agent,
+            self._limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+            **options,
+        )
+
+    def _await_name(self, host: str) -> None:
+        """Wait until a name has an address, as those of services may only after a while."""
+        while not self._over.is_set():
+            try:
+                socket.getaddrinfo(host, None)
+                self._unknown = None
+                return
+            except OSError as exc:
+                self._unknown = f"{host!r} has no address ({exc.strerror})"
+            self._over.wait(0.2)
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    """Return where a store listens, of ``tcp://`` and ``env://``; None: torch knows.
+
+    Raises:
+        ValueError: it is not said, or is no port.
+    """
+    url = urlparse(address)
+    if url.query or url.scheme not in ("tcp", "env"):
+        return None
+    if url.scheme == "tcp":
+        host, port = url.hostname, url.port  # raises where that is out of range
+        if not host or port is None:
+            raise ValueError("the host or the port is missing")
+        return host, port
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(f"the environment variable {name} is not set")
+    port = int(os.environ["MASTER_PORT"])
+    if not 0 <= port < 2**16:
+        raise ValueError(f"MASTER_PORT={port} is no port")
+    return os.environ["MASTER_ADDR"], port
 
 
 def _store_lost(address: str, exc: Exception) -> PeerLost:
@@ -126,6 +314,10 @@ def _exchange(
         left = timedelta(seconds=max(0.001, end - time.monotonic()))
         try:
             store.wait([key], left)
+        except dist.DistNetworkError as exc:
+            raise PeerLost(
+                f"{_store_lost(address, exc)} It may have given up: rank {key} had not come."
+            ) from exc
         except RuntimeError:  # which of them it is, varies with the kind of store
             there = [key for key in keys if store.check([key])]
             missing = ", ".join(key for key in keys if key not in there)

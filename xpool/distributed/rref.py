@@ -10,6 +10,7 @@ from typing import Any
 from torch.futures import Future
 
 from xpool.distributed.calls import transport_error
+from xpool.distributed.rendezvous import check_timeout
 
 __all__ = ["RRef"]
 
@@ -61,6 +62,7 @@ class RRef:
 
     @contextmanager
     def _explained(self, what: str, timeout: float) -> Iterator[None]:
+        check_timeout("timeout", timeout)
         try:
             yield
         except RuntimeError as exc:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xpool.distributed.agent as agent
 import xpool.distributed.current as current
 import xpool.distributed.rendezvous as rendezvous
+from xpool.distributed.backends import check_backend
 from xpool.distributed.collective import CollectiveGroup, explain
 from xpool.distributed.errors import GroupError, NotAMember, PeerLost
 from xpool.distributed.group import Register, RpcGroup
@@ -72,11 +73,15 @@ class World:
             )
         if not (init_dist or init_rpc):
             raise OptionError("a world needs init_dist or init_rpc, or both")
-        for what, seconds in (("dist_timeout", dist_timeout), ("rpc_timeout", rpc_timeout)):
-            if not seconds > 0:
-                raise OptionError(f"{what} must be seconds, more than 0, not {seconds!r}")
+        dist_timeout = rendezvous.check_seconds("dist_timeout", dist_timeout)
+        rpc_timeout = rendezvous.check_seconds("rpc_timeout", rpc_timeout)
         self.name = name
         self.rank, self.world_size = rendezvous.place(rank, world_size)
+        # Before anybody is waited for, and before torch is asked, which may wait for minutes.
+        rendezvous.check_address("dist_init_method", dist_init_method)
+        rendezvous.check_address("rpc_init_method", rpc_init_method)
+        if init_dist:
+            check_backend("dist_backend", dist_backend)
         self.rpc_timeout, self.dist_timeout = rpc_timeout, dist_timeout
         self.has_dist, self.has_rpc = init_dist, init_rpc
         self.started = False
@@ -229,8 +234,9 @@ class World:
         """
         self._check_started(self.has_dist, "collective groups", "init_dist=True")
         ranks = sorted(self._check_ranks(ranks))
-        if not timeout > 0:
-            raise OptionError(f"timeout must be seconds, more than 0, not {timeout!r}")
+        timeout = rendezvous.check_seconds("timeout", timeout)
+        if backend is not None:
+            check_backend("backend", backend)
         group, number = None, 0
         if self.rank in ranks:
             with self._lock:

@@ -41,8 +41,10 @@ class File:
         # write(2) takes at most 0x7ffff000 bytes at a time.
         while left:
             left = left[os.write(fd, left) :]
-        if remove is None:
-            fix_size(fd)  # others map it
+        if remove is None and len(content):
+            fix_size(
+                fd
+            )  # others map it; an empty one is a lock, or a store of torch's, which grows
         facts = os.fstat(fd)
         self._at = path, facts.st_ino
         weakref.finalize(self, _close, fd, remove)
