@@ -224,7 +224,6 @@ def test_what_acts_in_torch_waits_for_it(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "line",
     [
-        "from math import *",
         "def g(): return globals()['f']",
         "def g(): return vars()['f']",
         "def g(): exec('f()')",
@@ -236,6 +235,27 @@ def test_what_acts_in_torch_waits_for_it(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_script_that_looks_at_itself_is_run_as_a_whole(tmp_path: Path, line: str):
     """Nothing is left out where names may be used that the text does not show."""
     assert left_out(tmp_path, f"{line}\ndef f(): pass\n") == []
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("coding", ["utf-8", "UTF8"])
+def test_a_script_that_says_how_it_is_encoded(tmp_path: Path, coding: str):
+    """In UTF-8 its lines can be compiled one by one."""
+    text = f"#!/usr/bin/env python\n# -*- coding: {coding} -*-\nmade = len('\u00e4')\n"
+    assert left_out(tmp_path, text) == ["made"]
+
+
+@pytest.mark.pure
+def test_all_names_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What an import binds by a star is what the program's module has."""
+    (tmp_path / "starred.py").write_text("__all__ = ['one', 'two']\none = two = [1]\nthree = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    text = (
+        "from math import *\nfrom starred import *\ndef f(): return sqrt(one[0])\nmade = len(two)\n"
+    )
+    found = units(tmp_path, text)
+    assert [unit.kind for unit in found] == [BINDS, ACTS, BINDS, COMPUTES]
+    assert found[2].needs == (0, 1) and {"one", "two"} <= set(found[1].names)
 
 
 @pytest.mark.pure

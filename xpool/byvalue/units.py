@@ -18,8 +18,8 @@ whole lines, of four kinds:
 Values that share an object with each other are made by running the statements, whose objects may be
 compared by identity; as long as they are small: large ones are copies in any case.
 
-Where a script looks at its globals as a whole (`globals`, `exec`), or imports ``*``, all of it is
-run, as it is where this analysis has nothing to say.
+Where a script looks at its globals as a whole (`globals`, `exec`), or imports ``*`` from its own
+package, all of it is run, as it is where this analysis has nothing to say.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -27,6 +27,7 @@ run, as it is where this analysis has nothing to say.
 import ast
 import builtins
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,6 +84,8 @@ _SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {
 }
 """Modules that change nothing when they are imported but what belongs to them."""
 
+_CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)", re.MULTILINE)  # PEP 263
+
 _AS_A_WHOLE = {"globals", "exec", "eval", "__import__"}
 
 
@@ -100,7 +103,9 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
     # Its lines cannot be compiled one by one, or names may be used that the text does not show.
-    if b"coding" in b"".join(text.splitlines(True)[:2]) or text.startswith(b"\xef\xbb\xbf"):
+    coding = _CODING.search(b"".join(text.splitlines(True)[:2]))
+    utf8 = coding is None or coding[1].lower() in (b"utf-8", b"utf8")
+    if not utf8 or text.startswith(b"\xef\xbb\xbf"):
         return None
     if _looks_at_itself(tree):
         return None
@@ -133,13 +138,22 @@ def _looks_at_itself(tree: ast.Module) -> bool:
         elif isinstance(node, ast.Call):
             own = isinstance(node.func, ast.Name) and node.func.id in ("vars", "locals", "dir")
             found = own and (not node.args or any(map(_names_a_module, node.args)))
-        elif isinstance(node, ast.alias):
-            found = node.name == "*"
+        elif isinstance(node, ast.ImportFrom):
+            found = any(alias.name == "*" for alias in node.names) and _all_of(node) is None
         else:
             continue
         if found:
             return True
     return False
+
+
+def _all_of(node: ast.ImportFrom) -> set[str] | None:
+    """The names that ``from module import *`` binds; None: that is not known."""
+    module = None if node.level else sys.modules.get(node.module or "")
+    if module is None:
+        return None
+    names = vars(module)
+    return set(names.get("__all__", (name for name in names if not name.startswith("_"))))
 
 
 def _names_a_module(node: ast.expr) -> bool:
@@ -163,8 +177,13 @@ class _Script:
     ) -> None:
         self._reads, self._values, self._folder = reads, values, folder
         self._groups = groups
+        self._alone: dict[str, bool] = {}
         self._names = [Names.all_of(map(names_of, group)) for group in groups]
         self._imports = dict(_imports(groups))
+        for group, found in zip(groups, self._names, strict=True):
+            for node in group:
+                if isinstance(node, ast.ImportFrom) and "*" in found.bound:
+                    found.bound |= _all_of(node) or set()
         self._computed = self._find_computed()
         self._owners: dict[str, list[int]] = {}
         self._binds: list[set[str]] = []
@@ -222,7 +241,12 @@ class _Script:
         root = root_of(target)
         if root is None or root.id not in self._computed:
             return False
-        return root is target or held_alone(root.id, self._values)
+        if root is target:
+            return True
+        # Asked once: it may have to look through all objects of the program.
+        if root.id not in self._alone:
+            self._alone[root.id] = held_alone(root.id, self._values)
+        return self._alone[root.id]
 
     # -- what acts --------------------------------------------------------------------------
 
@@ -411,8 +435,10 @@ def _imports(groups: list[list[ast.stmt]]) -> Iterator[tuple[str, str]]:
                     top = alias.name.partition(".")[0]
                     yield alias.asname or top, top
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                for alias in node.names:
-                    yield alias.asname or alias.name, (node.module or "").partition(".")[0]
+                top = (node.module or "").partition(".")[0]
+                names = {alias.asname or alias.name for alias in node.names}
+                for name in names if "*" not in names else {"*"} | (_all_of(node) or set()):
+                    yield name, top
 
 
 def _stands_on_torch(top: str) -> bool:
