@@ -227,25 +227,44 @@ def ask_length(context, item):
     return len(item)
 
 
-def make_scored(score):
-    """Return a class whose method is this one."""
-    return type("Scored", (), {"score": score, "__module__": __name__})
+class Scored:
+    """An item with a method."""
+
+    def score(self):
+        """Return how good it is."""
+        return 1
 
 
-def test_classes_of_items_count(path):
+def test_classes_of_items_count(path, monkeypatch):
     """An item whose class is another is refused, and not answered with what the old one said."""
-    first, other = make_scored(lambda self: 1), make_scored(lambda self: 2)
 
-    def run(cls, **options):
+    def run(item, **options):
         with ThreadPool(1) as pool:
-            return pool.map(ask_score, [cls()], journal=path, **options)
+            return pool.map(ask_score, [item], journal=path, **options)
 
-    assert run(first) == run(first) == [1]
-    with pytest.raises(OptionError, match=r"before a change of the code of .*<lambda>"):
-        run(other)
-    assert run(other, key=id) == [2]
+    assert run(Scored()) == run(Scored()) == [1]
+    monkeypatch.setattr(Scored, "score", lambda self: 2)
+    with pytest.raises(OptionError, match=r"before a change of .*Scored\.score"):
+        run(Scored())
+    assert run(Scored(), key=lambda x: "another") == [2]
     with ThreadPool(1) as pool, pytest.raises(OptionError, match="give key="):
         pool.map(work.same, [(x for x in ())], journal=path.with_suffix(".new"))
+
+
+def test_items_without_a_name(pool, path):
+    """Lambdas and local functions as items are known by what they do, in any order."""
+    items = [make_times(2), make_times(3), lambda x: -x]
+    assert pool.map(call_with_5, items, journal=path) == [10, 15, -5]
+    items = [lambda x: -x, make_times(4), make_times(3)]
+    assert pool.map(call_with_5, items, journal=path) == [-5, 20, 15]
+    with sqlite3.connect(path) as base:
+        assert base.execute("SELECT count(*) FROM results").fetchone() == (4,)
+    base.close()
+
+
+def call_with_5(item):
+    """Return what a function makes of 5."""
+    return item(5)
 
 
 def ask_score(item):
@@ -469,6 +488,20 @@ def test_a_disk_that_is_full(path, monkeypatch):
         with pytest.raises(sqlite3.OperationalError, match="full"):
             pool.map(work.square, range(3), journal=path)
         assert pool.map(work.square, [1]) == [1]
+
+
+def test_a_file_that_is_removed(path):
+    """What is written to a file without a name is not kept: the job fails with the reason."""
+
+    def items():
+        yield 1
+        os.unlink(path)
+        yield 2
+
+    with ThreadPool(1) as pool:
+        with pytest.raises(sqlite3.OperationalError, match=f"it was removed.*{path}"):
+            list(pool.imap(work.square, items(), journal=path))
+        assert pool.map(work.square, [1, 2], journal=path) == [1, 4]
 
 
 def test_a_program_that_is_killed_goes_on(tmp_path, path):

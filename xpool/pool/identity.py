@@ -100,6 +100,7 @@ class Identity:
         self._nodes: dict[str, _Node] = {}
         self._labels: dict[Any, str] = {}  # of nodes, by what they are of
         self._taken = Counter[str]()
+        self._nameless: set[str] = set()  # labels of what is not found by its own name
         self._todo: deque[tuple[_Node, Callable[[_Node], None]]] = deque()
         self._held: list[Any] = []  # what `_labels` knows by its `id`
         # Of the node, or item, that is looked at:
@@ -126,16 +127,29 @@ class Identity:
     def of_item(self, item: Any) -> tuple[bytes, dict[str, str]]:
         """Return the digest of an item, and the parts of what it leads to.
 
+        Where it holds a function or class without a name of its own (a lambda, a local class), all
+        that it leads to is in the digest, and there are no parts.
+
         Raises:
-            Unknown: it has none.
+            Unknown: it has no digest.
         """
         kind = type(item)
         if kind in _ATOMS:  # a microsecond, where a node takes five
             return _hash(_marshalled(item)), {}
+        digest, parts = self._digest_and_parts(item)
+        if not self._leads_to.isdisjoint(self._nameless):
+            # Looked at by itself: what has no name is numbered, here after earlier items.
+            digest, parts = Identity()._digest_and_parts(item)
+            return _hash(digest, repr(sorted(parts.items())).encode()), {}
+        return digest, parts
+
+    def _digest_and_parts(self, item: Any) -> tuple[bytes, dict[str, str]]:
         node = _Node()
         found: list[bytes] = []
         self._look(node, lambda node: found.append(self._value(item)))
-        return found[0], self._parts_of(node)
+        parts = self._parts_of(node)
+        self._leads_to = node.leads_to
+        return found[0], parts
 
     # -- nodes -------------------------------------------------------------------------------------
 
@@ -172,6 +186,8 @@ class Identity:
             count = self._taken[label]
             known = self._labels[key] = label if count == 1 else f"{label} ({count})"
             self._held.append(held)
+            if isinstance(held, (FunctionType, type)) and not _found(held):
+                self._nameless.add(known)
             node = self._nodes[known] = _Node()
             self._todo.append((node, fill(known)))
         self._leads_to.add(known)
@@ -509,11 +525,12 @@ def _label(obj: Any) -> str:
     return f"{_module_name(getattr(obj, '__module__', None))}.{name}"
 
 
-def _found(function: FunctionType) -> bool:
-    found: Any = sys.modules.get(function.__module__)
-    for part in function.__qualname__.split("."):
+def _found(obj: Any) -> bool:
+    """Whether a function or class is found by its own name."""
+    found: Any = sys.modules.get(obj.__module__)
+    for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is function
+    return found is obj
 
 
 def _annotations(function: Any) -> dict[str, Any]:

@@ -137,6 +137,7 @@ class Journal:
         try:
             with self._named():
                 self._begin(version)
+            self._file = self._identify()
         except BaseException:
             self._base.close()
             raise
@@ -303,8 +304,20 @@ class Journal:
     def write(self, results: list[tuple[str, bytes]]) -> None:
         """Write pickled results down, all or none."""
         if results:
-            with self._lock, self._named(), self._transaction():
-                self._base.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", results)
+            with self._lock, self._named():
+                with self._transaction():
+                    self._base.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", results)
+                # SQLite goes on to write to a file that has no name any more.
+                if self._identify() != self._file:
+                    raise sqlite3.OperationalError("it was removed, or replaced, while it is used")
+
+    def _identify(self) -> tuple[int, int] | None:
+        """Return which file the path leads to."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def close(self) -> None:
         """Close the database."""
