@@ -9,8 +9,10 @@ import textwrap
 import types
 
 import pytest
+from support.programs import PROGRAM
 
-from xpool.pool.identity import Identity, Unknown, name_of
+from xpool.pool.identity import Identity, Unknown
+from xpool.pool.program import name_of
 
 NAME = "program_of_test_identity"
 
@@ -34,88 +36,6 @@ def changes(before, now):
             if before.get(name) != now.get(name)}  # fmt: skip
 
 
-PROGRAM = """
-    import dataclasses
-    import enum
-    import functools
-    import random
-    from abc import ABC, abstractmethod
-
-    K = 2
-    TABLE = {"a": [1, 2, {"deep": (1.5, None)}], "set": {"p", "q", "r"}}
-
-    def helper(x, *, scale=1):
-        return x + K
-
-    class Color(enum.Enum):
-        RED = 1
-        BLUE = "b"
-
-    @dataclasses.dataclass
-    class Config:
-        rate: float = 0.5
-        tags: list = dataclasses.field(default_factory=list)
-
-        def apply(self, x):
-            return x * self.rate
-
-    class Base(ABC):
-        factor = 3
-
-        @abstractmethod
-        def go(self, x): ...
-
-        @property
-        def twice(self):
-            return 2
-
-    class Model(Base):
-        __slots__ = ("weights",)
-
-        def __init__(self, weights):
-            self.weights = weights
-
-        def go(self, x):
-            return super().go(x)
-
-    CONFIG = Config(0.25)
-    MODEL = Model([1, 2, 3])
-
-    @functools.lru_cache
-    def cached(x):
-        return x - 1
-
-    def logged(func):
-        @functools.wraps(func)
-        def inside(*args):
-            return func(*args)
-        return inside
-
-    @logged
-    def decorated(x):
-        return x + 10
-
-    def adder(n):
-        def add(x):
-            return x + n
-        return add
-
-    plus = adder(5)
-    minus = [lambda x: x - 1, lambda x: x - 2]
-    partial = functools.partial(helper, scale=4)
-    half = functools.partial(lambda x, by: x / by, by=2)
-
-    def f(x, offset=7):
-        if Color.RED:
-            try:
-                return helper(x) + cached(x) + decorated(x) + plus(x) + minus[0](x) + partial(x)
-            except ValueError:
-                return [half(y) for y in TABLE["a"]]
-        class Local:
-            value = 1
-        return MODEL.go(CONFIG.apply(x)) + offset
-"""
-
 EDITS = [
     ("return x + K", "return x + K + 1", "the code of helper"),
     ("K = 2", "K = 3", "the global K"),
@@ -125,6 +45,7 @@ EDITS = [
     ("RED = 1", "RED = 2", "Color.RED"),
     ("rate: float = 0.5", "rate: float = 0.75", "the defaults of Config.__init__"),
     ("return x * self.rate", "return x / self.rate", "the code of Config.apply"),
+    ("return 1\n", "return 2\n", "the code of Box.open"),
     ("factor = 3", "factor = 4", "Base.factor"),
     ("return 2", "return 3", "the code of Base.twice"),
     ("return super().go(x)", "return 0", "the code of Model.go"),
@@ -158,10 +79,10 @@ def test_what_changes_is_named(old, new, part):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("def helper", "# a comment\n\n\n    def helper"),
-        ("K = 2", "K = 2\n    unused = 3"),
-        ("def f(x", "def other(x):\n        return K * 5\n\n    def f(x"),
-        ("class Local", "\n\n\n        class Local"),
+        ("def helper", "# a comment\n\n\ndef helper"),
+        ("K = 2", "K = 2\nunused = 3"),
+        ("def f(x", "def other(x):\n    return K * 5\n\ndef f(x"),
+        ("class Local", "\n\n\n    class Local"),
         ('{"p", "q", "r"}', '{"r", "q", "p"}'),
         ("import random", "import time"),
     ],
@@ -318,6 +239,17 @@ def test_what_holds_itself():
     assert differ(program, program.replace("n != 0", "n > 0"))
 
 
+class Odd:
+    """Has an error for each attribute that is asked for."""
+
+    def __getattribute__(self, name):
+        if name == "__class__":
+            return Odd
+        if name == "close":
+            return lambda: None
+        raise RuntimeError(name)
+
+
 @pytest.mark.parametrize(
     ("value", "what"),
     [
@@ -325,12 +257,14 @@ def test_what_holds_itself():
         ("[iter(open('/dev/null', 'rb'))]", "BufferedReader"),
         ("(x for x in ())", "generator"),
         ("__import__('socket').socket()", "socket"),
+        ("Odd()", "Odd"),
     ],
 )
 def test_what_cannot_be_known_is_named(value, what):
     """A value without a digest is refused, by the name of the part that holds it."""
     program = f"X = {value}\ndef f(): return X\n"
     module = types.ModuleType(NAME)
+    vars(module)["Odd"] = Odd
     exec(program, vars(module))
     with pytest.raises(Unknown, match=what) as caught:
         Identity().of_function(module.f, {})

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import work
+from support.programs import PROGRAM
 from support.waiting import eventually
 
 from xpool import CtxThreadPool, OptionError, Pool, ThreadPool
@@ -426,16 +427,15 @@ def test_flow_control_counts_what_was_put(path):
 
 
 RUN = """
-import json, sys
-sys.path.insert(0, {tests!r})
-from test_identity import PROGRAM, parts_of
-print(json.dumps(parts_of(PROGRAM), sort_keys=True))
+import json
+from xpool.pool.identity import Identity
+print(json.dumps(Identity().of_function(f, {}), sort_keys=True))
 """
 
 
 def test_each_run_has_the_same_parts():
     """Neither the order of sets nor where objects lie makes a difference."""
-    code = RUN.format(tests=str(Path(__file__).parent))
+    code = PROGRAM + RUN
     said = [
         subprocess.run(
             [sys.executable, "-c", code],

@@ -16,10 +16,9 @@ import builtins
 import contextlib
 import copyreg
 import functools
-import hashlib
 import itertools
-import marshal
 import sys
+import typing
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,16 +30,29 @@ from xpool.byvalue.main import MAIN_NAMES
 from xpool.byvalue.reads import global_names
 from xpool.codec.policy import Layout
 from xpool.codec.reducers import reducer_override
-from xpool.errors import XPoolError
 from xpool.interrupt import by_handler
 from xpool.pickle import dumps
-from xpool.pool.program import imported, inner, is_program, module_code, said, version_of
+from xpool.pool.digests import ATOMS, PLAIN, hashed, is_array, is_plain, marshalled
+from xpool.pool.program import (
+    CODE,
+    annotations_of,
+    attributes_of,
+    imported,
+    inner,
+    is_found,
+    is_in_c,
+    is_program,
+    label_of,
+    module_code,
+    module_name,
+    said,
+    version_of,
+    wrapped_by,
+)
 
-__all__ = ["Identity", "Unknown", "name_of"]
+__all__ = ["Identity", "Unknown"]
 
-_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
 _SHOWN = frozenset({int, float, bool, type(None)})
-_PLAIN = _ATOMS | {list, tuple, dict}
 
 _OF_MODULES = frozenset(
     {"__name__", "__file__", "__doc__", "__spec__", "__loader__", "__package__", "__path__"}
@@ -134,13 +146,13 @@ class Identity:
             Unknown: it has no digest.
         """
         kind = type(item)
-        if kind in _ATOMS:  # a microsecond, where a node takes five
-            return _hash(_marshalled(item)), {}
+        if kind in ATOMS:  # a microsecond, where a node takes five
+            return hashed(marshalled(item)), {}
         digest, parts = self._digest_and_parts(item)
         if not self._leads_to.isdisjoint(self._nameless):
             # Looked at by itself: what has no name is numbered, here after earlier items.
             digest, parts = Identity()._digest_and_parts(item)
-            return _hash(digest, repr(sorted(parts.items())).encode()), {}
+            return hashed(digest, repr(sorted(parts.items())).encode()), {}
         return digest, parts
 
     def _digest_and_parts(self, item: Any) -> tuple[bytes, dict[str, str]]:
@@ -186,12 +198,12 @@ class Identity:
             count = self._taken[label]
             known = self._labels[key] = label if count == 1 else f"{label} ({count})"
             self._held.append(held)
-            if isinstance(held, (FunctionType, type)) and not _found(held):
+            if isinstance(held, (FunctionType, type)) and not is_found(held):
                 self._nameless.add(known)
             node = self._nodes[known] = _Node()
             self._todo.append((node, fill(known)))
         self._leads_to.add(known)
-        return _hash(b"node", known.encode("utf-8", "surrogatepass"))
+        return hashed(b"node", known.encode("utf-8", "surrogatepass"))
 
     def _part(self, node: _Node, name: str, value: Any) -> None:
         try:
@@ -222,8 +234,9 @@ class Identity:
 
     def _fill_object(self, node: _Node, obj: Any) -> None:
         """A part for each attribute of an object, where that is all there is to it."""
-        name = _label(type(obj))
-        if isinstance(getattr(obj, "__dict__", None), dict) and _wrapped(obj) is None:
+        name = label_of(type(obj))
+        self._value(obj)  # or it raises
+        if attributes_of(obj) and wrapped_by(obj) is None:
             reduced = self._reduced(obj)
             state = reduced[2] if type(reduced) is tuple and len(reduced) > 2 else None
             if type(state) is dict and not any(reduced[3:]):
@@ -239,11 +252,11 @@ class Identity:
         module = function.__globals__.get("__name__")
         if is_program(module):
             fill = self._fill_function
-        elif is_program(function.__module__) or not _found(function):
+        elif is_program(function.__module__) or not is_found(function):
             fill = self._fill_closure  # of a decorator that a library has
         else:
             fill = self._fill_installed
-        label = _label(function)
+        label = label_of(function)
         return self._node(
             id(function),
             label,
@@ -263,7 +276,7 @@ class Identity:
                 self._value(getattr(builtins, name))
         for name in sorted(imported(code, values.get("__package__"))):
             self._import(name)
-        self._follow(_annotations(function).values(), values)
+        self._follow(annotations_of(function).values(), values)
 
     def _fill_closure(self, node: _Node, label: str, function: Any) -> None:
         self._fill_installed(node, label, function)
@@ -286,25 +299,30 @@ class Identity:
     ) -> None:
         """Lead to a global; of a module of the program, to those of its globals that code names."""
         value = values[name]
-        label = f"the global {name} of {_module_name(values.get('__name__'))}"
+        label = f"the global {name} of {module_name(values.get('__name__'))}"
         self._node(
             (id(values), name),
             label,
             values,
             lambda label: lambda node: self._part(node, label, value),
         )
-        if isinstance(value, ModuleType) and is_program(value.__name__) and id(value) not in seen:
+        # By its type: any object may have a `__class__` of its own, or raise where it is asked for.
+        module = issubclass(type(value), ModuleType) and is_program(value.__name__)
+        if module and id(value) not in seen:
             seen.add(id(value))
             inside = vars(value)
             for attribute in sorted(attributes & inside.keys() - _OF_MODULES):
                 self._global(inside, attribute, attributes, seen)
 
     def _class(self, cls: type) -> bytes:
-        if not is_program(cls.__module__):
+        if is_in_c(cls) or not is_program(cls.__module__):
             self._installed(cls.__module__)
-            return _hash(b"class", _label(cls).encode("utf-8", "surrogatepass"))
+            return hashed(b"class", label_of(cls).encode("utf-8", "surrogatepass"))
         return self._node(
-            id(cls), _label(cls), cls, lambda label: lambda node: self._fill_class(node, label, cls)
+            id(cls),
+            label_of(cls),
+            cls,
+            lambda label: lambda node: self._fill_class(node, label, cls),
         )
 
     def _fill_class(self, node: _Node, label: str, cls: type) -> None:
@@ -314,7 +332,7 @@ class Identity:
         for name, value in sorted(vars(cls).items()):
             if name in _OF_CLASSES:
                 continue
-            dunder = name.startswith("__") and not isinstance(value, _CODE)
+            dunder = name.startswith("__") and not isinstance(value, CODE)
             if own or not dunder or name.endswith("fields__"):
                 self._part(node, f"{label}.{name}", value)
         module = sys.modules.get(cls.__module__)
@@ -322,7 +340,7 @@ class Identity:
 
     def _module(self, module: ModuleType) -> bytes:
         self._installed(module.__name__)
-        return _hash(b"module", _module_name(module.__name__).encode("utf-8", "surrogatepass"))
+        return hashed(b"module", module_name(module.__name__).encode("utf-8", "surrogatepass"))
 
     def _import(self, name: str) -> None:
         """A module that a function imports counts as a whole: it may not be there yet."""
@@ -372,16 +390,22 @@ class Identity:
     def _value(self, obj: Any) -> bytes:
         """Return the digest of an object."""
         kind = type(obj)
-        if kind in _ATOMS:
-            return _hash(_marshalled(obj))
+        if kind in ATOMS:
+            return hashed(marshalled(obj))
         known = self._memo.get(id(obj))
         if known is not None:
             return known
         if id(obj) in self._above:  # it holds itself
-            return _hash(b"above", str(len(self._above) - self._above[id(obj)]).encode())
+            return hashed(b"above", str(len(self._above) - self._above[id(obj)]).encode())
         self._above[id(obj)] = len(self._above)
         try:
             digest = self._compound(kind, obj)
+        except (Unknown, RecursionError, MemoryError):
+            raise
+        except Exception as exc:  # of any object's own attributes and methods
+            if by_handler(exc):
+                raise
+            raise Unknown(f"a {label_of(kind)} ({exc})") from exc
         finally:
             del self._above[id(obj)]
         self._memo[id(obj)] = digest
@@ -389,17 +413,17 @@ class Identity:
         return digest
 
     def _values(self, name: bytes, objects: Iterable[Any]) -> bytes:
-        return _hash(name, *map(self._value, objects))
+        return hashed(name, *map(self._value, objects))
 
     def _compound(self, kind: type, obj: Any) -> bytes:
-        if kind in _PLAIN:
-            if _is_plain(obj):
-                return _hash(_marshalled(obj))
+        if kind in PLAIN:
+            if is_plain(obj):
+                return hashed(marshalled(obj))
             if kind is dict:
                 return self._values(b"dict", itertools.chain.from_iterable(obj.items()))
             return self._values(kind.__name__.encode(), obj)
         if kind is set or kind is frozenset:
-            return _hash(kind.__name__.encode(), *sorted(map(self._value, obj)))
+            return hashed(kind.__name__.encode(), *sorted(map(self._value, obj)))
         if kind is FunctionType:
             return self._function(obj)
         if isinstance(obj, type):
@@ -409,47 +433,46 @@ class Identity:
         if kind is CodeType:
             return self._values(b"code", said(obj))
         if kind is PickleBuffer:
-            return _hash(b"buffer", obj.raw())
+            return hashed(b"buffer", obj.raw())
         if kind is bytearray:
-            return _hash(b"bytearray", obj)
+            return hashed(b"bytearray", obj)
         if kind is BuiltinFunctionType and isinstance(obj.__self__, (ModuleType, type(None))):
             self._installed(obj.__module__)
-            return _hash(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
+            return hashed(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
         if kind is MethodType:
             return self._values(b"method", (obj.__func__, obj.__self__))
+        if kind in _TYPES_BY_NAME:  # pickled, one has a number that is new in each run
+            about = [getattr(obj, name, None) for name in _ABOUT_TYPES]
+            return self._values(b"type", (kind, *about))
         if isinstance(obj, _WITHOUT_VALUE):
             return self._values(b"one of", (kind,))
-        wrapped = _wrapped(obj)
+        wrapped = wrapped_by(obj)
         if wrapped is not None:
             return self._values(b"wrapper", (kind, wrapped))
-        if _is_array(obj):
-            try:
-                return _hash(b"array", self._value(kind), dumps(obj))
-            except XPoolError as exc:
-                raise Unknown(f"a {_label(kind)} that cannot be pickled") from exc
+        if is_array(obj):
+            return hashed(b"array", self._value(kind), dumps(obj))
         reduced = self._reduced(obj)
         if isinstance(reduced, str):
-            return _hash(b"name", self._value(kind), reduced.encode("utf-8", "surrogatepass"))
+            module = getattr(obj, "__module__", None)
+            return self._values(b"name", (kind, module, reduced))
         return self._values(b"reduced", (*reduced[:3], *map(_listed, reduced[3:])))
 
     def _reduced(self, obj: Any) -> Any:
-        kind = type(obj)
-        try:
-            found = reducer_override(_Context(), obj)
-            if found is NotImplemented:
-                reduce: Any = copyreg.dispatch_table.get(kind)
-                found = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
-        except Exception as exc:  # of any object's own __reduce__
-            if by_handler(exc):
-                raise
-            raise Unknown(f"a {_label(kind)} ({exc})") from exc
+        found = reducer_override(_Context(), obj)
+        if found is NotImplemented:
+            reduce: Any = copyreg.dispatch_table.get(type(obj))
+            found = obj.__reduce_ex__(5) if reduce is None else reduce(obj)
         if not isinstance(found, (str, tuple)):
-            raise Unknown(f"a {_label(kind)} (its __reduce__ returned {type(found).__name__})")
+            raise TypeError(f"its __reduce__ returned {type(found).__name__}")
         return found
 
 
 _METACLASSES = frozenset({"builtins", "abc", "enum"})
-_CODE = (FunctionType, property, classmethod, staticmethod)
+_TYPES_BY_NAME = frozenset(
+    getattr(typing, name, None)
+    for name in ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
+)
+_ABOUT_TYPES = ("__name__", "__bound__", "__constraints__", "__supertype__", "__value__")
 _WITHOUT_VALUE: tuple[type, ...] = (
     weakref.ReferenceType,
     weakref.WeakKeyDictionary,
@@ -460,89 +483,5 @@ _WITHOUT_VALUE: tuple[type, ...] = (
 """What holds nothing of its own, or something else in each thread."""
 
 
-def _hash(*parts: Any) -> bytes:
-    digest = hashlib.sha256()
-    for part in parts:
-        # With their lengths: the parts of two objects may be the same in a row.
-        digest.update(b"%d " % memoryview(part).nbytes)
-        digest.update(part)
-    return digest.digest()[:16]
-
-
-def _marshalled(obj: Any) -> bytes:
-    # Version 0 has no references, so equal values are equal bytes.
-    return marshal.dumps(obj, 0)
-
-
-def _is_plain(obj: Any) -> bool:
-    """Whether an object is made of lists, tuples, dicts and atoms alone, to a moderate depth.
-
-    Level by level, since a table of a million rows takes seconds by a call for each.
-    """
-    level: list[Any] = [obj]
-    for _ in range(20):
-        inside: list[Any] = []
-        for one in level:
-            inside += one
-            if type(one) is dict:
-                inside += one.values()
-        kinds = set(map(type, inside))
-        if not kinds <= _PLAIN:
-            return False
-        if kinds <= _ATOMS:
-            return True
-        level = [one for one in inside if type(one) not in _ATOMS]
-        # What is in many places would be written in each of them.
-        if len(set(map(id, level))) < len(level):
-            return False
-    return False
-
-
-def _wrapped(obj: Any) -> FunctionType | None:
-    """The function in a wrapper of a library: `functools.lru_cache`, whose own state is a cache."""
-    found = getattr(obj, "__dict__", {}).get("__wrapped__")
-    own = isinstance(found, FunctionType) and not is_program(type(obj).__module__)
-    return found if own else None
-
-
-def _is_array(obj: Any) -> bool:
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(obj, numpy.ndarray):
-        return not obj.dtype.hasobject
-    return torch is not None and isinstance(obj, torch.Tensor)
-
-
 def _listed(items: Any) -> Any:
     return list(items) if isinstance(items, Iterator) else items
-
-
-def _module_name(name: Any) -> str:
-    return "__main__" if name in MAIN_NAMES else str(name)
-
-
-def _label(obj: Any) -> str:
-    name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__name__)
-    return f"{_module_name(getattr(obj, '__module__', None))}.{name}"
-
-
-def _found(obj: Any) -> bool:
-    """Whether a function or class is found by its own name."""
-    found: Any = sys.modules.get(obj.__module__)
-    for part in obj.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is obj
-
-
-def _annotations(function: Any) -> dict[str, Any]:
-    try:
-        return dict(function.__annotations__)
-    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
-        return {}
-
-
-def name_of(func: Any) -> str:
-    """Return what people know a function by."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    func = getattr(func, "__func__", func)
-    return _label(func if hasattr(func, "__qualname__") else type(func))

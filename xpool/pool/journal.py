@@ -23,7 +23,8 @@ from xpool.errors import OptionError
 from xpool.interrupt import by_handler
 from xpool.options import check_callable
 from xpool.pickle import decode, dumps
-from xpool.pool.identity import Identity, Unknown, name_of
+from xpool.pool.identity import Identity, Unknown
+from xpool.pool.program import name_of
 from xpool.results import Parcel, Unopened
 from xpool.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 

@@ -11,12 +11,29 @@ import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from xpool.byvalue.main import MAIN_NAMES
 
-__all__ = ["Code", "imported", "is_program", "module_code", "said", "version_of"]
+__all__ = [
+    "CODE",
+    "Code",
+    "annotations_of",
+    "attributes_of",
+    "imported",
+    "inner",
+    "is_found",
+    "is_in_c",
+    "is_program",
+    "label_of",
+    "module_code",
+    "module_name",
+    "name_of",
+    "said",
+    "version_of",
+    "wrapped_by",
+]
 
 Code = tuple[Any, ...]
 """What code says, as plain values and further such tuples."""
@@ -164,3 +181,67 @@ def module_code(name: str) -> tuple[CodeType | bytes, str | None] | None:
         return code, package
     with open(spec.origin, "rb") as file:
         return file.read(), package
+
+
+# -- functions, classes and their names ------------------------------------------------------------
+
+
+CODE = (FunctionType, property, classmethod, staticmethod)
+_CODE_TYPES = frozenset(CODE)
+
+
+def wrapped_by(obj: Any) -> FunctionType | None:
+    """The function in a wrapper of a library: `functools.lru_cache`, whose own state is a cache."""
+    found = attributes_of(obj).get("__wrapped__")
+    own = isinstance(found, FunctionType) and not is_program(type(obj).__module__)
+    return found if own else None
+
+
+def attributes_of(obj: Any) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(obj, "__dict__")  # its class may have a way of its own
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
+
+
+def module_name(name: Any) -> str:
+    return "__main__" if name in MAIN_NAMES else str(name)
+
+
+def label_of(obj: Any) -> str:
+    name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", type(obj).__name__)
+    return f"{module_name(getattr(obj, '__module__', None))}.{name}"
+
+
+def is_in_c(cls: type) -> bool:
+    """Whether a class is made in C, and names a module that only says so (Cython's functions)."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return (
+        file is None
+        and cls.__module__ not in MAIN_NAMES
+        and _CODE_TYPES.isdisjoint(map(type, vars(cls).values()))
+    )
+
+
+def is_found(obj: Any) -> bool:
+    """Whether a function or class is found by its own name."""
+    found: Any = sys.modules.get(obj.__module__)
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def annotations_of(function: Any) -> dict[str, Any]:
+    try:
+        return dict(function.__annotations__)
+    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+        return {}
+
+
+def name_of(func: Any) -> str:
+    """Return what people know a function by."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = getattr(func, "__func__", func)
+    return label_of(func if hasattr(func, "__qualname__") else type(func))
