@@ -20,6 +20,7 @@
 #   make soak-ray   the same over the hosts of a Ray cluster, while hosts come and go
 #   make test-ray   pools over the hosts of a Ray cluster, which runs here: RAY_VENV
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
+#   make test-loader  torchdata's tests of its loader over ours: their source in TORCHDATA
 #   make test-tpu   real torch_tpu, without a TPU: 1 GB more, in TPU_SITE
 #
 # Variables:
@@ -59,6 +60,7 @@ DIST_VENV = .venv-dist
 DOCS_VENV ?= .venv-docs
 RAY_VENV ?= .venv-ray
 XLA_VENV ?= .venv-xla
+TORCHDATA ?= .torchdata
 TPU_SITE ?= .venv-tpu
 
 venv     := $(call escaped,$(VENV))
@@ -67,7 +69,7 @@ ray_venv := $(call escaped,$(RAY_VENV))
 xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
-.PHONY: help run test check faults rest cores test-all nightly coverage soak soak-ray test-ray test-xla test-tpu lint core \
+.PHONY: help run test check faults rest cores test-all nightly coverage soak soak-ray test-ray test-xla test-tpu test-loader lint core \
 	bench dist notes docs docs-states clean
 
 help:
@@ -151,6 +153,14 @@ test-tpu: $(venv)/.test $(tpu_site)/.tpu
 	PYTHONPATH="$(TPU_SITE)" TORCH_DEVICE_BACKEND_AUTOLOAD=0 XPOOL_TEST_TIMEOUT=240 \
 		"$(VENV)/bin/python" -m pytest --all -m torch_tpu tests/devices $(ARGS)
 
+# No package has torchdata's tests.  Where their source cannot be had, they are skipped, with a word.
+test-loader: $(venv)/.test
+	$(call PIP,$(VENV)) parameterized
+	test -d "$(TORCHDATA)" || git clone --quiet --depth 1 --branch v0.11.0 \
+		https://github.com/pytorch/data "$(TORCHDATA)" || true
+	XPOOL_TORCHDATA="$(TORCHDATA)" XPOOL_TEST_TIMEOUT=3600 \
+		"$(VENV)/bin/python" -m pytest --all tests/ecosystem/test_torchdata.py $(ARGS)
+
 lint: $(venv)/.lint
 	"$(VENV)/bin/python" -m ruff check
 	"$(VENV)/bin/python" -m ruff format --check
@@ -186,7 +196,7 @@ docs-states: $(venv)/.run
 
 clean:
 	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(RAY_VENV)" "$(XLA_VENV)" \
-		"$(TPU_SITE)" examples/out \
+		"$(TPU_SITE)" "$(TORCHDATA)" examples/out \
 		docs/_build
 
 # Environments.  A stamp says what has been installed, so the second time is quick.

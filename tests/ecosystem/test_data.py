@@ -260,16 +260,140 @@ def test_a_batch_that_takes_too_long(tmp_path):
 
 def test_arguments():
     """What makes no sense is refused, and says what to do."""
-    with ThreadPool(1) as threads, pytest.raises(ValueError, match="processes"):
-        DataLoader(Rows(), pool=threads)
     with Pool(1) as pool, pytest.raises(ValueError, match="P2PPool"):
         DataLoader(Stream(), pool=pool)
-    with pytest.raises(ValueError, match="begin one"):
-        DataLoader(Rows(), num_workers=1).state_dict()
-    loader = DataLoader(Rows())
-    loader.load_state_dict({"random": torch.get_rng_state(), "taken": 1})
-    with pytest.raises(ValueError, match="takes workers"):
-        iter(loader)
+    with pytest.raises(ValueError, match="Pool"):
+        DataLoader(Rows(), pool=CtxThreads())
+    with pytest.raises(ValueError, match="give 1 or more"):
+        DataLoader(Rows(), num_workers=1, prefetch_factor=0)
+    with pytest.raises(ValueError, match="start method"):
+        DataLoader(Rows(), num_workers=1, multiprocessing_context="fourk")
+    with pytest.raises(TypeError, match="context"):
+        DataLoader(Rows(), num_workers=1, multiprocessing_context=7)
+    with pytest.raises(ValueError, match="'process' or 'thread'"):
+        DataLoader(Rows(), num_workers=1, workers="threads")
+    assert DataLoader[int](Rows()).batch_size == 1
+
+
+class CtxThreads:
+    """No pool, but it has a size."""
+
+    def size(self):
+        return 1
+
+
+THREADS = {"num_workers": 2, "workers": "thread"}
+
+
+class Itself(theirs.IterableDataset):
+    """Its own iterator, which begins anew when it is asked after its end."""
+
+    def __iter__(self):
+        self.left = 5
+        return self
+
+    def __next__(self):
+        if not self.left:
+            self.left = 5
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+
+def test_an_iterable_that_is_its_own_iterator():
+    """It ends when it says so, once, in each epoch."""
+    loader = DataLoader(Itself(), 2, num_workers=1, workers="thread")
+    for _ in range(2):
+        assert [batch.tolist() for batch in loader] == [[4, 3], [2, 1], [0]]
+
+
+def test_lengths():
+    """An iterator is as long as the sampler; a stream that is longer than it said is warned of."""
+
+    class Long(Stream):
+        def __len__(self):
+            return 20
+
+    loader = DataLoader(Rows(), 7, **THREADS)
+    batches = iter(loader)
+    next(batches)
+    assert len(batches) == len(loader) == 9
+    loader = DataLoader(Long(), None, **THREADS)
+    assert len(loader) == 20
+    with pytest.warns(UserWarning, match="samples have been fetched"):
+        assert len(list(loader)) == 23
+    with pytest.raises(TypeError):
+        len(iter(loader))
+
+
+def test_out_of_order_takes_what_is_ready(tmp_path):
+    """A consumer that waits gets whatever comes first; a state knows what was taken."""
+    gate = Gate(tmp_path / "gate")
+
+    def slow_first(i):
+        if i == 0:
+            from support import work
+
+            work.pass_gate(gate.path)
+        return i
+
+    loader = DataLoader(Each(slow_first, 8), 1, in_order=False, prefetch_factor=4, **THREADS)
+    batches = iter(loader)
+    got = [next(batches).item() for _ in range(5)]
+    assert 0 not in got
+    state = loader.state_dict()
+    gate.open(2)
+    rest = [batch.item() for batch in batches]
+    assert sorted(got + rest) == list(range(8))
+    again = DataLoader(Each(slow_first, 8), 1, in_order=False, **THREADS)
+    again.load_state_dict(state)
+    assert sorted(batch.item() for batch in again) == sorted(rest)
+    gate.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [THREADS, *also({"num_workers": 2})], ids=str)
+def test_data_pipes_are_sharded(options):
+    """Each item of a data pipe comes once, as with torch's loader."""
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    pipe = IterableWrapper(range(12)).shuffle().sharding_filter()
+    torch.manual_seed(1)
+    got = [batch.tolist() for batch in DataLoader(pipe, 2, shuffle=True, **options)]
+    assert sorted(i for batch in got for i in batch) == list(range(12))
+    if "workers" not in options:
+        torch.manual_seed(1)
+        wanted = theirs.DataLoader(pipe, 2, shuffle=True, num_workers=2)
+        assert got == [batch.tolist() for batch in wanted]
+
+
+def test_two_iterators_at_once():
+    """Each has all batches; where workers that stay have one place, the older one says so."""
+    loader = DataLoader(Rows(), 8, **THREADS)
+    for mine, other in zip(loader, loader):
+        torch.testing.assert_close(mine, other)
+    loader = DataLoader(Stream(), 4, persistent_workers=True, **THREADS)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    with pytest.raises(RuntimeError, match="another iteration"):
+        next(older)
+    assert sum(len(batch) for batch in newer) == 23
+
+
+def test_threads():
+    """Threads have the dataset itself, and are told apart; a given ThreadPool stays."""
+    dataset = Each(lambda i: (id(dataset), theirs.get_worker_info().id), 20)
+    with ThreadPool(2) as pool:
+        for options in THREADS, {"pool": pool}:
+            got = list(DataLoader(dataset, None, collate_fn=tuple, **options))
+            assert {place for place, _ in got} == {id(dataset)}
+            assert {worker for _, worker in got} <= {0, 1}
+            assert_same(
+                DataLoader(Stream(), 4, **options), theirs.DataLoader(Stream(), 4, num_workers=2)
+            )
+        assert pool.apply(lambda: theirs.get_worker_info()) is None
+    assert theirs.get_worker_info() is None
 
 
 def test_batches_are_made_in_common_memory():

@@ -1,0 +1,318 @@
+"""What `xpool.data.DataLoader` keeps: states, and workers that stay from epoch to epoch."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.torch
+
+import torch.utils.data as theirs  # noqa: E402
+from support.tiers import also  # noqa: E402
+
+from xpool import OptionError  # noqa: E402
+from xpool.data import DataLoader  # noqa: E402
+
+# What multiprocessing keeps for good when it is first used: it is no leak of a test.
+KEPT = multiprocessing.Value("i"), multiprocessing.get_context("spawn").Lock()
+
+ALL = [
+    {"num_workers": 2, "workers": "thread"},
+    *also({}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}),
+]
+
+
+class Numbers(theirs.Dataset):
+    """Thirty numbers."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        if not 0 <= i < 30:
+            raise IndexError(i)
+        return i
+
+
+class Counting(theirs.IterableDataset):
+    """Numbers, shared out; it knows where it is, and counts what it has walked through."""
+
+    def __init__(self, n=40):
+        self.n, self.at, self.walked, self.epoch = n, 0, 0, 0
+
+    def __iter__(self):
+        info = theirs.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for i in range(first + self.at * step, self.n, step):
+            self.at += 1
+            self.walked += 1
+            yield torch.tensor([i, self.epoch, self.walked])
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+def values(batches):
+    """What the batches hold, as lists."""
+    return [batch.tolist() for batch in batches]
+
+
+def take(iterator, n):
+    """The next n batches, as lists."""
+    return [next(iterator).tolist() for _ in range(n)]
+
+
+def through_json(state):
+    """A state that was written to a file and read."""
+    return json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("options", ALL, ids=str)
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_a_state_goes_on_in_any_epoch(options, epochs):
+    """A state of a later epoch gives the rest of the same permutation, and then the next ones."""
+    loader = DataLoader(
+        Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(1), **options
+    )
+    for _ in range(epochs):
+        list(loader)
+    batches = iter(loader)
+    take(batches, 3)
+    state = through_json(loader.state_dict())
+    wanted = values(batches) + values(loader)
+
+    again = DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator(), **options)
+    again.load_state_dict(state)
+    assert values(again) + values(again) == wanted
+
+
+@pytest.mark.parametrize("options", ALL, ids=str)
+@pytest.mark.parametrize("epochs", [0, 1, 2])
+def test_a_state_between_epochs_begins_the_next(options, epochs):
+    """Before the first epoch, and at the end of one, a state begins the epoch that comes then."""
+    torch.manual_seed(5)
+    loader = DataLoader(Numbers(), 4, shuffle=True, **options)
+    for _ in range(epochs):
+        list(loader)
+    state = through_json(loader.state_dict())
+    wanted = values(loader) + values(loader)
+
+    torch.manual_seed(99)
+    again = DataLoader(Numbers(), 4, shuffle=True, **options)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    first = values(again)
+    assert first == wanted[: len(first)]
+    torch.manual_seed(5)
+    third = DataLoader(Numbers(), 4, shuffle=True, **options)
+    for _ in range(epochs):
+        list(third)
+    third.load_state_dict(state)
+    assert values(third) + values(third) == wanted, "the program's generator goes on"
+
+
+def test_generators_of_samplers_are_restored():
+    """A sampler's own generator, Python's and numpy's are as they were when the epoch began."""
+
+    class Shuffled(theirs.Sampler):
+        def __iter__(self):
+            order = list(range(30))
+            random.shuffle(order)
+            return iter(order)
+
+        def __len__(self):
+            return 30
+
+    def own(seed):
+        return theirs.RandomSampler(Numbers(), generator=torch.Generator().manual_seed(seed))
+
+    for make in own, lambda _: Shuffled():
+        loader = DataLoader(Numbers(), 4, sampler=make(1), num_workers=1, workers="thread")
+        batches = iter(loader)
+        take(batches, 2)
+        state = loader.state_dict()
+        wanted = values(batches)
+        random.seed(0)
+        again = DataLoader(Numbers(), 4, sampler=make(2), num_workers=1, workers="thread")
+        again.load_state_dict(state)
+        assert values(again) == wanted
+
+
+def test_another_loader_is_refused():
+    """Another number of workers, batch size, dataset or permutation is refused by its name."""
+    options = {"num_workers": 2, "workers": "thread"}
+    loader = DataLoader(Numbers(), 4, **options)
+    take(iter(loader), 1)
+    batches = iter(loader)
+    take(batches, 1)
+    state = loader.state_dict()
+    for other, name in (
+        (DataLoader(Numbers(), 4, num_workers=1, workers="thread"), "num_workers"),
+        (DataLoader(Numbers(), 4), "num_workers"),
+        (DataLoader(Numbers(), 5, **options), "batch_size"),
+        (DataLoader(theirs.TensorDataset(torch.arange(9)), 4, **options), "length"),
+    ):
+        with pytest.raises(OptionError, match=name):
+            other.load_state_dict(state)
+    with pytest.raises(OptionError, match="something else"):
+        loader.load_state_dict({"random": 1})
+    other = DataLoader(Numbers(), 4, sampler=range(29, -1, -1), **options)
+    other.load_state_dict(state)
+    with pytest.raises(OptionError, match="indices"):
+        iter(other)
+
+
+@pytest.mark.parametrize("options", ALL, ids=str)
+@pytest.mark.parametrize("interval", [1, 4])
+def test_an_iterable_goes_on_by_its_state(options, interval):
+    """A dataset with a state is not walked through again, but for what its last state is behind."""
+    loader = DataLoader(Counting(), 2, snapshot_every_n_steps=interval, **options)
+    batches = iter(loader)
+    before = take(batches, 12)
+    state = through_json(loader.state_dict())
+    rest = values(batches)
+    again = DataLoader(Counting(), 2, snapshot_every_n_steps=interval, **options)
+    again.load_state_dict(state)
+    got = values(again)
+    numbers = [[row[0] for row in batch] for batch in got]
+    assert numbers == [[row[0] for row in batch] for batch in rest]
+    walked = max(row[2] for batch in got for row in batch)
+    passed = 2 * len(before) // max(1, options.get("num_workers", 0))
+    assert walked <= 20 + 20 * (not options) - passed + 2 * (interval - 1)
+
+
+def test_the_state_after_an_epoch_stays_with_the_workers():
+    """With persistent workers a dataset's own state goes on from epoch to epoch, and in a state."""
+    options = {"num_workers": 2, "persistent_workers": True}
+    loader = DataLoader(Counting(), 5, **options)
+    assert {row[1] for batch in values(loader) for row in batch} == {0}
+    state = through_json(loader.state_dict())
+    wanted = [[row[:2] for row in batch] for batch in values(loader)]
+    assert {row[1] for batch in wanted for row in batch} == {1}
+    again = DataLoader(Counting(), 5, **options)
+    again.load_state_dict(state)
+    assert [[row[:2] for row in batch] for batch in values(again)] == wanted
+
+
+def test_a_stateful_sampler_is_asked():
+    """A sampler with a state goes on by it: it is not walked through again."""
+
+    class Falling(theirs.Sampler):
+        def __init__(self):
+            self.left, self.drawn = 30, 0
+
+        def __iter__(self):
+            while self.left:
+                self.left -= 1
+                self.drawn += 1
+                yield self.left
+
+        def __len__(self):
+            return 30
+
+        def state_dict(self):
+            return {"left": self.left}
+
+        def load_state_dict(self, state):
+            self.left = state["left"]
+
+    options = {"num_workers": 2, "workers": "thread"}
+    loader = DataLoader(Numbers(), 3, sampler=Falling(), **options)
+    batches = iter(loader)
+    take(batches, 6)
+    state = through_json(loader.state_dict())
+    wanted = values(batches)
+    again = DataLoader(Numbers(), 3, sampler=Falling(), **options)
+    again.load_state_dict(state)
+    assert values(again) == wanted and again.sampler.drawn == 12
+
+
+def test_a_worker_that_dies_goes_on_by_the_state(tmp_path):
+    """The worker that replaces a dead one begins at its last state, and no item comes twice."""
+
+    class Dying(Counting):
+        def __iter__(self):
+            for row in super().__iter__():
+                if row[0] == 33:
+                    try:
+                        os.close(os.open(tmp_path / "died", os.O_CREAT | os.O_EXCL))
+                        os._exit(1)
+                    except FileExistsError:
+                        pass
+                yield row
+
+    got = values(DataLoader(Dying(), 1, num_workers=2))
+    assert sorted(batch[0][0] for batch in got) == list(range(40))
+    assert (tmp_path / "died").exists()
+    assert max(batch[0][2] for batch in got if batch[0][0] % 2) < 20, "it walked all of it again"
+
+
+class Living(theirs.Dataset):
+    """Counts what one worker made of it, and how often it was initialized."""
+
+    made = 0
+    begun = 0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        self.made += 1
+        return self.made, self.begun, random.random(), torch.rand(1).item()
+
+
+def initialize(worker):
+    """Note it in the dataset, and seed one generator."""
+    theirs.get_worker_info().dataset.begun += 1
+    random.seed(7)
+
+
+def test_persistent_workers_keep_their_dataset():
+    """The dataset lives on in the worker, which is initialized once, and keeps what that seeded."""
+    loader = DataLoader(
+        Living(), None, num_workers=1, persistent_workers=True, worker_init_fn=initialize
+    )
+    items = list(loader) + list(loader)
+    assert [made for made, *_ in items] == list(range(1, 17))
+    assert {begun for _, begun, *_ in items} == {1}
+    drawn = random.Random(7)
+    assert [value for *_, value, _ in items] == [drawn.random() for _ in items]
+    assert len({value for *_, value in items}) == 16, "others have a seed for each batch"
+    fresh = DataLoader(Living(), None, num_workers=1, worker_init_fn=initialize)
+    assert [made for _ in range(2) for made, *_ in fresh] == [*range(1, 9), *range(1, 9)]
+
+
+class Inherited(theirs.Dataset):
+    """Has what only a start of multiprocessing passes on, and an open file where that forks."""
+
+    def __init__(self, context, path):
+        self.total, self.lock = context.Value("i", 0), context.Lock()
+        self.file = open(path) if context.get_start_method() == "fork" else None  # noqa: SIM115
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        with self.lock, self.total.get_lock():
+            self.total.value += 1
+        return i
+
+
+@pytest.mark.parametrize("method", ["fork", *also("spawn", "forkserver", None)])
+def test_what_only_a_start_passes_on(tmp_path, method):
+    """Locks, shared values and open files reach the workers as with torch's loader."""
+    (tmp_path / "file").write_text("text")
+    dataset = Inherited(multiprocessing.get_context(method), tmp_path / "file")
+    loader = DataLoader(dataset, 2, num_workers=2, multiprocessing_context=method)
+    assert len(list(loader)) == 4 and dataset.total.value == 8
+    if dataset.file is not None:
+        dataset.file.close()

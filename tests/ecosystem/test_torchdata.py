@@ -1,0 +1,67 @@
+"""torchdata's own tests of its stateful loader pass over xpool's, but for what is private to it.
+
+They are in torchdata's source, which no package has: XPOOL_TORCHDATA names a folder with it, and
+`make test-loader` gets one.  Nothing of it is part of this project; `loader_suite` says what is
+replaced.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(os.environ.get("XPOOL_TORCHDATA") or ".torchdata") / "test" / "stateful_dataloader"
+MISSING = [name for name in ("torch", "parameterized") if not importlib.util.find_spec(name)]
+FILES = ("test_state_dict.py", "test_dataloader.py")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(
+        not FOLDER.is_dir(), reason=f"no source of torchdata in {FOLDER}: make test-loader"
+    ),
+    pytest.mark.skipif(bool(MISSING), reason=f"torchdata's tests need {', '.join(MISSING)}"),
+]
+
+EXCLUDED: dict[str, str] = {
+    # Tests that cannot pass, and why.  Each must go on failing: one that passes has to leave.
+}
+
+
+def outcomes(folder: Path, file: str) -> dict[str, tuple[str, str]]:
+    """Run a file of torchdata's tests in a process; return outcome and reason of each."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("loader_suite.py")),
+         str((FOLDER / file).resolve())],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told: dict[str, tuple[str, str]] = {}
+    for line in done.stdout.splitlines():
+        cls, test, outcome, reason = json.loads(line)
+        told.setdefault(f"{cls}.{test}", (outcome, reason))
+    assert done.returncode == 0 and told, done.stderr
+    return told
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_their_tests(tmp_path: Path, file: str) -> None:
+    """Each test that is not excluded passes, and each that is excluded fails."""
+    told = outcomes(tmp_path, file)
+    story = [
+        f"{name}: {reason}"
+        for name, (outcome, reason) in told.items()
+        if outcome == "failed" and name not in EXCLUDED
+    ]
+    story += [
+        f"{name} is excluded ({EXCLUDED[name]}), and is {outcome} now"
+        for name, (outcome, _) in told.items()
+        if outcome == "ok" and name in EXCLUDED
+    ]
+    if story:
+        pytest.fail("\n\n".join(story), pytrace=False)

@@ -1,0 +1,365 @@
+"""One walk through a dataset: what is asked of the workers, and in which order it is taken."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import dataloader
+
+from xpool import pickle
+from xpool.data.generators import Generators
+from xpool.data.pinning import can_pin, pinned
+from xpool.data.sampling import Request, Sampling
+from xpool.data.state import Progress
+from xpool.data.worker import Base, EpochSpec, Part, WorkerCopy, is_pipe, is_stateful
+from xpool.data.workers import Inline, Processes, Threads, end_later
+from xpool.waiters import LOST_SIGNAL
+
+__all__ = ["Before", "Epoch"]
+
+
+class Before(NamedTuple):
+    """What an epoch begins with that is not resumed."""
+
+    generators: dict[str, Any] | None  # their states; None: as they are
+    seed: int | None  # drawn for an earlier epoch of the same workers
+    turn: int  # epochs that had their seed from it
+    bases: list[Base] | None  # states that the last epoch left in the workers
+
+
+class Pending(NamedTuple):
+    """A batch that was asked for."""
+
+    result: Any
+    request: Request | None  # None: the dataset has no indices
+    part: int | None  # None: any worker makes it
+    place: int  # in its part
+
+
+class Epoch(Iterator[Any]):
+    """The iterator of a `DataLoader`.
+
+    Args:
+        loader: whose epoch this is.
+        workers: who makes the batches.
+        is_only: the workers serve this epoch only, and end with it.
+        number: of this epoch, among those of this loader.
+        before: generators and bases of the state before this epoch, and the draw of its seed.
+        resume: where an earlier epoch was, which this one goes on with.
+    """
+
+    def __init__(
+        self, loader: Any, workers: Inline | Processes | Threads, is_only: bool, number: int,
+        before: Before, resume: Progress | None,
+    ) -> None:  # fmt: skip
+        self._loader, self._workers = loader, workers
+        # Before all that may fail: `__del__` calls it then.
+        self._clean = workers.end if is_only else end_later(None)
+        self._pending: deque[Pending] = deque()
+        self._is_only, self._ended = is_only, False
+        self._has_parts = loader._has_parts
+        self._pins = loader.pin_memory and can_pin()
+        self._asks_state = self._has_parts and is_stateful(loader.dataset)
+        self._sampling = None if loader._iterable else Sampling(
+            loader._index_sampler, loader.snapshot_every_n_steps
+        )  # fmt: skip
+        count = max(1, loader.num_workers) if self._has_parts else 0
+        self._known: dict[int, Request] = {}  # taken, with a gap before them
+        generators = Generators(loader)
+        if isinstance(workers, Inline) and self._has_parts:
+            # It may set the program's generators, from which is drawn then.
+            for base in before.bases or () if resume is None else resume.bases:
+                workers.made.load(
+                    {} if base.state is None else pickle.loads(base.state), base.is_end
+                )
+        with generators.as_in(before.generators if resume is None else resume.generators):
+            if resume is None:
+                self.progress = Progress(generators.states(), count)
+                self.progress.bases = before.bases or self.progress.bases
+            else:
+                self.progress = resume
+            self._draw(before, resume is not None)
+            self._ahead = _untaken(self._sampling, self.progress.beyond, self._known)
+            # The first is drawn here, while the generators are as they have to be.
+            first = list(itertools.islice(self._ahead, 1))
+            self._ahead = itertools.chain(first, self._ahead)
+        progress = self.progress
+        self._spec = EpochSpec(
+            number, _seed_of_turn(progress.seed, progress.turn), progress.shared_seed
+        )
+        self._places = list(progress.parts)
+        self._since: list[deque[tuple[int, Any]]] = [deque() for _ in range(count)]
+        self._cycle = progress.next_part
+        self._begin_parts(resume is not None)
+        self._ended = 0 < count == len(progress.ended)
+        # As many batches ahead as torch's loader is.
+        for _ in range(self._ahead_at_most()):
+            self._submit()
+
+    # -- how it begins -----------------------------------------------------------------------------
+
+    def _draw(self, before: Before, resumed: bool) -> None:
+        """Draw the seeds and begin the sampler: in torch's order, and as often as torch."""
+        loader, progress = self._loader, self.progress
+        is_new = not (loader.persistent_workers and before.turn)
+        seed, shared = before.seed, None
+        if is_new:
+            shared = self._draw_shared_seed()
+            if self._sampling is not None:
+                self._sampling.begin()
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            seed = int(drawn.item())
+        if loader.num_workers:
+            again = self._draw_shared_seed()
+            # Torch's new workers have begun with the first.
+            shared = shared if is_new else again
+        if not resumed:
+            assert seed is not None
+            progress.seed, progress.shared_seed = seed, shared
+            progress.turn = 1 if is_new else before.turn + 1
+        if self._sampling is None:
+            return
+        if resumed:
+            self._sampling.go_on(progress.taken, progress.digest, progress.drawn, progress.sampler)
+        elif loader.num_workers or not is_new:
+            self._sampling.begin()
+        if progress.sampler is None:
+            progress.sampler = self._sampling.states()
+
+    def _draw_shared_seed(self) -> int | None:
+        if not is_pipe(self._loader.dataset) or not self._loader._iterable:
+            return None
+        group = None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            group = torch.distributed.new_group(backend="gloo")
+        return int(dataloader._share_dist_seed(self._loader.generator, group))
+
+    def _begin_parts(self, resumed: bool) -> None:
+        """Have each worker go to its part, and learn the states there; errors are raised here."""
+        progress = self.progress
+        if isinstance(self._workers, Inline) and self._has_parts:
+            self._workers.made.begin(self._spec, 0, progress.bases[0])
+            progress.ask = self._workers.made.state
+        elif self._asks_state:
+            begun = [
+                self._workers.make(
+                    WorkerCopy.begin, self._spec, part, progress.bases[part], shard=part
+                )
+                for part in range(len(progress.parts))
+                if part not in progress.ended
+            ]
+            states = [result.get() for result in begun]
+            if not resumed:
+                progress.bases = [Base(0, state) for state in states]
+
+    # -- what is asked -----------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        loader = self._loader
+        request = None
+        if not loader._iterable:
+            request = next(self._ahead, None)
+            if request is None:
+                return
+        if self._has_parts:
+            part = self._next_part()
+            if part is not None:
+                self._submit_to(part, request)
+            return
+        assert request is not None
+        result = self._workers.make(WorkerCopy.make, self._spec, request.number, request.indices)
+        self._pending.append(Pending(result, request, None, 0))
+
+    def _submit_to(self, part: int, request: Request | None) -> None:
+        progress, place = self.progress, self._places[part]
+        self._places[part] += 1
+        base, requests = progress.bases[part], None
+        interval = self._loader.snapshot_every_n_steps
+        wants_state = bool(interval) and (place + 1) % interval == 0
+        if request is not None:
+            # A dataset with indices and no state needs nothing of what was before.
+            wants_state = self._asks_state
+            since = self._since[part]
+            since.append((request.number, request.indices))
+            requests = list(since) if self._asks_state else [since.pop()]
+            if not self._asks_state:
+                base = Base(place, base.state, base.is_end)
+        if isinstance(self._workers, Inline):
+            # It is where it is: its state is asked for when it is wanted.
+            wants_state, requests = False, requests and requests[-1:]
+            base = Base(place if requests else 0)
+        result = self._workers.make(
+            WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state, shard=part
+        )
+        self._pending.append(Pending(result, request, part, place))
+
+    def _next_part(self) -> int | None:
+        """Return whose turn it is; out of order, who has the room; None: all have ended."""
+        progress, count = self.progress, len(self.progress.parts)
+        at_most = 0
+        if not self._loader.in_order and len(progress.ended) < count:
+            at_most = self._ahead_at_most() // (count - len(progress.ended))
+        for _ in range(count):
+            part = self._cycle
+            self._cycle = (part + 1) % count
+            if part not in progress.ended and (
+                not at_most or sum(item.part == part for item in self._pending) < at_most
+            ):
+                return part
+        return None
+
+    def _ahead_at_most(self) -> int:
+        return (self._loader.prefetch_factor or 2) * int(self._loader.num_workers)
+
+    # -- what is taken -----------------------------------------------------------------------------
+
+    def __next__(self) -> Any:
+        self._check_current()
+        is_inline = isinstance(self._workers, Inline)
+        while True:
+            if is_inline and not self._ended:
+                self._submit()  # it is made when it is taken
+            if not self._pending:
+                break
+            place = self._ready_place()
+            item = self._pending[place]
+            del self._pending[place]
+            # Before this one is opened, so that a worker has something to do meanwhile.
+            if not is_inline:
+                self._submit()
+            try:
+                answer = item.result.get()
+            except Exception:
+                self._count(item, None)
+                raise
+            finally:
+                item = item._replace(result=None)  # the traceback of its error has this frame
+            self._count(item, answer)
+            if isinstance(answer, Part):
+                if answer.ended:
+                    continue
+                answer = answer.batch
+            return self._finished(answer)
+        self._finish()
+        raise StopIteration
+
+    def _check_current(self) -> None:
+        if self._has_parts and self._spec.number != self._loader._number and not self._is_only:
+            raise RuntimeError(
+                "another iteration over this DataLoader has begun, with the same workers "
+                "(persistent_workers=True), which have one place in the dataset each"
+            )
+
+    def _ready_place(self) -> int:
+        """Wait for the next batch, or out of order for any; return its place among the pending."""
+        timeout = self._loader.timeout or None
+        if self._loader.in_order or self._loader.num_workers == 0:
+            self._pending[0].result.wait(timeout)
+            if self._pending[0].result.ready():
+                return 0
+        else:
+            until = None if timeout is None else time.monotonic() + timeout
+            while until is None or time.monotonic() < until:
+                bell = threading.Semaphore(0)
+                with ExitStack() as listening:
+                    for item in self._pending:
+                        listening.enter_context(item.result._waiters.listening(bell))
+                    for place, item in enumerate(self._pending):
+                        if item.result.ready():
+                            return place
+                    left = LOST_SIGNAL if until is None else until - time.monotonic()
+                    bell.acquire(timeout=max(0, min(left, LOST_SIGNAL)))
+        raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+
+    def _count(self, item: Pending, answer: Any) -> None:
+        """Note in the progress that a batch, or an error in its place, was taken."""
+        progress, part = self.progress, item.part
+        if part is not None:
+            state = answer.state if isinstance(answer, Part) else None
+            if isinstance(answer, Part) and answer.ended:
+                progress.ended.add(part)
+                self._ended = len(progress.ended) == len(progress.parts)
+                progress.bases[part] = Base(item.place, state, is_end=True)
+                return
+            if state is not None:
+                for _ in range(item.place + 1 - progress.bases[part].place):
+                    if self._since[part]:
+                        self._since[part].popleft()
+                progress.bases[part] = Base(item.place + 1, state)
+            progress.parts[part] = item.place + 1
+            progress.next_part = (part + 1) % len(progress.parts)
+        if item.request is not None:
+            progress.beyond.add(item.request.number)
+            self._known[item.request.number] = item.request
+            while progress.taken in progress.beyond:
+                progress.beyond.remove(progress.taken)
+                request = self._known.pop(progress.taken)
+                progress.taken += 1
+                progress.digest = request.digest
+                if request.state is not None:
+                    progress.sampler, progress.drawn = request.state, progress.taken
+
+    def _finished(self, batch: Any) -> Any:
+        """Return a batch as the program gets it."""
+        progress = self.progress
+        progress.yielded += 1
+        if self._loader._iterable:
+            said = self._loader._IterableDataset_len_called
+            if said is not None and progress.yielded > said:
+                self._warn_of_length(said)
+        return pinned(batch) if self._pins else batch
+
+    def _warn_of_length(self, said: int) -> None:
+        text = (
+            f"Length of IterableDataset {self._loader.dataset} was reported to be {said} (when "
+            f"accessing len(dataloader)), but {self.progress.yielded} samples have been fetched. "
+        )
+        if self._loader.num_workers:
+            text += (
+                "For multiprocessing data-loading, this comes of a dataset that yields all it has "
+                "in each worker: have its __iter__ yield that worker's part, by "
+                "torch.utils.data.get_worker_info()."
+            )
+        warnings.warn(text, stacklevel=4)
+
+    def __len__(self) -> int:
+        return len(self._loader._index_sampler)
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} cannot be pickled")
+
+    def _finish(self) -> None:
+        self.progress.is_over = True
+        self._clean([item.result for item in self._pending])
+
+    def __del__(self) -> None:
+        # Left in the middle: what runs for it is of no use to anybody.
+        if hasattr(self, "_clean"):
+            self._clean([item.result for item in self._pending])
+
+
+def _untaken(
+    sampling: Sampling | None, beyond: set[int], known: dict[int, Request]
+) -> Iterator[Request]:
+    """The sampler's requests, but those that were taken in an earlier epoch: they are noted."""
+    # No method: the epoch, which ends when it is dropped, would hold itself.
+    for request in sampling or ():
+        if request.number in beyond and request.number not in known:
+            known[request.number] = request
+        else:
+            yield request
+
+
+def _seed_of_turn(seed: int, turn: int) -> int:
+    """Return the seed of an epoch of workers that stay, for which one seed was drawn."""
+    # Spread over all bits: torch's generator takes 32 of them.
+    return seed if turn == 1 else random.Random(f"{seed} {turn}").getrandbits(63)

@@ -1,0 +1,144 @@
+"""Random generators from which an epoch draws: their states, and drawing as in an earlier state."""
+
+from __future__ import annotations
+
+import base64
+import random
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["Generators", "seed_all", "states_of_all"]
+
+_DEPTH = 8  # samplers inside one another that are searched for generators of their own
+
+
+class Generators:
+    """The program's global generators, and those that a loader and its samplers own."""
+
+    def __init__(self, loader: Any) -> None:
+        found = [loader.generator]
+        self._own: list[torch.Generator] = []
+        sampler = loader._index_sampler
+        for _ in range(_DEPTH):
+            found.append(getattr(sampler, "generator", None))
+            sampler = getattr(sampler, "sampler", None)
+        for generator in found:
+            if isinstance(generator, torch.Generator) and generator not in self._own:
+                self._own.append(generator)
+
+    def states(self) -> dict[str, Any]:
+        """Return the state of each generator, for `as_in` and `encoded`."""
+        return {**states_of_all(), "own": [own.get_state() for own in self._own]}
+
+    @contextmanager
+    def as_in(self, states: dict[str, Any] | None) -> Iterator[None]:
+        """Draw in the block as in ``states``; None: as the generators are.
+
+        Afterwards the generators of the loader and its samplers go on from there: later epochs draw
+        from them.  The program's own are as before, unless they were in that very state: then the
+        program goes on where it was left, and they have drawn what they drew then.
+        """
+        if states is None:
+            yield
+            return
+        before = states_of_all()
+        _set_all(states)
+        for own, state in zip(self._own, states["own"]):
+            own.set_state(state)
+        try:
+            yield
+        finally:
+            if not all(_equal(state, states.get(name)) for name, state in before.items()):
+                _set_all(before)
+
+
+def encoded(states: dict[str, Any]) -> dict[str, Any]:
+    """Return states as texts and numbers, which can be written as JSON."""
+    return {name: _CODECS[name][0](state) for name, state in states.items()}
+
+
+def decoded(texts: dict[str, Any]) -> dict[str, Any]:
+    """Return the states that `encoded` made texts of."""
+    return {name: _CODECS[name][1](text) for name, text in texts.items()}
+
+
+def seed_all(seed: int, numpy_seed: Any = None, but: Iterable[str] = ()) -> None:
+    """Seed the global generators, but those with these names."""
+    if "random" not in but:
+        random.seed(seed)
+    if "torch" not in but:
+        torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" not in but:
+        # Its legacy generator takes numbers of 32 bits.
+        numpy.random.seed(seed % 2**32 if numpy_seed is None else numpy_seed)
+
+
+def states_of_all() -> dict[str, Any]:
+    """Return the states of the global generators, by the names of their modules."""
+    states = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (name, tuple(keys.tolist()), *rest)
+    return states
+
+
+def changed(before: dict[str, Any]) -> list[str]:
+    """Return which global generators are not as in these states."""
+    now = states_of_all()
+    return [name for name, state in before.items() if not _equal(state, now[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return bool(torch.equal(one, other))
+    return bool(one == other)
+
+
+def _set_all(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["random"])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(states["numpy"])
+
+
+def _tensor_text(state: torch.Tensor) -> str:
+    return base64.b64encode(array("B", state.tolist()).tobytes()).decode()
+
+
+def _text_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _words_text(words: Iterable[int]) -> str:
+    return base64.b64encode(array("I", words).tobytes()).decode()
+
+
+def _text_words(text: str) -> tuple[int, ...]:
+    return tuple(array("I", base64.b64decode(text)))
+
+
+def _list_of(one: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
+    return lambda many: [one(each) for each in many]
+
+
+# Of `random` and numpy the second part is the generator's words, the rest are names and numbers.
+_CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "torch": (_tensor_text, _text_tensor),
+    "own": (_list_of(_tensor_text), _list_of(_text_tensor)),
+    "random": (
+        lambda state: [state[0], _words_text(state[1]), *state[2:]],
+        lambda texts: (texts[0], _text_words(texts[1]), *texts[2:]),
+    ),
+    "numpy": (
+        lambda state: [state[0], _words_text(state[1]), *state[2:]],
+        lambda texts: (texts[0], _text_words(texts[1]), *texts[2:]),
+    ),
+}

@@ -1,0 +1,214 @@
+"""`DataLoader`: the arguments, the pool, and the states of one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.utils.data
+
+from xpool import pickle
+from xpool.data.epoch import Before, Epoch
+from xpool.data.generators import Generators, decoded
+from xpool.data.pinning import warn_of_pinning
+from xpool.data.state import Progress, between, check_state, facts
+from xpool.data.worker import Base, is_stateful
+from xpool.data.workers import Inline, Processes, Threads, check_pool
+from xpool.errors import OptionError
+from xpool.pool.base import BasePool
+from xpool.pool.preloading import preload
+from xpool.pool.thread import ThreadPool
+
+__all__ = ["DataLoader"]
+
+T = TypeVar("T", covariant=True)
+
+
+class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
+    """As `torch.utils.data.DataLoader`, with the same arguments, in the same order.
+
+    The batches are those that torch's gives for the same seed, in the same order; random numbers
+    that a dataset with indices draws depend on the seed and the batch alone, not on who makes it,
+    so they are the same for any number of workers, and after a death.  What a ``worker_init_fn``
+    has seeded stays as it is, and batch i is then made by worker i modulo ``num_workers``.
+
+    Args:
+        pool: the workers to use, which stay when this has ended: a `Pool`, `CtxPool`, `ThreadPool`
+            or, for a dataset that lives in its workers (an iterable one, or one with a
+            ``state_dict``), a `P2PPool` or `ThreadPool`.  ``num_workers`` may then be left out.
+            None: ones of its own, ended with each epoch unless ``persistent_workers``.
+        workers: ``"process"`` or ``"thread"``: what its own are.  Threads all have the dataset
+            itself, and nothing is copied.
+        num_workers: 0, without a ``pool``: the batches are made in the caller's thread.
+        timeout: seconds that the next batch may take; 0: any time.
+        multiprocessing_context: a start method or context for workers of its own, as for `Pool`.
+            What only a start can pass on (locks, `multiprocessing.Value`, with "fork" open files)
+            goes to the workers as torch's loader sends it.
+        snapshot_every_n_steps: how many batches of a worker lie between two states of an iterable
+            dataset, or of a sampler, that is asked for its ``state_dict``; 0: none are asked.
+            Resuming makes again, and passes over, what lies between.
+
+    `state_dict` and `load_state_dict` go on in the middle of an epoch, or begin the next one.  A
+    dataset, an iterator or a sampler with ``state_dict`` and ``load_state_dict`` is asked for its
+    state and goes on by it, as in torchdata's ``StatefulDataLoader``; what has none is walked
+    through again up to there.  With an iterable dataset each worker has a copy and iterates over
+    it, as torch's have: use `torch.utils.data.get_worker_info` to share it out.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense; as torch's.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], object] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        snapshot_every_n_steps: int = 1,
+        pool: BasePool | None = None,
+        workers: str = "process",
+    ) -> None:
+        if pool is not None:
+            num_workers = pool.size()
+        super().__init__(
+            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
+            pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator,
+            prefetch_factor=prefetch_factor, persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+        )  # fmt: skip
+        if prefetch_factor == 0:
+            raise OptionError("prefetch_factor=0: workers need a batch to make; give 1 or more")
+        if workers not in ("process", "thread"):
+            raise OptionError(f"workers must be 'process' or 'thread', not {workers!r}")
+        self.in_order = in_order
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        self._iterable = isinstance(dataset, torch.utils.data.IterableDataset)
+        # By its name xpool's own server is meant, not the one of `multiprocessing`.
+        self._context = multiprocessing_context
+        self._given_pool = pool
+        self._is_threaded = isinstance(pool, ThreadPool) or workers == "thread"
+        self._has_parts = self._iterable or is_stateful(dataset)
+        if pool is not None:
+            check_pool(pool, self._has_parts)
+        elif self.num_workers and not self._is_threaded:
+            # What `worker_init_fn` seeds is drawn from in the same order each time.
+            self._has_parts = self._has_parts or worker_init_fn is not None
+            if multiprocessing_context in (None, "forkserver"):
+                preload()  # the server imports torch while the program makes its model
+        self._kept: Processes | Threads | None = None
+        # Of the epoch that runs, or ran last.  Not the epoch itself: it ends when it is dropped.
+        self._progress: Progress | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._number = 0  # of the last epoch
+        self._seed: int | None = None
+        self._turn = 0  # epochs that had their seed from it
+
+    def __iter__(self) -> Any:
+        if self.pin_memory:
+            warn_of_pinning(self.pin_memory_device)
+        loaded, self._loaded = self._loaded, None
+        resume = None
+        # Without workers the dataset itself has gone on.
+        left = self._left() if self.num_workers else None
+        before = Before(None, self._seed, self._turn, left)
+        if loaded is not None:
+            resume, before = self._of(loaded)
+        self._number += 1
+        workers = self._workers()
+        epoch = Epoch(self, workers, workers is not self._kept, self._number, before, resume)
+        self._progress = epoch.progress
+        self._seed, self._turn = epoch.progress.seed, epoch.progress.turn
+        return epoch
+
+    def _workers(self) -> Inline | Processes | Threads:
+        """Return the workers of the epoch that begins."""
+        if self.num_workers == 0:
+            return Inline(self)
+        if self._kept is not None:
+            return self._kept
+        self.check_worker_number_rationality()
+        kind = Threads if self._is_threaded else Processes
+        workers = kind(self, self._has_parts)
+        if self.persistent_workers:
+            self._kept = workers
+        return workers
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the last epoch is, or what the next one begins with, as plain values.
+
+        It can be written as JSON where the states of the dataset and the sampler can.  Call it
+        between two batches: it tells of those that were taken.
+        """
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        progress = self._progress
+        if progress is not None and not progress.is_over:
+            return {**facts(self), **progress.as_state()}
+        sampler = None
+        if is_stateful(self._own_sampler()):
+            sampler = pickle.dumps({"sampler": self._own_sampler().state_dict()})
+        states = Generators(self).states()
+        bases = self._left() or []
+        return {**facts(self), **between(states, self._seed, self._turn, sampler, bases)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Have the next epoch begin where ``state``, of a `state_dict`, was.
+
+        The dataset, the sampler and all arguments must be those of then.  Iterators that were begun
+        before go on by themselves.
+
+        Raises:
+            OptionError: it is the state of another loader: of another number of workers, batch size
+                or length of the dataset, or of no loader of xpool's.  An iteration raises it where
+                the sampler does not give the indices that it gave then.
+        """
+        check_state(self, state)
+        self._loaded = copy.deepcopy(dict(state))
+        self._kept = None  # their datasets are somewhere else
+
+    def _of(self, state: dict[str, Any]) -> tuple[Progress | None, Before]:
+        """Return what a loaded state says of the next epoch."""
+        if state["epoch"] is not None:
+            progress = Progress.of(state)
+            return progress, Before(None, progress.seed, progress.turn - 1, None)
+        inner = state["sampler"]["state"]
+        if inner is not None:
+            self._own_sampler().load_state_dict(inner["sampler"])
+        bases = [
+            Base(0, pickle.dumps(worker["state"]), is_end=True) if worker["state"] else Base()
+            for worker in state["workers"]
+        ]
+        after = state["next"]
+        return None, Before(decoded(state["generators"]), after["seed"], after["turn"], bases)
+
+    def _left(self) -> list[Base] | None:
+        """Return the states that the last epoch left where the next one goes on with them."""
+        if self._progress is None or not self._has_parts:
+            return None
+        if self._kept is None and self.num_workers:
+            return None  # new workers have the dataset as it is here
+        return self._progress.left() if self._progress.is_over else None
+
+    def _own_sampler(self) -> Any:
+        """Return the sampler that has a state: below torch's own batches."""
+        sampler = self._index_sampler
+        inner = type(sampler) is torch.utils.data.BatchSampler
+        return sampler.sampler if inner else sampler

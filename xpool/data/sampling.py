@@ -1,0 +1,119 @@
+"""What an epoch takes from its sampler: numbered requests, and the sampler's state beside them."""
+
+from __future__ import annotations
+
+import itertools
+import marshal
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler
+
+from xpool import pickle
+from xpool.data.worker import is_stateful
+from xpool.errors import OptionError
+
+__all__ = ["Request", "Sampling"]
+
+
+class Request(NamedTuple):
+    """What the sampler said for one batch."""
+
+    number: int
+    indices: Any
+    digest: int  # of all indices up to these
+    state: bytes | None  # of the sampler after it, pickled; None: there is none, or it is not due
+
+
+class Sampling(Iterator[Request]):
+    """The requests of one epoch, in order.
+
+    Args:
+        sampler: the loader's sampler, of indices or of batches.
+        interval: how many batches lie between two states of a stateful sampler.
+    """
+
+    def __init__(self, sampler: Any, interval: int) -> None:
+        self._sampler, self._interval = sampler, interval
+        self._inner, self._size, self._drop_last = sampler, 0, False
+        # Torch's own, which has no state: the states of what it batches count.
+        if type(sampler) is BatchSampler:
+            self._inner = sampler.sampler
+            self._size, self._drop_last = sampler.batch_size, sampler.drop_last
+        self._drawn = 0
+        self._digest = 0
+
+    def begin(self) -> None:
+        """Call the sampler's ``__iter__``."""
+        self._indices = iter(self._inner)
+        self._has_state = is_stateful(self._inner) or is_stateful(self._indices)
+        if self._inner is self._sampler:
+            self._requests = self._indices
+        elif self._has_state:
+            self._requests = self._batches()
+        else:
+            self._requests = iter(self._sampler)
+
+    def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
+        """Begin behind ``taken`` batches; a sampler with a state, from ``drawn`` ones on.
+
+        Raises:
+            OptionError: it gives other indices than when the state was taken.
+        """
+        if state is not None:
+            states = pickle.loads(state)
+            if "sampler" in states:
+                self._inner.load_state_dict(states["sampler"])
+            self.begin()
+            if "iterator" in states:
+                self._indices.load_state_dict(states["iterator"])
+            self._drawn = drawn
+            for _ in itertools.islice(self, taken - drawn):
+                pass
+            self._digest = digest
+            return
+        self.begin()
+        for _ in itertools.islice(self, taken):
+            pass
+        if (self._drawn, self._digest) != (taken, digest):
+            raise OptionError(
+                f"load_state_dict: the sampler does not give the {taken} batches of indices again "
+                "that were taken before this state: it is another one, of another dataset, or "
+                "draws from a generator that the state does not have; give the loader what it had "
+                "(for a DistributedSampler, set_epoch too), or the sampler a state_dict"
+            )
+
+    def states(self) -> bytes | None:
+        """Return the sampler's and its iterator's state, pickled; None: they have none."""
+        state = {}
+        if is_stateful(self._inner):
+            state["sampler"] = self._inner.state_dict()
+        if self._indices is not self._inner and is_stateful(self._indices):
+            state["iterator"] = self._indices.state_dict()
+        return pickle.dumps(state) if state else None
+
+    def __next__(self) -> Request:
+        indices = next(self._requests)
+        number = self._drawn
+        self._drawn += 1
+        self._digest = _digest(indices, self._digest)
+        is_due = self._has_state and self._drawn % self._interval == 0
+        return Request(number, indices, self._digest, self.states() if is_due else None)
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """As torch's `BatchSampler`, which would begin the sampler itself."""
+        while True:
+            batch = list(itertools.islice(self._indices, self._size))
+            if not batch or (self._drop_last and len(batch) < self._size):
+                return
+            yield batch
+
+
+def _digest(indices: Any, before: int) -> int:
+    """Return the digest of indices after others, the same in each process."""
+    try:
+        # The second version does not depend on how many references there are.
+        return zlib.crc32(marshal.dumps(indices, 2), before)
+    except ValueError:  # no plain numbers and texts: only counted
+        return zlib.crc32(b"?", before)

@@ -1,0 +1,165 @@
+"""How far a loader has come: what `DataLoader.state_dict` tells, and `load_state_dict` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from xpool import pickle
+from xpool.data.generators import decoded, encoded
+from xpool.data.worker import Base
+from xpool.errors import OptionError
+
+__all__ = ["VERSION", "Progress", "between", "check_state", "facts"]
+
+VERSION = 2
+
+
+class Progress:
+    """Where an epoch is, from the point of view of who takes its batches.
+
+    Attributes:
+        seed, shared_seed: of the epoch.
+        turn: how many epochs had their seed from the same draw, this one included.
+        generators: their states when it began.
+        taken, beyond: so many batches were taken, one after the other, and these numbers after a
+            gap, which ``in_order=False`` leaves.
+        digest: of the indices of those without a gap.
+        drawn, sampler: the sampler's state, and how many batches it had drawn then.
+        parts: for each worker that has a part of its own, how many batches of it were taken.
+        bases: the last state of each such part.
+        ended: the parts that have ended.
+        next_part: whose turn it is.
+    """
+
+    def __init__(self, generators: dict[str, Any], parts: int) -> None:
+        self.generators = generators
+        self.seed, self.turn = 0, 0
+        self.shared_seed: int | None = None
+        self.taken, self.digest = 0, 0
+        self.beyond: set[int] = set()
+        self.drawn = 0
+        self.sampler: bytes | None = None
+        self.parts = [0] * parts
+        self.bases = [Base()] * parts
+        self.ended: set[int] = set()
+        self.next_part = 0
+        self.yielded = 0
+        self.is_over = False
+        self.ask: Callable[[], bytes | None] | None = None  # for the state there is without workers
+
+    def as_state(self) -> dict[str, Any]:
+        """Return this as plain values."""
+        self.learn()
+        return {
+            "epoch": {
+                "seed": self.seed, "turn": self.turn, "shared_seed": self.shared_seed,
+                "taken": self.taken, "beyond": sorted(self.beyond), "digest": self.digest,
+                "yielded": self.yielded,
+            },
+            "generators": encoded(self.generators),
+            "sampler": {"drawn": self.drawn, "state": _opened(self.sampler)},
+            "workers": [
+                {
+                    "taken": taken, "ended": shard in self.ended, "at": base.place,
+                    "state": _opened(base.state),
+                }
+                for shard, (taken, base) in enumerate(zip(self.parts, self.bases))
+            ],
+            "next_worker": self.next_part,
+        }  # fmt: skip
+
+    def learn(self) -> None:
+        """Without workers, take the state of the dataset as it is now."""
+        state = None if self.ask is None else self.ask()
+        if state is not None:
+            self.bases = [Base(self.parts[0], state, self.is_over)]
+
+    def left(self) -> list[Base]:
+        """Return what this epoch left in the workers, for the next one to begin with."""
+        self.learn()
+        return [Base(0, base.state, is_end=True) for base in self.bases]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        """Return the progress that `as_state` told."""
+        workers = state["workers"]
+        progress = cls(decoded(state["generators"]), len(workers))
+        for name, value in state["epoch"].items():
+            setattr(progress, name, set(value) if name == "beyond" else value)
+        progress.drawn = state["sampler"]["drawn"]
+        progress.sampler = _closed(state["sampler"]["state"])
+        progress.parts = [worker["taken"] for worker in workers]
+        progress.bases = [
+            Base(worker["at"], _closed(worker["state"]), worker["ended"]) for worker in workers
+        ]
+        progress.ended = {shard for shard, worker in enumerate(workers) if worker["ended"]}
+        progress.next_part = state["next_worker"]
+        return progress
+
+
+def between(
+    generators: dict[str, Any],
+    seed: int | None,
+    turn: int,
+    sampler: bytes | None,
+    bases: list[Base],
+) -> dict[str, Any]:
+    """Return the plain values of a state before an epoch: the next one begins with it."""
+    return {
+        "epoch": None,
+        "next": {"seed": seed, "turn": turn},
+        "generators": encoded(generators),
+        "sampler": {"drawn": 0, "state": _opened(sampler)},
+        "workers": [
+            {"taken": 0, "ended": False, "at": 0, "state": _opened(base.state)} for base in bases
+        ],
+    }
+
+
+def facts(loader: Any) -> dict[str, Any]:
+    """Return what has to be the same in the loader that goes on."""
+    try:
+        length = len(loader.dataset)
+    except (TypeError, NotImplementedError):
+        length = None  # a stream
+    return {
+        "version": VERSION, "num_workers": loader.num_workers, "batch_size": loader.batch_size,
+        "length": length,
+    }  # fmt: skip
+
+
+def check_state(loader: Any, state: Any) -> None:
+    """Refuse a state that another loader has told.
+
+    Raises:
+        OptionError: it is of another loader, or of no loader of xpool's.
+    """
+    if not isinstance(state, Mapping) or not {"version", "epoch", "generators"} <= set(state):
+        raise OptionError(
+            "load_state_dict takes what state_dict() of an xpool.data.DataLoader returned; this "
+            "is something else"
+        )
+    for name, here in facts(loader).items():
+        there = state.get(name)
+        if there != here:
+            raise OptionError(
+                f"load_state_dict: the state has {_NAMES[name]} {there!r}, and this is {here!r} "
+                "here: it goes on only where it was left; make the loader as it was then"
+            )
+
+
+_NAMES = {
+    "version": "the version",
+    "num_workers": "num_workers =",
+    "batch_size": "batch_size =",
+    "length": "a dataset of length",
+}
+
+
+def _opened(state: bytes | None) -> Any:
+    return None if state is None else pickle.loads(state)
+
+
+def _closed(state: Any) -> bytes | None:
+    return None if state is None else pickle.dumps(state)

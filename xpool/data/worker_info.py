@@ -1,0 +1,90 @@
+"""What `torch.utils.data.get_worker_info` returns in the workers of this loader."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils import worker as torch_worker
+
+__all__ = [
+    "as_worker", "make_info", "own_generators", "seed_own", "use_common_memory", "use_threads",
+]  # fmt: skip
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def as_worker(info: Any, is_thread: bool) -> Iterator[None]:
+    """Have `get_worker_info` return ``info`` in the block, to this thread or the whole process."""
+    holder, name = (_of_thread, "info") if is_thread else (torch_worker, "_worker_info")
+    before = getattr(holder, name, None)
+    setattr(holder, name, info)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)
+
+
+def make_info(shard: int, workers: int, seed: int, dataset: Any, generators: Any) -> Any:
+    """Return what describes one worker to a dataset; ``generators``: a thread's own, or None."""
+    extra = {} if generators is None else {"rng": generators, "worker_method": "thread"}
+    return torch_worker.WorkerInfo(
+        id=shard, num_workers=workers, seed=seed, dataset=dataset, **extra
+    )
+
+
+def own_generators() -> Any:
+    """Return new generators for one thread; None: this torch has no place for them."""
+    if not hasattr(torch_worker, "_RNG"):
+        return None
+    numpy = sys.modules.get("numpy")
+    return torch_worker._RNG(
+        random.Random(), torch.Generator(), None if numpy is None else numpy.random.RandomState()
+    )
+
+
+def seed_own(generators: Any, seed: int) -> None:
+    """Seed what `own_generators` returned."""
+    if generators is None:
+        return
+    generators.random_generator.seed(seed)
+    generators.torch_generator.manual_seed(seed)
+    if generators.numpy_generator is not None:
+        generators.numpy_generator.seed(seed % 2**32)
+
+
+def use_threads() -> None:
+    """Have `get_worker_info` tell the worker threads of this process apart.
+
+    Torch's looks at one variable of the process.  Its code is replaced, not the function, which
+    programs have imported under their own names: one that got None would not share out its data.
+    """
+    vars(torch_worker)["_xpool_of_thread"] = _of_thread
+    torch_worker.get_worker_info.__code__ = _get_worker_info.__code__
+
+
+def _get_worker_info() -> Any:
+    info = getattr(_xpool_of_thread, "info", None)  # type: ignore[name-defined]  # noqa: F821
+    return _worker_info if info is None else info  # type: ignore[name-defined]  # noqa: F821
+
+
+def use_common_memory() -> None:
+    """Have torch collate tensors in common memory in this process's workers too.
+
+    In a worker torch makes each batch in a new shared file: for one of 19 MB that takes ten times
+    as long as in memory which is there, and it would be copied from it all the same.
+    """
+    torch_collate.default_collate_fn_map[torch.Tensor] = _stacked
+
+
+def _stacked(batch: Any, **options: Any) -> Any:
+    is_thread = getattr(_of_thread, "info", None) is not None
+    with as_worker(None, is_thread):
+        return torch_collate.collate_tensor_fn(batch, **options)

@@ -1,0 +1,257 @@
+"""Who makes the batches of a loader: processes, threads, or the caller's thread.
+
+Each kind has the same face: `copy` gives the workers what they need of a loader, `make` and `ask`
+have them use it, and `end` lets go of the pool if it is the loader's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import multiprocessing.context
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from xpool.data.worker import WorkerCopy, is_pipe
+from xpool.data.worker_info import own_generators, use_threads
+from xpool.errors import OptionError
+from xpool.pool.base import BasePool
+from xpool.pool.context import CtxPool, CtxThreadPool
+from xpool.pool.p2p import P2PPool
+from xpool.pool.process import Pool
+from xpool.pool.thread import ThreadPool
+from xpool.results import AsyncResult
+from xpool.worker.context import current_worker
+
+__all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool", "end_later"]
+
+RETRIES = 2
+"""How often a batch is done again whose worker died."""
+
+
+def check_pool(pool: BasePool, has_parts: bool) -> None:
+    """Refuse a pool that cannot make the batches of a loader.
+
+    Raises:
+        OptionError: it is of another kind.
+    """
+    if not isinstance(pool, (Pool, ThreadPool)):
+        raise OptionError(
+            "pool= must be one of processes (Pool, CtxPool, P2PPool) or a ThreadPool, not "
+            f"{type(pool).__name__}"
+        )
+    if has_parts and isinstance(pool, Pool) and not isinstance(pool, P2PPool):
+        raise OptionError(
+            "an iterable dataset, and one with a state_dict, lives in its workers, each with its "
+            f"part: its pool must be a P2PPool or a ThreadPool, not {type(pool).__name__}"
+        )
+
+
+class Inline:
+    """No workers: a batch is made in the caller's thread when it is taken."""
+
+    def __init__(self, loader: Any) -> None:
+        self.made = WorkerCopy(loader)
+        self.made.is_inline = True
+
+    def make(self, func: Callable[..., Any], *args: Any, shard: int | None = None) -> Any:
+        """Return the result of ``func(copy, *args)``, which is called when that is asked for."""
+        return _Later(func, (self.made, *args))
+
+    def end(self, results: Iterable[Any] = ()) -> None:
+        """Do nothing: there is nothing to end."""
+
+
+class _Later:
+    """A result that is made by asking for it."""
+
+    def __init__(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._func, self._args = func, args
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        return None
+
+    def get(self) -> Any:
+        return self._func(*self._args)
+
+    def cancel(self) -> bool:
+        return True
+
+
+class Processes:
+    """Worker processes, which have a copy of the loader's dataset each."""
+
+    def __init__(self, loader: Any, has_parts: bool) -> None:
+        self._pool, self._ref, made = loader._given_pool, None, WorkerCopy(loader)
+        self._end: Callable[[Iterable[Any]], None]
+        if self._pool is None:
+            self._pool = self._start(loader, P2PPool if has_parts else Pool, made)
+            self._end = end_later(self._pool)
+        else:
+            self._ref = self._pool.broadcast(made)
+            self._end = end_later(None)
+        self._prefix = _without_context if isinstance(self._pool, CtxPool) else _call
+
+    def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
+        """Start workers that have what this dataset needs: locks and open files too."""
+        context, size = loader._context, loader.num_workers
+        if not _forks(context):
+            # With an initializer no worker begins before it has torch, which each batch needs.
+            pool = pool_class(size, torch.set_num_threads, (1,), context=context, name="DataLoader")
+            try:
+                self._ref = pool.broadcast(made)
+                return pool
+            except Exception:  # of any object's own __reduce__
+                # What multiprocessing passes on to a process as it starts: as torch's loader does.
+                pool.terminate()
+                pool.join()
+        if context is None or context == "forkserver":
+            context = multiprocessing.get_context(context)
+        return pool_class(size, _receive, (_AtStart(made),), context=context, name="DataLoader")
+
+    def make(self, func: Callable[..., Any], *args: Any, shard: int | None = None) -> Any:
+        """Have a worker call ``func(copy, *args)``: that of a part, or any; return the result."""
+        if shard is None:
+            return self._pool.apply_async(
+                self._prefix, (_with_copy, func, self._ref, *args), retries=RETRIES
+            )
+        return self._pool.apply_async(
+            _with_copy, (func, self._ref, *args), retries=RETRIES, worker=shard
+        )
+
+    def end(self, results: Iterable[Any] = ()) -> None:
+        """Cancel what runs of these results, and end workers that are the loader's own."""
+        self._ref = None  # the workers let go of the dataset
+        self._end(results)
+
+    def __del__(self) -> None:
+        # Kept by a loader, or left by an epoch that could not begin.
+        if hasattr(self, "_end"):
+            self._end(())
+
+
+class Threads:
+    """Worker threads, which all have the loader's own dataset.
+
+    One that has a place of its own in each worker is copied for each, but not what it holds.
+    """
+
+    def __init__(self, loader: Any, has_parts: bool) -> None:
+        use_threads()
+        self._pool = loader._given_pool
+        owns = self._pool is None
+        if owns:
+            self._pool = ThreadPool(loader.num_workers, name="DataLoader")
+        self._end = end_later(self._pool if owns else None)
+        self._prefix = _without_context if isinstance(self._pool, CtxThreadPool) else _call
+        self._copies = []
+        for _ in range(loader.num_workers):
+            made = WorkerCopy(loader)
+            made.is_thread, made._generators = True, own_generators()
+            if has_parts:
+                made.dataset = _own(loader.dataset)
+            self._copies.append(made)
+        self._latest: list[AsyncResult[Any] | None] = [None] * loader.num_workers
+
+    def make(self, func: Callable[..., Any], *args: Any, shard: int | None = None) -> Any:
+        """Have a thread call ``func(copy, *args)``: the calls of a part one after the other."""
+        if shard is None:
+            return self._pool.apply_async(self._prefix, (_in_thread, func, self._copies, *args))
+        # Waiting threads cannot stop each other: the pool begins its tasks in order.
+        before, made = self._latest[shard], self._copies[shard]
+        result = self._pool.apply_async(self._prefix, (_after, before, func, made, *args))
+        self._latest[shard] = result
+        return result
+
+    def end(self, results: Iterable[Any] = ()) -> None:
+        """Cancel what waits of these results, and end threads that are the loader's own."""
+        self._end(results)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_end"):
+            self._end(())
+
+
+def _own(dataset: Any) -> Any:
+    # The graph of a data pipe is split among the workers, whole.
+    return copy.deepcopy(dataset) if is_pipe(dataset) else copy.copy(dataset)
+
+
+def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
+    """Return what cancels results and ends a pool, in a thread that waits for it to be called.
+
+    The garbage collector may call it, in any thread and whatever locks that holds: to put into
+    such a queue is one operation that waits for nobody.
+    """
+    orders: queue.SimpleQueue[Iterable[Any]] = queue.SimpleQueue()
+
+    def clean() -> None:
+        # Waits here for as long as the epoch, or the loader, lives.
+        for result in orders.get():
+            result.cancel()
+        if pool is not None:
+            pool.terminate()
+            pool.join()
+
+    threading.Thread(target=clean, name="xpool-DataLoader-cleaner", daemon=True).start()
+    return orders.put
+
+
+# -- in a worker -----------------------------------------------------------------------------------
+
+_received: WorkerCopy | None = None
+
+
+class _AtStart:
+    """What a worker gets as it starts, by inheritance or pickled by `multiprocessing`."""
+
+    def __init__(self, made: WorkerCopy) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        if multiprocessing.context.get_spawning_popen() is None:
+            # The pool then leaves it to the start method.
+            raise RuntimeError("this dataset goes to a worker by inheritance")
+        return _AtStart, (self.made,)
+
+
+def _receive(start: _AtStart) -> None:
+    global _received
+    _received = start.made
+
+
+def _with_copy(func: Callable[..., Any], made: WorkerCopy | None, *args: Any) -> Any:
+    return func(_received if made is None else made, *args)
+
+
+def _in_thread(func: Callable[..., Any], copies: list[WorkerCopy], *args: Any) -> Any:
+    return func(copies[current_worker().index], *args)
+
+
+def _after(before: AsyncResult[Any] | None, func: Callable[..., Any], *args: Any) -> Any:
+    if before is not None:
+        before.wait()
+    return func(*args)
+
+
+def _call(func: Callable[..., Any], *args: Any) -> Any:
+    return func(*args)
+
+
+def _without_context(context: Any, func: Callable[..., Any], *args: Any) -> Any:
+    return func(*args)
+
+
+def _forks(context: Any) -> bool:
+    """Whether workers with this ``context=`` have the program's objects without pickling."""
+    if context is None:
+        return False
+    name = context if isinstance(context, str) else context.get_start_method()
+    return bool(name == "fork")
