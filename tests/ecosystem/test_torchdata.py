@@ -31,6 +31,13 @@ pytestmark = [
 
 EXCLUDED: dict[str, str] = {
     # Tests that cannot pass, and why.  Each must go on failing: one that passes has to leave.
+    "TestNumWorkersMismatch_shard3.test_num_workers_mismatch": (
+        "expects an AssertionError of iter(); load_state_dict refuses the state, by name"
+    ),
+    "TestDataLoader.test_get_worker_info": "reads the iterator's _workers, which are processes",
+    "TestDataLoader.test_iterable_style_dataset": "reads the iterator's _workers",
+    "TestDataLoaderPersistentWorkers.test_get_worker_info": "reads the iterator's _workers",
+    "TestDataLoaderPersistentWorkers.test_iterable_style_dataset": "reads the iterator's _workers",
 }
 
 
