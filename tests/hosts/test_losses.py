@@ -22,6 +22,7 @@ import xpool
 import xpool.hosts.assembly
 from xpool import Pool, TaskTimeout, WorkerDied
 from xpool.errors import HostLost
+from xpool.hosts import ray_fleet
 
 pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
 
@@ -278,7 +279,7 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
 
     only = xpool.ray.hosts(per_host=1, resources={"losses": 1}, n=1)
     with Pool(hosts=only) as pool:
-        for n in range(xpool.ray.REPLACED + 1):
+        for n in range(ray_fleet.REPLACED + 1):
             path = str(tmp_path / str(n))
             calls = [pool.apply_async(work, (path, 0.5, i), retries=8) for i in range(4)]
             worker = eventually(
@@ -286,7 +287,7 @@ def test_an_agent_that_dies_is_replaced(stage, tmp_path):
                 "one runs", WAIT,
             )[0]  # fmt: skip
             os.kill(agent(worker), signal.SIGKILL)
-            if n < xpool.ray.REPLACED:
+            if n < ray_fleet.REPLACED:
                 assert [call.get(WAIT) for call in calls] == list(range(4))
         for call in calls:
             with pytest.raises(Exception, match="No host of the pool is left"):

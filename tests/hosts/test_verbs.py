@@ -267,6 +267,90 @@ def test_workers_know_their_host(pool):
     assert all("(127.0.0." in host for host in hosts)
 
 
+def test_two_hosts_of_one_machine(cluster):
+    """Their names differ, by the port of each."""
+    import xpool.ray
+
+    one = cluster.add(twins=1)
+    two = cluster.add(beside=one, twins=1)
+    try:
+        with Pool(hosts=xpool.ray.hosts(per_host=1, resources={"twins": 1})) as pool:
+            names = {host for _, host, _ in pool.run_all(where)}
+        assert len(names) == 2
+        assert all(f"({one.node_ip_address}:" in name for name in names)
+    finally:
+        cluster.remove(one)
+        cluster.remove(two)
+
+
+def test_a_pool_that_waits_for_processors(cluster, make_pool, caplog):
+    """A pool for which a host has no CPUs free says so, and works when it has them."""
+    import xpool.ray
+
+    node = cluster.add(crowded=2)
+    hosts = xpool.ray.hosts(per_host=clusters.CPUS - 1, resources={"crowded": 1})
+    try:
+        first = Pool(hosts=hosts)
+        assert first.apply_async(abs, (-1,)).get(WAIT) == 1
+        second = make_pool(Pool, hosts=hosts)
+        result = second.apply_async(abs, (-2,))
+        eventually(lambda: "has not begun" in caplog.text, "it says so", WAIT)
+        assert clusters.address(node) in caplog.text
+        assert f"needs {clusters.CPUS - 1} CPUs, and 1 of them are free" in caplog.text
+        first.terminate()
+        first.join()
+        assert result.get(WAIT) == 2
+        second.terminate()
+        second.join()
+    finally:
+        cluster.remove(node)
+
+
+def test_arguments_of_rays_pool(cluster):
+    """`xpool.ray.Pool` takes the arguments of Ray's, and refuses what it cannot do, by name."""
+    import xpool.ray
+
+    remote = {"num_cpus": 1, "runtime_env": {"env_vars": {"GIVEN": "yes"}}}
+    with xpool.ray.Pool(1, None, None, None, None, cluster.address, remote) as pool:
+        assert pool.apply_async(os.getenv, ("GIVEN",)).get(WAIT) == "yes"
+    with pytest.raises(OptionError, match="ray_remote_args=.*'num_gpus'.*hosts"):
+        xpool.ray.Pool(1, ray_remote_args={"num_gpus": 1})
+    with pytest.raises(OptionError, match=r"xpool\.ray\.hosts\(\)"):
+        xpool.ray.Pool(hosts=xpool.ray.hosts(), ray_address=cluster.address)
+
+
+SHUT_DOWN = """
+import time
+from support import clusters
+from xpool import Pool
+import ray, xpool.ray
+
+if __name__ == "__main__":
+    clusters.connect({address!r})
+    pools = [Pool(hosts=xpool.ray.hosts(n=1, per_host=1)) for _ in range(2)]
+    results = [pool.apply_async(time.sleep, (60,)) for pool in pools]
+    while any(pool.statistics()["running"] < 1 for pool in pools):
+        time.sleep(0.05)
+    ray.shutdown()
+    for result in results:
+        try:
+            result.get(60)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+    assert not ray.is_initialized()
+"""
+
+
+@pytest.mark.exhaustive
+def test_ray_is_shut_down_under_two_pools(cluster, tmp_path):
+    """Each task fails and says why, Ray is not started anew, and the program ends."""
+    text = SHUT_DOWN.format(address=cluster.address)
+    with scripts.popen([scripts.write(tmp_path / "program.py", text)]) as program:
+        out, err = program.communicate(timeout=WAIT)
+    assert program.returncode == 0, out + err
+    assert out.count("the program has shut Ray down") == 2, out + err
+
+
 def test_statistics_and_report(pool):
     """They count all hosts together, and each by its name."""
     pool.map(work.square, range(100))

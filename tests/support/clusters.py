@@ -45,12 +45,15 @@ class Cluster:
         """Return where it is, as `ray.init` takes it."""
         return str(self._cluster.address)
 
-    def add(self, **resources: float) -> Any:
-        """Add a host with some resources, and return it when the cluster has it."""
+    def add(self, beside: Any = None, **resources: float) -> Any:
+        """Add a host with some resources, and return it when the cluster has it.
+
+        ``beside``: another one, on whose machine it is.
+        """
+        at = next(self._addresses) if beside is None else beside.node_ip_address
         return self._cluster.add_node(
-            num_cpus=CPUS, object_store_memory=200 << 20, node_ip_address=next(self._addresses),
-            resources=resources,
-        )  # fmt: skip
+            num_cpus=CPUS, object_store_memory=200 << 20, node_ip_address=at, resources=resources
+        )
 
     def remove(self, node: Any) -> None:
         """Kill a host's processes, unless that is done, and wait until the cluster knows."""

@@ -111,7 +111,11 @@ class Fleet(Protocol):
 
     def put(self, payload: bytes | memoryview) -> Any:
         """Put what all hosts are to have where they can get it; return what stands for it in a
-        `Blob`."""
+        `Blob`.
+
+        Raises:
+            XPoolError: there is no cluster any more.
+        """
 
     def stop(self, host: int) -> None:
         """End an agent and its workers now, also one that has not joined; `Dead` follows."""

@@ -1,0 +1,415 @@
+"""The agents of a pool on the hosts of a Ray cluster, as the driver places and calls them.
+
+Nothing of Ray is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import pickle
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from xpool.errors import OptionError, XPoolError
+from xpool.hosts import fleet as f
+from xpool.hosts.agent import Charge, packed, unpacked
+from xpool.hosts.conversation import CALLS_IN_FLIGHT
+from xpool.hosts.messages import Blob
+from xpool.hosts.ray_actor import HostAgent, as_one, parts_of
+
+__all__ = [
+    "BEGUN_WITH",
+    "REPLACED",
+    "RESOURCES",
+    "Node",
+    "RayFleet",
+    "Where",
+    "named",
+    "ray_module",
+]
+
+INLINE = 64 * 1024
+"""Bytes of a call from which on Ray may put it into its store: it does from 100 KiB on, and a call
+has a few more than it says."""
+
+LOOK = 1.0
+"""Seconds between two looks at which hosts the cluster has."""
+
+WAITS = 5.0
+"""Seconds after which a program is told that a host has not begun."""
+
+SHUT_DOWN = "the program has shut Ray down"
+
+REPLACED = 3
+"""Agents that a host gets in place of others, at most: what they die of may be the host's."""
+
+
+BEGUN_WITH: list[Any] = []
+"""What `ray.init` was given as runtime_env, where it was called here: all actors have that, and
+only there it may name a folder of this host."""
+
+
+class Node(NamedTuple):
+    """A host of the cluster, how many workers it is to have, and CPUs for them."""
+
+    id: str
+    name: str
+    workers: int
+    cpus: int
+
+
+RESOURCES = {None: "CPU", "cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
+"""What Ray calls the devices of a kind."""
+
+
+def named(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what Ray says of its hosts, each with a name for people.
+
+    One machine may be several hosts of a cluster, by several raylets: these have their port, too.
+    """
+    names = [f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})" for one in nodes]
+    shared = Counter(name for name, one in zip(names, nodes, strict=True) if one["Alive"])
+    return [
+        {
+            **one,
+            "xpool_name": f"{name[:-1]}:{one['NodeManagerPort']})" if shared[name] > 1 else name,
+        }
+        for name, one in zip(names, nodes, strict=True)
+    ]
+
+
+class Where(Protocol):
+    """Which hosts, and what is asked of each: `xpool.ray.Hosts`."""
+
+    @property
+    def n(self) -> int | None: ...
+    @property
+    def resources(self) -> Mapping[str, float] | None: ...
+    @property
+    def runtime_env(self) -> Mapping[str, Any] | None: ...
+    @property
+    def kind(self) -> str | None: ...
+    def living(self) -> list[Node]: ...
+
+
+def ray_module() -> Any:
+    """Return Ray.
+
+    Raises:
+        OptionError: it is not installed.
+    """
+    try:
+        import ray
+        import ray.util.client
+    except ImportError as exc:
+        raise OptionError(
+            "Ray is not installed, and pools over hosts need it: pip install xpool[ray]"
+        ) from exc
+    return ray
+
+
+class RayFleet:
+    """The agents of one pool.
+
+    Args:
+        where: which hosts.
+        nodes: those that there are.
+        charge: what each agent is to be.
+    """
+
+    def __init__(self, where: Where, nodes: list[Node], charge: Charge) -> None:
+        self._where, self._first_nodes, self._charge = where, nodes, pickle.dumps(charge)
+        self._tell: Callable[[Any], object] = id
+        # Written by whoever makes the pool, and then by the thread that places agents alone.
+        self._actors: dict[int, Any] = {}
+        self._nodes: dict[int, Node] = {}
+        self._agents: Counter[str] = Counter()  # how many each host has had, by Ray's id
+        self._workers = 0
+        self._over: set[int] = set()  # agents that were stopped, or have one in their place
+        self._waiting: dict[int, float] = {}  # that have not begun: from when on to say so
+        # Agents that have died, and why; None: no more are to be placed.
+        self._ends: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        # Calls that Ray puts into its store: by host and number, with their arguments.
+        self._large: queue.SimpleQueue[tuple[int, int, tuple[Any, ...]] | None]
+        self._large = queue.SimpleQueue()
+
+    def start(self, tell: Callable[[Any], object]) -> list[int]:
+        """Place an agent on each host."""
+        self._tell = tell
+        for node in self._first_nodes:
+            self._begin(self._place(node))
+        for run, name in ((self._run, "xpool-hosts"), (self._send_large, "xpool-hosts-send")):
+            threading.Thread(target=run, name=name, daemon=True).start()
+        return [node.workers for node in self._first_nodes]
+
+    def _place(self, node: Node) -> int:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = self._where
+        options: dict[str, Any] = {
+            "num_cpus": node.cpus,
+            "resources": dict(where.resources or {}),
+            "max_concurrency": 2 * CALLS_IN_FLIGHT,  # beats, and those that were lost
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
+        }
+        if where.kind in ("cuda", "tpu"):
+            options["resources"][RESOURCES[where.kind]] = node.workers
+        gpus = options["resources"].pop("GPU", None)
+        if gpus is not None:
+            options["num_gpus"] = gpus
+        if where.runtime_env is not None and where.runtime_env not in BEGUN_WITH:
+            options["runtime_env"] = dict(where.runtime_env)
+        number = len(self._actors)
+        self._actors[number] = ray.remote(HostAgent).options(**options).remote()
+        self._nodes[number] = node
+        self._agents[node.id] += 1
+        return number
+
+    def _begin(self, number: int) -> None:
+        node = self._nodes[number]
+        first, self._workers = self._workers, self._workers + node.workers
+        self._waiting[number] = time.monotonic() + WAITS
+        began = self._actors[number].begin.remote(self._charge, node.name, first, node.workers)
+        self._when_done(began, functools.partial(self._began, number, node))
+
+    def _add(self, node: Node) -> None:
+        number = self._place(node)
+        # It can be stopped from now on, and joins when this is known.
+        self._tell(f.Coming(number, node.workers))
+        try:
+            self._begin(number)
+        except Exception as exc:  # of Ray itself
+            self._tell(f.Dead(number, _why(exc)))
+
+    def _run(self) -> None:
+        """Place an agent on each host that joins, and on one that has lost its agent and lives."""
+        while True:
+            try:
+                ended = self._ends.get(timeout=LOOK)
+            except queue.Empty:
+                if ray_module().is_initialized():  # else asking would connect to a cluster anew
+                    with contextlib.suppress(Exception):  # no cluster for a moment: it looks again
+                        self._say_who_waits()
+                        self._look_at_hosts()
+                continue
+            if ended is None:
+                return
+            number, reason = ended
+            with contextlib.suppress(Exception):  # no cluster: this host is lost, too
+                self._replace(number)
+            self._tell(f.Dead(number, reason))
+
+    def _say_who_waits(self) -> None:
+        now = time.monotonic()
+        late = [number for number, when in list(self._waiting.items()) if when <= now]
+        free = _free_cpus() if late else {}
+        for number in late:
+            node = self._nodes[number]
+            if self._waiting.pop(number, None) is not None and number not in self._over:
+                logging.getLogger("xpool").warning(
+                    "host %s has not begun after %g s: its agent needs %d CPUs, and %s of them are "
+                    "free there. If other pools or actors hold them, it waits until these end; "
+                    "per_host= asks for fewer",
+                    node.name, WAITS, node.cpus, free.get(node.id, "an unknown number"),
+                )  # fmt: skip
+
+    def _look_at_hosts(self) -> None:
+        draining = _draining()
+        for number, node in self._nodes.items():
+            if node.id in draining and number not in self._over:
+                self._tell(f.Draining(number))
+        if self._where.n is None:
+            for node in self._where.living():
+                if not self._agents[node.id] and node.id not in draining:
+                    self._add(node)
+
+    def _replace(self, number: int) -> None:
+        import ray
+
+        node = self._nodes[number]
+        if not ray.is_initialized() or number in self._over or self._agents[node.id] > REPLACED:
+            return
+        self._over.add(number)
+        if any(one["NodeID"] == node.id and one["Alive"] for one in ray.nodes()):
+            self._add(node)
+
+    def _dead(self, number: int, reason: str) -> None:
+        """Tell that an agent is gone, after the one in its place: some host may be left by it."""
+        if number in self._over:
+            self._tell(f.Dead(number, reason))
+        else:
+            self._ends.put((number, reason))
+
+    def _when_done(self, ref: Any, call: Callable[[Any, BaseException | None], object]) -> None:
+        def done(future: Any) -> None:
+            error = future.exception()
+            call(None if error is not None else future.result(), error)
+
+        ref.future().add_done_callback(done)
+
+    def _began(self, number: int, node: Node, result: Any, error: BaseException | None) -> None:
+        self._waiting.pop(number, None)
+        if error is None:
+            self._tell(f.Joined(number, node.workers, node.name))
+        elif self._is_dead(error):
+            self._dead(number, _reason(error))
+        else:
+            cause = getattr(error, "cause", None) or error
+            wrong = cause if isinstance(cause, XPoolError) else _not_there(node.name, cause)
+            self._tell(f.Refused(wrong))
+            self.stop(number)
+            self._tell(f.Dead(number, str(wrong)))  # no call is under way that would say so
+
+    def _is_dead(self, error: BaseException) -> bool:
+        from ray import exceptions
+
+        if isinstance(error, exceptions.ActorUnavailableError):
+            return False
+        gone = exceptions.RayActorError, exceptions.ActorUnschedulableError
+        return isinstance(error, gone)
+
+    def call(self, host: int, call: f.Call) -> None:
+        """Call an agent."""
+        refs: list[Any] = []
+        messages = []
+        for one in call.messages:
+            if type(one) is Blob:
+                refs.append(one.payload)
+                one = one._replace(payload=len(refs) - 1)
+            messages.append(one)
+        said = as_one(packed(call._replace(messages=[]), messages))
+        # Each argument costs Ray as much as all of a small call.
+        arguments = said, *([refs] if refs else ())
+        if type(said) is bytes and len(said) < INLINE:
+            self._send(host, call.number, arguments)
+        else:
+            self._large.put((host, call.number, arguments))
+
+    def _send_large(self) -> None:
+        """Send what goes by way of Ray's store, which has this thread wait while it is full."""
+        while (large := self._large.get()) is not None:
+            self._send(*large)
+            del large  # its room in the store is not ours to keep
+
+    def _send(self, host: int, number: int, arguments: tuple[Any, ...]) -> None:
+        actor = self._actors.get(host)
+        if actor is None:  # the pool is over
+            return
+
+        def done(found: Any, error: BaseException | None) -> None:
+            if error is not None:
+                self._failed(host, number, error)
+                return
+            data, *large = parts_of(found)
+            # Copied, so that the object store has its room again; to memory that may be written to,
+            # so that this is the last copy.
+            (taken, first), messages = unpacked(
+                [data, *(memoryview(bytearray(one)) for one in large)]
+            )
+            self._tell(f.Replied(host, number, taken, first, messages))
+
+        if not ray_module().is_initialized():  # a call would connect to a cluster anew
+            self._tell(f.Dead(host, SHUT_DOWN))
+            return
+        try:
+            self._when_done(actor.call.remote(*arguments), done)
+        except Exception as exc:  # of Ray itself, which is being shut down, say
+            self._tell(f.Dead(host, _why(exc)))
+
+    def _failed(self, host: int, number: int, error: BaseException) -> None:
+        from ray import exceptions
+
+        if self._is_dead(error):
+            self._dead(host, _reason(error))
+        elif isinstance(error, exceptions.RayTaskError):  # what the agent raised is a bug of ours
+            self._tell(f.Refused(getattr(error, "cause", error)))
+        else:
+            self._tell(f.Unreached(host, number))
+
+    def put(self, payload: bytes | memoryview) -> Any:
+        """Put an object into Ray's store, which hosts copy from one another.
+
+        Raises:
+            XPoolError: Ray was shut down.
+        """
+        import numpy
+        import ray
+
+        if not ray.is_initialized():
+            raise XPoolError(SHUT_DOWN)
+        return ray.put(numpy.frombuffer(payload, "uint8"))
+
+    def stop(self, host: int) -> None:
+        """End an agent and its workers."""
+        import ray
+
+        self._over.add(host)
+        actor = self._actors.get(host)
+        if actor is None:  # the pool is over
+            return
+        if not ray.is_initialized():
+            self._tell(f.Dead(host, SHUT_DOWN))
+            return
+        # `ray.kill` waits for the thread of Ray's that calls back, and that may be this one.
+        kill = threading.Thread(target=_kill, args=(actor,), name="xpool-hosts-stop", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and Ray ends its actors
+            kill.start()
+
+    def close(self) -> None:
+        """Look for hosts no more, and let go of the agents."""
+        self._ends.put(None)
+        self._large.put(None)
+        self._actors.clear()
+
+
+def _draining() -> Collection[str]:
+    """Return the ids of hosts that are about to go, such as those of a spot market."""
+    from ray._private.state import state  # there is no public way to ask
+
+    return getattr(state, "get_draining_nodes", dict)()  # older versions have none
+
+
+def _free_cpus() -> dict[str, str]:
+    """Return how many CPUs each host has free, by Ray's id."""
+    from ray._private.state import state  # there is no public way to ask
+
+    ask = getattr(state, "available_resources_per_node", dict)  # versions may have none
+    return {node: f"{has.get('CPU', 0):g}" for node, has in ask().items()}
+
+
+def _why(error: BaseException) -> str:
+    """Return why Ray could not be called."""
+    return f"{type(error).__name__}: {error}" if ray_module().is_initialized() else SHUT_DOWN
+
+
+def _kill(actor: Any) -> None:
+    import ray
+
+    with contextlib.suppress(Exception):  # it is gone already
+        ray.kill(actor, no_restart=True)
+
+
+def _reason(error: BaseException) -> str:
+    """Return what Ray says of an actor's end, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = [
+        line for line in lines if not line.startswith(("class_name", "actor_id", "pid", "name"))
+    ]
+    return " ".join(said)[:400] or type(error).__name__
+
+
+def _not_there(host: str, cause: BaseException) -> XPoolError:
+    return XPoolError(
+        f"no agent could be started on host {host}: {type(cause).__name__}: {cause}. All hosts "
+        "need xpool and what the program imports; ray.init(runtime_env={'pip': [...], "
+        "'working_dir': ...}) brings it there"
+    )
