@@ -11,9 +11,11 @@ worker that dies costs the batch that it ran, which is run again, up to `RETRIES
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import joblib
@@ -38,12 +40,17 @@ RETRIES = 2
 # What joblib passes to every backend of processes, for arrays that it keeps in files.
 _OF_FILES = frozenset({"max_nbytes", "mmap_mode", "temp_folder", "verbose"})
 
+# Called in each worker, by what this module calls there.
+_OF_WORKERS = frozenset({"initializer", "initargs"})
+
 
 class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     """Runs the batches of one `joblib.Parallel` in the workers of a `Pool`.
 
     Keyword arguments of ``parallel_config`` and ``Parallel`` that joblib does not know go to
-    `Pool`, for example ``task_timeout=60`` or ``maxtasksperchild=100``.
+    `Pool`, for example ``task_timeout=60``, ``maxtasksperchild=100``, or ``initializer`` and
+    ``initargs``.  Workers come from xpool's fork server, unless ``parallel_config`` has a
+    ``context=``, or the variable ``JOBLIB_START_METHOD`` names one.
     """
 
     supports_retrieve_callback = True
@@ -52,10 +59,22 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     _pool: _Kept | None = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return how many workers there will be; one, in this process, inside of a worker."""
+        """Return how many workers there will be; one, in this process, inside of a worker.
+
+        Of a worker of `multiprocessing` too, with a warning: those that are daemons may have no
+        processes of their own.
+        """
         if n_jobs == 0:
             raise ValueError("n_jobs == 0 in Parallel has no meaning")
         if n_jobs is None or _in_worker():
+            return 1
+        if multiprocessing.current_process().daemon:
+            if n_jobs != 1:
+                warnings.warn(
+                    "the xpool backend of joblib has no workers inside a daemonic process of "
+                    "multiprocessing: n_jobs is 1",
+                    stacklevel=3,
+                )
             return 1
         return n_jobs if n_jobs > 0 else max(joblib.cpu_count() + 1 + n_jobs, 1)
 
@@ -72,6 +91,8 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         Options for files that arrays are kept in have no effect: arrays travel in shared memory.
         """
         options = {name: value for name, value in options.items() if name not in _OF_FILES}
+        # joblib always passes a context; this one is None unless its user has asked for one.
+        options["context"] = self.backend_kwargs.get("context", joblib.parallel.DEFAULT_MP_CONTEXT)
         n_jobs = self.effective_n_jobs(n_jobs)
         if n_jobs == 1:
             # joblib catches this, and runs the batches in this process.
@@ -176,6 +197,17 @@ def _run(batch: Callable[[], Any]) -> Any:
     return batch()
 
 
+def _set_up(
+    variables: Mapping[str, str],
+    initializer: Callable[..., object] | None,
+    initargs: Iterable[Any],
+) -> None:
+    """Prepare a worker."""
+    _limit_threads(variables)
+    if initializer is not None:
+        initializer(*initargs)
+
+
 def _limit_threads(variables: Mapping[str, str]) -> None:
     """Have numerical libraries use so many threads: those to come by variables, the others now."""
     os.environ.update(variables)
@@ -223,17 +255,26 @@ def _take(n_jobs: int, threads: Mapping[str, str], options: Mapping[str, Any]) -
     with _lock:
         kept = _kept
         # The pool may have been stopped by its own failure.
-        if kept is None or kept.key != key or kept.pool.state != "RUN":
+        if kept is None or not _is_same(kept.key, key) or kept.pool.state != "RUN":
             # One that is in use is ended by the last who gives it back; a parent's, by the parent.
             if kept is not None and kept.users == 0 and kept.key[0] == os.getpid():  # type: ignore[index]
                 old = kept
             # Under the lock, although it takes a while: who asks for the same now gets this one.
-            pool = Pool(n_jobs, _limit_threads, (dict(threads),), name="joblib", **options)
+            begin = dict(threads), options.get("initializer"), options.get("initargs", ())
+            others = {name: options[name] for name in options.keys() - _OF_WORKERS}
+            pool = Pool(n_jobs, _set_up, begin, name="joblib", **others)
             kept = _kept = _Kept(key, pool)
         kept.users += 1
     if old is not None:
         old.end()
     return kept
+
+
+def _is_same(one: object, other: object) -> bool:
+    try:
+        return one == other
+    except Exception:
+        return False  # arrays among the initargs, whose comparison is an array
 
 
 def shutdown() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 import threading
+import warnings
 
 import pytest
 from support import work
@@ -129,3 +132,61 @@ def test_a_grid_search():
     search = GridSearchCV(KNeighborsClassifier(), {"n_neighbors": [1, 5]}, cv=3, n_jobs=-1)
     assert search.fit(x, y).best_score_ > 0.9
     assert cross_val_score(KNeighborsClassifier(), x, y, cv=3, n_jobs=2).min() > 0.9
+
+
+def init(path, text):
+    """Write down which process this is called in."""
+    with open(path, "a") as file:
+        file.write(f"{text} {os.getpid()}\n")
+
+
+@pytest.mark.parametrize("where", ["parallel_config", "Parallel"])
+def test_an_initializer(tmp_path, where):
+    """`initializer` and `initargs` are called in each worker; with others, the workers are new."""
+    log = tmp_path / "log"
+    pids = []
+    for text in ("one", "one", "other"):
+        options = {"initializer": init, "initargs": (str(log), text)}
+        inner, outer = (options, {}) if where == "Parallel" else ({}, options)
+        with joblib.parallel_config("xpool", n_jobs=2, **outer):
+            pids.append(set(joblib.Parallel(**inner)(delayed(os.getpid)() for _ in range(20))))
+    assert pids[0] & pids[1] and not pids[1] & pids[2]
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert {int(pid) for text, pid in lines if text == "one"} >= pids[0] | pids[1]
+    assert {int(pid) for text, pid in lines if text == "other"} >= pids[2]
+
+
+def test_initargs_that_cannot_be_compared():
+    """Arrays among the initargs, which have no single answer to ==, mean new workers."""
+    np = pytest.importorskip("numpy", reason="numpy is not installed")
+    for _ in range(2):
+        options = {"initializer": work.nothing, "initargs": (np.zeros(3),)}
+        assert joblib.Parallel(**options)(delayed(abs)(-n) for n in range(3)) == [0, 1, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the server is for Linux")
+def test_workers_come_from_the_server():
+    """Workers are forked from xpool's server, not from the program, unless its user asks for it."""
+    look = delayed(os.getppid)
+    (parent,) = set(joblib.Parallel()(look() for _ in range(4)))
+    assert parent != os.getpid()
+    with joblib.parallel_config("xpool", n_jobs=2, context="fork"):
+        assert set(joblib.Parallel()(look() for _ in range(4))) == {os.getpid()}
+
+
+def alone(n):
+    """Return where a call from inside a worker is run, and what was warned of."""
+    import xpool.joblib  # noqa: F401 - it has to be there in a fresh worker
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        pids = joblib.Parallel(n_jobs=2, backend="xpool")(delayed(os.getpid)() for _ in range(n))
+    return set(pids) == {os.getpid()}, [str(warning.message) for warning in seen]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_in_a_worker_of_multiprocessing(method):
+    """In a worker of `multiprocessing.Pool` a call goes on alone, with a warning."""
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        is_alone, seen = pool.apply(alone, (3,))
+    assert is_alone and "n_jobs is 1" in seen[0]
