@@ -1,19 +1,26 @@
 """Runs CPython's own tests of its executors with `xpool.Executor` in their place.
 
     python futures_suite.py CLASS[.TEST] ...
+    python futures_suite.py --processes METHOD [CLASS[.TEST] ...]
 
 As `suite`, whose text says more.  These tests make executors by a class attribute; in the scripts
-that they run, the import line is changed.  Their classes for processes look into the executor, so
-those that hold for all executors are taken.
+that they run, the import line is changed.  The first form takes their classes that hold for all
+executors, the second those for processes, which look into the executor: `LookedInto` has what they
+look for.  METHOD is "Fork", "Forkserver" or "Spawn".
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import concurrent.futures.process
 import importlib
 import importlib.util
 import os
+import pkgutil
+import select
 import sys
 import time
+import types
 import unittest
 from typing import Any
 
@@ -65,6 +72,82 @@ class Executor(xpool.Executor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
+class Process:
+    """A worker, as far as their tests have to do with one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        select.select([self._fd], [], [])
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        os.kill(self.pid, 15)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class LookedInto(Executor):
+    """An executor with the private names of theirs that have a counterpart here."""
+
+    _call_queue = types.SimpleNamespace(join_thread=lambda: None)
+
+    def __init__(
+        self, max_workers: int | None = None, mp_context: Any = None, *args: Any, **kwds: Any
+    ) -> None:
+        # xpool's own server is what it has for "forkserver".
+        if mp_context is not None and mp_context.get_start_method() == "forkserver":
+            mp_context = None
+        super().__init__(max_workers, mp_context, *args, **kwds)
+
+    @property
+    def _processes(self) -> dict[int, Process]:
+        while None in (pids := self._pool.statistics()["pids"]):
+            time.sleep(0.001)  # the server is about to fork it
+        return {pid: Process(pid) for pid in pids}
+
+    @property
+    def _max_workers(self) -> int:
+        return self._pool.size()
+
+    @property
+    def _broken(self) -> Any:
+        return self._pool._failure
+
+    @property
+    def _executor_manager_thread(self) -> Any:
+        return self._pool._thread
+
+
+LookedInto.__name__ = "Executor"  # the name by which their scripts import it
+
+
+def over_processes(method: str) -> dict[str, type[unittest.TestCase]]:
+    """Return their classes for processes that start so, with executors of ours."""
+    home = importlib.import_module(HOME)
+    modules = [home]
+    if hasattr(home, "__path__"):
+        names = [info.name for info in pkgutil.iter_modules(home.__path__)]
+        modules = [importlib.import_module(f"{HOME}.{name}") for name in names]
+    concurrent.futures.ProcessPoolExecutor = LookedInto  # type: ignore[misc, assignment]
+    concurrent.futures.process._RemoteTraceback = xpool.RemoteTraceback  # type: ignore[attr-defined]
+    found = {}
+    for module in modules:
+        if hasattr(module, "BrokenProcessPool"):
+            # A death is one future's here, and the end of all of it a `BrokenExecutor`.
+            ends = (xpool.WorkerDied, concurrent.futures.BrokenExecutor)
+            module.BrokenProcessPool = ends  # type: ignore[attr-defined]
+        for name, cls in vars(module).items():
+            if name.startswith(f"ProcessPool{method}") and not name.endswith("Mixin"):
+                cls.executor_type = LookedInto
+                found[name] = cls
+    return found
+
+
 def over_xpool(name: str) -> Any:
     """Return a class of theirs with executors of ours."""
     bases = (find(name), find("BaseTestCase"))
@@ -95,10 +178,14 @@ def main(names: list[str]) -> None:
         tell("", "", "skipped", "no tests here")
         return
     install_in_scripts()
+    classes: dict[str, Any] = {}
+    if names[0] == "--processes":
+        classes = over_processes(names[1])
+        names = names[2:] or list(classes)
     suite = unittest.TestSuite()
     for name in names:
         name, _, test = name.partition(".")
-        cls = over_xpool(name)
+        cls = classes.get(name) or over_xpool(name)
         if not test:
             suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(cls))
         elif hasattr(cls, test):
