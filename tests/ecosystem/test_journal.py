@@ -213,6 +213,19 @@ def test_the_initializer_counts(path):
             pool.map(work.square, [1], journal=path)
 
 
+def test_a_broadcast_counts_by_its_object(path):
+    """A reference to the same object is the same in each run; to another one, it is another."""
+
+    def run(text):
+        with Pool(1) as pool:
+            ask = functools.partial(ask_length, pool.broadcast([text] * 3))
+            return pool.map(ask, ["item"], journal=path)
+
+    assert run("a") == run("a") == [4]
+    with pytest.raises(OptionError, match="the arguments of the partial"):
+        run("b")
+
+
 def test_contexts_of_workers_count(path):
     """What a function gets in front of its arguments is a part; where a worker runs is none."""
     for n in (1, 2):

@@ -26,6 +26,7 @@ from pickle import PickleBuffer
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from xpool.byvalue.broadcast import Broadcast
 from xpool.byvalue.main import MAIN_NAMES
 from xpool.byvalue.reads import global_names
 from xpool.codec.policy import Layout
@@ -441,6 +442,8 @@ class Identity:
             return hashed(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
         if kind is MethodType:
             return self._values(b"method", (obj.__func__, obj.__self__))
+        if kind is Broadcast:  # its reference is another in each run
+            return hashed(b"broadcast", obj.content())
         if kind in _TYPES_BY_NAME:  # pickled, one has a number that is new in each run
             about = [getattr(obj, name, None) for name in _ABOUT_TYPES]
             return self._values(b"type", (kind, *about))
