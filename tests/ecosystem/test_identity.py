@@ -102,7 +102,9 @@ def test_bound_methods_and_callable_instances():
     """The object of a bound method, and the attributes of a callable, are parts."""
     program = """
         class Scaled:
-            def __init__(self, by): self.by = by
+            def __init__(self, by):
+                self.by = by
+                setattr(self, "\\udc80", 1)
             def __call__(self, x): return x * self.by
             def run(self, x): return x + self.by
             @classmethod

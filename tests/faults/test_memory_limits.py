@@ -190,10 +190,13 @@ def test_limits_of_groups_around_it_count(cgroups, of, own):
 
 
 @pytest.mark.pure
-def test_no_limit_of_a_cgroup(cgroups):
-    """A limit beyond what the machine has is none; nor is `max`."""
+def test_which_limit_of_a_cgroup(cgroups):
+    """A limit beyond what the machine has is none, nor is `max`; of two, the smaller counts."""
     cgroups({"proc/self/cgroup": "0::/\n", **version_2("", None, 7900, 0)})
     assert system.fullest_scope().total == 64_000 * MIB
+    high = {"cgroup/memory.high": f"{8000 * MIB}\n"}  # beyond it, a process is slowed down
+    cgroups({"proc/self/cgroup": "0::/\n", **version_2("", 9000, 7900, 0), **high})
+    assert system.fullest_scope() == (8000 * MIB, 7900 * MIB)
     cgroups({"proc/self/cgroup": "1:memory:/\n", **version_1("", 1 << 40, 7900, 0)})
     assert system.fullest_scope().total == 64_000 * MIB
 

@@ -213,6 +213,7 @@ class Identity:
             exc.part = exc.part or name
             raise
         # Numbers can be told to people; texts may be secrets.
+        name = name.encode("utf-8", "backslashreplace").decode()  # an attribute's may be any text
         shown = type(value) in _SHOWN and not (type(value) is int and abs(value) >= 1 << 64)
         node.parts[name] = repr(value) if shown else digest
 

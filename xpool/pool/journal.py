@@ -128,7 +128,7 @@ class Journal:
         self._name = name_of(func)
         self._identity = Identity()
         # None: a version says what the function is, so nothing of it is looked at.
-        self._parts = self._look(func, beside) if version is None else None
+        self._parts = self._parts_of(func, beside) if version is None else None
         self._known: set[str] = set()  # parts of items that are as they were
         self._lock = threading.Lock()  # guards the connection
         with self._named():
@@ -143,7 +143,7 @@ class Journal:
             self._base.close()
             raise
 
-    def _look(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
+    def _parts_of(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
         try:
             return self._identity.of_function(func, beside)
         except Unknown as exc:

@@ -20,14 +20,14 @@ class _Version(NamedTuple):
     """Where a version of cgroups says what it knows of memory."""
 
     folder: str  # of all groups
-    limit: str
+    limits: tuple[str, ...]  # the process is ended beyond the first, and slowed down beyond others
     used: str
     cache: bytes  # in memory.stat: of files, and given up before anything else
 
 
-_SECOND = _Version("", "memory.max", "memory.current", b"inactive_file")
+_SECOND = _Version("", ("memory.max", "memory.high"), "memory.current", b"inactive_file")
 _FIRST = _Version(
-    "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file"
+    "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", b"total_inactive_file"
 )
 
 
@@ -62,8 +62,10 @@ def _scopes() -> Iterator[Scope]:
         # The limits of the groups around it count for it, too.
         while True:
             folder = os.path.join(_CGROUPS, version.folder, group)
-            limit, used = (_number(os.path.join(folder, name)) for name in version[1:3])
-            if limit is not None and used is not None and limit < installed:
+            limits = [_number(os.path.join(folder, name)) for name in version.limits]
+            limit = min([one for one in limits if one is not None], default=installed)
+            used = _number(os.path.join(folder, version.used))
+            if used is not None and limit < installed:
                 cache = _named(os.path.join(folder, "memory.stat"), version.cache) or 0
                 yield Scope(limit, max(0, used - cache))
             if not group:
