@@ -122,6 +122,9 @@ class Job:
     progress: Progress | None = None
     """What shows how far it is."""
 
+    flow: Any = None
+    """Of a stream: how far its input is drawn, and whether its tasks may run."""
+
     def __init__(self, number: int, label: str, pool: Any) -> None:
         self.number = number
         self.label = label

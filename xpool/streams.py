@@ -54,7 +54,8 @@ class Shelf:
     those that were opened.
     """
 
-    __slots__ = ("__weakref__", "bytes_in", "bytes_out", "moved", "take", "values")
+    __slots__ = ("__weakref__", "bytes_in", "bytes_out", "moved", "next_task", "take",
+                 "tasks_in", "values")  # fmt: skip
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.values: deque[Any] = deque(values)
@@ -62,6 +63,8 @@ class Shelf:
         self.take: Iterator[Any] = starmap(self.values.popleft, repeat(()))
         self.moved = 0  # how many were here, ever
         self.bytes_in = self.bytes_out = 0
+        self.tasks_in = 0  # how many tasks were answered, ever
+        self.next_task = 0  # the first one whose answer was not moved here yet
 
     @property
     def handed_out(self) -> int:
@@ -227,7 +230,7 @@ class IMapIterator(Iterator[T]):
             shelf.values, shelf.take = new.values, new.take
             shelf.moved = moved
             shelf.bytes_out = weight
-            self._next = beyond
+            self._next = shelf.next_task = beyond
             for key in keys:
                 del self._arrived[key]  # nobody looks there any more
         # Read once: `release` takes it away, in another thread.
@@ -359,6 +362,7 @@ class Stream(Job):
             self.answers(tasks)
         iterator = self._iterator()
         if iterator is not None:
+            iterator.shelf.tasks_in = self._answered
             iterator.arrive(index, ok, value)
         self.settled = self._answered == self._length
         return self.settled

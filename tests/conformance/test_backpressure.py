@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import pytest
 from support import work
@@ -129,3 +130,60 @@ def test_a_consumer_in_another_thread(kind, make_pool):
     for thread in threads:
         thread.join()
     assert got == [SIZE] * 3000
+
+
+def _small_and_then_large(item):
+    time.sleep(0.003)  # so that a worker has few of them in hand
+    return bytes(SIZE) if item >= 150 else b""
+
+
+def _sized(item):
+    return bytes(SIZE)
+
+
+def _held(pool):
+    """Whether nothing runs although something waits."""
+    found = pool.statistics()
+    return found["waiting"] and not found["running"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_was_drawn_waits_for_room(process_kind, make_pool, verb):
+    """What was drawn before results grew does not run while they have no room; a call does."""
+    pool = make_pool(process_kind, 2)
+    results = getattr(pool, verb)(_small_and_then_large, itertools.count())
+    shelf = results.shelf
+    eventually(lambda: shelf.bytes_in >= ROOM and _held(pool), "the workers stop")
+    # What the workers had in hand by then has run.
+    assert shelf.bytes_in < ROOM + 40 * SIZE
+    assert pool.apply(abs, (-1,)) == 1
+    sizes = [len(next(results)) for _ in range(1000)]
+    assert sorted(sizes) == [0] * 150 + [SIZE] * 850
+    results.cancel()
+
+
+def test_dropped_while_it_waits_for_room(process_kind, make_pool):
+    """Tasks that waited for room run when the results are dropped, and when the pool is joined."""
+    pool = make_pool(process_kind, 2)
+    kept = pool.imap(_sized, range(400))
+    dropped = pool.imap_unordered(_sized, range(400))
+    eventually(lambda: _held(pool), "the workers stop")
+    all_drawn = pool.imap(_sized, range(150))
+    del dropped
+    eventually(lambda: kept.shelf.bytes_in >= ROOM and len(pool._jobs) == 2, "one has ended")
+    pool.close()
+    pool.join()
+    assert [len(x) for x in kept] == [SIZE] * 400
+    assert [len(x) for x in all_drawn] == [SIZE] * 150
+
+
+def test_little_is_drawn_before_a_result_is_known(kind, make_pool, gate):
+    """Of an endless input a few items for each worker are drawn until the first answer."""
+    pool = make_pool(kind, 2)
+    source = Counting()
+    items = itertools.chain([gate.path, gate.path], source)
+    results = pool.imap(_gated_or_large, items)
+    assert _until_full(pool, source) <= input_reader.FIRST_ALL
+    gate.open(2)
+    assert [len(next(results)) for _ in range(300)] == [1, 1] + [SIZE] * 298
+    results.cancel()

@@ -396,3 +396,27 @@ def test_every_item_is_answered_once(seed):
             if w not in limits:
                 sched.refill(w)
     assert sorted(ended) == list(range(total))
+
+
+def test_a_range_whose_results_have_no_room_waits():
+    """Others pass it, whoever they are for; nothing runs where all wait for room."""
+    room = dict.fromkeys((1, 2), False)
+    sched = Scheduler(1)
+    for job in room:
+        held = TaskRange(job, 1, 0, [b"x"] * 3)
+        held.may_run = lambda first, job=job: room[job]
+        sched.put(held)
+        sched.put(held.beside(3, [b"x"], 0))
+    sched.ready(0, None)
+    assert sched.next_batches() == []
+    sched.put(TaskRange(3, 1, 0, [b"y"]))
+    ((_, batch),) = sched.next_batches()
+    assert batch.job == 3 and sched.queued == 4 and sched.waiting() == 8
+    sched.answered(0, 1)
+    room[2] = True
+    ran = []
+    while batches := sched.next_batches():
+        ran += [(batch.job, batch.bound) for _, batch in batches for _ in batch.items]
+        sched.answered(0, len(batches[0][1].items))
+    assert sorted(ran, key=str) == [(2, 0), (2, None), (2, None), (2, None)]
+    assert sched.waiting() == 4

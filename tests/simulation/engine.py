@@ -78,6 +78,23 @@ class _Known:
         self.large = 0
 
 
+class _Room:
+    """Whether there is room for the results of a stream; if not, none of its tasks may begin."""
+
+    def __init__(self, world: EngineWorld, job: int) -> None:
+        self.world, self.job, self.is_there = world, job, True
+
+    def may_run(self, first: int) -> bool:
+        return self.is_there
+
+    def change(self) -> None:
+        """The consumer takes results, or does not."""
+        self.is_there = not self.is_there
+        self.world.note(f"{self.world.now:.6f}", "room for job", self.job, self.is_there)
+        if self.is_there:
+            self.world.engine.resume()
+
+
 class _Call:
     """A thread in `Engine.call`: it receives its answer itself, and may be interrupted."""
 
@@ -139,6 +156,7 @@ class EngineWorld(World):
             self.refusals, self.bad_starts = 0.2, 0.3
         self.pace = self.one_of([2e-6, 5e-5, 1e-3])
         self.violent_end = self.chance(0.25)
+        self.rooms: list[_Room] = []
         n = self.one_of([1, 2, 2, 3])
         siblings = self.one_of([(), (), (), [[0, 1]], [range(n)]]) if n > 1 else ()
         self.pids = itertools.count(2)
@@ -257,6 +275,9 @@ class EngineWorld(World):
                 acts.append(self.append)
             if self.to_feed:
                 acts.append(self.feed)
+            acts += [room.change for room in self.rooms if not room.is_there]
+            if self.rooms and self.chance(0.05):
+                acts.append(self.one_of(self.rooms).change)
             if acts and self.deaths and self.chance(self.deaths):
                 acts.append(self.accident)
             if acts and self.resizes and self.chance(self.resizes):
@@ -333,6 +354,10 @@ class EngineWorld(World):
                   "retries, bound to", bound, "limit", limit)  # fmt: skip
         if func:
             task_range = TaskRange(job, func, 0, items, retries, bound, limit)
+            # By the seed, not by the dice: most streams have no such bound.
+            if kind == "stream" and self.seed % 3 == 0:
+                self.rooms.append(_Room(self, job))
+                task_range.may_run = self.rooms[-1].may_run
             self.engine.submit(task_range)
             if kind == "stream":
                 self.open[job] = task_range
@@ -727,6 +752,8 @@ class EngineWorld(World):
             if slot.state.serves or slot.state is WorkerStates.STARTING:
                 self.wrong(f"worker {slot.index} is {slot.state.name}, one of {sched.size}")
         fed = {task_range.job for task_range in (*self.open.values(), *self.to_feed)}
+        # When there is room again, the engine's thread is told, and has not looked yet.
+        fed |= {room.job for room in self.rooms if not room.is_there or self.engine._resumed}
         waits = [
             task_range.job
             for task_range in sched.shared

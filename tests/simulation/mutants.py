@@ -15,6 +15,7 @@ import pytest
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.loop import Engine
 from xpool.engine.replacement import Replacement
 from xpool.engine.service import Service
 from xpool.errors import InternalError
@@ -586,3 +587,8 @@ def _(patch: Patch) -> None:
         return verdict
 
     wrap(patch, Deadlines, "_standstill", standstill)
+
+
+@mutant("nobody is told that there is room for results again")
+def _(patch: Patch) -> None:
+    patch.setattr(Engine, "resume", nothing)

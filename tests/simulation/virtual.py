@@ -266,7 +266,7 @@ class SimReactor(Reactor):
         self._timers: list[Any] = []
         self._numbers = itertools.count()
         self._next: float | None = None
-        self._closed = False
+        self.closed = False
 
     def now(self) -> float:
         now: float = self._world.now
@@ -283,8 +283,8 @@ class SimReactor(Reactor):
             super().handle(fd)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             left = set(self._epoll.masks) - {self._wake_r}
             self._epoll.close()
             self._world.kernel.fds.close(self._wake_r)

@@ -97,6 +97,9 @@ class EngineFace(WorkerBackend, Protocol):
     def feed(self, task_range: TaskRange) -> None:
         """See to it that a range to which items were appended is queued, and the idle get it."""
 
+    def resume(self) -> None:
+        """Give out what waits: some that was kept from running may run.  Takes no lock."""
+
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that tasks call it by."""
 

@@ -93,6 +93,7 @@ class Engine:
         # `interruptible` function holds it: a handler that uses the pool would wait for itself.
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
+        self._resumed = False  # as is this
         self._slot, self._relay = slot, relay
         self.slots = [self._new_slot(i) for i in range(workers)]
         for workers_of_one in processes:
@@ -198,6 +199,12 @@ class Engine:
                 if not task_range.queued and task_range.items:
                     self.sched.put(task_range)
                 self._service.give_idle()
+
+    def resume(self) -> None:
+        """Give out what waits: some that was kept from running may run.  Without the lock."""
+        self._resumed = True
+        if not self._reactor.closed:
+            self._reactor.nudge()
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that tasks call it by."""
@@ -457,6 +464,9 @@ class Engine:
             for fd in ready:
                 self._reactor.handle(fd)
             self._reactor.run_timers()
+            if self._resumed:
+                self._resumed = False
+                self._service.give_idle()
         # Without the lock: to clear a dead worker's holds takes milliseconds.
         if self._tidying.after_turn():
             with self.lock:

@@ -92,7 +92,7 @@ class Reactor:
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self._next: float | None = None  # the first of these times; `poll` reads it without lock
-        self._closed = False
+        self.closed = False
 
     def now(self) -> float:
         """Return the time in seconds, by the clock that timers are set by.
@@ -145,7 +145,7 @@ class Reactor:
     def wake(self) -> None:
         """Make `poll` return."""
         # Under the lock, as `close`: after that, the number may be another file's.
-        if not self._closed:
+        if not self.closed:
             self.nudge()
 
     def nudge(self) -> None:
@@ -176,8 +176,8 @@ class Reactor:
 
     def close(self) -> None:
         """Let go of the descriptors."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             # Their calls hold the parts of the engine, and these hold the reactor.
             self._timers.clear()
             self._epoll.close()

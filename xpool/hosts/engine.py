@@ -115,6 +115,10 @@ class HostEngine:
                     self.sched.put(task_range)
                 self.service.give()
 
+    def resume(self) -> None:
+        """Give out what waits: some that was kept from running may run.  Takes no lock."""
+        self._events.put(None)
+
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that tasks call it by."""
         with self.lock:

@@ -147,7 +147,7 @@ class HostScheduler(Waiting):
             found.append(Lost(part, part.retries > 0 and part.bound is None))
         for w in range(host.first, host.first + host.workers):
             self._bound_ahead[w] = 0
-            while (task_range := self.first_of(self.own[w])) is not None:
+            while (task_range := self.front_of(self.own[w])) is not None:
                 job, func, first = task_range.job, task_range.func, task_range.first
                 items = self.take(self.own[w], len(task_range.items), 1 << 62)
                 found += [

@@ -7,7 +7,7 @@ See `xpool.jobs.scheduler` for the words.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 __all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "covers", "name_of", "piece"]
@@ -51,6 +51,7 @@ class TaskRange:
         "items",
         "job",
         "limit",
+        "may_run",
         "past",
         "queued",
         "retries",
@@ -80,13 +81,16 @@ class TaskRange:
         self.queued = False
         # Who appends to it, to be told how much was taken; for the engine, not looked at here.
         self.input_reader: Any = None
+        # Says whether its items may run now, from which index on.  Items of a `piece` were cut
+        # before: nobody is asked again.
+        self.may_run: Callable[[int], bool] | None = None
 
     def beside(
         self, first: int, items: Iterable[Item] = (), bound: int | None = None
     ) -> "TaskRange":
         """Return a range with other items of the same job, run under the same terms."""
         other = TaskRange(self.job, self.func, first, items, self.retries, bound, self.limit)
-        other.input_reader = self.input_reader
+        other.input_reader, other.may_run = self.input_reader, self.may_run
         return other
 
 

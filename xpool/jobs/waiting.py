@@ -144,12 +144,26 @@ class Waiting:
         front.first, front.items, front.queued = index - n, deque(before), True
         return [front, task_range]
 
-    def first_of(self, queue: deque[TaskRange]) -> TaskRange | None:
+    def front_of(self, queue: deque[TaskRange]) -> TaskRange | None:
         """Return the first range of a queue that has items; None: nothing waits there."""
         while queue:
             task_range = queue[0]
             if task_range.items or self._dry(queue, task_range):
                 return task_range
+        return None
+
+    def first_of(self, queue: deque[TaskRange]) -> TaskRange | None:
+        """Bring the first range of a queue whose items may run to the front, and return it.
+
+        None: there is none.  Those whose results have no room (`FlowControl.may_run`) go behind
+        the others.
+        """
+        held = 0
+        while (task_range := self.front_of(queue)) is not None and held < len(queue):
+            if task_range.may_run is None or task_range.may_run(task_range.first):
+                return task_range
+            queue.rotate(-1)
+            held += 1
         return None
 
     def take(self, queue: deque[TaskRange], n: int, nbytes: int) -> list[Item]:

@@ -363,9 +363,10 @@ class BasePool(PublicVerbs):
         if self._callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
         deadline = None if timeout is None else time.monotonic() + timeout
-        for input_reader in list(self._feeders):
-            # Else one whose results nobody takes would wait for room, and this for its end.
-            input_reader.flow.unbind()
+        for job in list(self._jobs.values()):
+            # Else a stream whose results nobody takes would wait for room, and this for its end.
+            if job.flow is not None:
+                job.flow.unbind()
         ended = self._finished.wait(timeout) and self._callbacks.join(deadline)
         if ended:
             see_off(self._thread)

@@ -27,6 +27,9 @@ __all__ = ["Fed", "FlowControl", "InputReader", "Runs"]
 AHEAD_ITEMS = 1024
 """Tasks for each worker that may wait, drawn and pickled: two of the largest batches."""
 
+FIRST_ITEMS, FIRST_ALL = 16, 128
+"""Tasks for each worker, and at least in all, that may wait until the size of a result is known."""
+
 HERE_ITEMS = 64
 HERE_BYTES = 64 * 1024
 """Tasks, and bytes, that are drawn without a thread: to start one takes as long as to pickle 50."""
@@ -75,6 +78,7 @@ class FlowControl:
     """
 
     def __init__(self, buffersize: int | None, workers: int, shelf: Shelf) -> None:
+        self._workers = workers
         self._buffersize = buffersize
         self._room: float = room_for_results() if buffersize is None else math.inf
         self._ahead = AHEAD_ITEMS * workers
@@ -89,6 +93,10 @@ class FlowControl:
         self.taken_items = 0
         self.taken_bytes = 0
         self._shelf = weakref.ref(shelf)  # of an iterator that may be dropped
+        # Called when there is room again for results of tasks that `may_run` kept from running;
+        # without a lock, also by finalizers.
+        self.resume: Callable[[], object] = int
+        self._holds = False  # `may_run` has said no since the last call of `resume`
 
     def is_open(self) -> bool:
         """Whether `reserve` would not wait."""
@@ -96,10 +104,10 @@ class FlowControl:
             return True
         if self.drawn >= self._given and not self.given_all:
             return False
-        shelf = self._shelf()
-        if shelf is not None and shelf.bytes_in - shelf.bytes_out >= self._room:
+        if not self._has_room():
             return False
         if self._buffersize is not None:
+            shelf = self._shelf()
             if shelf is None:
                 # `stop` tells so at once, unless a signal handler has raised in the finalizer.
                 self.stopped = True
@@ -107,9 +115,42 @@ class FlowControl:
             if self.drawn - shelf.handed_out >= self._buffersize:
                 return False
         ahead = self.put - self.taken_items
-        return ahead < self._ahead and (
+        return ahead < self._most_ahead() and (
             ahead == 0 or self.bytes_in - self.taken_bytes < AHEAD_BYTES
         )
+
+    def _has_room(self) -> bool:
+        """Whether there is memory for more results."""
+        shelf = self._shelf()
+        return shelf is None or shelf.bytes_in - shelf.bytes_out < self._room
+
+    def _most_ahead(self) -> int:
+        """Return how many tasks may wait: those whose results have room, by the mean result."""
+        shelf = self._shelf()
+        if shelf is None or self._room == math.inf:
+            return self._ahead
+        answered = shelf.tasks_in
+        if not answered or not shelf.bytes_in:
+            return min(self._ahead, max(FIRST_ALL, FIRST_ITEMS * self._workers))
+        room = self._room - (shelf.bytes_in - shelf.bytes_out)
+        # Some for each worker in any case: no room for results keeps them from running.
+        return max(2 * self._workers, min(self._ahead, int(room * answered / shelf.bytes_in)))
+
+    def may_run(self, first: int) -> bool:
+        """Whether the tasks that wait from ``first`` on may be given to workers now.
+
+        Not while results that nobody has taken fill their room, unless ``first`` is what the
+        consumer waits for.  Called with the engine's lock held.
+        """
+        if self._has_room() or self._is_next(first):
+            return True
+        # First, then the look: the consumer makes room first and looks at this then.
+        self._holds = True
+        return self._has_room() or self._is_next(first)
+
+    def _is_next(self, first: int) -> bool:
+        shelf = self._shelf()
+        return shelf is None or shelf.next_task == first
 
     def reserve(self, most: int = 1) -> int:
         """Wait until items may be drawn, and say how many, of ``most``; 0: no more are wanted."""
@@ -123,7 +164,7 @@ class FlowControl:
                 self._waiting = False
         if self.stopped:
             return 0
-        most = min(most, self._ahead - self.put + self.taken_items)
+        most = min(most, self._most_ahead() - self.put + self.taken_items)
         if not self.given_all:
             most = min(most, self._given - self.drawn)
         if self._buffersize is not None:
@@ -148,13 +189,16 @@ class FlowControl:
         """Note that so many more tasks wait no longer."""
         self.taken_items += tasks
         # Not for each task: it sleeps until half of what may be ahead is gone.
-        if self._waiting and 2 * (self.put - self.taken_items) <= self._ahead:
+        if self._waiting and 2 * (self.put - self.taken_items) <= self._most_ahead():
             self._waiters.wake()
 
     def handed_out(self) -> None:
         """Look again: the consumer has taken something, or is gone."""
         if self._waiting:
             self._waiters.wake()
+        if self._holds:
+            self._holds = False
+            self.resume()
 
     def give(self, items: int, are_all: bool | None = None) -> None:
         """Note how many items there are to draw by now, and whether these are all."""
@@ -168,6 +212,7 @@ class FlowControl:
         self._room = math.inf
         # Nobody may be left who gives more.
         self.give(self._given, True)
+        self.handed_out()
 
     def stop(self) -> None:
         """Draw no more."""

@@ -108,7 +108,8 @@ class P2PPool(Pool):
         job.func, owner = self._learn(func, starred, chunked, terms)
         bound = -1 if owner is None else owner
         begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
-        begin.input_reader = flow
+        begin.input_reader, begin.may_run = flow, flow.may_run
+        flow.resume = engine.resume
 
         def put(index: int, task: Any) -> int:
             payload, worker = packer.pack_task(task, terms.retries > 0, bound)

@@ -38,6 +38,7 @@ class TaskStream:
             job.number, job.func, 0, (), terms.retries, None, limit_of(terms)
         )
         self._task_range.input_reader = flow
+        self._task_range.may_run, flow.resume = flow.may_run, engine.resume
         self._next = 0
         self._packer = packer
         self._kept = terms.retries > 0

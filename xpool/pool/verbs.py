@@ -238,7 +238,7 @@ class Verbs(Hooks):
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
         gone = flow.stop if buffersize is not None else flow.unbind
         job = self._stream(results, func, gone, terms)
-        results.cancelling, job.terms = (job, flow), terms
+        results.cancelling, job.terms, job.flow = (job, flow), terms, flow
         if terms.progress is not False:
             job.progress = results.progress = Progress(
                 terms.progress, job.label, results.total, size, lambda: flow.drawn
