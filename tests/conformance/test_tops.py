@@ -126,6 +126,7 @@ def nested(_):
         return pool.apply(values, (0,)), pool.apply(default, (0,))
 
 point = Point(1, 2)
+print("once", len(data))
 
 def main():
     wanted, before = values(0), repr(values(0))
@@ -179,7 +180,7 @@ def test_guarded_program(tmp_path, monkeypatch, how):
     scripts.write(tmp_path / "prog.py", TOP + GUARD)
     args = ["prog.py"] if how == "script" else ["-m", "prog"]
     lines = run(monkeypatch, tmp_path, args)
-    assert lines[:3] == GUARDED
+    assert lines.pop(0) == "once 10" and lines[:3] == GUARDED
     # By the program; and `seed`, which `random.seed(seed)` needs, by each worker.
     assert lines[3][:6] == "dgfnsb" and set(lines[3][6:]) == {"s"}
     assert lines[4:] == ["1 True True", "[1, 2, 3] 0"]
@@ -195,4 +196,4 @@ def test_program_without_the_guard(tmp_path, monkeypatch, how):
         lines = run(monkeypatch, tmp_path, ["prog.py"])
     else:
         lines = run(monkeypatch, tmp_path, ["-"], text)
-    assert lines[:2] == GUARDED[:2] and lines[3] == "dgfnsb"
+    assert lines.pop(0) == "once 10" and lines[:2] == GUARDED[:2] and lines[3] == "dgfnsb"

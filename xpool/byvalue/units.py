@@ -9,10 +9,10 @@ whole lines, of four kinds:
   decorated functions and classes, imports of modules that may do something;
 * what **binds**, functions and plain classes and imports of the standard library, numpy and torch,
   it runs when a name is looked up that they bind, or that leads to them;
-* what **computes** it leaves out: assignments to names, blocks of nothing else, and what is done to
-  such a value alone (``data.sort()``, ``data["x"] = 1``).  Its values come from the program, with
-  the functions that read them (`main_globals`).  It is run where a value cannot be sent, or where
-  a statement that is run uses the name;
+* what **computes** it leaves out: assignments to names, blocks of nothing else, what is done to
+  such a value alone (``data.sort()``, ``data["x"] = 1``), and what only prints.  Its values come
+  from the program, with the functions that read them (`main_globals`).  It is run where a value
+  cannot be sent, or where a statement that is run uses the name;
 * what acts in torch alone **waits** until torch is imported in that worker.
 
 Values that share an object with each other are made by running the statements, whose objects may be
@@ -184,6 +184,7 @@ class _Script:
             for node in group:
                 if isinstance(node, ast.ImportFrom) and "*" in found.bound:
                     found.bound |= _all_of(node) or set()
+        self._bound = {name for names in self._names for name in names.bound}
         self._computed = self._find_computed()
         self._owners: dict[str, list[int]] = {}
         self._binds: list[set[str]] = []
@@ -226,9 +227,11 @@ class _Script:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete)):
             return all(map(self._is_own, targets_of(node)))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            # A method of it; a call of the value itself may be one of any function.
             called = node.value.func
-            return not isinstance(called, ast.Name) and self._is_own(called)
+            if isinstance(called, ast.Name):
+                # Not of a value, which may be any function.  What is printed is printed once.
+                return called.id == "print" and "print" not in self._bound
+            return self._is_own(called)
         if isinstance(node, _BLOCKS):
             inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
             for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
