@@ -62,6 +62,33 @@ THREADS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """For pools of threads."""
 
+MISCHIEF = ("garbage", "empty", "closed", "truncated", "replayed")
+
+_NOWAY = {"garbage": "-", "empty": "-", "truncated": "-", "replayed": "-"}
+_CUT = {"truncated": "its error"}
+_ANSWERED = dict.fromkeys(MISCHIEF, "answered")
+
+HOSTILE: dict[str, dict[str, str]] = {
+    "tasks": {**_NOWAY, "closed": "answered"},
+    "answers": {
+        "garbage": "InternalError", "empty": "answered", "closed": "WorkerDied (exit code 1)",
+        "truncated": "TaskTimeout", "replayed": "answered",
+    },
+    "lifeline": {**_NOWAY, "closed": "answered"},
+    "page": {
+        "garbage": "InternalError", "empty": "InternalError", "closed": "answered",
+        "truncated": "its error", "replayed": "InternalError",
+    },
+    "log records": _ANSWERED,
+    "status": {
+        "garbage": "InternalError", "empty": "InternalError", "closed": "answered",
+        "truncated": "InternalError", "replayed": "InternalError",
+    },
+    "arena": {**_ANSWERED, **_CUT},
+    "control": {**_ANSWERED, "garbage": "InternalError", "truncated": "InternalError"},
+}  # fmt: skip
+"""What becomes of a task that does mischief with a descriptor of its worker."""
+
 IN_THE_CALLER = ("task pickle", "result unpickle", "callback")
 """Stages that are run in the program's own process, in every pool."""
 
@@ -100,12 +127,12 @@ MEANING = {
 }
 
 
-def table(title: str, rows: dict[str, dict[str, str]]) -> list[str]:
+def table(title: str, rows: dict[str, dict[str, str]], ways: tuple[str, ...] = WAYS) -> list[str]:
     """Return one table as Markdown."""
-    lines = [f"| {title} | " + " | ".join(f"`{way}`" for way in WAYS) + " |"]
-    lines.append("|---" * (len(WAYS) + 1) + "|")
+    lines = [f"| {title} | " + " | ".join(f"`{way}`" for way in ways) + " |"]
+    lines.append("|---" * (len(ways) + 1) + "|")
     for stage, cells in rows.items():
-        lines.append(f"| {stage} | " + " | ".join(cells[way] for way in WAYS) + " |")
+        lines.append(f"| {stage} | " + " | ".join(cells[way] for way in ways) + " |")
     return lines
 
 
@@ -119,5 +146,11 @@ def document() -> str:
     return "\n".join(lines) + "\n"
 
 
+def hostile_document() -> str:
+    """Return the table of the page about a hostile worker."""
+    return "\n".join(table("descriptor", HOSTILE, MISCHIEF)) + "\n"
+
+
 if __name__ == "__main__":
-    print(document(), end="")
+    print(document())
+    print(hostile_document(), end="")

@@ -249,7 +249,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def frames(original: Any, reader: FrameReader) -> Any:
         yield from original(reader)
-        reader._buffer = b""
+        reader.buffer = b""
 
     wrap(patch, FrameReader, "frames", frames)
 

@@ -176,7 +176,10 @@ def named(error: BaseException) -> str:
 
     if isinstance(error, xpool.WorkerDied):
         return f"WorkerDied ({error.signal or f'exit code {error.exitcode}'})"
-    for kind in (xpool.TaskTimeout, xpool.ResultNotPicklable, xpool.WorkerStartFailed, SystemExit):
+    for kind in (
+        xpool.TaskTimeout, xpool.ResultNotPicklable, xpool.WorkerStartFailed, xpool.InternalError,
+        SystemExit,
+    ):  # fmt: skip
         if isinstance(error, kind):
             return kind.__name__
     if isinstance(error, xpool.PoolClosed) and error.__cause__ is not None:

@@ -20,7 +20,7 @@ from xpool.jobs.budget import RestartBudget, back_off
 from xpool.jobs.ranges import name_of
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler
 from xpool.jobs.states import WorkerEvent
-from xpool.transport.outbox import entries
+from xpool.transport.outbox import NO_LIMIT, entries
 from xpool.transport.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.workers.slot import Slot
 
@@ -134,7 +134,13 @@ class Answers:
         return len(found)
 
     def skipped(self, slot: Slot, count: int) -> None:
-        """Note that a worker has not begun some items, as told."""
+        """Note that a worker has not begun some items, as told.
+
+        Raises:
+            ValueError: it was not told so, by its parent: the items would be sent to it again.
+        """
+        if slot.box.limit == NO_LIMIT:
+            raise ValueError(f"{count} tasks are skipped which it was to begin")
         self._sched.skipped(slot.index, count)
         item = slot.interrupted
         if item is not None and self._sched.in_flight[slot.index].answered > item:
@@ -224,7 +230,7 @@ class Answers:
         Whether that was done cannot be known.
         """
         hand = self._sched.in_flight[slot.index]
-        began = slot.box.began
+        began = slot.begun(hand.answered)
         if began > hand.sent:  # nonsense, too: but it cannot have begun two at once
             began = hand.answered + 1
         while hand.held and hand.answered < began:

@@ -292,8 +292,9 @@ class Replacement:
     def _look_at_books(self, slot: Slot) -> None:
         """Look whether what a worker has left in shared memory can be true."""
         if slot.protocol_error is not None:
-            # It may have begun more before it was killed.
-            self._answers.disown(slot, slot.protocol_error)
+            # It may have begun more before it was killed, if that can be known.
+            if slot.box.intact:
+                self._answers.disown(slot, slot.protocol_error)
             return
         began, most = slot.box.began, self._sched.in_flight[slot.index].answered + 1
         nonsense = f"{began} tasks begun where {most} can be" if began > most else ""
@@ -331,8 +332,12 @@ class Replacement:
         lost: dict[Slot, tuple[Batch, int]] = {}
         for one in ended:
             # All that it has answered is taken in, so it was in the next one at most.
-            most = self._sched.in_flight[one.index].answered + 1
-            found = self._sched.gone(one.index, min(one.box.began, most))
+            answered = self._sched.in_flight[one.index].answered
+            began = one.begun(answered)
+            # What had begun was failed when it wrote nonsense.
+            if one.protocol_error is not None and not one.box.intact:
+                began = answered
+            found = self._sched.gone(one.index, min(began, answered + 1))
             if found is not None:
                 lost[one] = found
         describe = self._answers.describe

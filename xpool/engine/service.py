@@ -23,7 +23,7 @@ from xpool.engine.start_limit import TASK_GRACE, StartLimit, is_starved, note_as
 from xpool.jobs.deadlines import Act, Deadlines, Seen
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool.jobs.states import WorkerEvent, WorkerStates
-from xpool.transport.outbox import NO_LIMIT, STOP_SIGNAL
+from xpool.transport.outbox import HEAD, LIMIT, NO_LIMIT, STOP_SIGNAL
 from xpool.transport.wire import (
     ANSWER,
     FAILED,
@@ -178,9 +178,15 @@ class Service:
                 self._after_answers(slot)
                 if kind == SKIPPED:
                     self.give_idle()
+        reader = slot.reader
+        if reader.buffer or reader.body is not None:  # part of a message
+            held = self._sched.in_flight[slot.index]
+            # Its next answer would be read as the rest of this message.
+            if held.sent == held.answered and slot.state is WorkerStates.READY:
+                self.distrust(slot, ValueError("part of a message where nothing is to be answered"))
         # The end of a pipe stays readable.  What it means is for the sentinel to say.
-        if slot.reader.ended:
-            self._reactor.remove(slot.reader.fd)
+        if reader.ended:
+            self._reactor.remove(reader.fd)
 
     def _understand(
         self,
@@ -197,6 +203,10 @@ class Service:
         Raises:
             Exception, of any kind: the worker has written nonsense.
         """
+        box = slot.box
+        # Zeros leave one of them, 0xFF the other.
+        if box.words[LIMIT] != box.limit_written or box.words[HEAD] != box.head_written:
+            raise ValueError("the parent's words in the shared page are overwritten")
         if kind == ANSWER:
             self._answers.announced(slot, errors, count, body, mark, nanos)
         elif kind == READY:

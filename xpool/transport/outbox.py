@@ -42,6 +42,8 @@ from xpool.transport.wire import ENTRY, ERROR_BIT
 
 __all__ = [
     "CAPACITY",
+    "HEAD",
+    "LIMIT",
     "NO_LIMIT",
     "STACK",
     "STACK_AT",
@@ -63,7 +65,7 @@ STACK_AT = HEADER + CAPACITY
 STACK = 64 * 1024  # a hundred frames at most, sent whole or cut; only what is used takes memory
 SIZE = STACK_AT + STACK
 # One cache line each, in words of 8 bytes.
-_BEGAN, _TAIL, _LIMIT, _HEAD, _SINCE, _STOP, _ADOPTED, _DROPPED = 0, 8, 16, 24, 32, 40, 48, 56
+_BEGAN, _TAIL, LIMIT, HEAD, _SINCE, _STOP, _ADOPTED, _DROPPED = 0, 8, 16, 24, 32, 40, 48, 56
 
 
 def make_file() -> int:
@@ -83,7 +85,7 @@ class Outbox:
 
     capacity = CAPACITY
     # The parent's words, as it has written them.
-    _limit = _head = _adopted = 0
+    limit_written = head_written = _adopted = 0
 
     def __init__(self, fd: int) -> None:
         # The mapping has a descriptor of its own (mmapmodule.c duplicates it): `fd` may be closed.
@@ -108,7 +110,7 @@ class Outbox:
         """Say that item ``seq`` is begun; False when the parent does not want it begun."""
         words = self.words
         words[_BEGAN] = seq + 1
-        if seq < words[_LIMIT]:
+        if seq < words[LIMIT]:
             return True
         words[_BEGAN] = seq  # should we die now, it is not lost: it never ran
         return False
@@ -145,7 +147,7 @@ class Outbox:
         end = tail + 4 + n
         # The parent's word is looked at only when there seems to be no room.
         if end > self._room:
-            self._room = self.words[_HEAD] + self.capacity
+            self._room = self.words[HEAD] + self.capacity
             if end > self._room:
                 return False
         entry = ENTRY.pack(n | ERROR_BIT if error else n) + bytes(payload)
@@ -186,11 +188,11 @@ class Outbox:
     @property
     def limit(self) -> int:
         """The worker enters no item from this number on."""
-        return self._limit
+        return self.limit_written
 
     @limit.setter
     def limit(self, seq: int) -> None:
-        self._limit = self.words[_LIMIT] = seq
+        self.limit_written = self.words[LIMIT] = seq
 
     @property
     def since(self) -> float | None:
@@ -210,9 +212,18 @@ class Outbox:
         return self._map[STACK_AT:SIZE].split(b"\0", 1)[0].decode(errors="replace")
 
     @property
+    def intact(self) -> bool:
+        """Whether the parent's words are as it wrote them: no task has written over the page.
+
+        Where each call counts, `words` is compared with the two numbers in place.
+        """
+        words = self.words
+        return words[LIMIT] == self.limit_written and words[HEAD] == self.head_written
+
+    @property
     def head(self) -> int:
         """Bytes of answers taken out, ever."""
-        return self._head
+        return self.head_written
 
     def adopt(self) -> None:
         """Say that one more answer with blocks is held here: the worker may let go."""
@@ -221,7 +232,7 @@ class Outbox:
 
     def take(self, mark: int) -> bytes:
         """Take out all up to ``mark`` bytes, ever: whole entries, for `entries` to split."""
-        head = self._head
+        head = self.head_written
         if mark - head > self.capacity or mark < head:
             raise ValueError(f"outbox mark {mark} does not fit head {head}")
         start, stop = head % self.capacity, head % self.capacity + mark - head
@@ -230,7 +241,7 @@ class Outbox:
         else:
             data = bytes(self._data[start:]) + bytes(self._data[: stop - self.capacity])
         # After the copy: from here on the worker may write over these bytes.
-        self._head = self.words[_HEAD] = mark
+        self.head_written = self.words[HEAD] = mark
         return data
 
 

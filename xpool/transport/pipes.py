@@ -118,7 +118,7 @@ class FrameReader:
     time, under the engine's lock.  ``fd`` must be non-blocking.
     """
 
-    __slots__ = ("_at", "_body", "_buffer", "_head", "dry", "ended", "fd", "head_size", "limit")
+    __slots__ = ("_at", "_head", "body", "buffer", "dry", "ended", "fd", "head_size", "limit")
 
     _read = staticmethod(os.read)
     _readv = staticmethod(os.readv)
@@ -129,31 +129,31 @@ class FrameReader:
         self.limit = limit
         self.ended = False
         self.dry = False  # the last read found nothing
-        self._buffer = b""
+        self.buffer = b""
         # A body that did not come in one read is received in place, without further copies.
         self._head: bytes | None = None
-        self._body: memoryview | None = None
+        self.body: memoryview | None = None
         self._at = 0
 
     @property
     def partial(self) -> bool:
         """Whether a frame has come in part."""
-        return bool(self._buffer) or self._body is not None
+        return bool(self.buffer) or self.body is not None
 
     @property
     def got(self) -> int:
         """How many bytes of the frame that is under way have come."""
-        return self._at if self._body is not None else len(self._buffer)
+        return self._at if self.body is not None else len(self.buffer)
 
     def frames(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yield (head, body) for each frame that is complete after one read of the pipe."""
         self.dry = False
-        if self._body is not None:
+        if self.body is not None:
             if not self._receive():
                 return
             # Put away before it is handed out: who takes it may not come back for more.
-            head, body = self._head, self._body
-            self._head = self._body = None
+            head, body = self._head, self.body
+            self._head = self.body = None
             assert head is not None
             yield head, body
             return
@@ -165,9 +165,9 @@ class FrameReader:
         if not data:
             self.ended = True
             return
-        if self._buffer:
-            data = self._buffer + data
-            self._buffer = b""
+        if self.buffer:
+            data = self.buffer + data
+            self.buffer = b""
         size = self.head_size
         # Frames behind the one that is handed out lie in this generator alone, until it has ended.
         at, end = 0, len(data)
@@ -184,17 +184,17 @@ class FrameReader:
                 continue
             if n > READ:
                 self._head = head
-                self._body = memoryview(new_buffer(n))
+                self.body = memoryview(new_buffer(n))
                 got = data[at + size :]
-                self._body[: len(got)] = got
+                self.body[: len(got)] = got
                 self._at = len(got)
                 return
             break
-        self._buffer = data[at:]
+        self.buffer = data[at:]
 
     def _receive(self) -> bool:
         """Read into the body that is under way; True when it is whole."""
-        body = self._body
+        body = self.body
         assert body is not None
         while self._at < len(body):
             try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import logging
 
-__all__ = ["LARGEST", "LOG", "WARNING", "Notice", "pack", "record_from", "unpack"]
+__all__ = ["LARGEST", "LOG", "MOST_DROPPED", "WARNING", "Notice", "pack", "record_from", "unpack"]
 
 LOG, WARNING = "log", "warning"
 
@@ -26,6 +26,9 @@ LONGEST = 32 * 1024
 
 MOST_ITEMS = 1000
 """Items of a container; from a hostile worker, more could all have one hash, and take long."""
+
+MOST_DROPPED = 2**40
+"""Notices that a worker may say it has dropped."""
 
 _LARGEST_INT = 14_000  # bits: 4,300 digits, see sys.set_int_max_str_digits
 
@@ -88,7 +91,8 @@ def unpack(data: bytes) -> Notice:
 
     try:
         kind, dropped, fields = json.loads(data.decode("utf-8", "surrogatepass"))
-        if kind not in (LOG, WARNING) or type(dropped) is not int or dropped < 0:
+        counted = type(dropped) is int and 0 <= dropped <= MOST_DROPPED
+        if kind not in (LOG, WARNING) or not counted:
             raise ValueError(f"it begins with {kind!r}, {dropped!r}")
         return Notice(kind, dropped, {name: _opened(value) for name, value in fields.items()})
     except (ValueError, TypeError, AttributeError, RecursionError) as exc:

@@ -225,7 +225,10 @@ class _Worker:
 
         def lease(nbytes: int) -> Block | None:
             replies.forget_adopted()  # the block of the last answer may be free for this one
-            return arena.lease(nbytes)
+            try:
+                return arena.lease(nbytes)
+            except OSError:
+                return None  # a task has closed its descriptor: values go by the pipe
 
         if orders["copy_tensor"]:
             return Layout(lessor=lease)

@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from xpool.transport.records import LARGEST, LOG, record_from, unpack
+from xpool.transport.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
 
 __all__ = ["Channel", "Relay", "levels"]
 
@@ -139,8 +139,11 @@ class Relay:
         ``dropped``: notices that the worker could not send, by its own count.
         """
         with self._lock:
-            channel.dropped, channel.ended = dropped, True
-            if self._thread is None and dropped <= channel.told and not channel.has_something():
+            channel.ended = True
+            if dropped <= MOST_DROPPED:  # else a task has written over the page
+                channel.dropped = dropped
+            nothing_dropped = channel.dropped <= channel.told
+            if self._thread is None and nothing_dropped and not channel.has_something():
                 self._close(channel)
                 return
             # The thread reads what has come, then the end.

@@ -246,6 +246,15 @@ class Slot:
         _close(self.reader.fd)
         self.box.close()
 
+    def begun(self, answered: int) -> int:
+        """Return how many items the worker has begun, ever; it has answered ``answered``.
+
+        Where it has written over the page, at least the next one: else a task that does so would
+        be taken for one that was not begun, and be run by one worker after the other.
+        """
+        began = self.box.began
+        return began if self.box.intact else max(began, answered + 1)
+
     def hears(self, seconds: float) -> bool:
         """Wait for something in the worker's pipe, its end included; False when nothing came."""
         poller = select.poll()

@@ -1,0 +1,104 @@
+"""A hostile worker: with every descriptor that it has, it does what it can.
+
+What becomes of its task stands in `matrix`.  In each cell the parent survives, the other worker
+goes on, the pool is usable afterwards and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from support import cells, hostile, scripts, work
+from support.limits import PROGRAM_LIMIT, WAIT
+from support.tiers import also
+
+from xpool import P2PPool, Pool
+
+from . import matrix
+from .test_saboteurs import check_usable
+
+pytestmark = pytest.mark.xpool_only
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+
+CELLS = [
+    pytest.param(name, way, expected, id=f"{name.replace(' ', '_')}-{way}")
+    for name, ways in matrix.HOSTILE.items()
+    for way, expected in ways.items()
+    if expected != "-" and name != "arena"
+]
+NOTICED_BESIDE = ("status", "control")
+"""What is written there is not in one stream with the answers, so the task waits for its end."""
+
+
+def test_the_table_is_complete():
+    """Every descriptor has a cell for every way, and the page shows what is held here."""
+    assert set(matrix.HOSTILE) == set(hostile.DESCRIPTORS)
+    assert all(set(ways) == set(hostile.WAYS) for ways in matrix.HOSTILE.values())
+    assert matrix.hostile_document() in PAGE.read_text(), "run: python tests/faults/matrix.py"
+
+
+@pytest.fixture
+def records():
+    """What arrives at the logger "hostile"."""
+    logger, found = logging.getLogger("hostile"), []
+    handler = logging.Handler()
+    handler.emit = found.append
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("context", [None, *also("spawn", "fork")])
+@pytest.mark.parametrize(("name", "way", "expected"), CELLS)
+def test_mischief(make_pool, name, way, expected, context, mailbox, gate, records):
+    """It costs the task that did it, at most; another worker's task and logs go on."""
+    if context is not None and name in ("status", "control"):
+        pytest.skip("workers of multiprocessing have no status, the control is the same")
+    pool = make_pool(P2PPool if name == "control" else Pool, 2, context=context)
+    beside = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, "beside"))
+    mailbox.line()
+    stays = expected == "InternalError" and name in NOTICED_BESIDE
+    limit = cells.LIMIT if expected == "TaskTimeout" else None
+    task = pool.apply_async(hostile.strike, (name, way, stays), timeout=limit)
+    assert cells.outcome(task) == expected
+    gate.open(1)
+    assert beside.get(WAIT) == "beside"
+    check_usable(pool, mailbox, gate, 2)
+    large = [bytes([i]) * 10**6 for i in range(4)]
+    assert pool.map(work.same, large, 1) == large
+    assert pool.map(hostile.log, ["a", "b", "c"], 1) == ["a", "b", "c"]
+    pool.close()
+    pool.join()
+    # A worker whose socket it has closed sends none.
+    said = [record.getMessage() for record in records]
+    assert said.count("a") + said.count("b") + said.count("c") == 3 or way == "closed"
+
+
+@pytest.mark.parametrize("way", hostile.WAYS)
+def test_mischief_with_the_arena(way):
+    """The parent survives, and tasks without large values; in a program of its own."""
+    program = scripts.popen([hostile.__file__, way])
+    try:
+        out, err = program.communicate(timeout=PROGRAM_LIMIT)
+    finally:
+        program.kill()
+        program.communicate()
+    said, small, large, later = out.splitlines()
+    assert (said, small, later) == (matrix.HOSTILE["arena"][way], "True", "True"), err
+    assert large == "True" or way in ("garbage", "empty", "replayed"), err
+    assert program.returncode == 0, err
+
+
+def test_a_log_record_runs_no_code(make_pool, tmp_path, records):
+    """A pickle in the socket for log records is not opened, nor taken for another worker's."""
+    pool = make_pool(Pool, 2)
+    path = tmp_path / "made by unpickling"
+    assert pool.apply(hostile.send_code, (str(path),)) == "sent"
+    assert pool.map(hostile.log, ["a", "b"], 1) == ["a", "b"]
+    pool.terminate()
+    pool.join()
+    assert not path.exists()
+    assert sorted(record.getMessage() for record in records) == ["a", "b"]

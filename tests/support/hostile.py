@@ -1,0 +1,203 @@
+"""A task that does mischief with a descriptor of its worker, as a stray pointer could.
+
+``python hostile.py WAY`` has it done to the arena, which all pools of a program share, and prints
+what became of the task, and of others.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import stat
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from xpool.transport.wire import ANSWER, TO_PARENT, WANTED
+
+WAYS = ("garbage", "empty", "closed", "truncated", "replayed")
+DESCRIPTORS = (
+    "tasks", "answers", "lifeline", "page", "log records", "status", "arena", "control",
+)  # fmt: skip
+JUNK = b"\xff" * 4096
+
+
+def descriptor(name: str) -> int:
+    """Return the number of this worker's descriptor."""
+    memory = {"page": "xpool-outbox", "arena": "xpool-arena"}
+    sockets: set[int] = set()
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # it was of `listdir`
+        if name in memory and target.startswith(f"/memfd:{memory[name]}"):
+            return fd
+        if stat.S_ISSOCK(os.fstat(fd).st_mode):
+            sockets.add(fd)
+    known = _known()
+    return known[name] if name in known else (sockets - set(known.values())).pop()
+
+
+def _known() -> dict[str, int]:
+    """Return the descriptors that objects of the worker have."""
+    from multiprocessing import parent_process
+
+    from xpool.transport.pipes import BlockingFrameReader
+    from xpool.worker import relay
+    from xpool.worker.peers import Peers
+    from xpool.worker.protocol import Replies
+
+    parent = parent_process()
+    assert parent is not None
+    assert relay._relay is not None
+    found = {
+        "lifeline": parent.sentinel,
+        "log records": relay._relay._default._sock.fileno(),
+    }
+    for one in gc.get_objects():
+        if type(one) is Replies:
+            found["answers"] = one._write.args[0]  # type: ignore[attr-defined]
+        elif type(one) is BlockingFrameReader:
+            found["tasks"] = one.fd
+        elif type(one) is Peers:
+            found["control"] = one._control.fileno()
+    return found
+
+
+def strike(name: str, way: str, stays: bool) -> str:
+    """Do it; ``stays``: and wait for what comes of it."""
+    fd = descriptor(name)
+    if way == "closed":
+        os.close(fd)
+    elif name in ("page", "arena"):
+        _overwrite(fd, way)
+    else:
+        for message in _messages(name, way):
+            os.write(fd, message)
+    if stays:
+        threading.Event().wait()
+    return "done"
+
+
+def _overwrite(fd: int, way: str) -> None:
+    size = os.fstat(fd).st_size
+    if way == "garbage":
+        os.pwrite(fd, JUNK, 0)
+    elif way == "empty":
+        os.pwrite(fd, bytes(len(JUNK)), 0)
+    elif way == "truncated":
+        try:
+            os.ftruncate(fd, 0)
+        except PermissionError as exc:
+            raise ValueError("the sabotage is refused") from exc
+    else:  # one part of it where another belongs
+        os.pwrite(fd, os.pread(fd, len(JUNK) - 64, 0), 64)
+    assert os.fstat(fd).st_size == size
+
+
+def _messages(name: str, way: str) -> list[bytes]:
+    """Return what is written to a pipe or socket."""
+    whole = {
+        "answers": _answer(),
+        "log records": _record(),
+        "control": WANTED.pack(1 - _index(), 0, 0),
+        "status": os.getpid().to_bytes(8, "little"),
+    }[name]
+    return {
+        "garbage": [JUNK[:64]] * 3,
+        "empty": [b""] * 3,
+        "truncated": [_long_answer() if name == "answers" else whole[: len(whole) // 2]],
+        # In one piece, where pieces are nothing: else the second could be taken for the answer of
+        # a task that the worker is given meanwhile.
+        "replayed": [whole * 3] if name == "answers" else [whole] * 3,
+    }[way]
+
+
+def _answer() -> bytes:
+    from xpool.pickle import encode
+
+    body = bytes(encode("replayed"))
+    return TO_PARENT.pack(ANSWER, 0, 0, len(body), 0, 0) + body
+
+
+def _long_answer() -> bytes:
+    """Return the beginning of an answer whose end never comes."""
+    return TO_PARENT.pack(ANSWER, 0, 0, 10**6, 0, 0) + JUNK[:100]
+
+
+def _record() -> bytes:
+    """Return what the worker sends for a log record."""
+    import logging
+
+    from xpool.worker import relay
+
+    assert relay._relay is not None
+    sent: list[bytes] = []
+
+    class Sock:
+        @staticmethod
+        def send(data: bytes, flags: int) -> None:
+            sent.append(data)
+
+    channel: Any = relay._relay._default
+    sock, channel._sock = channel._sock, Sock
+    try:
+        logging.getLogger("hostile").warning("replayed")
+    finally:
+        channel._sock = sock
+    return sent[0]
+
+
+def _index() -> int:
+    from xpool import current_worker
+
+    return current_worker().index
+
+
+def log(text: str) -> str:
+    """Log it, as a good worker."""
+    import logging
+
+    logging.getLogger("hostile").warning(text)
+    return text
+
+
+def send_code(path: str) -> str:
+    """Send, as a log record, what makes a file when it is unpickled, by a worker's number."""
+    import pickle
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (path,)
+
+    sock = socket.socket(fileno=os.dup(descriptor("log records")))
+    with sock:
+        for worker in range(2):
+            sock.send(pickle.dumps(("log", worker, 0, (Code(),))))
+    return "sent"
+
+
+def main(way: str) -> None:
+    """Do mischief with the arena."""
+    from support import cells, hostile, work
+    from xpool import Pool
+
+    with Pool(2) as pool:
+        print(cells.outcome(pool.apply_async(hostile.strike, ("arena", way, False))), flush=True)
+        print(pool.map(abs, range(8), 1) == list(range(8)), flush=True)
+        large = [bytes([i]) * 10**6 for i in range(4)]
+        try:
+            print(pool.map(work.same, large, 1) == large, flush=True)
+        except Exception as exc:  # its tables may be lost: then large values are
+            print(type(exc).__name__, exc, flush=True)
+        print(pool.map(abs, range(8), 1) == list(range(8)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
