@@ -140,11 +140,9 @@ class _Script:
             first, last, names = self._todo[number][:3]
             text[first - 1 : last] = self._lines[first - 1 : last]
             bound += names
-        # What is computed is computed anew: values of the caller are put aside, and come back.
-        computed = {
-            name for n in chosen if self._todo[n][6] == _COMPUTES for name in self._todo[n][2]
-        }
-        come = {name: namespace.pop(name) for name in settled() & computed if name in namespace}
+        # The caller's values are put aside, for what is computed anew, and come back.
+        here = settled().intersection(bound)
+        come = {name: namespace.pop(name) for name in here if name in namespace}
         # With the flags of the script's own ``from __future__``, not of this file's.
         code = compile(b"".join(text), self._place, "exec", flags=self._flags, dont_inherit=True)
         try:
