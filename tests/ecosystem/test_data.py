@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.torch
 import torch.utils.data as theirs  # noqa: E402
 
 from xpool import CtxPool, P2PPool, Pool, ThreadPool, WorkerDied  # noqa: E402
-from xpool.data import DataLoader  # noqa: E402
+from xpool.data import DataLoader, LoaderReport  # noqa: E402
 
 
 class Rows(theirs.Dataset):
@@ -379,6 +380,34 @@ def test_two_iterators_at_once():
     with pytest.raises(RuntimeError, match="another iteration"):
         next(older)
     assert sum(len(batch) for batch in newer) == 23
+
+
+@pytest.mark.parametrize("options", [{}, THREADS, *also({"num_workers": 2})], ids=str)
+def test_where_the_time_goes(options):
+    """A report has what was waited and worked for the batches that were taken."""
+    loader = DataLoader(Rows(), 8, **options)
+    assert loader.report().batches == 0 and "No batch" in loader.report().advice
+    batches = iter(loader)
+    next(batches), next(batches)
+    report = loader.report()
+    assert report.batches == 2 and report.workers == options.get("num_workers", 0)
+    assert 0 < report.waited <= report.seconds and 0 < report.collated < report.made
+    assert 0 <= report.ahead <= 4 and report.advice in str(report)
+
+
+def test_advice():
+    """The advice follows from the times: one for each reason to wait."""
+    fine = LoaderReport(batches=100, workers=1, seconds=10, waited=0.1, made=9, collated=1, ahead=2)
+    slow = dataclasses.replace(fine, waited=5)
+    for report, word in (
+        (fine, "leave the loader"),
+        (dataclasses.replace(slow, workers=0), "num_workers="),
+        (dataclasses.replace(slow, collated=6), "collate_fn"),
+        (dataclasses.replace(slow, made=0.05, collated=0), "larger ones"),
+        (dataclasses.replace(slow, workers=4096, made=40000), "for each item"),
+        (dataclasses.replace(slow, made=2, collated=0), "in_order=False"),
+    ):
+        assert word in report.advice, report
 
 
 def test_threads():

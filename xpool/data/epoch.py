@@ -18,9 +18,10 @@ from torch.utils.data import dataloader
 from xpool import pickle
 from xpool.data.generators import Generators
 from xpool.data.pinning import can_pin, pinned
+from xpool.data.report import Times
 from xpool.data.sampling import Request, Sampling
 from xpool.data.state import Progress
-from xpool.data.worker import Base, EpochSpec, Part, WorkerCopy, is_pipe, is_stateful
+from xpool.data.worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, end_later
 from xpool.waiters import LOST_SIGNAL
 
@@ -66,6 +67,7 @@ class Epoch(Iterator[Any]):
         self._clean = workers.end if is_only else end_later(None)
         self._pending: deque[Pending] = deque()
         self._is_only, self._ended = is_only, False
+        self.times = Times(loader.num_workers)
         self._has_parts = loader._has_parts
         self._pins = loader.pin_memory and can_pin()
         self._asks_state = self._has_parts and is_stateful(loader.dataset)
@@ -225,6 +227,9 @@ class Epoch(Iterator[Any]):
     def __next__(self) -> Any:
         self._check_current()
         is_inline = isinstance(self._workers, Inline)
+        asked, ahead = time.perf_counter(), 0
+        if not is_inline:
+            ahead = sum(item.result.ready() for item in self._pending)
         while True:
             if is_inline and not self._ended:
                 self._submit()  # it is made when it is taken
@@ -244,11 +249,11 @@ class Epoch(Iterator[Any]):
             finally:
                 item = item._replace(result=None)  # the traceback of its error has this frame
             self._count(item, answer)
-            if isinstance(answer, Part):
-                if answer.ended:
-                    continue
-                answer = answer.batch
-            return self._finished(answer)
+            if answer.ended:
+                continue
+            batch = self._finished(answer.batch)
+            self.times.took(asked, ahead, answer.seconds, answer.collating)
+            return batch
         self._finish()
         raise StopIteration
 
@@ -280,12 +285,12 @@ class Epoch(Iterator[Any]):
                     bell.acquire(timeout=max(0, min(left, LOST_SIGNAL)))
         raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
 
-    def _count(self, item: Pending, answer: Any) -> None:
+    def _count(self, item: Pending, answer: Made | None) -> None:
         """Note in the progress that a batch, or an error in its place, was taken."""
         progress, part = self.progress, item.part
         if part is not None:
-            state = answer.state if isinstance(answer, Part) else None
-            if isinstance(answer, Part) and answer.ended:
+            state = None if answer is None else answer.state
+            if answer is not None and answer.ended:
                 progress.ended.add(part)
                 self._ended = len(progress.ended) == len(progress.parts)
                 progress.bases[part] = Base(item.place, state, is_end=True)

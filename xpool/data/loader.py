@@ -13,6 +13,7 @@ from xpool import pickle
 from xpool.data.epoch import Before, Epoch
 from xpool.data.generators import Generators, decoded
 from xpool.data.pinning import warn_of_pinning
+from xpool.data.report import LoaderReport, Times
 from xpool.data.state import Progress, between, check_state, facts
 from xpool.data.worker import Base, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, check_pool
@@ -114,6 +115,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         self._kept: Processes | Threads | None = None
         # Of the epoch that runs, or ran last.  Not the epoch itself: it ends when it is dropped.
         self._progress: Progress | None = None
+        self._times: Times | None = None
         self._loaded: dict[str, Any] | None = None
         self._number = 0  # of the last epoch
         self._seed: int | None = None
@@ -132,7 +134,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         self._number += 1
         workers = self._workers()
         epoch = Epoch(self, workers, workers is not self._kept, self._number, before, resume)
-        self._progress = epoch.progress
+        self._progress, self._times = epoch.progress, epoch.times
         self._seed, self._turn = epoch.progress.seed, epoch.progress.turn
         return epoch
 
@@ -148,6 +150,10 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         if self.persistent_workers:
             self._kept = workers
         return workers
+
+    def report(self) -> LoaderReport:
+        """Return where the time of the last epoch went, with an advice; ``str`` has it in words."""
+        return Times(self.num_workers).report() if self._times is None else self._times.report()
 
     # -- states ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from xpool.data.generators import changed, seed_all, states_of_all
 from xpool.data.worker_info import as_worker, make_info, seed_own, use_common_memory
 from xpool.worker.context import current_worker
 
-__all__ = ["Base", "EpochSpec", "Part", "WorkerCopy", "is_stateful", "is_pipe"]
+__all__ = ["Base", "EpochSpec", "Made", "WorkerCopy", "is_stateful", "is_pipe"]
 
 
 class EpochSpec(NamedTuple):
@@ -35,11 +36,13 @@ class Base(NamedTuple):
     is_end: bool = False  # the state is that after the epoch before: this one begins with it
 
 
-class Part(NamedTuple):
-    """What a worker with a part of its own answers."""
+class Made(NamedTuple):
+    """What a worker answers."""
 
     batch: Any
-    state: bytes | None  # after this batch; None: there is none, or none was wanted
+    seconds: float = 0.0  # that it took to make
+    collating: float = 0.0  # those of them in collate_fn
+    state: bytes | None = None  # of a part after it; None: there is none, or none was wanted
     ended: bool = False  # there is no batch: the part has ended
 
 
@@ -84,10 +87,11 @@ class WorkerCopy:
         self._generators: Any = None  # a thread's own
         self._fetcher: Any = None
         self._place = 0
+        self._collating = 0.0
 
     # -- tasks -------------------------------------------------------------------------------------
 
-    def make(self, epoch: EpochSpec, number: int, indices: Any) -> Any:
+    def make(self, epoch: EpochSpec, number: int, indices: Any) -> Made:
         """Make one batch of a dataset with indices, whichever worker this is."""
         shard = 0 if self.is_inline else current_worker().index
         with self._as_worker(epoch, shard):
@@ -103,7 +107,7 @@ class WorkerCopy:
 
     def make_next(
         self, epoch: EpochSpec, shard: int, base: Base, place: int, requests: Any, wants_state: bool
-    ) -> Part:
+    ) -> Made:
         """Make batch ``place`` of this worker's part.
 
         ``requests``: number and indices of each batch from ``base`` up to this one; None: the
@@ -122,18 +126,18 @@ class WorkerCopy:
                 )
                 self._place += 1
                 try:
-                    batch = self._batch(epoch, number, indices)
+                    made = self._batch(epoch, number, indices)
                 except StopIteration:
                     if requests is not None:
                         raise
-                    return Part(None, self.state(), ended=True)
+                    return Made(None, state=self.state(), ended=True)
                 except Exception:
                     if is_last:
                         raise
                     continue
                 if is_last:
-                    return Part(batch, self.state() if wants_state else None)
-                del batch
+                    return made._replace(state=self.state()) if wants_state else made
+                del made
 
     def state(self) -> bytes | None:
         """Return the state of the dataset and its iterator, pickled; None: they have none."""
@@ -173,7 +177,7 @@ class WorkerCopy:
         if not self.is_inline:
             self.load(state, base.is_end)
         self._fetcher = dataloader._DatasetKind.create_fetcher(
-            self.kind, self.dataset, self.is_batched, self.collate, self.drop_last
+            self.kind, self.dataset, self.is_batched, self._collate, self.drop_last
         )
         if "iterator" in state and not base.is_end and is_stateful(self._fetcher.dataset_iter):
             self._fetcher.dataset_iter.load_state_dict(state["iterator"])
@@ -210,11 +214,20 @@ class WorkerCopy:
             generator.manual_seed(epoch.shared_seed)
             self.dataset = graph_settings.apply_random_seed(self.dataset, generator)
 
-    def _batch(self, epoch: EpochSpec, number: int | None, indices: Any) -> Any:
+    def _batch(self, epoch: EpochSpec, number: int | None, indices: Any) -> Made:
         if number is not None:
             # By the batch's own number, so that who makes it, and how often, changes nothing.
             self._seed(epoch.seed + number)
-        return self._fetcher.fetch(indices)
+        begun, self._collating = time.perf_counter(), 0.0
+        batch = self._fetcher.fetch(indices)
+        return Made(batch, time.perf_counter() - begun, self._collating)
+
+    def _collate(self, items: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return self.collate(items)
+        finally:
+            self._collating = time.perf_counter() - begun
 
     def _seed(self, seed: int, numpy_seed: Any = None) -> None:
         # Without workers the program's generators are drawn from; threads share these.
