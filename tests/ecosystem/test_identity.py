@@ -275,6 +275,37 @@ def test_what_cannot_be_known_is_named(value, what):
     held.close()
 
 
+def test_the_attribute_that_cannot_be_known_is_named():
+    """Of a callable, the attribute is named; of one that cannot be taken apart, its class."""
+    program = """
+        class Reader:
+            def __init__(self, file): self.file = file
+            def __call__(self, x): return self.file.read(x)
+        class Own(Reader):
+            def __reduce__(self): raise TypeError("it is mine")
+    """
+    names = {"Reader": "the attribute file of the {}.Reader", "Own": "the {}.Own"}
+    for name, part in names.items():
+        with pytest.raises(Unknown) as caught:
+            parts_of(program, f"{name}(x for x in ())")
+        assert caught.value.part == part.format(NAME)
+
+
+def test_what_is_unknown_stays_so(monkeypatch):
+    """A second item of a class whose parts cannot be known is refused as the first was."""
+    monkeypatch.setattr(Scored, "file", (x for x in ()), raising=False)
+    identity = Identity()
+    for _ in range(2):
+        with pytest.raises(Unknown) as caught:
+            identity.of_item([Scored()])
+        assert caught.value.part.endswith("Scored.file")
+    assert identity.of_item(5)[1] == {}
+
+
+class Scored:
+    """An item."""
+
+
 def test_too_deep_is_refused():
     """A list of a hundred thousand levels has no digest."""
     with pytest.raises(Unknown, match="deep"):

@@ -99,10 +99,11 @@ class _Context:
 class _Node:
     """Something with parts of its own."""
 
-    __slots__ = ("leads_to", "parts")
+    __slots__ = ("leads_to", "parts", "unknown")
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
+        self.unknown: Unknown | None = None  # why it has not all of its parts
         self.leads_to: set[str] = set()  # labels of other nodes
 
 
@@ -170,8 +171,8 @@ class Identity:
         self._leads_to = node.leads_to
         try:
             fill(node)
-        except RecursionError as exc:
-            raise Unknown("is nested too deeply") from exc
+        except Unknown as exc:
+            node.unknown = exc
         finally:
             # Values may change, and an `id` may come to be another's.
             self._memo.clear()
@@ -182,13 +183,14 @@ class Identity:
         """Return the parts of a node and of all that it leads to."""
         while self._todo:
             self._look(*self._todo.popleft())
-        parts, todo, seen = dict(root.parts), list(root.leads_to), set[str]()
+        parts, seen, todo = dict[str, str](), set[str](), [root]
         while todo:
-            label = todo.pop()
-            if label not in seen:
-                seen.add(label)
-                parts.update(self._nodes[label].parts)
-                todo += self._nodes[label].leads_to
+            node = todo.pop()
+            if node.unknown is not None:
+                raise node.unknown
+            parts.update(node.parts)
+            todo += [self._nodes[label] for label in node.leads_to - seen]
+            seen |= node.leads_to
         return parts
 
     def _node(self, key: Any, label: str, held: Any, fill: Callable[[str], Any]) -> bytes:
@@ -210,7 +212,7 @@ class Identity:
         try:
             digest = self._value(value).hex()
         except Unknown as exc:
-            exc.part = exc.part or name
+            exc.part = name
             raise
         # Numbers can be told to people; texts may be secrets.
         name = name.encode("utf-8", "backslashreplace").decode()  # an attribute's may be any text
@@ -237,9 +239,13 @@ class Identity:
     def _fill_object(self, node: _Node, obj: Any) -> None:
         """A part for each attribute of an object, where that is all there is to it."""
         name = label_of(type(obj))
-        self._value(obj)  # or it raises
         if attributes_of(obj) and wrapped_by(obj) is None:
-            reduced = self._reduced(obj)
+            try:
+                reduced = self._reduced(obj)
+            except Exception as exc:  # of any object's own; with its name, below
+                if by_handler(exc):
+                    raise
+                reduced = ()
             state = reduced[2] if type(reduced) is tuple and len(reduced) > 2 else None
             if type(state) is dict and not any(reduced[3:]):
                 self._part(node, f"what makes the {name}", reduced[:2])
@@ -402,8 +408,10 @@ class Identity:
         self._above[id(obj)] = len(self._above)
         try:
             digest = self._compound(kind, obj)
-        except (Unknown, RecursionError, MemoryError):
+        except (Unknown, MemoryError):
             raise
+        except RecursionError as exc:
+            raise Unknown("something that is nested too deeply") from exc
         except Exception as exc:  # of any object's own attributes and methods
             if by_handler(exc):
                 raise
