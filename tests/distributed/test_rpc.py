@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import traceback
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
 
 import torch
+from support.limits import WAIT
 from support.ranks import Ranks
 
 from xpool import TimeoutError
@@ -373,3 +376,52 @@ def leaves_while_called(world: World) -> str:
 def test_leaving_while_called(ranks: Ranks):
     """A process can leave while a function that another has called hangs in it, and says so."""
     assert "'w1'" in ranks.good_world(2, leaves_while_called)[0]
+
+
+def dies_with_a_key(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    if world.rank == 1:
+        group.pair("key", 1)
+        group.register("service", abs)
+    group.barrier()
+    if world.rank == 1:
+        os._exit(0)
+    assert world.peers.wait_lost(["w1"], WAIT) == ["w1"]
+    group.pair("key", 2)
+    group.register("service", abs)
+    assert group.get_paired("key").to_here() == 2
+    assert group.registered_sync("service", (-1,)) == 1
+    group.destroy()
+    for call in (
+        lambda: group.rpc_sync("w0", abs, args=(-1,)),
+        lambda: group.pair("other", 3),
+        lambda: group.get_paired("key"),
+        lambda: group.registered_sync("service", (-1,)),
+        group.barrier,
+    ):
+        with pytest.raises(GroupError, match="Group 'group' was destroyed in 'w0'; make a new one"):
+            call()
+
+
+def test_keys_of_the_dead_and_groups_that_are_gone(ranks: Ranks):
+    """What a dead process has offered another may offer; a group that was destroyed refuses."""
+    survivor, _ = ranks.world(2, dies_with_a_key)
+    assert survivor is None
+
+
+@pytest.mark.parametrize("timeout", [-5, math.inf, math.nan, None])
+def test_timeouts_of_calls(ranks: Ranks, timeout: Any):
+    """One that is neither seconds, 0 nor -1 is refused."""
+    ranks.good_world(1, wrong_timeouts, timeout)
+
+
+def wrong_timeouts(world: World, timeout: Any) -> None:
+    group = world.create_rpc_group("group", ["w0"])
+    rref = group.remote("w0", abs, args=(-1,))
+    for call in (
+        lambda: group.rpc_sync("w0", abs, timeout, (-1,)),
+        lambda: group.remote("w0", abs, timeout, (-1,)),
+        lambda: rref.to_here(timeout),
+    ):
+        with pytest.raises(OptionError, match="timeout must be a number of seconds above 0"):
+            call()

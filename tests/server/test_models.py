@@ -16,12 +16,14 @@ import torch
 from support.limits import WAIT
 from support.ranks import Ranks
 from support.tiers import also
+from support.waiting import eventually
 from torch import nn
 
-from xpool.distributed import GroupError, PeerLost, World
+from xpool.distributed import GroupError, GroupKeyError, PeerLost, World
 from xpool.errors import OptionError
 from xpool.server import (
     ModelNotManaged,
+    OrderedServerSimpleImpl,
     PushPullGradServerImpl,
     PushPullModelServerImpl,
     VersionError,
@@ -162,7 +164,7 @@ def tree(world: World) -> Any:
     if world.rank == 3:
         for _ in range(12):
             access.push(with_gradient(model(), -1))
-        with pytest.raises(ModelNotManaged, match=r"differ in weight. .* weight \[1, 2\]"):
+        with pytest.raises(ModelNotManaged, match=r"weight \(pushed: \[3, 2\].* weight \[1, 2\]"):
             access.push(with_gradient(model(out=3), 1))
         with pytest.raises(GroupError, match="No gradient to push for weight"):
             access.push(model())
@@ -237,11 +239,64 @@ def bad_options(world: World) -> None:
     for value in range(7):  # nobody reduces: the oldest are dropped, and counted
         access.push(with_gradient(model(), value))
     assert impl.dropped == 3
+    strange = [with_gradient(model().double(), 1), with_gradient(model(), 1)]
+    strange[1].weight.grad = strange[1].weight.grad.to_sparse()
+    for kind, one in zip(("float64", "sparse_coo"), strange):
+        with pytest.raises(ModelNotManaged, match=rf"weight \(pushed: \[1, 2\].*{kind}"):
+            access.push(one)  # others have pushed what it is compared with
     managed = model(0)
     impl.manage_model(managed, torch.optim.SGD(managed.parameters(), lr=1))
+    for one in strange:
+        with pytest.raises(ModelNotManaged, match=r"It takes weight \[1, 2\] float32"):
+            access.push(one)
     impl.start()
     impl.stop()
     impl.watch()
+
+
+def half_made(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0"])
+    group.pair("server", "another's")
+    for make in PushPullModelServerImpl, PushPullGradServerImpl:
+        with pytest.raises(GroupKeyError, match="'server' is already paired"):
+            make("server", group)
+    assert group._offers == {"service": {}, "value": {"server": "another's"}}
+    group.register("server/_pull_service", abs)
+    with pytest.raises(GroupKeyError, match="'server/_pull_service' is already registered"):
+        OrderedServerSimpleImpl("server", group)
+    assert list(group._offers["service"]) == ["server/_pull_service"]
+    group.deregister("server/_pull_service")
+    group.unpair("server")
+    PushPullGradServerImpl("server", group)
+
+
+def test_a_server_that_cannot_be_made(ranks: Ranks):
+    """It leaves nothing in the group, whichever of its names is taken."""
+    ranks.good_world(1, half_made)
+
+
+def pushes_first(world: World) -> int:
+    group = world.create_rpc_group("group", ["w0"])
+    impl = PushPullGradServerImpl("server", group, reduce_batch_size=1)
+    access = group.get_paired("server").to_here()
+    access.push(with_gradient(model().double(), 1))
+    managed = model(0)
+    steps = threading.Semaphore(0)
+    optimizer = torch.optim.SGD(managed.parameters(), lr=1)
+    scheduler = Counted(steps, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    impl.manage_model(managed, optimizer, scheduler)
+    impl.start()
+    eventually(lambda: impl.refused == 1, "what was pushed too early is refused")
+    group.get_paired("server").to_here().push(with_gradient(model(), 1))
+    assert steps.acquire(timeout=WAIT)
+    impl.stop()
+    impl.watch()
+    return int(managed.pp_version)
+
+
+def test_gradients_before_there_is_a_model(ranks: Ranks):
+    """Those of another kind are left out and counted, and the reducer goes on."""
+    assert ranks.good_world(1, pushes_first) == [1]
 
 
 def test_bad_options(ranks: Ranks):

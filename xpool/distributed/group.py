@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, Literal
 
 from torch.distributed import rpc
@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from xpool.distributed.calls import call, portable
 from xpool.distributed.current import get_cur_name, get_world, the_world
-from xpool.distributed.errors import GroupKeyError, NotAMember
+from xpool.distributed.errors import GroupError, GroupKeyError, NotAMember
 from xpool.distributed.peers import meet
 from xpool.distributed.rendezvous import check_timeout
 from xpool.distributed.rref import RRef
@@ -29,6 +29,9 @@ class RpcGroup:
     world's ``rpc_timeout``, 0 is none. Functions are found by name in the callee, or travel by
     value when they have no importable name (lambdas, local functions). What they raise is raised
     in the caller as it was, with the remote traceback as its ``__cause__``.
+
+    A key that a process has paired or registered is its own until it withdraws it or dies: then
+    another may take it.
 
     A group can be sent: in a process that has a group of this name, it arrives as that group.
 
@@ -190,7 +193,10 @@ class RpcGroup:
         meet(self.group_members[0], key, tuple(self.group_members))
 
     def destroy(self) -> None:
-        """Take the group, and what this process offers in it, away from this process."""
+        """Take the group, and what this process offers in it, away from this process.
+
+        From then on the group refuses whatever is asked of it here, with `GroupError`.
+        """
         world = the_world()
         # A group that was sent here, and is not this process's own, takes nothing along.
         if not self.destroyed and world.groups.get(self.group_name) is self:
@@ -227,7 +233,14 @@ class RpcGroup:
 
     # -- behind them --------------------------------------------------------------------------
 
+    def _check_usable(self) -> None:
+        if self.destroyed:
+            raise GroupError(
+                f"Group {self.group_name!r} was destroyed in {get_cur_name()!r}; make a new one."
+            )
+
     def _member(self, to: str) -> str:
+        self._check_usable()
         if to not in self.group_members:
             raise NotAMember(
                 f"{to!r} is not a member of group {self.group_name!r}; "
@@ -286,6 +299,7 @@ class RpcGroup:
         return call(self.group_members[0], func, (self.group_name, *args))
 
     def _holder(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
+        self._check_usable()
         with self._lock:
             # What this process offers itself takes no call.
             if key in self._offers[kind]:
@@ -353,11 +367,13 @@ class Register:
         self._lock = threading.Lock()
         self._holders: dict[tuple[str, Kind], dict[Any, str]] = {}  # guarded by _lock
 
-    def enter(self, group_name: str, kind: Kind, key: Any, name: str) -> str | None:
-        """Note a holder; return the one that there is already, if there is."""
+    def enter(
+        self, group_name: str, kind: Kind, key: Any, name: str, lost: Container[str] = ()
+    ) -> str | None:
+        """Note a holder; return the one that there is already, if there is and it is not lost."""
         with self._lock:
             holders = self._holders.setdefault((group_name, kind), {})
-            if key in holders:
+            if key in holders and holders[key] not in lost:
                 return holders[key]
             holders[key] = name
             return None
@@ -384,7 +400,8 @@ class Register:
 
 
 def _enter(group_name: str, kind: Kind, key: Any, name: str) -> str | None:
-    return the_world().register.enter(group_name, kind, key, name)
+    world = the_world()
+    return world.register.enter(group_name, kind, key, name, world.peers.lost())
 
 
 def _strike(group_name: str, kind: Kind, key: Any, name: str) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from enum import Enum
 from typing import Any
 
@@ -21,11 +22,15 @@ from xpool.server.ordered import (
     OrderedServerSimple,
     OrderedServerSimpleImpl,
     push_service,
+    register,
 )
 
 __all__ = ["ModelNotManaged", "PushPullGradServer", "PushPullGradServerImpl", "ReduceType"]
 
 Gradients = dict[str, Tensor]
+
+Facts = dict[str, str]
+"""What gradients are like, by the parameter: shape, dtype, and whether they are sparse."""
 
 
 class ModelNotManaged(GroupError):
@@ -43,8 +48,8 @@ def _reducer(server_name: str, member: str) -> str:
     return f"{server_name}/{member}"
 
 
-def _shapes_service(server_name: str) -> str:
-    return f"{server_name}/_shapes_service"
+def _facts_service(server_name: str) -> str:
+    return f"{server_name}/_facts_service"
 
 
 class PushPullGradServer:
@@ -61,7 +66,7 @@ class PushPullGradServer:
         self.server_name, self.group, self.model_name = server_name, group, model_name
         self.o_server = o_server
         self.secondary_reducers = list(secondary_reducers)
-        self._managed: dict[str, tuple[int, ...]] | None = None  # asked for at the first push
+        self._managed: Facts | None = None  # asked for at the first push
 
     def push(self, model: nn.Module) -> bool:
         """Push the model's gradients, then `pull`; return what that returns.
@@ -70,7 +75,8 @@ class PushPullGradServer:
         Parameters that need no gradient are left out.
 
         Raises:
-            ModelNotManaged: the managed model has other parameters; the message names them.
+            ModelNotManaged: the managed model has other parameters, or of another dtype, or these
+                gradients are sparse; the message names them.
             GroupError: a parameter has no gradient, or the reducer has stopped with an error.
             PeerLost: no reducer is left, or the primary has died.
         """
@@ -80,7 +86,7 @@ class PushPullGradServer:
         bare = [name for name, one in gradients.items() if one is None]
         if bare:
             raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
-        self._check_managed({name: tuple(one.shape) for name, one in gradients.items()})
+        self._check_managed(facts_of(gradients))
         sent = on_cpu(gradients)
         # In random order: the first takes the load, and the others stand in for it.
         reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
@@ -108,26 +114,34 @@ class PushPullGradServer:
         load(model, pulled[0], self.model_name)
         return True
 
-    def _check_managed(self, shapes: dict[str, tuple[int, ...]]) -> None:
+    def _check_managed(self, given: Facts) -> None:
         if self._managed is None:
             # None as well where none is managed yet: what is pushed waits until then.
-            self._managed = self.group.registered_sync(_shapes_service(self.server_name))
+            self._managed = self.group.registered_sync(_facts_service(self.server_name))
         if self._managed is not None:
-            check_shapes(self.server_name, self._managed, shapes)
+            check_facts(self.server_name, self._managed, given)
 
 
-def check_shapes(
-    server_name: str, managed: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
-) -> None:
+def facts_of(gradients: Gradients) -> Facts:
+    """Return what gradients are like."""
+    return {name: _describe(one.shape, one.dtype, one.layout) for name, one in gradients.items()}
+
+
+def _describe(shape: Any, dtype: Any, layout: Any = torch.strided) -> str:
+    kind = "" if layout is torch.strided else f" {layout}".replace("torch.", "")
+    return f"{list(shape)} {dtype}{kind}".replace("torch.", "")
+
+
+def check_facts(server_name: str, managed: Facts, given: Facts) -> None:
     """Raise `ModelNotManaged` unless gradients are those of the managed model."""
     if given != managed:
         differ = sorted(
             name for name in given.keys() | managed.keys() if given.get(name) != managed.get(name)
         )
+        what = ", ".join(f"{name} (pushed: {given.get(name, 'nothing')})" for name in differ)
         raise ModelNotManaged(
-            f"{server_name!r} does not manage this model: the gradients differ in "
-            f"{', '.join(differ)}. It manages one with "
-            f"{', '.join(f'{name} {list(shape)}' for name, shape in managed.items())}."
+            f"{server_name!r} does not manage this model: the gradients differ in {what}. It takes "
+            f"{', '.join(f'{name} {facts}' for name, facts in managed.items())}."
         )
 
 
@@ -152,6 +166,10 @@ class PushPullGradServerImpl:
         reduce_batch_size: 1 or more.
         max_queue_size: when more than so many wait in a process, the oldest are dropped
             (`dropped` counts them); more than ``reduce_batch_size``.
+
+    Gradients that are not those of the managed model (another name, shape or dtype, or sparse) are
+    refused: the client's `push` raises. `refused` counts those that were pushed before there was a
+    managed model, and could be refused only later.
 
     Raises:
         OptionError: a value makes no sense, or a reducer is not in the group.
@@ -196,7 +214,7 @@ class PushPullGradServerImpl:
         self.model: nn.Module | None = None
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
-        self.dropped = 0
+        self.dropped = self.refused = 0
 
         # Pushes come in threads of torch's RPC.  It is not held while a batch is reduced or sent.
         self._changed = threading.Condition()
@@ -208,14 +226,20 @@ class PushPullGradServerImpl:
         self._offer(o_server)
 
     def _offer(self, o_server: OrderedServerBase | None) -> None:
+        with ExitStack() as undo:
+            self._offer_all(undo, o_server)
+            undo.pop_all()  # it stands: nothing is withdrawn
+
+    def _offer_all(self, undo: ExitStack, o_server: OrderedServerBase | None) -> None:
         inner = f"{self.server_name}_o_server"
         if o_server is None and self.is_primary:
             self._o_server_impl = OrderedServerSimpleImpl(inner, self.group)
+            undo.push(self._o_server_impl.undo)
         self.o_server = OrderedServerSimple(inner, self.group) if o_server is None else o_server
         own = _reducer(self.server_name, self.group.get_cur_name())
-        self.group.register(push_service(own), self._push_service)
+        register(undo, self.group, push_service(own), self._push_service)
         if self.is_primary:
-            self.group.register(_shapes_service(self.server_name), self._shapes_service)
+            register(undo, self.group, _facts_service(self.server_name), self._facts_service)
             # The accessor comes last: who finds it may push at once.
             accessor = PushPullGradServer(
                 self.server_name,
@@ -284,10 +308,9 @@ class PushPullGradServerImpl:
     # -- services -----------------------------------------------------------------------------
 
     def _push_service(self, gradients: Gradients, level: ReduceType) -> None:
-        # What clients pushed before there was a managed model is compared with it here.
-        if self.model is not None and level is ReduceType.REDUCE_PRIMARY:
-            given = {name: tuple(one.shape) for name, one in gradients.items()}
-            check_shapes(self.server_name, self._shapes(self.model), given)
+        given = facts_of(gradients)
+        if self.model is not None:
+            check_facts(self.server_name, self._facts(self.model), given)
         with self._changed:
             if self._error is not None:
                 raise GroupError(
@@ -296,19 +319,24 @@ class PushPullGradServerImpl:
                     "begins anew."
                 )
             queue = self._queues[level]
+            if queue:  # a batch is of one kind, also where no model is managed here
+                check_facts(self.server_name, facts_of(queue[-1]), given)
             queue.append(gradients)
             if len(queue) > self.max_queue_size:
                 queue.popleft()
                 self.dropped += 1
             self._changed.notify_all()
 
-    def _shapes_service(self) -> dict[str, tuple[int, ...]] | None:
-        return None if self.model is None else self._shapes(self.model)
+    def _facts_service(self) -> Facts | None:
+        return None if self.model is None else self._facts(self.model)
 
     @staticmethod
-    def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    def _facts(model: nn.Module) -> Facts:
         return {
-            name: tuple(one.shape) for name, one in model.named_parameters() if one.requires_grad
+            # Where torch lets a gradient have a dtype of its own, that is told.
+            name: _describe(one.shape, getattr(one, "grad_dtype", None) or one.dtype)
+            for name, one in model.named_parameters()
+            if one.requires_grad
         }
 
     # -- the thread -----------------------------------------------------------------------------
@@ -316,20 +344,26 @@ class PushPullGradServerImpl:
     def _reduce(self) -> None:
         try:
             while (batch := self._next_batch()) is not None:
-                level, gradients = batch
-                reduced = self._reduced(gradients)
-                if level is ReduceType.REDUCE_PRIMARY:
-                    self._apply(reduced)
-                elif self.is_primary:
-                    # Its own queue takes no call.
-                    self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
-                else:
-                    service = push_service(_reducer(self.server_name, self.primary_reducer))
-                    self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
+                try:
+                    self._reduce_batch(*batch)
+                except ModelNotManaged:
+                    # Of clients that pushed before a model was managed, and know no better.
+                    self.refused += len(batch[1])
         except BaseException as exc:
             # Kept for `watch`, and for all who push: nobody waits for this thread.
             with self._changed:
                 self._error = exc
+
+    def _reduce_batch(self, level: ReduceType, gradients: list[Gradients]) -> None:
+        reduced = self._reduced(gradients)
+        if level is ReduceType.REDUCE_PRIMARY:
+            self._apply(reduced)
+        elif self.is_primary:
+            # Its own queue takes no call.
+            self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
+        else:
+            service = push_service(_reducer(self.server_name, self.primary_reducer))
+            self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
 
     def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
         """Wait for a full batch, the primary's first; None when it is time to stop."""
@@ -344,12 +378,8 @@ class PushPullGradServerImpl:
         return None
 
     def _reduced(self, batch: list[Gradients]) -> Gradients:
-        # Clients that push before a model is managed are compared with each other only.
-        own = {name: tuple(one.shape) for name, one in batch[0].items()}
         for other in batch[1:]:
-            check_shapes(
-                self.server_name, own, {name: tuple(one.shape) for name, one in other.items()}
-            )
+            check_facts(self.server_name, facts_of(batch[0]), facts_of(other))
         reduced = {}
         for name in batch[0]:
             stacked = torch.stack([one[name].to(self.reduce_device) for one in batch])
@@ -360,6 +390,7 @@ class PushPullGradServerImpl:
     def _apply(self, gradients: Gradients) -> None:
         model = self.model
         assert model is not None
+        check_facts(self.server_name, self._facts(model), facts_of(gradients))
         self.optimizer.zero_grad()
         for name, parameter in model.named_parameters():
             if name in gradients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from xpool.distributed.errors import GroupError
@@ -102,12 +103,15 @@ class PushPullModelServerImpl:
         o_server: OrderedServerBase | None = None,
     ) -> None:
         self.server_name, self.group, self.model_name = server_name, group, model_name
-        if o_server is None:
-            inner = f"{server_name}_o_server"
-            self._o_server_impl = OrderedServerSimpleImpl(inner, group)
-            o_server = OrderedServerSimple(inner, group)
-        self.o_server = o_server
-        group.pair(server_name, PushPullModelServer(model_name, o_server))
+        with ExitStack() as undo:
+            if o_server is None:
+                inner = f"{server_name}_o_server"
+                self._o_server_impl = OrderedServerSimpleImpl(inner, group)
+                undo.push(self._o_server_impl.undo)
+                o_server = OrderedServerSimple(inner, group)
+            self.o_server = o_server
+            group.pair(server_name, PushPullModelServer(model_name, o_server))
+            undo.pop_all()  # it stands: nothing is withdrawn
 
     def __repr__(self) -> str:
         return f"<PushPullModelServerImpl {self.server_name!r} in {self.group!r}>"

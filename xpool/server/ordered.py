@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -98,10 +99,13 @@ class OrderedServerSimpleImpl:
         self._lock = threading.Lock()
         # Guarded by _lock: the versions of each key, the newest last.  Values are never changed.
         self._storage: dict[Hashable, OrderedDict[Any, Any]] = {}
-        group.register(push_service(server_name), self._push_service)
-        group.register(pull_service(server_name), self._pull_service)
-        # Last: who finds the accessor may call at once.
-        group.pair(server_name, OrderedServerSimple(server_name, group))
+        with ExitStack() as undo:
+            register(undo, group, push_service(server_name), self._push_service)
+            register(undo, group, pull_service(server_name), self._pull_service)
+            # Last: who finds the accessor may call at once.
+            group.pair(server_name, OrderedServerSimple(server_name, group))
+            undo.callback(lambda: group.unpair(server_name))
+            self.undo = undo.pop_all()  # withdraws all of it
 
     def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
         with self._lock:
@@ -138,6 +142,12 @@ class OrderedServerSimpleImpl:
 
     def __repr__(self) -> str:
         return f"<OrderedServerSimpleImpl {self.server_name!r} in {self.group!r}>"
+
+
+def register(undo: ExitStack, group: RpcGroup, key: str, service: Callable[..., Any]) -> None:
+    """Register a service, which is withdrawn when the construction of its server fails."""
+    group.register(key, service)
+    undo.callback(lambda: group.deregister(key))
 
 
 def push_service(server_name: str) -> str:
