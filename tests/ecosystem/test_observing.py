@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -122,6 +124,35 @@ def test_trace(tmp_path):
     moments = [e["name"] for e in events if e["ph"] == "i"]
     assert any("exit code 3" in name for name in moments)
     assert any("_die_once() again" in name for name in moments)
+
+
+def test_a_trace_as_a_page(tmp_path):
+    """With a name that ends in .html, a trace is a page that loads nothing from elsewhere."""
+    path = tmp_path / "run.html"
+    with Pool(2) as pool, pool.trace(path):
+        pool.map(work.square, range(4), 1)
+        pool.apply(_named("</script>"), (1,))
+    text = path.read_text()
+    assert "://" not in text
+    assert text.count("</script>") == 2  # of the page itself
+    found = re.search(r'application/json">(.*)</script>', text)
+    data = json.loads(found[1])
+    assert data["rows"] == ["worker 0", "worker 1"]
+    assert sum(tasks for *_, tasks in data["spans"]) == 5
+    assert any("</script>" in name for _, _, _, name, _ in data["spans"])
+    assert all(
+        0 <= start <= start + length <= data["end"] for _, start, length, *_ in data["spans"]
+    )
+
+
+def _named(name):
+    func = functools.partial(abs)
+
+    def call(x):
+        return func(x)
+
+    call.__name__ = call.__qualname__ = name
+    return call
 
 
 def test_one_trace_at_a_time(tmp_path):

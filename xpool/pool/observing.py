@@ -122,22 +122,30 @@ def report_of(pool: BasePool, seconds: float) -> Report:
 
 @contextlib.contextmanager
 def trace(pool: BasePool, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write what happens meanwhile as Chrome trace events."""
+    """Write what happens meanwhile as Chrome trace events, or as a page of HTML."""
     engine = getattr(pool, "_engine", None)
     if engine is None:
         raise OptionError(f"trace() is for pools of processes, not {type(pool).__name__}")
-    Path(path).write_text("[]", encoding="utf-8")  # refused now, not when all is done
+    as_page = Path(path).suffix.lower() in (".html", ".htm")
+    Path(path).write_text("" if as_page else "[]", encoding="utf-8")  # refused now, not at the end
     shielded(engine.begin_trace)()
     try:
         yield
     finally:
         events, begun, dropped = shielded(engine.end_trace)()
-        _write(Path(path), pool.name, pool.size(), events, begun, dropped)
+        rows = _rows(pool.name, pool.size(), events, begun)
+        if as_page:
+            from xpool.pool.timeline import page
+
+            text = page(f"Pool {pool.name}", rows, dropped)
+        else:
+            other = {"events that had no room": dropped}
+            found = {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": other}
+            text = json.dumps(found)
+        Path(path).write_text(text, encoding="utf-8")
 
 
-def _write(
-    path: Path, name: str, workers: int, events: list[Event], begun: float, dropped: int
-) -> None:
+def _rows(name: str, workers: int, events: list[Event], begun: float) -> list[dict[str, Any]]:
     pid = os.getpid()
     # Chrome's trace event format: "M" names a row, "X" is a span, "i" a moment of one row ("t") or
     # of all ("g"); times are in microseconds.
@@ -166,9 +174,7 @@ def _write(
         else:
             row |= {"ph": "X", "dur": event.seconds * 1e6, "args": {"tasks": event.tasks}}
         rows.append(row)
-    other = {"events that had no room": dropped}
-    text = json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": other})
-    path.write_text(text, encoding="utf-8")
+    return rows
 
 
 @contextlib.contextmanager

@@ -58,11 +58,13 @@ class PublicVerbs(Verbs):
         return report_of(pool, time.monotonic() - self._born)
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Return a context in which what happens is written to ``path``, as Chrome trace events.
+        """Return a context in which what happens is written to ``path``, at its end.
 
-        It opens in Perfetto and in a browser's ``about:tracing``: a row for each worker, tasks as
-        long as they took, deaths and retries as moments.  Tasks of less than a millisecond are
-        shown by the message in which they were answered, several at a time.
+        Where the name ends in ``.html``, it is a page that any browser shows by itself; else Chrome
+        trace events in JSON, which Perfetto and a browser's ``about:tracing`` open.  Both have a
+        row for each worker, tasks as long as they took, deaths and retries as moments.  Tasks of
+        less than a millisecond are shown by the message in which they were answered, several at a
+        time.
 
         Raises:
             OptionError: a trace of this pool is being written, or its workers are threads.
