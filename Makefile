@@ -9,6 +9,7 @@
 #   make test-all   all tests there are: make test, make rest, make cores, Ray, real torch_xla and torch_tpu
 #   make rest       the exhaustive tests, which make test leaves out: more kinds, methods and faults
 #   make faults     tests/faults, whole: the fault matrix of docs/reliability.md
+#   make suites     the tests of joblib, loky and CPython over xpool's pools: ten minutes
 #   make cores      the core without torch, on every other Python from 3.10 on that is found here
 #   make nightly    many seeds, the slow tests, all of tests/conformance on a Ray cluster, mixed load
 #                   while workers are killed, the benchmark
@@ -69,7 +70,7 @@ ray_venv := $(call escaped,$(RAY_VENV))
 xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
-.PHONY: help run test check faults rest cores test-all nightly coverage soak soak-ray test-ray test-xla test-tpu test-loader lint core \
+.PHONY: help run test check faults rest suites cores test-all nightly coverage soak soak-ray test-ray test-xla test-tpu test-loader lint core \
 	bench dist notes docs docs-states clean
 
 help:
@@ -90,6 +91,12 @@ faults: $(venv)/.test
 
 rest: $(venv)/.test
 	$(PYTEST) --all -m exhaustive $(ARGS)
+
+# loky's tests are in its source package alone; joblib's are in its wheel.
+suites: $(venv)/.test .suites/.loky
+	$(call PIP,$(VENV)) --editable ".[joblib]"
+	XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=1200 XPOOL_LOKY="$(CURDIR)/.suites/loky" \
+		$(PYTEST) --all tests/suites tests/cpython $(ARGS)
 
 # What another version may change: syntax, pickling, multiprocessing.  The oldest runs more.
 SOME = tests/layout tests/pickle tests/cpython tests/conformance/test_apply.py \
@@ -116,6 +123,7 @@ FLOOR   ?= 95
 nightly: $(venv)/.test
 	XPOOL_TEST_DEEP=20 XPOOL_TEST_PROGRAMS=10000 XPOOL_TEST_SLOW=1 XPOOL_TEST_TIMEOUT=3600 \
 		$(PYTEST) --all $(ARGS)
+	$(MAKE) suites
 	$(MAKE) test-ray OVER_HOSTS="--all tests/conformance"
 	$(MAKE) soak
 	$(MAKE) soak-ray
@@ -196,7 +204,7 @@ docs-states: $(venv)/.run
 
 clean:
 	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(RAY_VENV)" "$(XLA_VENV)" \
-		"$(TPU_SITE)" "$(TORCHDATA)" examples/out \
+		"$(TPU_SITE)" "$(TORCHDATA)" examples/out .suites \
 		docs/_build
 
 # Environments.  A stamp says what has been installed, so the second time is quick.
@@ -252,6 +260,13 @@ $(xla_venv)/.xla:
 $(tpu_site)/.tpu: $(venv)/.torch
 	$(call PIP,$(VENV)) --target "$(TPU_SITE)" --no-deps torch_tpu==0.2.0 libtpu==0.0.51 \
 		absl-py immutabledict frozendict portpicker pyzmq
+	touch "$@"
+
+.suites/.loky: $(venv)/.test
+	rm -rf .suites && mkdir .suites
+	"$(VENV)/bin/python" -m pip download --quiet --no-deps --no-binary loky --dest .suites loky
+	tar --extract --directory=.suites --file="$$(ls .suites/loky-*.tar.gz)"
+	mv .suites/loky-*/ .suites/loky
 	touch "$@"
 
 .venv-bench/.bench: bench/requirements.txt pyproject.toml

@@ -1,0 +1,127 @@
+"""Becomes a file among loky's tests: those of its executor, with `xpool.Executor` in its place.
+
+`Executor` takes loky's arguments, and has those private names of loky's that have a counterpart.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import multiprocessing
+import os
+import select
+import time
+import types
+from typing import Any
+
+import xpool
+
+from . import _executor_mixin, _test_process_executor
+
+_executor_mixin.psutil = None  # it counts the children of this process: theirs is the server
+_test_process_executor.ShutdownExecutorError = RuntimeError
+# A death is one future's here, and the end of all of it a `BrokenExecutor`.
+_ends = (xpool.WorkerDied, concurrent.futures.BrokenExecutor)
+_test_process_executor.BrokenProcessPool = _test_process_executor.TerminatedWorkerError = _ends
+_test_process_executor.process_executor._RemoteTraceback = xpool.RemoteTraceback
+
+
+class Process:
+    """A worker, as far as these tests have to do with one."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended."""
+        select.select([self._fd], [], [], timeout)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class Executor(xpool.Executor):
+    """An executor that is made, and shut down, as loky's."""
+
+    _call_queue = types.SimpleNamespace(join_thread=lambda: None)
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        job_reducers: Any = None,
+        result_reducers: Any = None,
+        timeout: float | None = None,
+        context: Any = None,
+        initializer: Any = None,
+        initargs: Any = (),
+        env: Any = None,
+    ) -> None:
+        super().__init__(max_workers, None, initializer, initargs)
+
+    def shutdown(self, wait: bool = True, kill_workers: bool = False, **options: Any) -> None:
+        """Shut down; ``kill_workers``: now."""
+        super().shutdown(wait and not kill_workers, **options)
+        if kill_workers:
+            self._pool._ends_at_once = True
+            self._pool.terminate()
+
+    @property
+    def _processes(self) -> dict[int, Process]:
+        while None in (pids := self._pool.statistics()["pids"]):
+            time.sleep(0.001)  # the server is about to fork it
+        return {pid: Process(pid) for pid in pids}
+
+    @property
+    def _flags(self) -> Any:
+        return types.SimpleNamespace(broken=self._pool._failure, shutdown=self._over)
+
+    @property
+    def _executor_manager_thread(self) -> Any:
+        return self._pool._thread
+
+
+class Context:
+    """What these tests ask of a context of loky's: an event that can be sent."""
+
+    manager: Any = None
+
+    def get_start_method(self) -> str:
+        """Return a name that their scripts take."""
+        return "loky"
+
+    def Event(self) -> Any:
+        """Return an event of a manager."""
+        if Context.manager is None:
+            Context.manager = multiprocessing.get_context("spawn").Manager()
+        return Context.manager.Event()
+
+
+class Mixin(_executor_mixin.ExecutorMixin):  # type: ignore[misc, name-defined]
+    """Makes the executors."""
+
+    executor_type = Executor
+    context = Context()
+
+    def teardown_method(self, method: Any) -> None:
+        """Shut down, whatever has become of it."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            executor.shutdown(kill_workers=True)
+
+
+class TestShutdown(Mixin, _test_process_executor.ExecutorShutdownTest):  # type: ignore[misc, name-defined]
+    """Theirs."""
+
+    def _prime_executor(self) -> None:
+        pass
+
+
+class TestWait(Mixin, _test_process_executor.WaitTests):  # type: ignore[misc, name-defined]
+    """Theirs."""
+
+
+class TestAsCompleted(Mixin, _test_process_executor.AsCompletedTests):  # type: ignore[misc, name-defined]
+    """Theirs."""
+
+
+class TestExecutor(Mixin, _test_process_executor.ExecutorTest):  # type: ignore[misc, name-defined]
+    """Theirs."""
