@@ -50,7 +50,8 @@ class Hosts(NamedTuple):
         """Connect to the cluster, and return the hosts that fit.
 
         Raises:
-            OptionError: there is no Ray, no cluster, or no host in it that fits.
+            ImportError: Ray is not installed.
+            OptionError: there is no cluster, or no host in it that fits.
         """
         ray = ray_module()
         if ray.util.client.ray.is_connected():

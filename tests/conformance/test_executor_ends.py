@@ -18,7 +18,7 @@ from support.limits import PROGRAM_LIMIT, WAIT
 from support.waiting import Gate, eventually
 
 import xpool
-from xpool import Executor, Pool, ThreadPool, WorkerStartFailed
+from xpool import CtxPool, Executor, Pool, ThreadPool, WorkerStartFailed
 
 
 @pytest.fixture(params=["own", "over processes", "over threads"])
@@ -352,3 +352,22 @@ def test_what_cannot_be_pickled(call):
     with Executor(1) as executor:
         assert isinstance(executor.submit(*call).exception(WAIT), pickle.PicklingError)
         assert executor.submit(abs, -1).result(WAIT) == 1
+
+
+def test_a_future_of_a_pool(pool, gate):
+    """`pool.submit` returns a future of the standard module, which the pool's end completes."""
+    assert pool.submit(pow, 2, exp=5).result(WAIT) == 32
+    assert isinstance(pool.submit(divmod, 1, 0).exception(WAIT), ZeroDivisionError)
+    waiting = pool.submit(work.gated, str(gate.path))
+    assert not futures.wait([waiting], 0).done
+    pool.terminate()
+    gate.open()
+    assert isinstance(waiting.exception(WAIT), futures.BrokenExecutor)
+    with pytest.raises(xpool.PoolClosed):
+        pool.submit(abs, -1)
+
+
+def test_a_future_of_a_pool_with_contexts():
+    """A function that is submitted to a `CtxPool` gets its worker's context first."""
+    with CtxPool(worker_contexts=["a"]) as pool:
+        assert pool.submit(work.echo, 1, n=2).result(WAIT) == (("a", 1), {"n": 2})

@@ -41,8 +41,18 @@ def test_other_exceptions(kind, make_pool, log):
     with pytest.raises(OSError, match="not yet"):
         pool.apply(work.raise_times, (str(log), 9, OSError), retries=5, retry_on=KeyError)
     with pytest.raises(OSError, match="not yet"):
-        pool.apply(work.raise_times, (str(log), 9, OSError), retry_on=OSError)
+        pool.apply(work.raise_times, (str(log), 9, OSError))
     assert log.read_text().count("ran") == 2
+
+
+@pytest.mark.pure
+def test_exceptions_without_a_number():
+    """`retry_on=` without `retries=`, which would try nothing again, is refused."""
+    with xpool.ThreadPool(1) as pool:
+        with pytest.raises(ValueError, match="retries="):
+            pool.apply(abs, (-1,), retry_on=OSError)
+        with pytest.raises(ValueError, match="retries="):
+            pool.map(abs, [-1], retry_on=OSError)
 
 
 @pytest.mark.parametrize("chunksize", [1, 3])

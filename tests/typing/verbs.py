@@ -43,7 +43,7 @@ def plain(pool: Pool | ThreadPool) -> None:
     assert_type(pool.apply_async(name, (1,)), AsyncResult[str])
     assert_type(pool.apply_async(name, (1,)).get(), str)
     assert_type(pool.map(name, [1, 2]), list[str])
-    assert_type(pool.map(name, range(3), 2, progress=True, retry_on=OSError), list[str])
+    assert_type(pool.map(name, range(3), 2, progress=True, retries=1, retry_on=OSError), list[str])
     assert_type(pool.map(lambda x: x + 1, [1, 2]), list[int])
     assert_type(pool.map_async(name, [1]), MapResult[str])
     assert_type(pool.map_async(name, [1]).get(3), list[str])

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from xpool.errors import OptionError, XPoolError
+from xpool.errors import XPoolError
 from xpool.hosts import fleet as f
 from xpool.hosts.agent import Charge, packed, unpacked
 from xpool.hosts.conversation import CALLS_IN_FLIGHT
@@ -102,13 +102,13 @@ def ray_module() -> Any:
     """Return Ray.
 
     Raises:
-        OptionError: it is not installed.
+        ImportError: it is not installed.
     """
     try:
         import ray
         import ray.util.client
     except ImportError as exc:
-        raise OptionError(
+        raise ImportError(
             "Ray is not installed, and pools over hosts need it: pip install xpool[ray]"
         ) from exc
     return ray

@@ -1,5 +1,6 @@
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Concatenate, Generic, Literal, TypeVar, overload
+from concurrent.futures import Future
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 from typing_extensions import TypeVar as TypeVarWithDefault
 from typing_extensions import TypeVarTuple, Unpack
@@ -11,6 +12,7 @@ from xpool.streams import IMapIterator, IMapUnorderedIterator
 __all__ = ["C", "ContextVerbs"]
 
 S = TypeVar("S")
+P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVarWithDefault("C", default=Any)
 Ts = TypeVarTuple("Ts")
@@ -18,6 +20,9 @@ Ts = TypeVarTuple("Ts")
 class ContextVerbs(Generic[C]):
     _fixed_size: str
 
+    def submit(
+        self, func: Callable[Concatenate[C, P], T], /, *args: P.args, **kwds: P.kwargs
+    ) -> Future[T]: ...
     def apply(
         self,
         func: Callable[Concatenate[C, ...], T],

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from xpool.errors import OptionError
 from xpool.interrupt import shielded
@@ -19,6 +19,8 @@ from xpool.results import AsyncResult, MapResult
 from xpool.streams import IMapIterator, IMapUnorderedIterator
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     from typing_extensions import Unpack
 
     from xpool.pool.futures import PoolExecutor
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PublicVerbs"]
 
+P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -35,6 +38,23 @@ class PublicVerbs(Verbs):
 
     _born: float
     _fixed_size = ""  # why there cannot be more workers, or fewer
+
+    def submit(
+        self, func: Callable[P, T], /, *args: P.args, **kwds: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        """Have ``func(*args, **kwds)`` called in a worker; return a future of `concurrent.futures`.
+
+        Callbacks of the future run in a thread of the pool, one after the other.  When the pool is
+        terminated or fails first, the future fails with `concurrent.futures.BrokenExecutor`, whose
+        cause says why.  With ``timeout`` and ``retries``: `apply_async`.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+        """
+        from xpool.pool.futures import submit  # here: few programs need it
+
+        pool: Any = self
+        return submit(pool, func, args, kwds)
 
     def executor(self) -> PoolExecutor:
         """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""

@@ -87,6 +87,8 @@ class Verbs(Hooks):
         if retries:
             check_count("retries", retries, least=0)
         on = check_exceptions("retry_on", retry_on) if retry_on else ()
+        if on and not retries:
+            raise OptionError("retry_on= says what is tried again, retries= how often: give it too")
         if (timeout is not None or retries or on) and not self._keeps_terms:
             raise OptionError(
                 f"timeout= and retries= are not for {type(self).__name__}, whose workers are its "
