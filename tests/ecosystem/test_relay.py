@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import fcntl
 import logging
+import logging.handlers
 import os
 import pty
 import re
@@ -157,6 +158,28 @@ def test_records_arrive_with_each_start_method(kept, context):
     workers = _run(_log, 1, 2, context=context)
     assert sorted(r.getMessage() for r in kept) == ["item 1", "item 2"]
     assert sorted(r.xpool_worker for r in kept) == sorted(workers)
+
+
+def test_forks_do_not_write_what_the_program_has_buffered(tmp_path):
+    """Records in a `MemoryHandler` of the program are written once, by the program."""
+    path = tmp_path / "log"
+    target = logging.FileHandler(path)
+    handler = logging.handlers.MemoryHandler(100, target=target)
+    logger = logging.getLogger("tasks")
+    logger.addHandler(handler)
+    try:
+        logger.warning("buffered")
+        with Pool(2, context="fork") as pool:
+            pool.map(abs, range(4), 1)
+            pool.close()
+            pool.join()
+        assert path.read_text() == ""
+        handler.flush()
+        assert path.read_text() == "buffered\n"
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+        target.close()
 
 
 def _log_long(_):

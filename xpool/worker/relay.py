@@ -180,3 +180,5 @@ def _remove_handlers(logging: Any) -> None:
         if isinstance(logger, logging.Logger):  # else it is a placeholder
             logger.handlers.clear()
             logger.propagate = True
+    # Of these, `logging.shutdown` would write here, too, what they have buffered in the parent.
+    del logging._handlerList[:]
