@@ -127,6 +127,14 @@ class TaskTimeout(XPoolError, TimeoutError):
         self.seconds, self.worker, self.pid, self.task = seconds, worker, pid, task
         self.stack, self.stopped, self.host = stack, stopped, host
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._what()}>"
+
+    def _what(self) -> str:
+        return (
+            f"{self.task} ran longer than its limit of {self.seconds:g} s in worker {self.worker}"
+        )
+
     def __str__(self) -> str:
         where = (
             f"It was here (most recent call first):\n{self.stack}"
@@ -146,8 +154,8 @@ class TaskTimeout(XPoolError, TimeoutError):
             else ""
         )
         return (
-            f"{self.task} ran longer than its limit of {self.seconds:g} s in worker {self.worker} "
-            f"{end}; give it a longer timeout= or look why it takes so long. {imports}{where}"
+            f"{self._what()} {end}; give it a longer timeout= or look why it takes so long. "
+            f"{imports}{where}"
         )
 
 

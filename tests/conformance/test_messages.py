@@ -11,7 +11,7 @@ import pytest
 from support import scripts, work
 from support.waiting import eventually
 
-from xpool import CtxPool, OptionError, P2PPool, PoolClosed, ThreadPool
+from xpool import CtxPool, OptionError, P2PPool, PoolClosed, TaskTimeout, ThreadPool
 
 pytestmark = pytest.mark.xpool_only
 
@@ -252,3 +252,11 @@ def test_a_time_limit_without_a_stack(stopped, says):
     from xpool import TaskTimeout
 
     assert says in str(TaskTimeout(1.0, 0, 123, "sleep()", "", stopped))
+
+
+@pytest.mark.pure
+def test_the_repr_of_a_timeout():
+    """It is one line, whatever stack the error has."""
+    error = TaskTimeout(0.5, 3, 77, "f()", "line\n" * 100)
+    assert repr(error) == "<TaskTimeout: f() ran longer than its limit of 0.5 s in worker 3>"
+    assert str(error).startswith("f() ran longer than its limit of 0.5 s in worker 3 (pid 77) and")

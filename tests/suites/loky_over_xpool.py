@@ -15,7 +15,7 @@ from typing import Any
 
 import xpool
 
-from . import _executor_mixin, _test_process_executor
+from . import _executor_mixin, _test_process_executor  # type: ignore[attr-defined]
 
 _executor_mixin.psutil = None  # it counts the children of this process: theirs is the server
 _test_process_executor.ShutdownExecutorError = RuntimeError
@@ -98,6 +98,7 @@ class Context:
 class Mixin(_executor_mixin.ExecutorMixin):  # type: ignore[misc, name-defined]
     """Makes the executors."""
 
+    executor: Executor | None
     executor_type = Executor
     context = Context()
 
