@@ -31,7 +31,7 @@ from xpool.distributed import (
     get_world,
     is_world_initialized,
 )
-from xpool.errors import OptionError, RemoteTraceback
+from xpool.errors import OptionError, RemoteTraceback, TaskNotPicklable
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
@@ -113,7 +113,7 @@ def errors(world: World) -> None:
             assert type(error.value) is RuntimeError and error.value.__cause__ is None
         with pytest.raises(GroupError, match=r"SystemExit\(3\)"):
             group.rpc_sync("w1", leave)
-        with pytest.raises(TypeError, match="pickle"):
+        with pytest.raises(TaskNotPicklable, match="a thread's lock"):
             group.rpc_sync("w1", abs, args=(threading.Lock(),))
         with pytest.raises(RuntimeError, match="pickle"):
             group.rpc_sync("w1", threading.Lock)
@@ -425,3 +425,37 @@ def wrong_timeouts(world: World, timeout: Any) -> None:
     ):
         with pytest.raises(OptionError, match="timeout must be a number of seconds above 0"):
             call()
+
+
+def unusual_arguments(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    group.register(f"apply{world.rank}", lambda func, x: func(x))
+    group.barrier()
+    if world.rank == 0:
+        number = group.remote("w1", abs, args=(-3,))
+
+        class Local:
+            value = 4
+
+        calls = (
+            lambda *args: group.rpc_sync("w1", divmod_of, args=args),
+            lambda *args: group.remote("w1", divmod_of, args=args).to_here(),
+            lambda *args: group.rpc_sync("w1", divmod_of, kwargs=dict(zip("abc", args))),
+        )
+        for call in calls:
+            assert call(lambda: 7, Local(), number) == (7, 4, 3)
+            with pytest.raises(TaskNotPicklable, match="a thread's lock"):
+                call(threading.Lock(), Local(), number)
+        assert group.registered_sync("apply1", (lambda x: x + 1, 1)) == 2
+        assert group.registered_remote("apply1", (lambda x: x + 1, 1)).to_here() == 2
+        assert group.rpc_sync("w1", lambda x: lambda: x, args=(5,))() == 5
+    group.barrier()
+
+
+def divmod_of(a: Any, b: Any, c: Any) -> tuple[int, int, int]:
+    return a(), b.value, c.to_here()
+
+
+def test_arguments_that_torch_cannot_pickle(ranks: Ranks):
+    """They go by value, references among them by torch; a lock is refused by name."""
+    ranks.good_world(2, unusual_arguments)

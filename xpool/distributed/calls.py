@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from pickle import PicklingError
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import rpc
 from torch.futures import Future
@@ -18,8 +19,10 @@ from xpool.distributed.rendezvous import check_timeout
 from xpool.errors import RemoteTraceback
 from xpool.pickle import decode, dumps, encode_exception, loads
 
-__all__ = ["DIED", "Raised", "call", "portable", "raised", "settle", "transport_error"]
+__all__ = ["DIED", "Raised", "call", "portable", "raised", "send", "settle", "transport_error"]
 
+
+T = TypeVar("T")
 
 DIED = "has died or cannot be reached"
 
@@ -51,20 +54,20 @@ def raised(exc: BaseException) -> Raised:
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the callee runs."""
     try:
-        return func(*args, **kwargs)
+        return portable(func(*args, **kwargs))
     except BaseException as exc:
         # SystemExit and the like too: `Raised.error` wraps them for the caller.
         return raised(exc)
 
 
 class _ByValue:
-    """A function that the callee does not find by its name: its code travels."""
+    """What torch's pickler cannot send: lambdas, local functions and classes, and what has them."""
 
-    def __init__(self, func: FunctionType) -> None:
-        self.func = func
+    def __init__(self, thing: Any) -> None:
+        self.data = dumps(thing)
 
     def __reduce__(self) -> Any:
-        return loads, (dumps(self.func),)
+        return loads, (self.data,)
 
 
 def portable(func: Callable[..., Any]) -> Any:
@@ -72,6 +75,31 @@ def portable(func: Callable[..., Any]) -> Any:
     if isinstance(func, FunctionType) and not goes_by_name(func):
         return _ByValue(func)
     return func
+
+
+def _by_value(thing: Any) -> Any:
+    # A reference to a value can be sent by torch alone.
+    return thing if hasattr(thing, "to_here") else _ByValue(thing)
+
+
+def send(
+    start: Callable[[Any, tuple[Any, ...], dict[str, Any]], T],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> T:
+    """Return ``start(func, args, kwargs)``, with what torch cannot pickle sent by value.
+
+    Raises:
+        TaskNotPicklable: neither way can send it.
+    """
+    kwargs = kwargs or {}
+    try:
+        return start(portable(func), args, kwargs)
+    except (AttributeError, TypeError, PicklingError):
+        named = {name: _by_value(value) for name, value in kwargs.items()}
+        values = tuple(map(_by_value, args))
+        return start(_by_value(func), values, named)
 
 
 def call(
@@ -84,13 +112,21 @@ def call(
     """Have ``func`` run in the process named ``to``; the future raises what it raised.
 
     ``timeout`` is in seconds, as torch has it: 0 is none, -1 is the world's ``rpc_timeout``.
+
+    Raises:
+        TaskNotPicklable: the function or an argument cannot be sent.
     """
     # A rank that is known to be lost costs no call, and the error says what became of it.
     the_world().peers.check(to)
     check_timeout("timeout", timeout)
     outer: Future[Any] = Future()
+
     # torch takes this one object for the arguments of `run`; it pickles here, in the caller.
-    inner = rpc.rpc_async(to, run, args=(portable(func), args, kwargs or {}), timeout=timeout)
+    def start(*what: Any) -> Future[Any]:
+        future: Future[Any] = rpc.rpc_async(to, run, args=what, timeout=timeout)
+        return future
+
+    inner = send(start, func, args, kwargs)
     inner.add_done_callback(lambda done: settle(outer, done, to, func, timeout))
     return outer
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.distributed.calls import call, portable
+from xpool.distributed.calls import call, send
 from xpool.distributed.current import get_cur_name, get_world, the_world
 from xpool.distributed.errors import GroupError, GroupKeyError, NotAMember
 from xpool.distributed.peers import meet
@@ -27,7 +27,8 @@ class RpcGroup:
 
     ``to`` is the name of a member. ``timeout`` is in seconds, as torch documents it: -1 is the
     world's ``rpc_timeout``, 0 is none. Functions are found by name in the callee, or travel by
-    value when they have no importable name (lambdas, local functions). What they raise is raised
+    value when they have no importable name (lambdas, local functions); so do arguments that torch
+    cannot pickle. What they raise is raised
     in the caller as it was, with the remote traceback as its ``__cause__``.
 
     A key that a process has paired or registered is its own until it withdraws it or dies: then
@@ -39,6 +40,7 @@ class RpcGroup:
         NotAMember: ``to`` is not in the group.
         PeerLost: the process has died, before or during the call.
         GroupTimeout: there was no answer within the timeout.
+        TaskNotPicklable: the function or an argument cannot be sent.
     """
 
     def __init__(self, group_name: str, group_members: Sequence[str]) -> None:
@@ -88,7 +90,9 @@ class RpcGroup:
         ``to_here()`` raises what it raised, of the same class where that takes one text: torch
         makes it anew, with the remote traceback in its message.
         """
-        return _remote(self._member(to), _call, (portable(func), args, kwargs or {}), timeout)
+        return send(
+            lambda *what: _remote(self._member(to), _call, what, timeout), func, args, kwargs
+        )
 
     # -- values -------------------------------------------------------------------------------
 
@@ -174,7 +178,8 @@ class RpcGroup:
     ) -> RRef:
         """As `registered_sync`, and return a reference to the result, which stays there."""
         holder = self._must_hold("service", key)
-        return _remote(holder, _serve, (self.group_name, key, args, kwargs or {}), timeout)
+        what = self.group_name, key, args, kwargs or {}
+        return send(lambda *call: _remote(holder, _call, call, timeout), _serve, what, None)
 
     # -- the group ----------------------------------------------------------------------------
 
