@@ -301,11 +301,27 @@ class Itself(theirs.IterableDataset):
         return self.left
 
 
-def test_an_iterable_that_is_its_own_iterator():
-    """It ends when it says so, once, in each epoch."""
-    loader = DataLoader(Itself(), 2, num_workers=1, workers="thread")
+@pytest.mark.parametrize("options", [THREADS | {"num_workers": 1}, *also({"num_workers": 1})])
+def test_an_iterable_that_is_its_own_iterator(options):
+    """It ends when it says so, once, in each epoch, whatever it says when it is asked again."""
+    for size, wanted in (2, [[4, 3], [2, 1], [0]]), (None, [4, 3, 2, 1, 0]):
+        loader = DataLoader(Itself(), size, **options)
+        for _ in range(2):
+            assert [torch.as_tensor(batch).tolist() for batch in loader] == wanted
+
+
+def test_an_iterable_that_cannot_begin():
+    """Its error is raised once for each worker; a consumer that goes on comes to an end."""
+
+    class Missing(Stream):
+        def __iter__(self):
+            raise FileNotFoundError("the data are gone")
+
+    batches = iter(DataLoader(Missing(), 2, **THREADS))
     for _ in range(2):
-        assert [batch.tolist() for batch in loader] == [[4, 3], [2, 1], [0]]
+        with pytest.raises(FileNotFoundError):
+            next(batches)
+    assert list(batches) == []
 
 
 def test_lengths():

@@ -291,9 +291,10 @@ class Epoch(Iterator[Any]):
         if part is not None:
             state = None if answer is None else answer.state
             if answer is not None and answer.ended:
-                progress.ended.add(part)
+                if part not in progress.ended:  # the first such answer has the state
+                    progress.ended.add(part)
+                    progress.bases[part] = Base(item.place, state, is_end=True)
                 self._ended = len(progress.ended) == len(progress.parts)
-                progress.bases[part] = Base(item.place, state, is_end=True)
                 return
             if state is not None:
                 for _ in range(item.place + 1 - progress.bases[part].place):

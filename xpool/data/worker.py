@@ -81,7 +81,7 @@ class WorkerCopy:
             self.initialize = functools.partial(
                 dataloader._sharding_worker_init_fn, self.initialize, self._world, self._rank
             )
-        self._epoch = -1
+        self._epoch = self._over = -1  # number of the epoch it is in, and of one that has ended
         self._initialized = False
         self._seeded: list[str] = []  # generators that worker_init_fn has used
         self._generators: Any = None  # a thread's own
@@ -115,8 +115,13 @@ class WorkerCopy:
         old epoch, makes those before it too, from ``base`` on.
         """
         with self._as_worker(epoch, shard):
+            if self._over == epoch.number:
+                return Made(None, ended=True)
             if self._epoch != epoch.number or not base.place <= self._place <= place:
+                # A stream that cannot begin is over after that error.
+                self._over = epoch.number if requests is None else -1
                 self._begin(epoch, shard, base)
+                self._over = -1
             while True:
                 is_last = self._place == place
                 number, indices = (
@@ -130,6 +135,8 @@ class WorkerCopy:
                 except StopIteration:
                     if requests is not None:
                         raise
+                    # Whatever an iterator says when it is asked again.
+                    self._over = epoch.number
                     return Made(None, state=self.state(), ended=True)
                 except Exception:
                     if is_last:
