@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 import time
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from xpool.transport.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool.transport.pipes import BlockingFrameReader, FrameReader, FrameWriter
 from xpool.transport.wire import TO_PARENT
+from xpool.workers import slot as slot_module
 
 pytestmark = pytest.mark.pure
 
@@ -197,3 +200,27 @@ def test_the_clock_of_the_box(box):
     assert before <= box.since <= time.monotonic()
     box.rest()
     assert box.since is None
+
+
+def test_no_fork_while_a_channel_is_made(monkeypatch):
+    """A child that the program forks has no end of a channel: forks wait until it is made."""
+    could_fork = []
+
+    def look(original, *args):
+        def fork():
+            could_fork.append(slot_module._forking.acquire(blocking=False))
+
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+        return original(*args)
+
+    for name in ("make_file", "Outbox", "_packed"):
+        original = getattr(slot_module, name)
+        monkeypatch.setattr(slot_module, name, functools.partial(look, original))
+    slot = slot_module.Slot(0)
+    slot.has_control = True
+    boot = slot._open(None)
+    slot._shut()
+    boot.close()
+    assert could_fork == [False] * 3

@@ -679,12 +679,6 @@ class EngineWorld(World):
         """Nobody is left to be told."""
         self.reports.clear()
 
-    def let_die(self, slot: SimSlot) -> None:
-        """The engine waits for the end of a worker that it has killed."""
-        for worker in list(self.workers):
-            if worker.handle is slot.handle and worker.alive:
-                worker.go_on()
-
     # -- what must hold --------------------------------------------------------------------------
 
     def check_death(self, job: int, index: int, error: WorkerDied) -> None:

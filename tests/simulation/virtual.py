@@ -358,10 +358,6 @@ class SimSlot(Slot):
         self.happens(WorkerEvent.LAUNCH)
         self.generation += 1
 
-    def hears(self, seconds: float) -> bool:
-        self._world.let_die(self)
-        return True
-
     def kill(self) -> None:
         self.lifeline = None
         if self.handle is not None:

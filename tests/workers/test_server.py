@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import pytest
 from support import scripts
 from support.tiers import also
+from support.waiting import eventually
+
+from xpool import Pool
+from xpool.engine import replacement
+from xpool.workers.launch import ForkServer
 
 pytestmark = pytest.mark.xpool_only
 
@@ -300,3 +306,29 @@ DROPPED = """
 def test_workers_of_who_the_program_was(tmp_path):
     """It may not send them signals, and ends them all the same."""
     assert scripts.run_ok([scripts.write(tmp_path / "dropped.py", DROPPED)]) == ""
+
+
+def fork_and_stay() -> tuple[int, int]:
+    """Fork a child that keeps this worker's pipes open; return both process ids."""
+    child = os.fork()
+    if not child:
+        signal.pause()
+        os._exit(0)
+    return os.getpid(), child
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_the_lock_is_free_while_last_words_are_awaited(make_pool, monkeypatch):
+    """A worker whose server was killed, and whose pipe a child of a task has, holds nobody up."""
+    monkeypatch.setattr(replacement, "LAST_WORDS", 1e4)
+    pool = make_pool(Pool, 1)
+    worker, child = pool.apply(fork_and_stay)
+    (slot,) = pool._engine.slots
+    (server,) = [one for one in ForkServer._servers.values() if one._live]
+    server._process.kill()
+    silences = pool._engine._replacement._silences
+    eventually(lambda: silences.pending(slot), "its end is noticed")
+    eventually(lambda: not os.path.exists(f"/proc/{worker}"), "it has ended")
+    assert pool.statistics()["pids"] == [worker]
+    os.kill(child, signal.SIGKILL)
+    assert pool.apply(abs, (-1,)) == 1

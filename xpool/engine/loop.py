@@ -19,8 +19,7 @@
                              the pool delivers them to the callers
 
 One lock guards all of it.  Whoever holds it does what is to be done and lets go; nobody waits for
-a descriptor, runs a user's code or wakes a caller while holding it, but for the last words of a
-worker that has ended (`Replacement._finish_off`) and the start of a helper process.
+a descriptor, runs a user's code or wakes a caller while holding it, but for the start of a process.
 
 Whoever submits writes to an idle worker himself, and a caller that waits for a single answer may
 receive it himself (`call`): then nothing stands between the caller and the worker but the pipe.

@@ -12,6 +12,7 @@ Called with the engine's lock held.
 
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from xpool.engine.answers import Answers
@@ -39,6 +40,10 @@ from xpool.workers.launch import Launcher
 from xpool.workers.slot import Slot
 
 __all__ = ["Recipe", "Replacement"]
+
+LAST_WORDS = 1.0
+"""Seconds of silence after which nothing more is expected of a killed worker whose pipe is open: a
+child that one of its tasks has forked has that end, too."""
 
 STOP_GRACE = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
@@ -89,6 +94,10 @@ class Replacement:
         self._starts = {slot.index: Starts() for slot in slots}
         self._kills = Alarms(reactor, lambda slot: slot.kill())
         self._restarts = Alarms(reactor, self._start_again)
+        # Workers that were killed since nobody can tell whether they have ended: when they have
+        # been silent for long, and those that have.
+        self._silences = Alarms(reactor, self._fell_silent)
+        self._silent: set[int] = set()
 
     # -- starting ----------------------------------------------------------------------------------
 
@@ -225,10 +234,10 @@ class Replacement:
             self._service.distrust(slot, exc)
             return
         exitcode = handle.exitcode
+        if exitcode is None and not self._finished_off(ended):
+            return
         # What was sent comes before what lies in the outbox: answers are in the tasks' order.
         for one in ended:
-            if exitcode is None:
-                self._finish_off(one)
             self._service.drain(one)
             if not self._service.stopped:
                 # The worker is dead: its `tail` is final, and all up to that is whole.
@@ -302,16 +311,39 @@ class Replacement:
         if nonsense:
             slot.remark = f"It had written over memory that it shares with its parent ({nonsense})."
 
-    def _finish_off(self, slot: Slot) -> None:
-        """Nobody can tell whether the worker has ended (its server was killed): see to it.
+    def _finished_off(self, ended: list[Slot]) -> bool:
+        """Whether nothing more can come of workers that may live, as their server was killed.
 
-        Before the accounts are made: what it still ran would be run twice.
+        They are killed first: what they still run would be run twice.
         """
-        slot.kill()
-        # Its end of the pipe closes with it.  After a second of silence, a child that a task has
-        # forked has that end, too.  This waits with the engine's lock held.
-        while not slot.reader.ended and slot.hears(1.0):
-            self._service.receive(slot)
+        slot = min(ended, key=lambda one: one.index)  # stands for all of them
+        if slot.index in self._silent or all(one.reader.ended for one in ended):
+            return True
+        if not self._silences.pending(slot):
+            # Its end stays readable.
+            assert slot.handle is not None
+            self._reactor.remove(slot.handle.sentinel)
+            for one in ended:
+                one.kill()
+                self._sched.retire(one.index)
+                if not one.reader.ended:
+                    # Their ends of the pipes close with them.
+                    self._reactor.remove(one.reader.fd)
+                    self._reactor.add(one.reader.fd, partial(self._hear, slot, one))
+            self._silences.by(slot, self._reactor.now() + LAST_WORDS)
+        return False
+
+    def _hear(self, slot: Slot, one: Slot, fd: int) -> None:
+        """Take the last words of a worker; ``slot``: the sibling that stands for all of them."""
+        self._service.receive(one)
+        self._silences.cancel(slot)
+        self._silences.by(slot, self._reactor.now() + LAST_WORDS)
+        if one.reader.ended:
+            self._look_at_end(slot)
+
+    def _fell_silent(self, slot: Slot) -> None:
+        self._silent.add(slot.index)
+        self._look_at_end(slot)
 
     def _put_away(self, slot: Slot) -> None:
         """Let go of a worker whose accounts are made."""
@@ -319,6 +351,8 @@ class Replacement:
         self._service.gone(slot)
         self._direct.gone(slot)
         self._kills.cancel(slot)
+        self._silences.cancel(slot)
+        self._silent.discard(slot.index)
         if self._switchboard is not None:
             self._switchboard.ended(slot)
         slot.gone()

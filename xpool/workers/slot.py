@@ -164,24 +164,28 @@ class Slot:
     def _open(self, arena: Arena | None) -> socket.socket:
         """Make the channel; return the socket through which the worker gets its ends."""
         self._fresh()
+        # Until the worker's ends are closed here: a child forked meanwhile would keep them open.
+        with _forking:
+            return self._make_channel(arena)
+
+    def _make_channel(self, arena: Arena | None) -> socket.socket:
         mine: list[int] = []
         theirs: list[int] = []
         others: list[int] = []  # of these, those that not every worker has
         try:
-            with _forking:
-                task_r, task_w = os.pipe()
-                theirs.append(task_r)
-                mine.append(_mine(task_w))
-                answer_r, answer_w = os.pipe()
-                theirs.append(answer_w)
-                mine.append(_mine(answer_r))
-                life_r, life_w = os.pipe()
-                theirs.append(life_r)
-                mine.append(_mine(life_w))
-                if self.relay is not None:
-                    logs, its_logs = self.relay.pair()
-                    theirs.append(its_logs)
-                    mine.append(_mine(logs))
+            task_r, task_w = os.pipe()
+            theirs.append(task_r)
+            mine.append(_mine(task_w))
+            answer_r, answer_w = os.pipe()
+            theirs.append(answer_w)
+            mine.append(_mine(answer_r))
+            life_r, life_w = os.pipe()
+            theirs.append(life_r)
+            mine.append(_mine(life_w))
+            if self.relay is not None:
+                logs, its_logs = self.relay.pair()
+                theirs.append(its_logs)
+                mine.append(_mine(logs))
             page = make_file()
             theirs.append(page)
             # Each end of a pipe has flags of its own: the worker's still block.
@@ -254,12 +258,6 @@ class Slot:
         """
         began = self.box.began
         return began if self.box.intact else max(began, answered + 1)
-
-    def hears(self, seconds: float) -> bool:
-        """Wait for something in the worker's pipe, its end included; False when nothing came."""
-        poller = select.poll()
-        poller.register(self.reader.fd, select.POLLIN)
-        return bool(poller.poll(seconds * 1000))
 
     def processor(self) -> tuple[float, float, bool]:
         """Return the seconds that its main thread, which runs the tasks, has run and has waited for
