@@ -40,7 +40,8 @@ class CollectiveGroup:
     world. ``async_op=True`` returns a `Pending` instead of waiting. Complex tensors are sent as
     pairs of reals; only sums and means reduce them. All members must call the same operations in
     the same order; tensors are to be contiguous, of one shape and dtype in all members. That is not
-    checked: gloo ends the process (SIGABRT) of a member whose tensor has another size.
+    checked: gloo ends the process (SIGABRT) of a member whose tensor is smaller than what comes,
+    and fills only the beginning of one that is larger (`broadcast`, `recv`).
 
     All raise:
         NotAMember: this process is not in the group.
