@@ -18,6 +18,7 @@ __all__ = [
     "MapOptions",
     "Terms",
     "check_args",
+    "check_bytes",
     "check_callable",
     "check_chunksize",
     "check_count",
@@ -104,6 +105,32 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     if number < least:
         raise OptionError(f"{name} must be at least {least}, not {number}")
     return int(number)
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def check_bytes(name: str, value: Any, *, least: int = 1) -> int:
+    """Return a number of bytes, given as such or as text: "2GB", "512 MiB", "1.5g".
+
+    A unit is a power of 1024, with or without the i.
+
+    Raises:
+        TypeError: it is neither a whole number nor text.
+        OptionError: it is too small, or text without sense (a `ValueError`).
+    """
+    if not isinstance(value, str):
+        return check_count(name, value, least=least)
+    text = value.strip().upper()
+    number = text.rstrip(" BIKMGT")
+    unit = text[len(number) :].strip().removesuffix("B").removesuffix("I")
+    try:
+        size = int(float(number) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise OptionError(
+            f'{name} must be a number of bytes, or text like "2GB" or "512MiB", not {value!r}'
+        ) from None
+    return check_count(name, size, least=least)
 
 
 def check_seconds(name: str, value: Any) -> float | None:
@@ -240,7 +267,7 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
         OptionError: they make no sense, or this system does not tell (a `ValueError`).
     """
     if worker is not None:
-        worker = check_count("worker_memory", worker)
+        worker = check_bytes("worker_memory", worker)
     if high is not None:
         if isinstance(high, bool) or not isinstance(high, (int, float)):
             raise TypeError(f"memory_high must be a number from 0 to 1, not {high!r}")

@@ -9,6 +9,8 @@ import pytest
 from support import work
 from support.kinds import KINDS, STDLIB, VERBS
 
+from xpool import ThreadPool, options
+
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 
 PLAIN = ["Pool", "P2PPool", "ThreadPool"]
@@ -321,3 +323,21 @@ def test_contexts_may_be_left_out(make_pool, name):
     assert pool.size() == 2
     assert pool.map(lambda ctx, x: (ctx, x), range(3)) == [(None, 0), (None, 1), (None, 2)]
     assert pool.apply(work.who)[1] is None
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GB", 2 << 30), ("512 MiB", 512 << 20), ("1.5k", 1536), (" 7 ", 7), ("3B", 3), (10, 10)],
+)
+def test_sizes_as_text(text, size):
+    """A number of bytes may be given as text, with a unit that is a power of 1024."""
+    assert options.check_bytes("memory_limit", text) == size
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("text", ["", "GB", "2XB", "2 G B", "-1GB", "nanMB", "infGB", "0.1B"])
+def test_sizes_that_make_no_sense(text):
+    """Other texts are refused by name."""
+    with pytest.raises(ValueError, match="worker_memory"):
+        ThreadPool(1, worker_memory=text)

@@ -20,6 +20,7 @@ from xpool.interrupt import by_handler, shielded
 from xpool.jobs.scheduler import CALLS, TaskRange
 from xpool.options import (
     Terms,
+    check_bytes,
     check_count,
     check_memory,
     check_output,
@@ -78,7 +79,8 @@ class Pool(AllWorkers):
         restart_budget: how many workers may die in a minute without any task being finished; with
             the next death the pool stops (`PoolBroken`).  None: 100, or 4 for each worker.
         output: "prefix" puts ``[worker 3]`` before each line that a task prints.
-        worker_memory: bytes of memory that a worker may have to itself.  One that has more is ended
+        worker_memory: bytes of memory that a worker may have to itself, as a number or as text
+            ("2GB", in powers of 1024; ``memory_limit`` too).  One that has more is ended
             within a fifth of a second or so and replaced; its task fails with a `WorkerDied` that
             says so, or is run again with ``retries=``.
         memory_high: a number from 0 to 1.  While a larger part of the machine's memory, or of the
@@ -104,13 +106,13 @@ class Pool(AllWorkers):
         is_daemon: bool = True,
         is_copy_tensor: bool = True,
         share_method: str | None = None,
-        memory_limit: int | None = None,
+        memory_limit: int | str | None = None,
         seed: int | None = None,
         task_timeout: float | None = None,
         initializer_timeout: float | None = None,
         restart_budget: int | None = None,
         output: str | None = None,
-        worker_memory: int | None = None,
+        worker_memory: int | str | None = None,
         memory_high: float | None = None,
         hosts: Any = None,
         name: str | None = None,
@@ -133,7 +135,7 @@ class Pool(AllWorkers):
         self._copy_tensor = is_copy_tensor
         self._share_method = share_method
         if memory_limit is not None:
-            memory_limit = check_count("memory_limit", memory_limit, least=0)
+            memory_limit = check_bytes("memory_limit", memory_limit, least=0)
         self._wanted_limit = memory_limit
         self._files = []
         # Guards the size, and the order of what runs in all workers.

@@ -13,6 +13,7 @@ from xpool.errors import OptionError
 from xpool.interrupt import shielded
 from xpool.options import (
     Terms,
+    check_bytes,
     check_count,
     check_memory,
     check_output,
@@ -62,13 +63,13 @@ class ThreadPool(BasePool):
         is_daemon: bool = True,
         is_copy_tensor: bool = True,
         share_method: str | None = None,
-        memory_limit: int | None = None,
+        memory_limit: int | str | None = None,
         seed: int | None = None,
         task_timeout: float | None = None,
         initializer_timeout: float | None = None,
         restart_budget: int | None = None,
         output: str | None = None,
-        worker_memory: int | None = None,
+        worker_memory: int | str | None = None,
         memory_high: float | None = None,
         hosts: Any = None,
         name: str | None = None,
@@ -86,7 +87,7 @@ class ThreadPool(BasePool):
             hosts=hosts,
         )
         if memory_limit is not None:
-            check_count("memory_limit", memory_limit, least=0)
+            check_bytes("memory_limit", memory_limit, least=0)
         if restart_budget is not None:
             check_count("restart_budget", restart_budget)
         self._task_timeout = check_seconds("task_timeout", task_timeout)
