@@ -21,7 +21,7 @@ import tempfile
 import types
 import unittest
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 # Of tests/cpython: each outcome is a line on stdout.
 sys.path.insert(0, str(Path(__file__).parents[1] / "cpython"))
@@ -29,6 +29,8 @@ from telling import Told
 
 from xpool import preload
 from xpool.data import DataLoader
+
+T = TypeVar("T", covariant=True)
 
 
 @runtime_checkable
@@ -49,7 +51,7 @@ class Outcomes(Told):
             self.addFailure(test, err)
 
 
-class Replaced(DataLoader):  # type: ignore[type-arg]
+class Replaced(DataLoader[T]):
     """xpool's loader, whose states also have torchdata's layout, which its tests look into."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -39,6 +39,8 @@ EXCLUDED: dict[str, str] = {
     ),
     "TestDataLoader.test_get_worker_info": "reads the iterator's _workers, which are processes",
     "TestDataLoader.test_iterable_style_dataset": "reads the iterator's _workers",
+    "TestDataLoader.test_partial_workers": "reads the iterator's _workers",
+    "TestDataLoaderPersistentWorkers.test_partial_workers": "reads the iterator's _workers",
     "TestDataLoaderPersistentWorkers.test_get_worker_info": "reads the iterator's _workers",
     "TestDataLoaderPersistentWorkers.test_iterable_style_dataset": "reads the iterator's _workers",
     "TestIndividualWorkerQueue.test_ind_worker_queue": BINDS,
