@@ -142,7 +142,10 @@ def over_processes(method: str) -> dict[str, type[unittest.TestCase]]:
             ends = (xpool.WorkerDied, concurrent.futures.BrokenExecutor)
             module.BrokenProcessPool = ends  # type: ignore[attr-defined]
         for name, cls in vars(module).items():
-            if name.startswith(f"ProcessPool{method}") and not name.endswith("Mixin"):
+            begins = f"ProcessPool{method}"
+            if method == "Fork" and name.startswith("ProcessPoolForkserver"):
+                continue
+            if name.startswith(begins) and not name.endswith("Mixin"):
                 cls.executor_type = LookedInto
                 found[name] = cls
     return found

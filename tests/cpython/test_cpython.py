@@ -55,12 +55,13 @@ EXCLUDED_OF_PROCESSES = {
     "test_killed_child": "a death breaks the executor there; here it costs one future",
     "test_idle_process_reuse_one": "counts workers, which start with the executor here",
     "test_idle_process_reuse_multiple": "as above",
-    "test_processes_terminate": "as above",
     "test_max_tasks_per_child_defaults_to_spawn_context": "a private name: _mp_context",
     "test_python_finalization_error": "replaces a private function of threading's",
 }
 # What holds for some start methods only.
 EXCLUDED_OF_METHOD = {
+    "Forkserver.test_processes_terminate": "counts workers, which start with the executor here",
+    "Spawn.test_processes_terminate": "as above",
     "Fork.test_max_tasks_per_child": "the fork method is refused there, and works here",
 }
 
