@@ -66,7 +66,7 @@ class InterpreterPool(BasePool):
 
     def serve(self) -> None:
         """Run tasks in an interpreter of this thread's own until None comes."""
-        from concurrent import interpreters
+        from concurrent import interpreters  # type: ignore[attr-defined]
 
         interpreter = interpreters.create()
         try:
