@@ -121,6 +121,8 @@ def test_nothing_of_ours_is_imported_before(tmp_path: Path):
             """
         )
     )
+    # All else that this worker needs may have been imported by the fork server.
+    (tmp_path / "imported_when_bound.py").touch()
     log = tmp_path / "seen"
     script = tmp_path / "script.py"
     script.write_text(
@@ -132,7 +134,7 @@ def test_nothing_of_ours_is_imported_before(tmp_path: Path):
             class Bound:
                 env = {"XPOOL_TEST_DEVICE": "7"}
                 def enter(self):
-                    import json
+                    import imported_when_bound
 
             if __name__ == "__main__":
                 os.environ["XPOOL_TEST_SEEN"] = os.environ["XPOOL_TEST_LOG"]

@@ -307,6 +307,8 @@ def test_descriptors_on_their_way(tmp_path: Any):
 def test_no_descriptor_left(make_queue: Any, start: Any):
     """Without a descriptor `get` and `put` raise, the message stays, and both work again."""
     q, results = make_queue(), make_queue()
+    results.put(torch.ones(3))  # what pickles tensors is imported now
+    assert results.get(LIMIT).sum() == 3
     start("spawn", parts.make_tensors, q, 1, 100)
     assert not q.empty() or _readable(q)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -27,6 +27,8 @@ from xpool.tensors.extents import Seen
 __all__ = ["Place", "collect", "lend", "open_file", "place_of"]
 
 _DELETED = " (deleted)"
+_OURS = "/memfd:xpool-"
+"""Arenas and other files of this package: who may look at what lies there is known otherwise."""
 
 Place = tuple[str, int, int]
 """The path of a file, its inode, and an offset in it."""
@@ -68,7 +70,7 @@ def _shared_maps() -> list[_Map]:
         for line in maps:
             # proc(5): from-to, rights, offset, device, inode, path.
             extent, rights, offset, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
-            if rights.endswith("s") and path:
+            if rights.endswith("s") and path and not path[0].startswith(_OURS):
                 start, stop = (int(number, 16) for number in extent.split("-"))
                 found.append((start, stop, int(offset, 16), int(inode), path[0]))
     return found
