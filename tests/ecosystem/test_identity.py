@@ -22,6 +22,7 @@ pytestmark = pytest.mark.pure
 def parts_of(source, name="f", beside=None):
     """Return the parts of a function of a program, which is a module of this name while it runs."""
     module = sys.modules[NAME] = types.ModuleType(NAME)
+    del module.__spec__  # Python 3.15 warns of one without a loader
     try:
         exec(compile(textwrap.dedent(source), f"{NAME}.py", "exec"), vars(module))
         return Identity().of_function(eval(name, vars(module)), beside or {})
