@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+from typing import Any
 
 import pytest
 from support import scripts
@@ -428,7 +429,7 @@ def test_advice():
 
 def test_threads():
     """Threads have the dataset itself, and are told apart; a given ThreadPool stays."""
-    dataset = Each(lambda i: (id(dataset), theirs.get_worker_info().id), 20)
+    dataset: Any = Each(lambda i: (id(dataset), theirs.get_worker_info().id), 20)
     with ThreadPool(2) as pool:
         for options in THREADS, {"pool": pool}:
             got = list(DataLoader(dataset, None, collate_fn=tuple, **options))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 from support.tiers import also
@@ -86,7 +87,7 @@ def test_answers_behind_a_silence_are_found(tmp_path):
         tasks = [(0, fifos[0]), (1, None), (2, None), (3, fifos[1])]
         result = pool.map_async(wait_at, tasks, chunksize=1)
         with open(fifos[0], "wb"):
-            engine = pool._engine
+            engine: Any = pool._engine
             slot, looks = engine.slots[0], engine._service._looks
             eventually(lambda: not looks.pending(slot), "the engine looks at it no more")
         eventually(lambda: pool.statistics()["succeeded"] == 4_003, "three answers")

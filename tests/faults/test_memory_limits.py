@@ -207,6 +207,6 @@ def test_what_makes_no_sense(kind):
     for option, value in (("worker_memory", 0), ("memory_high", 1.5), ("memory_high", 0)):
         with pytest.raises(OptionError, match=option):
             kind(1, **{option: value})
-    for option, value in (("worker_memory", "1 GB"), ("memory_high", "half")):
+    for option, value in (("worker_memory", []), ("memory_high", "half")):
         with pytest.raises(TypeError, match=option):
             kind(1, **{option: value})

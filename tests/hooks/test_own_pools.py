@@ -204,7 +204,9 @@ def test_tasks_have_the_documented_shape(own, make_pool, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "terms", [{"timeout": 5}, {"retries": 1}, {"retry_on": OSError}], ids=lambda terms: str(*terms)
+    "terms",
+    [{"timeout": 5}, {"retries": 1}, {"retries": 1, "retry_on": OSError}],
+    ids=lambda terms: " ".join(terms),
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_terms_that_cannot_be_kept(shared, verb, terms):

@@ -101,6 +101,8 @@ def test_what_computes_is_left_out(tmp_path: Path):
     [
         "input = len\ninput('hello')",
         "print = len\nprint('hello')",
+        "import io\nprint('hello', file=io.StringIO())",
+        "import io\nprint('hello', **{'file': io.StringIO()})",
         "import os; os.environ['MADE'] = '1'",
         "import random; random.seed(3)",
         "import near",

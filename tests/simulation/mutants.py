@@ -560,7 +560,7 @@ def _(patch: Patch) -> None:
     wrap(patch, Service, "_after_answers", after)
 
 
-@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=6216)
+@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=178)
 def _(patch: Patch) -> None:
     def look(original: Any, replacement: Replacement, slot: Slot) -> None:
         before = {index: dict(vars(one)) for index, one in replacement._starts.items()}

@@ -230,7 +230,7 @@ class _Script:
             called = node.value.func
             if isinstance(called, ast.Name):
                 # Not of a value, which may be any function.  What is printed is printed once.
-                return called.id == "print" and "print" not in self._bound
+                return "print" not in self._bound and _only_prints(node.value)
             return self._is_own(called)
         if isinstance(node, _BLOCKS):
             inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
@@ -471,6 +471,13 @@ def _is_literal(node: ast.stmt) -> bool:
     except (ValueError, TypeError, RecursionError):
         return False
     return True
+
+
+def _only_prints(call: ast.Call) -> bool:
+    """Whether this is ``print(...)`` to the program's own output: to another file, it acts."""
+    files = [keyword.value for keyword in call.keywords if keyword.arg in ("file", None)]
+    ours = (isinstance(file, ast.Attribute) and file.attr in ("stdout", "stderr") for file in files)
+    return isinstance(call.func, ast.Name) and call.func.id == "print" and all(ours)
 
 
 def _is_text(node: ast.stmt) -> bool:
