@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import multiprocessing.pool
 import sys
@@ -10,7 +11,7 @@ import traceback
 
 import pytest
 from support import work
-from support.kinds import STDLIB
+from support.kinds import STDLIB, VERBS
 
 
 def test_exceptions_arrive_as_they_are(pool):
@@ -262,3 +263,90 @@ def test_stop_iteration_of_a_result_being_unpickled(process_kind, make_pool, chu
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(pool.imap(work.make_stops_when_unpickled, range(8), chunksize))
         pytest.fail("the loop ended as if there had been nothing")
+
+
+def _of_verb(pool, verb, func):
+    """Return what a verb gives for a function that fails: the error, raised or returned."""
+    if verb in ("apply", "apply_async"):
+        call = functools.partial(getattr(pool, verb), func, (1,))
+    elif verb.startswith("starmap"):
+        call = functools.partial(getattr(pool, verb), func, [(1,)])
+    else:
+        call = functools.partial(getattr(pool, verb), func, [1])
+    try:
+        result = call()
+        return next(result) if verb.startswith("imap") else result.get()
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.xpool_only
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes and groups came with Python 3.11")
+@pytest.mark.parametrize("verb", VERBS)
+def test_notes_and_groups_arrive_whole(pool, verb):
+    """Every verb raises a group with its class, notes and exceptions, and shows its causes."""
+
+    class Failures(ExceptionGroup):  # noqa: F821
+        def __new__(cls, errors, code):
+            self = super().__new__(Failures, f"code {code}", errors)
+            self.code = code
+            return self
+
+        def derive(self, excs):
+            return Failures(excs, self.code)
+
+    class OfTheTask(Exception):
+        pass
+
+    def fail(x):
+        inner, other = OfTheTask(x), TypeError(x)
+        try:
+            raise inner from OSError("the cause")
+        except OfTheTask:
+            inner.add_note("a note of the inner")
+        try:
+            try:
+                raise KeyError("the context")
+            except KeyError:
+                raise other
+        except TypeError:
+            pass
+        nested = ExceptionGroup("nested", [inner, ValueError(x)])  # noqa: F821
+        group = Failures([nested, other], 7)
+        group.add_note("a note of the outer")
+        raise group from RuntimeError("the cause of all")
+
+    error = _of_verb(pool, verb, fail)
+    assert (error.code, error.message, error.__notes__) == (7, "code 7", ["a note of the outer"])
+    nested, other = error.exceptions
+    assert type(nested) is ExceptionGroup and type(other) is TypeError  # noqa: F821
+    assert [type(one).__name__ for one in nested.exceptions] == ["OfTheTask", "ValueError"]
+    assert nested.exceptions[0].__notes__ == ["a note of the inner"]
+    part = error.subgroup(lambda one: isinstance(one, ValueError))
+    assert type(part) is type(error) and part.code == 7 and len(part.exceptions) == 1
+    shown = "".join(traceback.format_exception(error))
+    for text in (
+        "the cause\n",
+        "the context",
+        "a note of the inner",
+        "the cause of all",
+        "in fail",
+    ):
+        assert text in shown
+
+
+@pytest.mark.xpool_only
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes and groups came with Python 3.11")
+def test_groups_that_are_returned(pool):
+    """With ``on_error="return"``, and by `submit`, a group has its notes and exceptions as well."""
+
+    def fail(x):
+        group = ExceptionGroup("group", [ValueError(x), KeyError(x)])  # noqa: F821
+        group.add_note(f"of task {x}")
+        raise group
+
+    found = pool.map(fail, range(3), on_error="return")
+    found += pool.imap(fail, range(3, 6), on_error="return")
+    for n, error in enumerate(found):
+        assert error.__notes__ == [f"of task {n}"] and error.message == "group"
+        assert [one.args for one in error.exceptions] == [(n,), (n,)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import pickle
 import sys
 import threading
@@ -185,18 +186,103 @@ def test_cause_from_a_nested_pool_is_not_lost() -> None:
     assert trip(exc, text).__cause__.text.count("the inner text") == 1
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes and groups came with Python 3.11")
+HAS_GROUPS = sys.version_info >= (3, 11)
+with_groups = pytest.mark.skipif(not HAS_GROUPS, reason="notes and groups came with Python 3.11")
+ExceptionGroup: Any = getattr(builtins, "ExceptionGroup", Exception)
+BaseExceptionGroup: Any = getattr(builtins, "BaseExceptionGroup", Exception)
+
+
+class Exits(ExceptionGroup):  # type: ignore[misc]
+    """Takes its exceptions first, and no message: what Python's documentation shows."""
+
+    def __new__(cls, errors: list[Exception], code: int) -> Any:
+        self = super().__new__(Exits, f"exit code: {code}", errors)
+        self.code = code
+        return self
+
+    def derive(self, excs: Any) -> Any:
+        return Exits(excs, self.code)
+
+
+def outline(exc: Any) -> Any:
+    """Return all of an exception, and of those in it, that can be compared."""
+    notes = list(getattr(exc, "__notes__", ()))
+    rest = {key: value for key, value in vars(exc).items() if key != "__notes__"}
+    members = [outline(one) for one in getattr(exc, "exceptions", ())]
+    return type(exc), str(exc), notes, rest, members
+
+
+def noted(exc: Any, *notes: str) -> Any:
+    for note in notes:
+        exc.add_note(note)
+    return exc
+
+
+@with_groups
 def test_notes_and_groups() -> None:
-    """Notes and the exceptions of a group are kept."""
-    exc = TwoArguments(1, "why")
-    exc.add_note("a note")  # type: ignore[attr-defined]
-    assert trip(exc).__notes__ == ["a note"]
-    group = ExceptionGroup("group", [ValueError(1), exc])  # type: ignore[name-defined]  # noqa: F821
+    """Notes and the exceptions of a group are kept, at any depth, and in a value too."""
+    exc = noted(TwoArguments(1, "why"), "a note", "another")
+    assert trip(exc).__notes__ == ["a note", "another"]
+    inner = noted(Exits([OSError(2, "not there"), exc], 3), "of the inner")
+    group = noted(BaseExceptionGroup("group", [KeyboardInterrupt(), inner]), "of the outer")
+    for back in (trip(group), decode(encode([group]))[0]):
+        assert outline(back) == outline(group)
+        assert back.message == "group" and back.exceptions[1].args[1] == 3
+        # `split` makes new groups by `derive`, with the notes.
+        matching, rest = back.split(OSError)
+        assert type(matching.exceptions[0]) is Exits and matching.exceptions[0].code == 3
+        assert matching.__notes__ == ["of the outer"]
+        assert [type(one) for one in rest.exceptions[1].exceptions] == [TwoArguments]
+
+
+@with_groups
+def test_a_local_group(receiver: Receiver) -> None:
+    """A subclass that is sent by value is caught by ``except*``'s rules: class, code, split."""
+
+    class Local(ExceptionGroup):  # type: ignore[misc]
+        def __init__(self, message: str, errors: Any, code: int = 0) -> None:
+            super().__init__(message, errors)
+            self.code = code
+
+        def __new__(cls, message: str, errors: Any, code: int = 0) -> Any:
+            return super().__new__(cls, message, errors)
+
+        def derive(self, excs: Any) -> Any:
+            return Local(self.message, excs, self.code)
+
+    class Cause(Exception):
+        pass
+
+    def fail() -> None:
+        try:
+            raise Cause("the reason")
+        except Cause as cause:
+            raise noted(Local("local", [ValueError(1), TypeError(2)], 5), "a note") from cause
+
+    with pytest.raises(Local) as info:
+        receiver.call(fail)
+    assert (info.value.code, info.value.__notes__) == (5, ["a note"])
+    part = info.value.subgroup(TypeError)
+    assert type(part) is Local and part.code == 5 and part.exceptions[0].args == (2,)
+    text = str(info.value.__cause__)
+    assert "Cause: the reason" in text and "a note" in text and "TypeError: 2" in text
+
+
+@with_groups
+def test_a_group_of_what_cannot_be_pickled() -> None:
+    """Its exceptions are kept as they would be alone; the others are not touched."""
+    exc = noted(TwoArguments(1, "why"), "a note")
+    exc.generator = (x for x in ())
+    group = Exits([exc, RaisingReduce(2), Refusing("message"), ValueError(3)], 4)
+    group.generator = exc.generator
     back = trip(group)
-    assert type(back) is type(group)
-    assert back.message == "group"
-    assert [type(one) for one in back.exceptions] == [ValueError, TwoArguments]
-    assert back.exceptions[1].__notes__ == ["a note"]
+    assert type(back) is Exits and back.code == 4 and not hasattr(back, "generator")
+    kinds = [TwoArguments, RaisingReduce, ResultNotPicklable, ValueError]
+    assert [type(one) for one in back.exceptions] == kinds
+    assert vars(back.exceptions[0]) == {"code": 1, "reason": "why", "__notes__": ["a note"]}
+    assert back.exceptions[1].args == (2,) and "Refusing('message')" in str(back.exceptions[2])
+    deep = ExceptionGroup("outer", [ExceptionGroup("inner", [exc]), KeyError("k")])
+    assert vars(trip(deep).exceptions[0].exceptions[0])["code"] == 1
 
 
 def test_no_code_of_the_class_runs() -> None:

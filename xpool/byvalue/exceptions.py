@@ -7,6 +7,7 @@ the attributes are set afterwards.
 
 from __future__ import annotations
 
+import builtins
 from types import FunctionType
 from typing import Any
 
@@ -100,10 +101,36 @@ class _Salvaged(_Raised):
     """The exception without what cannot be pickled, its own ``__reduce__`` set aside."""
 
     def __reduce__(self) -> Any:
-        cls, args, state = _parts(self.exc)
+        return _rebuilt_and_raised, (*_salvaged_parts(self.exc), self.text)
+
+
+class _Member:
+    """An exception of a group, without what cannot be pickled."""
+
+    def __init__(self, exc: BaseException) -> None:
+        self.exc = exc
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, _salvaged_parts(self.exc)
+
+
+def _salvaged_parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    cls, args, state = _parts(exc)
+    kept: tuple[Any, ...]
+    if isinstance(exc, _GROUPS):
+        kept = args[0], [_salvaged_member(member) for member in args[1]]
+    else:
         kept = tuple(arg if _travels(arg) else str(_text(arg)) for arg in args)
-        state = {key: value for key, value in state.items() if _travels(value)}
-        return _rebuilt_and_raised, (cls, kept, state, self.text)
+    return cls, kept, {key: value for key, value in state.items() if _travels(value)}
+
+
+def _salvaged_member(exc: BaseException) -> Any:
+    """Return what is pickled in place of an exception of a group."""
+    for form in (exc, _Member(exc)):
+        if _travels(form):
+            return form
+    why = f"{type(exc).__qualname__} of a group cannot be pickled"
+    return errors.ResultNotPicklable(_text(TypeError(why)), _text(exc))
 
 
 def _travels(obj: Any) -> bool:
@@ -121,13 +148,19 @@ def _raised(exc: BaseException, text: str) -> BaseException:
     return exc
 
 
-def _rebuilt_and_raised(cls: Any, args: Any, state: Any, text: str) -> BaseException:
+def _rebuilt(cls: Any, args: Any, state: Any) -> BaseException:
     exc: BaseException = _rebuild(cls, args)
     exc.__setstate__(state)
-    return _raised(exc, text)
+    return exc
+
+
+def _rebuilt_and_raised(cls: Any, args: Any, state: Any, text: str) -> BaseException:
+    return _raised(_rebuilt(cls, args, state), text)
 
 
 # -- exceptions anywhere in a message ---------------------------------------------------------
+
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 
 def reduce_exception(pickler: Context, exc: BaseException) -> Any:
@@ -149,7 +182,12 @@ def _in_python(cls: type, name: str) -> bool:
 def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     reduced: Any = _built_in(type(exc), "__reduce__").__reduce__(exc)
     state = reduced[2] if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
-    return type(exc), tuple(reduced[1]), {**state, **exc.__dict__}
+    args = tuple(reduced[1])
+    if isinstance(exc, _GROUPS):
+        # Its args are those of its class, which may take others than the built-in class does.
+        group: Any = exc
+        state, args = {"args": args, **state}, (group.message, list(group.exceptions))
+    return type(exc), args, {**state, **exc.__dict__}
 
 
 def _built_in(cls: type, name: str) -> Any:
