@@ -264,6 +264,41 @@ def test_buffersize_bounds_what_is_drawn_ahead(pool, verb, chunksize):
 
 @pytest.mark.xpool_only
 @pytest.mark.parametrize("verb", VERBS)
+def test_buffersize_may_be_positional(pool, verb):
+    """It stands behind ``chunksize``, as in Python 3.16, and counts items also with chunks."""
+    drawn = []
+    inputs = (drawn.append(i) or i for i in range(60))
+    results = getattr(pool, verb)(work.same, inputs, 4, 8)
+    first = next(results)
+    # A chunk of four was taken, and eight more items may be drawn: not eight chunks.
+    assert len(drawn) <= 12
+    assert sorted([first, *results]) == list(range(60)) == drawn
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("end", ["consume", "cancel", "drop"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_join_waits_for_the_consumer_of_a_buffersize(kind, make_pool, verb, end):
+    """`join` returns when the results are taken; also when their iterator is cancelled or gone."""
+    pool = make_pool(kind, 2)
+    results = getattr(pool, verb)(work.same, range(200), buffersize=2)
+    got = [next(results)]
+    pool.close()
+    if end == "consume":
+        consumer = threading.Thread(target=got.extend, args=[results])
+        consumer.start()
+        pool.join()
+        consumer.join()
+        assert sorted(got) == list(range(200))
+        return
+    if end == "cancel":
+        results.cancel()
+    del results
+    pool.join()
+
+
+@pytest.mark.xpool_only
+@pytest.mark.parametrize("verb", VERBS)
 def test_endless_input(kind, make_pool, verb):
     """With a buffersize the input may be endless; `terminate` ends what was not asked for."""
     pool = make_pool(kind, 2)

@@ -51,6 +51,7 @@ def plain(pool: Pool | ThreadPool) -> None:
     assert_type(pool.starmap_async(join, [(1, "a")], callback=print), MapResult[bytes])
     assert_type(pool.imap(name, [1], buffersize=3), IMapIterator[str])
     assert_type(pool.imap_unordered(name, [1]), IMapUnorderedIterator[str])
+    assert_type(pool.imap_unordered(name, [1], 2, 8), IMapUnorderedIterator[str])
     assert_type(next(pool.imap(name, [1])), str)
     assert_type(len(pool.imap(name, [1])), int)
     for text in pool.imap_unordered(name, [1]):

@@ -139,8 +139,8 @@ class ContextVerbs(Generic[C]):
         func: Callable[[C, S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
     ) -> IMapIterator[T]: ...
@@ -150,8 +150,8 @@ class ContextVerbs(Generic[C]):
         func: Callable[[C, S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["return"],
         **options: Unpack[ManyOptions],
     ) -> IMapIterator[T | BaseException]: ...
@@ -161,8 +161,8 @@ class ContextVerbs(Generic[C]):
         func: Callable[[C, S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T]: ...
@@ -172,8 +172,8 @@ class ContextVerbs(Generic[C]):
         func: Callable[[C, S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["return"],
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T | BaseException]: ...

@@ -367,8 +367,8 @@ class PublicVerbs(Verbs):
         func: Callable[[S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
     ) -> IMapIterator[T]: ...
@@ -379,8 +379,8 @@ class PublicVerbs(Verbs):
         func: Callable[[S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["return"],
         **options: Unpack[ManyOptions],
     ) -> IMapIterator[T | BaseException]: ...
@@ -390,17 +390,19 @@ class PublicVerbs(Verbs):
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
         **options: Unpack[MapOptions],
     ) -> IMapIterator[Any]:
         """Return an iterator over the results, in order, while the input is still drawn.
 
-        ``buffersize``: at most so many items are drawn ahead of the consumer.  None: as many as
-        the workers have use for, while the results that nobody has taken need less than a sixteenth
-        of the machine's free memory (at least 64 MiB; a result is counted with 256 bytes more than
-        it has).  When the iterator is dropped, or somebody waits in `join`, the rest is drawn and
-        run all the same.
+        ``buffersize``: at most so many items, not chunks, are drawn ahead of the consumer.  Then
+        `join` waits for the consumer, and nothing more is drawn when the iterator is dropped or
+        cancelled.
+
+        Without a ``buffersize``, as many are drawn as the workers have use for, while the results
+        that nobody has taken need less than a sixteenth of the machine's free memory (at least
+        64 MiB; a result is counted with 256 bytes more than it has).  When the iterator is dropped,
+        or somebody waits in `join`, the rest is drawn and run all the same.
 
         ``len()`` of it is that of the input, where that has one.  Other keywords: as in `map`.
         """
@@ -413,8 +415,8 @@ class PublicVerbs(Verbs):
         func: Callable[[S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T]: ...
@@ -425,8 +427,8 @@ class PublicVerbs(Verbs):
         func: Callable[[S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
+        *,
         on_error: Literal["return"],
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T | BaseException]: ...
@@ -436,7 +438,6 @@ class PublicVerbs(Verbs):
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
         chunksize: int = 1,
-        *,
         buffersize: int | None = None,
         **options: Unpack[MapOptions],
     ) -> IMapUnorderedIterator[Any]:
