@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,10 @@ class Peer:
     name: str
     distribution: str | None = None
     """What must be installed; None for the standard library."""
+    missing = "not installed"
+    """What the table says where `version` is None."""
+    without_torch = ""
+    """Why its workers cannot use torch; empty if they can."""
     lambdas = False
     """Can it send a lambda?"""
     pool_a_work = False
@@ -216,6 +221,23 @@ class Futures(Executor):
         )
 
 
+class Interpreters(Executor):
+    """Threads that have an interpreter each, with a lock of its own: Python 3.14."""
+
+    name, lambdas = "interpreters", True
+    missing = "needs Python 3.14"
+    without_torch = "cannot: torch ends the process when a sub-interpreter imports it"
+
+    @classmethod
+    def version(cls) -> str | None:
+        return "" if sys.version_info >= (3, 14) else None
+
+    def open(self, *, with_torch: bool = False, with_lambdas: bool = False) -> None:
+        import concurrent.futures
+
+        self.pool = concurrent.futures.InterpreterPoolExecutor(WORKERS)  # type: ignore[attr-defined]
+
+
 class Loky(Executor):
     name, distribution, lambdas = "loky", "loky", True
 
@@ -327,6 +349,7 @@ PEERS: dict[str, type[Peer]] = {
         StandardForkserver,
         TorchMultiprocessing,
         Futures,
+        Interpreters,
         Mpire,
         Loky,
         Pebble,

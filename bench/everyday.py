@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 120.0
 """Seconds that one program may take."""
 BEHIND = 1.1
+COLUMN = 14
+"""The width of a column of the table."""
 
 _AS_A_POOL = """
         def run(pool, func, items):
@@ -145,9 +147,19 @@ THREADS = {
         start = ThreadPoolExecutor
     """
     + _AS_AN_EXECUTOR,
+    "interpreters": """
+        if sys.version_info < (3, 14):
+            unable("needs 3.14")
+        from concurrent.futures import InterpreterPoolExecutor
+        start = InterpreterPoolExecutor
+    """
+    + _AS_AN_EXECUTOR,
     "mpire": PEERS["mpire"].replace('start_method="fork"', 'start_method="threading"'),
 }
-"""Pools of threads; in the column `fork`, the standard library's."""
+"""Pools of threads; in the column `fork`, the standard library's.
+
+The workers of `interpreters` are threads that have an interpreter each.
+"""
 
 PACKAGES = {"loky": "loky", "mpire": "mpire", "torch": "torch", "joblib": "joblib"}
 
@@ -155,8 +167,8 @@ PRELUDE = """
     import sys, time
     def tell(seconds):
         print(seconds, flush=True)
-    def unable():
-        print("unable", flush=True)
+    def unable(why="-"):
+        print("unable", why, flush=True)
         sys.exit()
 """
 
@@ -290,6 +302,21 @@ CALLBACKS = """
         while len(got) < 2000:
             time.sleep(0.0001)
         tell(time.perf_counter() - begin)
+        finish(pool)
+"""
+
+COMPUTED = """
+    def compute(x):
+        for n in range(100_000):
+            x += n
+        return x
+    if __name__ == "__main__":
+        pool = start(2)
+        run(pool, square, range(9))
+        begin = time.perf_counter()
+        got = list(run(pool, compute, range(40)))
+        tell(time.perf_counter() - begin)
+        assert len(got) == 40
         finish(pool)
 """
 
@@ -504,6 +531,12 @@ def _with_threads(program: str) -> Mapping[str, str]:
     )
 
 
+def _with_threads_and_arrays(program: str) -> Mapping[str, str]:
+    """As `_with_threads`; numpy raises ImportError where a sub-interpreter imports it."""
+    whole = DATA_TASKS + program
+    return MappingProxyType({**_with_threads(whole), "interpreters": 'unable("no numpy")\n'})
+
+
 ROWS = [
     Row("whole script: Pool(2), map of 9", _program(WHOLE), whole=True),
     Row("the same, with torch", _program(WHOLE, IMPORT_TORCH), whole=True, needs="torch"),
@@ -570,6 +603,16 @@ ROWS = [
         needs="numpy",
     ),
     Row("threads: 2,000 callbacks", "", programs=_with_threads(CALLBACKS)),
+    Row("threads: 40 tasks of pure Python", "", programs=_with_threads(COMPUTED)),
+    Row(
+        "threads: 500 arrays of 100 KB", "",
+        programs=_with_threads_and_arrays(
+            DATA.format(
+                items="[numpy.ones(12_800) + i for i in range(500)]", how="run", func="twice"
+            )
+        ),
+        needs="numpy",
+    ),
     Row("1,000 calls of apply", _program(ONE_BY_ONE)),
     Row(
         "memory, map of 1,000,000: parent", _memory(1_000_000, MAPPED, OF_PARENT),
@@ -614,7 +657,7 @@ def measure(row: Row, peer: str, folder: Path) -> float | str:
     if done.returncode:
         return "fails"
     if done.stdout.startswith("unable"):
-        return "-"
+        return done.stdout.removeprefix("unable").strip()
     return seconds if row.whole else float(_LAST_NUMBER.findall(done.stdout)[-1])
 
 
@@ -662,7 +705,7 @@ def show(row: Row, peers: list[str], results: dict[str, float | str]) -> float:
     ratio = compare(row, results)
     cells = [v if isinstance(v, str) else f"{1e3 * v:.1f}" for v in map(results.__getitem__, peers)]
     said = "?" if ratio == math.inf else f"{ratio:.2f}{' behind' if ratio > BEHIND else ''}"
-    line = f"{row.name:36}{row.unit:>7}" + "".join(f"{cell:>11}" for cell in cells)
+    line = f"{row.name:36}{row.unit:>7}" + "".join(f"{cell:>{COLUMN}}" for cell in cells)
     print(f"{line}   {said}", flush=True)
     return ratio
 
@@ -672,7 +715,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="rows of which the name, or number, has this")
-    parser.add_argument("--peers", default=",".join([*PEERS, "torch", "joblib"]))
+    parser.add_argument("--peers", default=",".join([*PEERS, "interpreters", "torch", "joblib"]))
     parser.add_argument("--json", type=Path, help="where to write the medians, in seconds")
     given = parser.parse_args()
     peers = [
@@ -681,7 +724,7 @@ def main() -> None:
     ]  # fmt: skip
     if "xpool" not in peers:
         peers.insert(0, "xpool")
-    print(" " * 43 + "".join(f"{peer:>11}" for peer in peers) + "   xpool/best")
+    print(" " * 43 + "".join(f"{peer:>{COLUMN}}" for peer in peers) + "   xpool/best")
     behind, only_forks, kept = 0, 0, {}
     for number, row in enumerate(ROWS, 1):
         asked = given.only == str(number) if given.only.isdigit() else given.only in row.name

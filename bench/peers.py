@@ -174,6 +174,13 @@ def _is_settled(key: str, peer: str, by_peer: dict[str, list[dict[str, Any]]]) -
     return mine > min(values) * FAR_BEHIND
 
 
+def _why_not(peer: str, key: str) -> str:
+    """Return why a peer cannot do a work; empty if it can."""
+    if uses_torch([key]) and PEERS[peer].without_torch:
+        return PEERS[peer].without_torch
+    return "cannot" if key == "lambda" and not PEERS[peer].lambdas else ""
+
+
 def run_rounds(
     peers: list[str], keys: list[str], options: argparse.Namespace
 ) -> tuple[Outcomes, list[dict[str, floor.Figure]]]:
@@ -198,8 +205,7 @@ def run_rounds(
             wanted = [
                 key for key in keys if options.all or not _is_settled(key, peer, outcomes[key])
             ]
-            if not PEERS[peer].lambdas:
-                wanted = [key for key in wanted if key != "lambda"]
+            wanted = [key for key in wanted if not _why_not(peer, key)]
             runs = [[key] for key in wanted] if options.isolate else grouped(wanted, PEERS[peer])
             for run in runs:
                 for key, outcome in _measure(servers, peer, run, options.quick).items():
@@ -215,12 +221,12 @@ def summarise(outcomes: Outcomes, missing: list[str]) -> dict[str, dict[str, dic
     """One cell for each work and peer: a median with a note, or the fault in words."""
     cells: dict[str, dict[str, dict[str, Any]]] = {}
     for key, by_peer in outcomes.items():
-        cells[key] = {peer: {"fault": "not installed"} for peer in missing}
+        cells[key] = {peer: {"fault": PEERS[peer].missing} for peer in missing}
         for peer, rounds in by_peer.items():
             values = [outcome["value"] for outcome in rounds if "value" in outcome]
             faults = [outcome["fault"] for outcome in rounds if "fault" in outcome]
             if not rounds:
-                cells[key][peer] = {"fault": "cannot"}
+                cells[key][peer] = {"fault": _why_not(peer, key)}
             elif not values:
                 cells[key][peer] = {"fault": faults[-1]}
             else:
