@@ -303,7 +303,7 @@ def test_notes_and_groups_arrive_whole(pool, verb):
         try:
             raise inner from OSError("the cause")
         except OfTheTask:
-            inner.add_note("a note of the inner")
+            inner.add_note("a note of the inner")  # type: ignore[attr-defined]
         try:
             try:
                 raise KeyError("the context")

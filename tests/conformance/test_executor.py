@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures as futures
+import inspect
 import os
 import subprocess
 import sys
@@ -90,8 +91,32 @@ def test_arguments_are_checked(executor):
     """Sizes below one are refused by name."""
     with pytest.raises(ValueError, match="chunksize"):
         executor.map(work.square, [1], chunksize=0)
-    with pytest.raises(ValueError, match="buffersize"):
-        executor.map(work.square, [1], buffersize=0)
+    for size in (0, -1, "2", 1.5):
+        with pytest.raises((ValueError, TypeError), match="buffersize"):
+            executor.map(work.square, [1], buffersize=size)
+
+
+def test_buffersize_counts_items(executor):
+    """A chunk is cut to the buffersize: no more items are drawn ahead, however large chunks are."""
+    drawn = []
+    inputs = (drawn.append(n) or n for n in range(40))
+    got = executor.map(work.square, inputs, chunksize=16, buffersize=4)
+    assert len(drawn) <= 4
+    for taken in range(40):
+        assert next(got) == taken * taken and len(drawn) <= taken + 1 + 4
+    assert list(got) == []
+
+
+def test_all_of_the_standard_executor_is_there():
+    """Each public method and each argument of `ProcessPoolExecutor`, of whichever Python runs."""
+    standard = futures.ProcessPoolExecutor
+    for name in [*filter(lambda name: not name.startswith("_"), dir(standard)), "__init__"]:
+        theirs = inspect.signature(getattr(standard, name)).parameters
+        ours = inspect.signature(getattr(Executor, name)).parameters
+        assert set(theirs) <= set(ours), name
+        for parameter in theirs.values():
+            assert ours[parameter.name].default == parameter.default, (name, parameter)
+    assert "buffersize" in inspect.signature(Executor.map).parameters
 
 
 def test_shutdown(executor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures as futures
+import itertools
 import os
 import pickle
 import signal
@@ -15,7 +16,7 @@ import weakref
 import pytest
 from support import work
 from support.limits import PROGRAM_LIMIT, WAIT
-from support.waiting import Gate, eventually
+from support.waiting import Gate, eventually, wait_gone
 
 import xpool
 from xpool import CtxPool, Executor, Pool, ThreadPool, WorkerStartFailed
@@ -238,6 +239,41 @@ def test_workers_are_stopped(gate, end):
     assert not futures.wait(waiting, WAIT).not_done and all(f.cancelled() for f in waiting)
     with pytest.raises(RuntimeError, match="after shutdown"):
         executor.submit(abs, -1)
+
+
+@pytest.mark.parametrize("end", ["terminate_workers", "kill_workers"])
+def test_maps_of_workers_that_are_stopped(gate, end):
+    """A `map` fails as well, and its input is left alone; the workers are gone."""
+    executor, drawn = Executor(2), []
+    executor.submit(work.square, 3).result(WAIT)
+    pids = [pid for pid in executor._pool.statistics()["pids"] if pid is not None]
+    bounded = (drawn.append(n) or n for n in range(100))
+    several = [
+        executor.map(work.gated, itertools.repeat(str(gate.path)), bounded, buffersize=4),
+        executor.map(work.gated, [str(gate.path)] * 9),
+    ]
+    getattr(executor, end)()
+    for got in several:
+        with pytest.raises((futures.BrokenExecutor, futures.CancelledError)):
+            next(got)
+    assert len(drawn) <= 5
+    assert not wait_gone(pids)
+
+
+@pytest.mark.parametrize("end", ["terminate_workers", "kill_workers"])
+def test_workers_are_stopped_at_any_time(end):
+    """Idle workers may be stopped, twice, and those of an executor that was shut down."""
+    for prepare in (lambda _: None, Executor.shutdown, Executor.terminate_workers):
+        executor = Executor(2)
+        future = executor.submit(abs, -1)
+        assert future.result(WAIT) == 1
+        prepare(executor)
+        getattr(executor, end)()
+        getattr(executor, end)()
+        executor.shutdown()
+        assert future.result() == 1
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            executor.submit(abs, -1)
 
 
 def test_killed_workers_are_not_asked(tmp_path):
