@@ -237,8 +237,12 @@ def test_gallery_has_every_example():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "shown"),
-    # `test_on_ray` runs those.
-    [one for one in SHOWN if one[0] not in ("pool_on_ray.py", "cluster.py")],
+    # `test_on_ray` runs the first two, and tests of their own the others.
+    [
+        one
+        for one in SHOWN
+        if one[0] not in ("pool_on_ray.py", "cluster.py", "tour.py", "interpreters.py")
+    ],
     ids=lambda text: text if text.endswith(".py") else "",
 )
 def test_gallery_shows_what_is_printed(folder: Path, name: str, shown: str):

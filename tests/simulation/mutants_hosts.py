@@ -216,11 +216,11 @@ def _(patch: Patch) -> None:
 
 @mutant("what waits for a worker of a lost host goes on waiting")
 def _(patch: Patch) -> None:
-    patch.setattr(HostScheduler, "first_of", _first_unbound)
+    patch.setattr(HostScheduler, "front_of", _front_unbound)
 
 
-def _first_unbound(sched: HostScheduler, queue: Any) -> Any:
-    first = super(HostScheduler, sched).first_of(queue)
+def _front_unbound(sched: HostScheduler, queue: Any) -> Any:
+    first = super(HostScheduler, sched).front_of(queue)
     gone = first is not None and first.bound is not None and not sched.is_there(first.bound)
     return None if gone else first
 

@@ -160,6 +160,7 @@ class Relay:
                 if self._wake is None:
                     self._wake = os.pipe()
                 self._poller.register(self._wake[0], select.POLLIN)
+                thread.runs_only_xpool = True  # type: ignore[attr-defined] # until the first record
                 thread.start()
             except (RuntimeError, OSError):
                 if self._wake is not None:
@@ -253,6 +254,9 @@ class Relay:
             if channel.ended:
                 self._tell_dropped(channel, channel.dropped)
             return
+        if self._thread is not None:
+            # Handlers are the program's: they may compute with tensors (`tensors.sharing` asks).
+            self._thread.runs_only_xpool = False  # type: ignore[attr-defined]
         try:
             self._handle(channel, data)
         except Exception:
