@@ -150,6 +150,8 @@ class Engine:
             self._reactor.add(fd, lambda fd: self._relay_has_something(relay, fd))
 
     def _relay_has_something(self, relay: Relay, fd: int) -> None:
+        if not relay.is_needed():
+            return
         self._reactor.remove(fd)  # the relay's own thread reads from here on
         if not relay.begin():
             # The system has no thread now: workers wait for room, then count what they drop.

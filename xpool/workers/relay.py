@@ -150,7 +150,23 @@ class Relay:
             channel.shut()
             if channel.silent:
                 self._poller.register(channel.fd, _READ)
+                channel.silent = False
         self.begin()
+
+    def is_needed(self) -> bool:
+        """Whether there is something to read, while no thread reads: not the mere end of a socket.
+
+        Workers that stand in for others end without a word.
+        """
+        needed = False
+        for fd, events in self._poller.poll(0):
+            channel = self._channels.get(fd)
+            if channel is not None and events & _GONE and not channel.has_something():
+                channel.silent = True  # until `finish` is called
+                self._poller.unregister(fd)
+            else:
+                needed = True
+        return needed
 
     def begin(self) -> bool:
         """Start to read; False: the system has no thread now, or no descriptors."""
@@ -229,7 +245,8 @@ class Relay:
 
     def _close(self, channel: Channel) -> None:
         """Close a channel; called with the lock held."""
-        self._poller.unregister(channel.fd)
+        if not channel.silent:
+            self._poller.unregister(channel.fd)
         # Before it is closed: then the number may be another channel's at once.
         del self._channels[channel.fd]
         channel.close(channel.fd)
