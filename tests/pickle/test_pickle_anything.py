@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -119,7 +120,9 @@ def test_on_and_on(sent: Any) -> None:
 @pytest.fixture(scope="module", params=["copy", "share"])
 def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
     with Pool(1, is_copy_tensor=request.param == "copy") as one:
-        one.apply(anything.echo, (1,))  # until the worker runs: no test is charged with it
+        # Until the worker runs, and its log records are read: no test is charged with it.
+        one.apply(anything.echo, (1,))
+        one.apply(logging.getLogger("tests").error, ("begin",))
         yield one
     one.join()
 
