@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.waiting import eventually
 
 from xpool import Pool
 from xpool.codec.policy import Layout
@@ -123,6 +125,8 @@ def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
         # Until the worker runs, and its log records are read: no test is charged with it.
         one.apply(anything.echo, (1,))
         one.apply(logging.getLogger("tests").error, ("begin",))
+        reader = f"{one.name}-logs"
+        eventually(lambda: reader in [thread.name for thread in threading.enumerate()], reader)
         yield one
     one.join()
 
