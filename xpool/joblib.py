@@ -26,7 +26,7 @@ from joblib._parallel_backends import (
     SequentialBackend,
 )
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.pool.process import Pool
 from xpool.results import AsyncResult
 from xpool.worker.context import current_worker
@@ -244,7 +244,7 @@ class _Kept:
 # Guards `_kept` and the counts of users.  The pool that the next call gets if it asks for the same.
 _lock = threading.Lock()
 _kept: _Kept | None = None
-forks.renew(globals(), _lock=threading.Lock)
+at_fork.renew(globals(), _lock=threading.Lock)
 
 
 def _take(n_jobs: int, threads: Mapping[str, str], options: Mapping[str, Any]) -> _Kept:

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from xpool.waiters import Flag, Waiters
+from xpool._python.waiters import Flag, Waiters
 
 __all__ = ["Progress"]
 

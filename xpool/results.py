@@ -11,11 +11,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
+from xpool._python.interrupt import by_handler
+from xpool._python.waiters import Waiters
 from xpool.errors import TaskCancelled, TimeoutError
-from xpool.interrupt import by_handler
 from xpool.options import Terms
 from xpool.progress import Progress
-from xpool.waiters import Waiters
 
 __all__ = [
     "AsyncResult",
@@ -236,7 +236,7 @@ class AsyncResult(Job, Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         """Await the result in a loop of asyncio or trio; who is cancelled has it cancelled."""
-        from xpool.event_loops import awaited  # here: asyncio takes long to import
+        from xpool._python.event_loops import awaited  # here: asyncio takes long to import
 
         return awaited(self).__await__()
 

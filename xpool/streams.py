@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import repeat, starmap
 from typing import Any, TypeVar
 
+from xpool._python.waiters import Waiters
 from xpool.errors import TimeoutError
 from xpool.progress import Progress
 from xpool.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
-from xpool.waiters import Waiters
 
 __all__ = ["BOOKKEEPING", "IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream", "weigh"]
 
@@ -182,7 +182,7 @@ class IMapIterator(Iterator[T]):
         return self
 
     def __anext__(self) -> Awaitable[T]:
-        from xpool.event_loops import next_of
+        from xpool._python.event_loops import next_of
 
         return next_of(self)
 

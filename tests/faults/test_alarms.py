@@ -18,7 +18,7 @@ from support import scripts, work
 from support.tiers import also
 
 from xpool import P2PPool, Pool, PoolBroken, PoolClosed, TaskNotPicklable, ThreadPool
-from xpool.interrupt import deliver, interruptible, pending, shielded
+from xpool._python.interrupt import deliver, interruptible, pending, shielded
 
 pytestmark = pytest.mark.xpool_only
 

@@ -184,9 +184,9 @@ def test_jobs_are_pure():
 
 
 def test_forks_are_told_in_one_place():
-    """What is done at a fork is registered with `xpool.forks`, so its order can be seen."""
+    """Hooks of forks are registered with `xpool._python.at_fork`, so their order can be seen."""
     telling = [path.name for path in FILES if "register_at_fork" in path.read_text("utf-8")]
-    assert telling == ["forks.py"]
+    assert telling == ["at_fork.py"]
 
 
 @pytest.mark.starts

@@ -27,7 +27,7 @@ from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 import xpool
-from xpool.interrupt import keeps_clear, may_raise
+from xpool._python.interrupt import keeps_clear, may_raise
 from xpool.shm.arena import Arena
 from xpool.worker.stopping import again
 

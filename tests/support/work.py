@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from xpool import current_worker
-from xpool.interrupt import uninterrupted
+from xpool._python.interrupt import uninterrupted
 from xpool.testing.saboteurs import (
     EndsWhenCollected,
     EndsWhenPickled,

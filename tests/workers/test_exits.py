@@ -153,7 +153,7 @@ def test_callbacks_of_the_program(tmp_path, log, method):
 
 def hang(what, limit):
     """Have the end of this process hang."""
-    from xpool.worker import exits
+    from xpool._python import exits
 
     exits.EXIT_LIMIT = limit
     if what == "finalizer":

@@ -99,7 +99,7 @@ def test_a_server_without_rest_imports_what_its_workers_lack(tmp_path):
 
 FORKS = """
     import os
-    from xpool import forks
+    from xpool._python import at_fork as forks
 
     called = []
     forks.at_fork(before=lambda: called.append("before"), in_child=lambda: called.append("child"))

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from xpool import ThreadPool
+from xpool._python.waiters import Flag, TaskQueue
 from xpool.queue import SimpleQueue
-from xpool.waiters import Flag, TaskQueue
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xpool_only]
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from support.waiting import eventually
 
-from xpool.waiters import TaskQueue
+from xpool._python.waiters import TaskQueue
 
 
 def test_each_item_is_taken_once() -> None:

@@ -25,12 +25,12 @@ from collections.abc import Iterator
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
+from xpool._python.interrupt import by_handler
 from xpool.byvalue import main, registry, special_classes
 from xpool.byvalue.names import name_for
 from xpool.codec import reducers
 from xpool.codec.pickler import write_blob
 from xpool.codec.reducers import Context
-from xpool.interrupt import by_handler
 
 __all__ = ["reduce_class"]
 

@@ -12,11 +12,11 @@ from types import FunctionType
 from typing import Any
 
 from xpool import errors
+from xpool._python.interrupt import by_handler
 from xpool.byvalue.globals_received import missing_global
 from xpool.codec import reducers
 from xpool.codec.pickler import decode, encode
 from xpool.codec.reducers import Context
-from xpool.interrupt import by_handler
 
 __all__ = ["add_note", "encode_exception", "reduce_exception"]
 

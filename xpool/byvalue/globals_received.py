@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.byvalue import main
 from xpool.byvalue.broadcast import open_broadcast
 from xpool.byvalue.main import MISSING
@@ -224,4 +224,4 @@ _incoming = _Incoming()
 
 
 # Whose messages the parent hears does not concern a child.
-forks.renew(globals(), _lock=threading.RLock, _incoming=_Incoming)
+at_fork.renew(globals(), _lock=threading.RLock, _incoming=_Incoming)

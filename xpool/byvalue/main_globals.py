@@ -37,7 +37,8 @@ from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from xpool import forks
+from xpool._python import at_fork
+from xpool._python.interrupt import by_handler
 from xpool.byvalue import main
 from xpool.byvalue.checks import Checks, is_final
 from xpool.byvalue.globals_received import KEEP, NONE, PLACE, VALUE, Entry, unwrap
@@ -48,7 +49,6 @@ from xpool.codec import reducers
 from xpool.codec.pickler import write_global
 from xpool.codec.policy import Layout, in_block
 from xpool.codec.reducers import in_place
-from xpool.interrupt import by_handler
 from xpool.shm.arena import Block
 
 __all__ = ["Book"]
@@ -407,4 +407,4 @@ _outgoing = _Outgoing()
 reducers.script = _Script()
 
 
-forks.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child counts for itself
+at_fork.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child counts for itself

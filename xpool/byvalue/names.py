@@ -7,9 +7,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from xpool._python.interrupt import by_handler
 from xpool.byvalue.main import MAIN_NAMES, source
 from xpool.codec.reducers import Context
-from xpool.interrupt import by_handler
 
 __all__ = ["by_name", "goes_by_name", "mark_static_module", "name_for", "static_modules"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from xpool import forks
+from xpool._python import at_fork
 
 __all__ = ["ClassEntry", "adopt", "disown", "known", "lock", "lookup", "shell", "token_of"]
 
@@ -104,4 +104,4 @@ def _itself(obj: Any) -> Any:
     return obj
 
 
-forks.renew(globals(), lock=threading.RLock)
+at_fork.renew(globals(), lock=threading.RLock)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, FunctionType, MethodType
 from typing import Any
 
+from xpool._python.interrupt import by_handler
 from xpool.errors import TaskNotPicklable
-from xpool.interrupt import by_handler
 
 __all__ = ["refusal"]
 

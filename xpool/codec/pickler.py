@@ -14,6 +14,7 @@ from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from typing import Any
 
+from xpool._python.interrupt import by_handler
 from xpool.codec import diagnose, fallback, frame, reducers
 from xpool.codec.fastpath import SHORT
 from xpool.codec.policy import (
@@ -25,7 +26,6 @@ from xpool.codec.policy import (
     placement,
 )
 from xpool.errors import OptionError, XPoolError
-from xpool.interrupt import by_handler
 from xpool.shm.arena import Arena, Block
 from xpool.shm.buffers import same_bytes
 

@@ -16,8 +16,8 @@ from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
-from xpool import forks
-from xpool.codec.forking import reducer_for
+from xpool._python import at_fork
+from xpool._python.forking_pickler import reducer_for
 from xpool.codec.policy import Layout
 from xpool.shm.arena import Block
 from xpool.shm.buffers import buffer_at
@@ -183,5 +183,5 @@ def _find(kind: type) -> Reducer | None:
 
 
 # By name, as in `xpool.workers.slot`.
-forks.at_fork(before=lambda: _finding.acquire(), in_parent=lambda: _finding.release())
-forks.renew(globals(), _finding=threading.RLock)
+at_fork.at_fork(before=lambda: _finding.acquire(), in_parent=lambda: _finding.release())
+at_fork.renew(globals(), _finding=threading.RLock)

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import dataloader
 
 from xpool import pickle
+from xpool._python.waiters import LOST_SIGNAL
 from xpool.data.generators import Generators
 from xpool.data.pinning import can_pin, pinned
 from xpool.data.report import Times
@@ -23,7 +24,6 @@ from xpool.data.sampling import Request, Sampling
 from xpool.data.state import Progress
 from xpool.data.worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, end_later
-from xpool.waiters import LOST_SIGNAL
 
 __all__ = ["Before", "Epoch"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from xpool._python.worker_local import WorkerLocal
 from xpool.errors import DeviceError
-from xpool.worker_local import WorkerLocal
 
 if TYPE_CHECKING:
     import torch

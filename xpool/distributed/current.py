@@ -6,7 +6,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.distributed.errors import GroupError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ __all__ = [
 ]  # fmt: skip
 
 _lock = threading.Lock()
-forks.renew(globals(), _lock=threading.Lock)
+at_fork.renew(globals(), _lock=threading.Lock)
 # Guarded by _lock: the world, and the process that made it (a forked child has none).
 _world: World | None = None
 _pid = 0

@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xpool._python.interrupt import deliver, interruptible, pending
 from xpool.codec.frame import Leased, weight
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
@@ -44,7 +45,6 @@ from xpool.engine.service import Service
 from xpool.engine.switchboard import Switchboard
 from xpool.engine.tidying import Tidying
 from xpool.errors import OptionError, XPoolError
-from xpool.interrupt import deliver, interruptible, pending
 from xpool.jobs.budget import RestartBudget
 from xpool.jobs.scheduler import Limit, Scheduler, TaskRange
 from xpool.shm.arena import Arena

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool import errors
+from xpool._python.interrupt import shielded
 from xpool.engine.face import EngineFace
 from xpool.errors import PeerLost, PoolClosed, TaskTimeout
-from xpool.interrupt import shielded
 from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.options import Terms, label
 from xpool.pool.base import BasePool

@@ -25,7 +25,9 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from xpool import forks
+from xpool._python import at_fork
+from xpool._python.interrupt import interruptible, shielded
+from xpool._python.waiters import Flag
 from xpool.engine.face import WorkerBackend
 from xpool.errors import (
     OptionError,
@@ -35,7 +37,6 @@ from xpool.errors import (
     TimeoutError,
     XPoolError,
 )
-from xpool.interrupt import interruptible, shielded
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.options import (
     check_callable,
@@ -49,7 +50,6 @@ from xpool.pool.public import PublicVerbs
 from xpool.pool.turns import stop_feeders, take_turns
 from xpool.results import AsyncResult, Job, Parcel, exception_in
 from xpool.streams import Stream
-from xpool.waiters import Flag
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -554,4 +554,4 @@ def _at_exit() -> None:
         last()
 
 
-forks.at_fork(in_child=_after_fork_in_child)
+at_fork.at_fork(in_child=_after_fork_in_child)

@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from xpool import forks
+from xpool._python import at_fork
+from xpool._python.interrupt import by_handler
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
-from xpool.interrupt import by_handler
 from xpool.jobs.states import PoolStates
 from xpool.options import check_count, label
 from xpool.pool.callbacks import calling_back
@@ -233,7 +233,7 @@ class _Map:
 # Added and removed by single operations, which the interpreter does not interrupt, so that
 # finishing one takes no lock.
 _unfinished: set[_Future[Any] | _Map] = set()
-forks.renew(globals(), _unfinished=set)
+at_fork.renew(globals(), _unfinished=set)
 
 
 def submit(

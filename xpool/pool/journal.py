@@ -19,8 +19,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
-from xpool.interrupt import by_handler
 from xpool.options import check_callable
 from xpool.pickle import decode, dumps
 from xpool.pool.identity import Identity, Unknown

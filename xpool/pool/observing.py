@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xpool._python.interrupt import shielded
 from xpool.codec.frame import PLAIN
 from xpool.errors import OptionError
-from xpool.interrupt import shielded
 
 if TYPE_CHECKING:
     from xpool.engine.ledger import Event, Slow

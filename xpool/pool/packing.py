@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from xpool._python.interrupt import deliver, interruptible, pending
 from xpool.byvalue.broadcast import Broadcast, publish
 from xpool.byvalue.main_globals import Book
 from xpool.codec.frame import Leased
 from xpool.codec.pickler import encode_atoms
 from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable
-from xpool.interrupt import deliver, interruptible, pending
 from xpool.pickle import encode
 from xpool.pool.sight import Sight
 from xpool.shm.arena import Arena, Block

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from xpool._python.interrupt import by_handler, shielded
+from xpool._python.server_process import occupy_streams
 from xpool.byvalue.main import main_is_importable
 from xpool.errors import OptionError
-from xpool.interrupt import by_handler, shielded
 from xpool.jobs.scheduler import CALLS, TaskRange
 from xpool.options import (
     Terms,
@@ -48,7 +49,6 @@ from xpool.workers.launch import (
     import_for_arrays,
     wanted_modules,
 )
-from xpool.workers.server_process import occupy_streams
 
 __all__ = ["Pool", "describe", "limit_of"]
 

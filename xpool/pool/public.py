@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
+from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
-from xpool.interrupt import shielded
 from xpool.options import Exceptions, ManyOptions, MapOptions, resolve_processes
 from xpool.pool.verbs import PLAIN, WAITING, Verbs
 from xpool.results import AsyncResult, MapResult

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
-from xpool.interrupt import shielded
 from xpool.options import (
     Terms,
     check_bytes,

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool.errors import OptionError, XPoolError
-from xpool.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool.jobs.states import PoolStates
 from xpool.options import (
     Exceptions,

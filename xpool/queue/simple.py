@@ -30,11 +30,11 @@ from queue import Empty
 from types import TracebackType
 from typing import Any
 
+from xpool._python.interrupt import shielded
 from xpool.codec import frame
 from xpool.codec.frame import Leased
 from xpool.codec.policy import BY_PIPE, Layout
 from xpool.errors import OptionError
-from xpool.interrupt import shielded
 from xpool.pickle import decode, encode
 from xpool.shm import foreign
 from xpool.shm.arena import Arena, Block

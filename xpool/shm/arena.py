@@ -37,8 +37,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
-from xpool import forks
-from xpool.interrupt import shielded
+from xpool._python import at_fork
+from xpool._python.interrupt import shielded
 from xpool.shm import attachments
 from xpool.shm.block import Block, block_types, make_block_type
 from xpool.shm.layout import ENTRIES, HOLDS, PAGE, Entry, File
@@ -595,4 +595,4 @@ def _after_fork_in_child() -> None:
     Arena._making = threading.Lock()
 
 
-forks.at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)
+at_fork.at_fork(before=_before_fork, in_parent=_after_fork_in_parent, in_child=_after_fork_in_child)

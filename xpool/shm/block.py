@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from xpool.interrupt import uninterrupted
+from xpool._python.interrupt import uninterrupted
 
 if TYPE_CHECKING:
     from xpool.shm.arena import Arena

@@ -22,8 +22,8 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
-from xpool import forks
-from xpool.interrupt import shielded
+from xpool._python import at_fork
+from xpool._python.interrupt import shielded
 from xpool.shm import attachments
 from xpool.shm.arena import IDLE, Arena, Block
 from xpool.shm.buffers import address_of
@@ -400,4 +400,4 @@ def _after_fork_in_child() -> None:
     passing.release()
 
 
-forks.at_fork(before=passing.acquire, in_parent=passing.release, in_child=_after_fork_in_child)
+at_fork.at_fork(before=passing.acquire, in_parent=passing.release, in_child=_after_fork_in_child)

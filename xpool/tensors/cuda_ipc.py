@@ -22,11 +22,11 @@ from collections.abc import Callable, Sized
 from itertools import islice
 from typing import Any, NamedTuple
 
-from xpool import forks
+from xpool._python import at_fork
+from xpool._python.interrupt import shielded, uninterrupted
 from xpool.codec.policy import Layout
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import DeviceError, TaskNotPicklable
-from xpool.interrupt import shielded, uninterrupted
 from xpool.shm.arena import Arena, Block
 from xpool.shm.layout import ENTRIES
 from xpool.tensors import cuda
@@ -121,7 +121,7 @@ def _after_fork_in_child() -> None:
 
 _of_parent: list[Any] = []
 
-forks.at_fork(in_child=_after_fork_in_child)
+at_fork.at_fork(in_child=_after_fork_in_child)
 
 
 # -- the exporter --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import TaskNotPicklable
 from xpool.shm.arena import Block
@@ -39,7 +39,7 @@ _Map = tuple[int, int, int, int, str]
 _lent: list[tuple[Block, Any]] = []
 """Tokens, and the storages that they stand for."""
 
-forks.renew(globals(), _lent=list)
+at_fork.renew(globals(), _lent=list)
 
 
 def place_of(pickler: Context, storage: Any) -> Place | None:

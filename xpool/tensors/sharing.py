@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.codec.policy import Layout
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import TaskNotPicklable
@@ -29,7 +29,7 @@ __all__ = ["move", "reduce_shared"]
 _moving = threading.RLock()
 
 
-forks.renew(globals(), _moving=threading.RLock)
+at_fork.renew(globals(), _moving=threading.RLock)
 
 
 def reduce_shared(pickler: Context, storage: Any) -> Any:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.shm.buffers import new_buffer
 from xpool.shm.system import available_memory
 
@@ -115,4 +115,4 @@ def _after_fork_in_child() -> None:
     _files.clear()
 
 
-forks.at_fork(in_child=_after_fork_in_child)
+at_fork.at_fork(in_child=_after_fork_in_child)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError
-from xpool.worker_local import WorkerLocal
 
 __all__ = ["WorkerInfo", "current_worker", "enter", "leave"]
 

@@ -93,7 +93,7 @@ def main(
     # One environment: contexts whose workers share a process have equal ones (`pool/context`).
     _bind(orders[0], known)
     # Before the backends, the initializer and tasks, which may register callbacks.
-    from xpool.worker import exits
+    from xpool._python import exits
 
     exits.begin()
     if late is not None:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool import errors
+from xpool._python.exits import flush
+from xpool._python.import_hooks import when_imported
 from xpool.byvalue import registry
 from xpool.byvalue.broadcast import Objects
 from xpool.byvalue.exceptions import encode_exception
@@ -38,11 +40,9 @@ from xpool.transport.wire import (
     Refusal,
 )
 from xpool.worker import callables, failing, main_module
-from xpool.worker.arrivals import when_imported
 from xpool.worker.aside import stand_in
 from xpool.worker.callables import Exact, Prefixed, Retried, Ticking
 from xpool.worker.context import WorkerInfo, enter
-from xpool.worker.exits import flush
 from xpool.worker.peers import Peers
 from xpool.worker.protocol import Inbox, Replies
 from xpool.worker.relay import open_relay

@@ -20,9 +20,9 @@ import zlib
 from types import FrameType
 from typing import Any
 
+from xpool._python.import_hooks import when_imported
+from xpool._python.worker_local import process_is_shared
 from xpool.byvalue.main import TOP, is_replica, note_born, settled
-from xpool.worker.arrivals import when_imported
-from xpool.worker_local import process_is_shared
 
 __all__ = ["imported_by_worker", "install"]
 

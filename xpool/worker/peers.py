@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.codec.frame import Leased, adopt, weight
 from xpool.codec.policy import Layout
 from xpool.errors import OptionError, PeerLost, TimeoutError
@@ -452,4 +452,4 @@ def _after_fork_in_child() -> None:
         Peers.here.close_in_child()
 
 
-forks.at_fork(in_child=_after_fork_in_child)
+at_fork.at_fork(in_child=_after_fork_in_child)

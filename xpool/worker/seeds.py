@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from xpool.worker.arrivals import when_imported
+from xpool._python.import_hooks import when_imported
 
 __all__ = ["Seeds"]
 

@@ -27,9 +27,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool import forks
-from xpool.worker import arrivals, entry
-from xpool.worker.exits import flush
+from xpool._python import at_fork, import_hooks
+from xpool._python.exits import flush
+from xpool.worker import entry
 
 __all__ = ["main"]
 
@@ -74,7 +74,7 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice
     wake_r, wake_w = _wake_by_deaths()
     statuses: dict[int, int] = {}
     # A module of the user's may have made a pool of threads, or a queue.
-    fork = forks.fork_unused if _KNOWN.issuperset(preload) else os.fork
+    fork = at_fork.fork_unused if _KNOWN.issuperset(preload) else os.fork
     # Not a selector: of that a child would have much to close.
     poller = select.poll()
     poller.register(fd, select.POLLIN)
@@ -260,8 +260,8 @@ def _await_tracker(parent: int) -> None:
 
         _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - asking is what it is for
 
-    arrivals.when_imported("multiprocessing.resource_tracker", borrow)
-    forks.at_fork(before=before_fork)
+    import_hooks.when_imported("multiprocessing.resource_tracker", borrow)
+    at_fork.at_fork(before=before_fork)
 
 
 def _drain(fd: int) -> None:

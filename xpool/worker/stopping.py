@@ -18,8 +18,8 @@ import threading
 import time
 from types import CodeType, FrameType
 
+from xpool._python.interrupt import keeps_clear, may_raise
 from xpool.errors import TaskStopped
-from xpool.interrupt import keeps_clear, may_raise
 from xpool.transport.outbox import STACK_AT, STOP_SIGNAL, Outbox
 
 __all__ = ["again", "listen", "may_stop", "stack_of"]

@@ -15,7 +15,7 @@ import threading
 from multiprocessing.resource_tracker import ResourceTracker
 from typing import Any
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.worker.entry import CLOSE_ON_EXEC, TRACKER
 
 __all__ = ["Borrowed"]
@@ -68,7 +68,7 @@ class Borrowed(ResourceTracker):
             # own, which would unlink what the child has only attached to.  The hook that does it
             # was registered with the class as it was; it does nothing where `_fd` is None.
             # Hooks in a child run in the order of their registration: this one later.
-            forks.at_fork(
+            at_fork.at_fork(
                 before=lambda: setattr(tracker, "_forking", threading.get_ident()),
                 in_parent=lambda: setattr(tracker, "_forking", 0),
                 in_child=lambda: setattr(tracker, "_forking", 0),

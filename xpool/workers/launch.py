@@ -22,11 +22,10 @@ from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
-from xpool import forks
+from xpool._python import at_fork, server_process
+from xpool._python.interrupt import deliver, interruptible, pending
 from xpool.errors import OptionError, XPoolError, exit_reason
-from xpool.interrupt import deliver, interruptible, pending
 from xpool.worker import entry
-from xpool.workers import server_process
 from xpool.workers.forked import Forked
 
 __all__ = [
@@ -338,7 +337,7 @@ class ForkServer:
                 server._process.returncode = 0  # not ours to wait for
 
 
-forks.at_fork(in_child=ForkServer.forget_all)
+at_fork.at_fork(in_child=ForkServer.forget_all)
 atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those stop all others
 
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from xpool import forks
+from xpool._python import at_fork
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
 from xpool.shm.arena import Arena
 from xpool.transport.outbox import NO_LIMIT, Outbox, make_file
@@ -65,10 +65,10 @@ def _after_fork_in_child() -> None:
     _parents_only.clear()
 
 
-forks.at_fork(in_child=_after_fork_in_child)
+at_fork.at_fork(in_child=_after_fork_in_child)
 # By name, since each child has a lock of its own: Ctrl-C may have kept its parent from taking this.
-forks.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
-forks.renew(globals(), _forking=threading.RLock)
+at_fork.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
+at_fork.renew(globals(), _forking=threading.RLock)
 
 
 class Slot:

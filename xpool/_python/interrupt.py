@@ -27,7 +27,7 @@ from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any, TypeVar, cast
 
-from xpool import forks
+from xpool._python import at_fork
 
 __all__ = [
     "Deferred",
@@ -299,4 +299,4 @@ def _after_fork_in_child() -> None:
             _set_handler(signum, handler.handler)
 
 
-forks.at_fork(in_child=_after_fork_in_child)
+at_fork.at_fork(in_child=_after_fork_in_child)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xpool.interrupt import uninterrupted
+from xpool._python.interrupt import uninterrupted
 
 __all__ = ["LOST_SIGNAL", "Flag", "TaskQueue", "Waiters"]
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from xpool.interrupt import shielded
+from xpool._python.interrupt import shielded
 
 __all__ = [
     "credentials",

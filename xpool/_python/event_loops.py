@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from xpool.waiters import Waiters
+from xpool._python.waiters import Waiters
 
 __all__ = ["awaited", "next_of"]
 

@@ -1,0 +1,5 @@
+"""What leans on the insides of CPython and `multiprocessing`: the lowest layer.
+
+At-fork hooks, the shield against asynchronous exceptions, waiters, event loops, exits of processes,
+the fork server.  Runs in programs, workers and fork servers alike; imports `xpool.errors` at most.
+"""
