@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from xpool._calls.results import AsyncResult as AsyncResult
+    from xpool._calls.results import MapResult as MapResult
+    from xpool._calls.streams import IMapIterator as IMapIterator
+    from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool.errors import (
         DeviceError as DeviceError,
     )
@@ -74,10 +78,6 @@ if TYPE_CHECKING:
     from xpool.pool.spawn import spawn as spawn
     from xpool.pool.spawn import start_processes as start_processes
     from xpool.pool.thread import ThreadPool as ThreadPool
-    from xpool.results import AsyncResult as AsyncResult
-    from xpool.results import MapResult as MapResult
-    from xpool.streams import IMapIterator as IMapIterator
-    from xpool.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool.tensors.handles import TensorHandle as TensorHandle
     from xpool.worker.context import current_worker as current_worker
 

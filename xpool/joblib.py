@@ -26,9 +26,9 @@ from joblib._parallel_backends import (
     SequentialBackend,
 )
 
+from xpool._calls.results import AsyncResult
 from xpool._python import at_fork
 from xpool.pool.process import Pool
-from xpool.results import AsyncResult
 from xpool.worker.context import current_worker
 
 __all__ = ["RETRIES", "Backend", "shutdown"]

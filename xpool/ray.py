@@ -20,11 +20,11 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from xpool._calls.options import check_count
 from xpool.errors import OptionError
 from xpool.hosts.assembly import make_engine
 from xpool.hosts.engine import HostEngine
 from xpool.hosts.ray_fleet import BEGUN_WITH, RESOURCES, Node, RayFleet, named, ray_module
-from xpool.options import check_count
 from xpool.pool.context import CtxPool as _CtxPool
 from xpool.pool.process import Pool as _Pool
 

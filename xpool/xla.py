@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from xpool._calls.options import check_callable, check_count
 from xpool.devices import DeviceContext, Host, devices
 from xpool.devices.frameworks import running_runtime
 from xpool.errors import OptionError
-from xpool.options import check_callable, check_count
 from xpool.pool.spawn import ProcessContext, Replicas
 from xpool.worker import replica
 from xpool.worker.entry import set_environment

@@ -9,7 +9,8 @@ import pytest
 from support import work
 from support.kinds import KINDS, STDLIB, VERBS
 
-from xpool import ThreadPool, options
+from xpool import ThreadPool
+from xpool._calls import options
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 

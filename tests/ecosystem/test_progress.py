@@ -15,7 +15,8 @@ from support.limits import PROGRAM_LIMIT, WAIT
 from support.tiers import also
 from support.waiting import Gate
 
-from xpool import Pool, ThreadPool, progress
+from xpool import Pool, ThreadPool
+from xpool._calls import progress
 from xpool.errors import PoolClosed
 
 VERBS = ["map", "starmap", "map_async", "starmap_async", "imap", "imap_unordered"]

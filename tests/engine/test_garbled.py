@@ -19,10 +19,10 @@ from support.waiting import eventually
 
 import xpool
 from xpool import InternalError, Pool
+from xpool._calls.results import Unopened
 from xpool.codec import frame
 from xpool.engine.parcels import Encoded
 from xpool.pickle import decode, encode
-from xpool.results import Unopened
 from xpool.transport import records
 from xpool.transport.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool.transport.pipes import MOST, FrameReader

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from xpool import Pool
-from xpool.options import MapOptions
+from xpool._calls.options import MapOptions
 
 pytest.importorskip("torch", reason="most of the pages use torch")
 

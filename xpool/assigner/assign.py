@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xpool._calls.options import check_count, check_iterable
 from xpool.assigner.estimate import (
     MIB,
     ModelComplexityEstimator,
@@ -20,7 +21,6 @@ from xpool.assigner.machine import find_places
 from xpool.assigner.placement import Problem, plain_torch, search, step
 from xpool.devices import DeviceContext
 from xpool.errors import OptionError, XPoolError
-from xpool.options import check_count, check_iterable
 
 __all__ = ["ModelAssigner", "ModelContext", "PlacementError"]
 

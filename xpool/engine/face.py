@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
+from xpool._calls.results import Parcel
 from xpool.jobs.scheduler import Limit, TaskRange
-from xpool.results import Parcel
 
 if TYPE_CHECKING:
     from xpool.engine.ledger import Event, Slow, Work

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
 
+from xpool._calls.results import Parcel, Unopened
 from xpool._python.interrupt import by_handler
 from xpool.codec.frame import Leased, unpack, weight
 from xpool.codec.policy import INLINE_BELOW
 from xpool.errors import WorkerStartFailed
 from xpool.pickle import decode
-from xpool.results import Parcel, Unopened
 from xpool.transport.wire import ENTRY
 
 __all__ = ["Encoded", "Spread", "StartFailure"]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
+from xpool._calls.options import default_processes
 from xpool.codec.frame import lodge
 from xpool.codec.policy import INLINE_BELOW
 from xpool.devices import DeviceContext, devices
@@ -25,7 +26,6 @@ from xpool.errors import OptionError
 from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
 from xpool.hosts.fleet import Call
-from xpool.options import default_processes
 from xpool.pickle import encode
 from xpool.pool.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
 from xpool.pool.context import processes

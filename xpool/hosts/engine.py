@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from xpool._calls.results import Parcel
 from xpool.errors import OptionError
 from xpool.hosts import fleet as f
 from xpool.hosts import messages as m
 from xpool.hosts.service import HostService
 from xpool.jobs.ranges import Limit, TaskRange
-from xpool.results import Parcel
 
 if TYPE_CHECKING:
     from xpool.engine.ledger import Event, Slow, Work

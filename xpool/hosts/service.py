@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from xpool._calls.results import Parcel
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
 from xpool.hosts import fleet as f
 from xpool.hosts import messages as m
@@ -22,7 +23,6 @@ from xpool.hosts.conversation import Conversation
 from xpool.hosts.scheduler import HostScheduler, Message
 from xpool.jobs.budget import back_off
 from xpool.jobs.ranges import TaskRange, name_of
-from xpool.results import Parcel
 
 __all__ = ["DRIFT", "GRACE", "HostService"]
 

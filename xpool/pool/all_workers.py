@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool import errors
+from xpool._calls.options import Terms, label
+from xpool._calls.results import Job, Parcel, Unopened, exception_in, local
 from xpool._python.interrupt import shielded
 from xpool.engine.face import EngineFace
 from xpool.errors import PeerLost, PoolClosed, TaskTimeout
 from xpool.jobs.scheduler import Limit, TaskRange
-from xpool.options import Terms, label
 from xpool.pool.base import BasePool
-from xpool.results import Job, Parcel, Unopened, exception_in, local
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack

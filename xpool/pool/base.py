@@ -25,6 +25,13 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from xpool._calls.options import (
+    check_callable,
+    check_iterable,
+    resolve_processes,
+)
+from xpool._calls.results import AsyncResult, Job, Parcel, exception_in
+from xpool._calls.streams import Stream
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded
 from xpool._python.waiters import Flag
@@ -38,18 +45,11 @@ from xpool.errors import (
     XPoolError,
 )
 from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
-from xpool.options import (
-    check_callable,
-    check_iterable,
-    resolve_processes,
-)
 from xpool.pool.callbacks import Callbacks, see_off
 from xpool.pool.hooks import Carried
 from xpool.pool.input_reader import InputReader
 from xpool.pool.public import PublicVerbs
 from xpool.pool.turns import stop_feeders, take_turns
-from xpool.results import AsyncResult, Job, Parcel, exception_in
-from xpool.streams import Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from xpool._calls.results import local
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import Flag
-from xpool.results import local
 
 __all__ = ["Callbacks", "calling_back", "see_off"]
 

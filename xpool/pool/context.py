@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from xpool._calls.options import check_iterable, resolve_processes
 from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
-from xpool.options import check_iterable, resolve_processes
 from xpool.pool.context_verbs import C, ContextVerbs
 from xpool.pool.hooks import Hooks, Result, Task
 from xpool.pool.process import Pool

@@ -5,9 +5,9 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overl
 from typing_extensions import TypeVar as TypeVarWithDefault
 from typing_extensions import TypeVarTuple, Unpack
 
-from xpool.options import Exceptions, ManyOptions
-from xpool.results import AsyncResult, MapResult
-from xpool.streams import IMapIterator, IMapUnorderedIterator
+from xpool._calls.options import Exceptions, ManyOptions
+from xpool._calls.results import AsyncResult, MapResult
+from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
 
 __all__ = ["C", "ContextVerbs"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from xpool._calls.options import check_count
 from xpool.errors import OptionError
-from xpool.options import check_count
 from xpool.pool.futures import PoolExecutor
 from xpool.pool.process import Pool
 

@@ -13,16 +13,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from xpool._calls.options import check_count, label
+from xpool._calls.results import AsyncResult, Parcel, about_to_block
+from xpool._calls.streams import IMapIterator
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 from xpool.jobs.states import PoolStates
-from xpool.options import check_count, label
 from xpool.pool.callbacks import calling_back
 from xpool.pool.input_reader import Fed
 from xpool.pool.verbs import PLAIN
-from xpool.results import AsyncResult, Parcel, about_to_block
-from xpool.streams import IMapIterator
 
 if TYPE_CHECKING:
     from xpool.pool.base import BasePool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from xpool._calls.options import check_seconds
 from xpool.errors import OptionError, PeerLost, WorkerDied
-from xpool.options import check_seconds
 from xpool.worker.launch_shared import File
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from xpool._calls.results import Unopened
+from xpool._calls.streams import Shelf
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
-from xpool.results import Unopened
 from xpool.shm.system import available_memory
-from xpool.streams import Shelf
 
 __all__ = ["Fed", "FlowControl", "InputReader", "Runs"]
 

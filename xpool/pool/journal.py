@@ -19,14 +19,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from xpool._calls.options import check_callable
+from xpool._calls.results import Parcel, Unopened
+from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
-from xpool.options import check_callable
 from xpool.pickle import decode, dumps
 from xpool.pool.identity import Identity, Unknown
 from xpool.pool.program import name_of
-from xpool.results import Parcel, Unopened
-from xpool.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 
 __all__ = ["Journal", "Recorded", "Stored"]
 

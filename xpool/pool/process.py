@@ -14,12 +14,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from xpool._python.interrupt import by_handler, shielded
-from xpool._python.server_process import occupy_streams
-from xpool.byvalue.main import main_is_importable
-from xpool.errors import OptionError
-from xpool.jobs.scheduler import CALLS, TaskRange
-from xpool.options import (
+from xpool._calls.options import (
     Terms,
     check_bytes,
     check_count,
@@ -30,13 +25,18 @@ from xpool.options import (
     check_share_method,
     label,
 )
+from xpool._calls.results import Job
+from xpool._calls.streams import Stream
+from xpool._python.interrupt import by_handler, shielded
+from xpool._python.server_process import occupy_streams
+from xpool.byvalue.main import main_is_importable
+from xpool.errors import OptionError
+from xpool.jobs.scheduler import CALLS, TaskRange
 from xpool.pool.all_workers import AllWorkers, limit_of
 from xpool.pool.base import at_exit
 from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl, Runs
 from xpool.pool.task_stream import TaskStream
-from xpool.results import Job
-from xpool.streams import Stream
 from xpool.transport.wire import Mode
 from xpool.worker.callables import Retried, applied
 from xpool.worker.main_module import imported_by_worker

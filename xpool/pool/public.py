@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
+from xpool._calls.options import Exceptions, ManyOptions, MapOptions, resolve_processes
+from xpool._calls.results import AsyncResult, MapResult
+from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
 from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
-from xpool.options import Exceptions, ManyOptions, MapOptions, resolve_processes
 from xpool.pool.verbs import PLAIN, WAITING, Verbs
-from xpool.results import AsyncResult, MapResult
-from xpool.streams import IMapIterator, IMapUnorderedIterator
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -16,11 +16,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from xpool._calls.options import check_callable, check_count
+from xpool._calls.results import AsyncResult
 from xpool._python.waiters import LOST_SIGNAL
 from xpool.errors import PoolClosed, RemoteTraceback, WorkerDied, XPoolError, exit_reason
-from xpool.options import check_callable, check_count
 from xpool.pool.p2p import P2PPool
-from xpool.results import AsyncResult
 from xpool.worker import replica
 
 __all__ = [

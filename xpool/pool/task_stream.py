@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from xpool._calls.options import Terms
+from xpool._calls.results import Job
 from xpool.jobs.scheduler import TaskRange
-from xpool.options import Terms
 from xpool.pool.all_workers import limit_of
 from xpool.pool.input_reader import FlowControl
-from xpool.results import Job
 
 if TYPE_CHECKING:
     from xpool.engine.face import EngineFace

@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from xpool._python.interrupt import shielded
-from xpool.errors import OptionError
-from xpool.options import (
+from xpool._calls.options import (
     Terms,
     check_bytes,
     check_count,
@@ -21,11 +19,13 @@ from xpool.options import (
     check_seed,
     check_share_method,
 )
+from xpool._calls.results import Job
+from xpool._calls.streams import Stream
+from xpool._python.interrupt import shielded
+from xpool.errors import OptionError
 from xpool.pool.base import BasePool
 from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl, Runs
-from xpool.results import Job
-from xpool.streams import Stream
 from xpool.worker.callables import applied, each, star_each
 from xpool.workers.threads import Entry, Source, ThreadWorkers
 

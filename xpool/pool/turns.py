@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from typing import Protocol, TypeVar
 
+from xpool._calls.results import Parcel
 from xpool.engine.face import WorkerBackend
 from xpool.errors import InternalError
 from xpool.pool.callbacks import Callbacks
 from xpool.pool.input_reader import InputReader
-from xpool.results import Parcel
 
 __all__ = ["stop_feeders", "take_turns"]
 

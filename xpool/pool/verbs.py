@@ -7,10 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
-from xpool.errors import OptionError, XPoolError
-from xpool.jobs.states import PoolStates
-from xpool.options import (
+from xpool._calls.options import (
     Exceptions,
     Terms,
     check_args,
@@ -24,11 +21,14 @@ from xpool.options import (
     default_chunksize,
     label,
 )
+from xpool._calls.progress import Progress
+from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
+from xpool._calls.streams import IMapIterator, Stream
+from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
+from xpool.errors import OptionError, XPoolError
+from xpool.jobs.states import PoolStates
 from xpool.pool.hooks import Hooks
 from xpool.pool.input_reader import Fed, FlowControl, InputReader
-from xpool.progress import Progress
-from xpool.results import AsyncResult, Job, MapResult, Unopened
-from xpool.streams import IMapIterator, Stream
 from xpool.worker.callables import applied
 
 __all__ = ["PLAIN", "WAITING", "Verbs"]

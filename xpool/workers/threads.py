@@ -23,11 +23,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from xpool._calls.options import Terms
+from xpool._calls.results import Job
 from xpool._python.waiters import TaskQueue
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
 from xpool.jobs.budget import START_ATTEMPTS, back_off
-from xpool.options import Terms
-from xpool.results import Job
 from xpool.worker.context import WorkerInfo, enter, leave
 from xpool.worker.stopping import stack_of
 

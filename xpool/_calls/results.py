@@ -11,11 +11,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
+from xpool._calls.options import Terms
+from xpool._calls.progress import Progress
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
 from xpool.errors import TaskCancelled, TimeoutError
-from xpool.options import Terms
-from xpool.progress import Progress
 
 __all__ = [
     "AsyncResult",

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import repeat, starmap
 from typing import Any, TypeVar
 
+from xpool._calls.progress import Progress
+from xpool._calls.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
 from xpool._python.waiters import Waiters
 from xpool.errors import TimeoutError
-from xpool.progress import Progress
-from xpool.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
 
 __all__ = ["BOOKKEEPING", "IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream", "weigh"]
 
