@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import xpool
-from xpool.shm.arena import Arena
+from xpool._memory.arena import Arena
 from xpool.testing.leaks import Snapshot, descendants, descriptors, mark_this_run, servers
 
 PATIENCE = 60.0

@@ -21,7 +21,7 @@ import torch
 import xpool
 from bench.floor import warm_memcpy
 from bench.procs import descendants
-from xpool.shm.arena import Arena
+from xpool._memory.arena import Arena
 
 MIB = 1 << 20
 WORKERS = 2

@@ -9,7 +9,7 @@ from typing import Any
 from support import work
 
 from xpool import current_worker
-from xpool.shm.arena import Arena
+from xpool._memory.arena import Arena
 from xpool.tensors.handles import Keeper
 
 made: list[Any] = []

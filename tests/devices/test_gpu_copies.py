@@ -118,7 +118,7 @@ def views() -> list[Any]:
 @pytest.mark.parametrize("number", range(6))
 def test_straight_into_a_block(stand_in: None, number: int):
     """A message has one block, which the copy from the device fills; values and axes stay."""
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     arena = Arena.own()
     assert arena is not None

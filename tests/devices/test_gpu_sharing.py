@@ -522,7 +522,7 @@ def test_torch_without_identities(share: Any, monkeypatch: pytest.MonkeyPatch):
 @STAND_IN
 def test_no_memory_for_a_token(share: Any, monkeypatch: pytest.MonkeyPatch):
     """A message says what to do when there is no shared memory at all."""
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     pool = share(P2PPool, 1)
     x = tasks.put(torch.zeros(4))

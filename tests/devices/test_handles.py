@@ -32,11 +32,11 @@ from xpool import (
     TensorLost,
     WorkerDied,
 )
+from xpool._memory.arena import Arena
 from xpool.devices import devices
 from xpool.engine.answers import Answers
 from xpool.pool.packing import Packer
 from xpool.queue import SimpleQueue
-from xpool.shm.arena import Arena
 
 from . import handle_tasks as tasks
 

@@ -83,7 +83,7 @@ def options(method, stage=""):
 
 def shared_memory():
     """Return how many blocks of the arena are held, and bytes that its blocks and tables have."""
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     arena = Arena.own()
     counts = arena.statistics() if arena is not None else {"held": 0, "out": 0, "bytes": 0}

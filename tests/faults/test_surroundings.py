@@ -259,7 +259,7 @@ def test_the_signal_of_the_oom_killer(process_kind, make_pool):
 def test_gibibytes(make_pool, way, size):
     """A value of about 2^31 bytes arrives, whole, and so does a larger one."""
     from xpool import Pool
-    from xpool.shm.system import available_memory
+    from xpool._memory.system import available_memory
 
     if available_memory() < 5 * size:
         pytest.skip(f"needs {5 * size >> 30} GiB of free memory")

@@ -246,5 +246,10 @@ def test_a_first_worker_imports_little():
 def test_the_name_of_the_pool_imports_little():
     """The engine and the pickler are imported when a pool is made, after its fork server began."""
     loaded = run_python("from xpool import Pool")
-    assert not loaded & {"xpool.engine.loop", "xpool.codec.pickler", "xpool.shm.arena", "ctypes"}
+    assert not loaded & {
+        "xpool.engine.loop",
+        "xpool.codec.pickler",
+        "xpool._memory.arena",
+        "ctypes",
+    }
     assert not loaded & {"multiprocessing.pool", "multiprocessing.util", "inspect", "dill", "torch"}

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.waiting import eventually
 
-from xpool.shm import arena as module
-from xpool.shm.arena import MISSING, Arena, Block
-from xpool.shm.layout import ENTRIES, HOLDS, LARGE, PAGE
-from xpool.shm.region import _capacity
+from xpool._memory import arena as module
+from xpool._memory.arena import MISSING, Arena, Block
+from xpool._memory.layout import ENTRIES, HOLDS, LARGE, PAGE
+from xpool._memory.region import _capacity
 
 pytestmark = pytest.mark.pure
 

@@ -27,8 +27,8 @@ from support.tiers import also
 from support.waiting import eventually, wait_gone
 
 import xpool
+from xpool._memory.arena import Arena
 from xpool._python.interrupt import keeps_clear, may_raise
-from xpool.shm.arena import Arena
 from xpool.worker.stopping import again
 
 MIB = 1 << 20
@@ -249,7 +249,7 @@ def test_own_pool_in_forked_child(tmp_path: Path) -> None:
         """
         import os, torch, xpool
         from support import tensor_work as tasks
-        from xpool.shm.arena import Arena
+        from xpool._memory.arena import Arena
         if __name__ == "__main__":
             pool = xpool.Pool(1)
             held = pool.apply(tasks.filled, (1, 1 << 20))

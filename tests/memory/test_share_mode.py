@@ -27,7 +27,7 @@ from support.tiers import also
 from support.waiting import eventually
 
 import xpool
-from xpool.shm.arena import Arena, Block
+from xpool._memory.arena import Arena, Block
 from xpool.tensors import mapped
 from xpool.tensors import sharing as sharing_module
 

@@ -19,8 +19,8 @@ from support.tiers import also
 from support.waiting import Gate, Mailbox, eventually
 
 import xpool
-from xpool.shm.arena import Arena
-from xpool.shm.region import Region
+from xpool._memory.arena import Arena
+from xpool._memory.region import Region
 
 pytestmark = pytest.mark.torch
 
@@ -279,7 +279,7 @@ def test_limited_addresses(warm: None) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (20 << 30, 20 << 30))
         import torch, xpool
         from support import tensor_work as tasks
-        from xpool.shm.arena import Arena
+        from xpool._memory.arena import Arena
         assert Arena.own() is None
         with xpool.Pool(2) as pool:
             sent = [torch.full((1 << 20,), i) for i in range(10)]

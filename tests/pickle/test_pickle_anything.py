@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from support.waiting import eventually
 
 from xpool import Pool
+from xpool._memory.arena import Arena
 from xpool.codec.policy import Layout
 from xpool.pickle import decode, dumps, encode, loads
-from xpool.shm.arena import Arena
 from xpool.tensors import extents
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from xpool._memory.arena import Arena
 from xpool.codec.pickler import _FastPickler
 from xpool.codec.policy import Layout
-from xpool.shm.arena import Arena
 
 pytestmark = pytest.mark.pure
 

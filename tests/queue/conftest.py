@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import parts
 
+from xpool._memory.arena import Arena
 from xpool.queue import SimpleQueue
-from xpool.shm.arena import Arena
 
 
 @pytest.fixture(scope="session", autouse=True)

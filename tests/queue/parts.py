@@ -9,7 +9,7 @@ from typing import Any
 
 from support.waiting import LIMIT, eventually
 
-from xpool.shm import foreign
+from xpool._memory import foreign
 
 inherited: Any = None
 made: Any = None
@@ -112,8 +112,8 @@ def sums(inbox: Any, outbox: Any) -> None:
 
 def statistics(outbox: Any) -> None:
     """Tidy up, and put the arena's statistics."""
-    from xpool.shm import foreign
-    from xpool.shm.arena import Arena
+    from xpool._memory import foreign
+    from xpool._memory.arena import Arena
 
     foreign.tidy(float("inf"))
     arena = Arena.own()
@@ -183,7 +183,7 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
 
     import torch
 
-    from xpool.shm import arena, foreign
+    from xpool._memory import arena, foreign
 
     arena.IDLE = foreign.IDLE = 0.005  # type: ignore[attr-defined]  # tidy up all the time
     rng = random.Random(seed)

@@ -12,9 +12,9 @@ import parts
 import pytest
 from support.waiting import LIMIT, eventually
 
-from xpool.shm import foreign
-from xpool.shm.arena import Arena
-from xpool.shm.layout import HOLDS
+from xpool._memory import foreign
+from xpool._memory.arena import Arena
+from xpool._memory.layout import HOLDS
 
 LARGE = 100_000
 
@@ -111,8 +111,8 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
     [
         "xpool.queue.simple:frame.adopt",
         "xpool.queue.simple:foreign.ForeignArena.enter",
-        "xpool.shm.attachments:claim",
-        "xpool.shm.arena:Arena._hold",
+        "xpool._memory.attachments:claim",
+        "xpool._memory.arena:Arena._hold",
         "xpool.queue.simple:decode",
     ],
 )
@@ -135,10 +135,10 @@ def test_a_reader_dies_with_a_message(make_queue: Any, start: Any, where: str):
     ("where", "arrives"),
     [
         ("xpool.queue.simple:encode", False),
-        ("xpool.shm.attachments:open_lease", False),
-        ("xpool.shm.attachments:_set", False),
-        ("xpool.shm.foreign:InFlightLeases.sent", True),
-        ("xpool.shm.foreign:call", True),
+        ("xpool._memory.attachments:open_lease", False),
+        ("xpool._memory.attachments:_set", False),
+        ("xpool._memory.foreign:InFlightLeases.sent", True),
+        ("xpool._memory.foreign:call", True),
     ],
 )
 def test_a_writer_dies_with_a_message(make_queue: Any, start: Any, where: str, arrives: bool):
@@ -244,8 +244,8 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
 @pytest.mark.torch
 def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""
-    monkeypatch.setattr("xpool.shm.arena.IDLE", 0.005)
-    monkeypatch.setattr("xpool.shm.foreign.IDLE", 0.005)
+    monkeypatch.setattr("xpool._memory.arena.IDLE", 0.005)
+    monkeypatch.setattr("xpool._memory.foreign.IDLE", 0.005)
     q, faults = make_queue(), make_queue()
     rng = random.Random(seed := random.randrange(2**32))
     jugglers = [start("fork", parts.juggle, q, faults, rng.random()) for _ in range(4)]
@@ -280,7 +280,7 @@ def test_too_many_readers(make_queue: Any, start: Any, monkeypatch: pytest.Monke
     """Where no attachment to a file is free, a message in it is refused, and the next one comes."""
     q = make_queue()
     start("spawn", parts.put_all, q, [bytearray(LARGE), "short", bytearray(LARGE)]).join(LIMIT)
-    monkeypatch.setattr("xpool.shm.attachments.FIRST_FOREIGN", HOLDS)
+    monkeypatch.setattr("xpool._memory.attachments.FIRST_FOREIGN", HOLDS)
     with pytest.raises(LookupError, match="more are not possible"):
         q.get(LIMIT)
     assert q.get(LIMIT) == "short"

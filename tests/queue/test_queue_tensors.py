@@ -17,8 +17,8 @@ from support.tiers import also
 from support.waiting import LIMIT, eventually
 
 from xpool import Pool, TaskNotPicklable
+from xpool._memory.arena import Arena
 from xpool.queue import SimpleQueue
-from xpool.shm.arena import Arena
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
@@ -225,7 +225,7 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
     assert theirs.file.used() >= 8 * (4 << 20)
     kept = taken[3]
     del taken
-    from xpool.shm import foreign
+    from xpool._memory import foreign
 
     foreign.tidy()
     assert theirs.file.used() < 2 * (4 << 20)

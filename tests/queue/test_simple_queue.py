@@ -110,7 +110,7 @@ def test_sizes(make_queue: Any, size: int):
 
 def test_without_an_arena(make_queue: Any, monkeypatch: pytest.MonkeyPatch):
     """Where no memory can be shared, long messages travel in files of their own."""
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     monkeypatch.setattr(Arena, "_own", None)
     monkeypatch.setattr(Arena, "_make", classmethod(lambda cls, limit: None))

@@ -92,7 +92,7 @@ class TwoBuffers:
 
 def end_half_copied(how: str) -> TwoBuffers:
     """End when the first of the result's two blocks is filled and the second is asked for."""
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     lease = Arena.lease
     calls: list[int] = []

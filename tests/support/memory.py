@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xpool.shm.arena import Arena
-from xpool.shm.layout import HOLDS
+from xpool._memory.arena import Arena
+from xpool._memory.layout import HOLDS
 
 
 def block_bytes(arena: Arena) -> int:

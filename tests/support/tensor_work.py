@@ -128,7 +128,7 @@ def with_lock(size: int) -> Any:
 
 def held_here() -> tuple[int, int]:
     """Return how many blocks this worker holds, and how many of its own are out."""
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     arena = Arena.here()
     assert arena is not None

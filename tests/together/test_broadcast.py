@@ -19,8 +19,8 @@ from support.scripts import run_ok
 from support.waiting import eventually
 
 from xpool import P2PPool, Pool, TaskNotPicklable, current_worker
+from xpool._memory.arena import Arena
 from xpool.byvalue.broadcast import Objects
-from xpool.shm.arena import Arena
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 

@@ -116,7 +116,7 @@ def produce(times: int) -> None:
 
 
 def consume(times: int) -> tuple[float, int]:
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     total = 0.0
     for _ in range(times):
@@ -303,7 +303,7 @@ def send_until_lost(box: str) -> int:
 
 def test_a_dead_peer_ends_a_send(make_pool, mailbox):
     """Who waits for room in the channel to one that dies gets PeerLost, and memory comes back."""
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     pool = make_pool(P2PPool, 2)
     sender = pool.apply_async(send_until_lost, (mailbox.path,), worker=0)
@@ -316,7 +316,7 @@ def test_a_dead_peer_ends_a_send(make_pool, mailbox):
 
 
 def held_blocks() -> int:
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
     arena = Arena.here()
     assert arena is not None

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from xpool._calls.options import check_iterable
+from xpool._memory.system import available_memory
 from xpool.devices import DeviceContext, Host, devices
 from xpool.devices.kinds import best
 from xpool.devices.nvml import Spare, find_spare
 from xpool.errors import DeviceError, OptionError
-from xpool.shm.system import available_memory
 
 __all__ = ["Place", "find_places"]
 

@@ -22,13 +22,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from xpool._memory.arena import Arena, Block
+from xpool._memory.layout import LARGE
 from xpool._python.worker_local import WorkerLocal
 from xpool.codec.pickler import decode, encode
 from xpool.codec.policy import Layout, pools
 from xpool.codec.reducers import Context, builder, in_place, register
 from xpool.errors import TaskNotPicklable
-from xpool.shm.arena import Arena, Block
-from xpool.shm.layout import LARGE
 
 __all__ = ["Broadcast", "Objects"]
 

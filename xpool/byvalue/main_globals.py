@@ -37,6 +37,7 @@ from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+from xpool._memory.arena import Block
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool.byvalue import main
@@ -49,7 +50,6 @@ from xpool.codec import reducers
 from xpool.codec.pickler import write_global
 from xpool.codec.policy import Layout, in_block
 from xpool.codec.reducers import in_place
-from xpool.shm.arena import Block
 
 __all__ = ["Book"]
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
 from typing import Any
 
+from xpool._memory.arena import MISSING, Arena, Block
+from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
 from xpool.codec.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
-from xpool.shm.arena import MISSING, Arena, Block
-from xpool.shm.buffers import HUGE_PAGES_FROM, new_buffer
 
 __all__ = [
     "ALIGN", "FRAMED", "PLAIN", "Leased", "addressed", "adopt", "inline", "lodge", "pack",
@@ -254,7 +254,7 @@ def _block(
     token = known[which]
     if token in Arena._known or not (anywhere and message[1] & ADDRESSED):
         return Arena.find(token).adopt(place)
-    from xpool.shm import foreign  # here: few programs need it
+    from xpool._memory import foreign  # here: few programs need it
 
     at = len(message) - _ADDRESS.size * (len(known) - which)
     inode, pid, number = _ADDRESS.unpack_from(message, at)
@@ -270,7 +270,7 @@ def _come_to(token: int, inode: int, pid: int, number: int) -> Arena:
         os.fstat(arena.file.fd).st_ino == inode for arena in list(Arena._known.values())
     ):
         return Arena.find(token)
-    from xpool.shm.foreign import ForeignArena
+    from xpool._memory.foreign import ForeignArena
 
     try:
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

@@ -14,6 +14,8 @@ from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from typing import Any
 
+from xpool._memory.arena import Arena, Block
+from xpool._memory.buffers import same_bytes
 from xpool._python.interrupt import by_handler
 from xpool.codec import diagnose, fallback, frame, reducers
 from xpool.codec.fastpath import SHORT
@@ -26,8 +28,6 @@ from xpool.codec.policy import (
     placement,
 )
 from xpool.errors import OptionError, XPoolError
-from xpool.shm.arena import Arena, Block
-from xpool.shm.buffers import same_bytes
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "encode_atoms", "loads"]
 

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xpool.shm.arena import Arena, Block
+from xpool._memory.arena import Arena, Block
 
 __all__ = [
     "INLINE_BELOW",

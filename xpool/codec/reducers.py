@@ -16,11 +16,11 @@ from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
+from xpool._memory.arena import Block
+from xpool._memory.buffers import buffer_at
 from xpool._python import at_fork
 from xpool._python.forking_pickler import reducer_for
 from xpool.codec.policy import Layout
-from xpool.shm.arena import Block
-from xpool.shm.buffers import buffer_at
 
 __all__ = [
     "BUILDERS",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pickle import PickleBuffer
 from typing import Any
 
+from xpool._memory.buffers import array_type
 from xpool.codec.policy import INLINE_BELOW
 from xpool.codec.reducers import LAZY, Context, builder, register
-from xpool.shm.buffers import array_type
 
 __all__: list[str] = []
 

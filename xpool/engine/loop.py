@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xpool._memory.arena import Arena
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool.codec.frame import Leased, weight
 from xpool.engine.answers import Answers
@@ -47,7 +48,6 @@ from xpool.engine.tidying import Tidying
 from xpool.errors import OptionError, XPoolError
 from xpool.jobs.budget import RestartBudget
 from xpool.jobs.scheduler import Limit, Scheduler, TaskRange
-from xpool.shm.arena import Arena
 from xpool.transport.spin import Spin
 from xpool.workers.relay import Relay
 from xpool.workers.slot import Slot

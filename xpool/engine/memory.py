@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from xpool._memory.system import Scope, fullest_scope
 from xpool.engine.reactor import Reactor
-from xpool.shm.system import Scope, fullest_scope
 from xpool.workers.slot import Slot
 
 __all__ = ["MemoryGuard"]

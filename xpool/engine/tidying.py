@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from xpool._memory.arena import IDLE, Arena
 from xpool.engine.reactor import Reactor
-from xpool.shm.arena import IDLE, Arena
 from xpool.tensors import cuda_ipc, mapped
 
 __all__ = ["Tidying"]

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from xpool._calls.results import Unopened
 from xpool._calls.streams import Shelf
+from xpool._memory.system import available_memory
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
-from xpool.shm.system import available_memory
 
 __all__ = ["Fed", "FlowControl", "InputReader", "Runs"]
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from xpool._calls.options import default_processes
+from xpool._memory.arena import Arena
 from xpool._python.server_process import search_path
 from xpool.byvalue.main import main_is_importable, main_location, units
 from xpool.codec.frame import inline
-from xpool.shm.arena import Arena
 from xpool.workers.launch import Launcher
 from xpool.workers.relay import levels
 

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from xpool._memory.arena import Arena, Block
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool.byvalue.broadcast import Broadcast, publish
 from xpool.byvalue.main_globals import Book
@@ -16,7 +17,6 @@ from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 from xpool.pool.sight import Sight
-from xpool.shm.arena import Arena, Block
 from xpool.worker.launch_shared import File
 
 __all__ = ["Packer", "find_arena"]

@@ -30,14 +30,14 @@ from queue import Empty
 from types import TracebackType
 from typing import Any
 
+from xpool._memory import foreign
+from xpool._memory.arena import Arena, Block
 from xpool._python.interrupt import shielded
 from xpool.codec import frame
 from xpool.codec.frame import Leased
 from xpool.codec.policy import BY_PIPE, Layout
 from xpool.errors import OptionError
 from xpool.pickle import decode, encode
-from xpool.shm import foreign
-from xpool.shm.arena import Arena, Block
 from xpool.transport import packets
 
 __all__ = ["SimpleQueue"]

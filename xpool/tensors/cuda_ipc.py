@@ -22,13 +22,13 @@ from collections.abc import Callable, Sized
 from itertools import islice
 from typing import Any, NamedTuple
 
+from xpool._memory.arena import Arena, Block
+from xpool._memory.layout import ENTRIES
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded, uninterrupted
 from xpool.codec.policy import Layout
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import DeviceError, TaskNotPicklable
-from xpool.shm.arena import Arena, Block
-from xpool.shm.layout import ENTRIES
 from xpool.tensors import cuda
 
 __all__ = [

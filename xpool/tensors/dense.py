@@ -20,6 +20,7 @@ from functools import partial
 from pickle import PickleBuffer
 from typing import Any
 
+from xpool._memory.buffers import buffer_at
 from xpool.codec.fastpath import SHORT, Head, tail
 from xpool.codec.policy import INLINE_BELOW
 from xpool.codec.reducers import (
@@ -32,7 +33,6 @@ from xpool.codec.reducers import (
     register,
 )
 from xpool.errors import TaskNotPicklable
-from xpool.shm.buffers import buffer_at
 from xpool.tensors import composite
 from xpool.tensors.cuda_ipc import export, import_, tensor_on_gpu
 from xpool.tensors.devices import fetch, is_kept, on_own_device

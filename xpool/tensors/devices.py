@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from xpool._memory.arena import Block
 from xpool.codec.policy import Layout, Placement, placement
-from xpool.shm.arena import Block
 from xpool.tensors import pinned
 from xpool.tensors.cuda_ipc import from_the_pool
 from xpool.tensors.extents import extent

@@ -19,13 +19,13 @@ from itertools import islice
 from math import prod
 from typing import Any
 
+from xpool._memory.arena import Arena, Block
 from xpool._python.worker_local import WorkerLocal
 from xpool.codec.frame import Leased
 from xpool.codec.pickler import decode, encode
 from xpool.codec.policy import Layout, pools
 from xpool.codec.reducers import Context, builder, in_place, register
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
-from xpool.shm.arena import Arena, Block
 from xpool.tensors import cuda_ipc
 from xpool.tensors.cuda_ipc import gpu_of
 from xpool.tensors.devices import copy_to, on_own_device

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
+from xpool._memory.arena import Block
 from xpool._python import at_fork
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import TaskNotPicklable
-from xpool.shm.arena import Block
 from xpool.tensors.extents import Seen
 
 __all__ = ["Place", "collect", "lend", "open_file", "place_of"]

@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from xpool._memory.arena import Arena, Block
 from xpool._python import at_fork
 from xpool.codec.policy import Layout
 from xpool.codec.reducers import Context, builder, in_place
 from xpool.errors import TaskNotPicklable
-from xpool.shm.arena import Arena, Block
 from xpool.tensors import mapped
 
 __all__ = ["move", "reduce_shared"]

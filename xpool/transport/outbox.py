@@ -37,7 +37,7 @@ import signal
 import sys
 import time
 
-from xpool.shm.system import fixed_file
+from xpool._memory.system import fixed_file
 from xpool.transport.wire import ENTRY, ERROR_BIT
 
 __all__ = [

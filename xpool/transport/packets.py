@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from xpool._memory.buffers import new_buffer
+from xpool._memory.system import available_memory
 from xpool._python import at_fork
-from xpool.shm.buffers import new_buffer
-from xpool.shm.system import available_memory
 
 __all__ = ["LONGEST", "file_with", "give_room", "read_file", "receive", "rights"]
 

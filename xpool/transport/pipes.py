@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from xpool.shm.buffers import new_buffer
+from xpool._memory.buffers import new_buffer
 from xpool.transport.wire import Parts
 
 __all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]

@@ -15,7 +15,7 @@ lifeline, read end    nothing is ever written; when its other end closes, the ke
 outbox                the page of `xpool.transport.outbox`
 control               where channels to peers are asked for, in pools that have them
 logs                  a socket for log records and warnings (`xpool.worker.relay`)
-arena                 the file of `xpool.shm.arena`, where there is one
+arena                 the file of `xpool._memory.arena`, where there is one
 ====================  ======================================================================
 
 A process that is to have several workers, each a thread, is sent as many such sockets instead.

@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from xpool._memory.system import fix_size
 from xpool.errors import XPoolError
 from xpool.pickle import decode, encode
-from xpool.shm.system import fix_size
 
 __all__ = ["File", "FileOfAgent", "MpModelWrapper", "MpSerialExecutor"]
 

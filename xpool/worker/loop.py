@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool import errors
+from xpool._memory.arena import IDLE, Arena, Block
 from xpool._python.exits import flush
 from xpool._python.import_hooks import when_imported
 from xpool.byvalue import registry
@@ -25,7 +26,6 @@ from xpool.byvalue.main import mark_worker
 from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.pickle import LATE, decode, encode, load_late
-from xpool.shm.arena import IDLE, Arena, Block
 from xpool.transport.outbox import Outbox
 from xpool.transport.pipes import BlockingFrameReader, write_all
 from xpool.transport.spin import Spin

@@ -28,12 +28,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from xpool._memory.arena import Block
 from xpool._python import at_fork
 from xpool.codec.frame import Leased, adopt, weight
 from xpool.codec.policy import Layout
 from xpool.errors import OptionError, PeerLost, TimeoutError
 from xpool.pickle import decode, encode
-from xpool.shm.arena import Block
 from xpool.transport import packets
 from xpool.transport.outbox import STOP_SIGNAL
 from xpool.transport.spin import Spin

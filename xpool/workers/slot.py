@@ -18,9 +18,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from xpool._memory.arena import Arena
 from xpool._python import at_fork
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
-from xpool.shm.arena import Arena
 from xpool.transport.outbox import NO_LIMIT, Outbox, make_file
 from xpool.transport.pipes import FrameReader, FrameWriter
 from xpool.transport.wire import TO_PARENT, Refusal

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 
-from xpool.shm.layout import ENTRIES, LARGE, PAGE, Entry, File
+from xpool._memory.layout import ENTRIES, LARGE, PAGE, Entry, File
 
 __all__ = ["Region"]
 

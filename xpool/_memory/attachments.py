@@ -27,7 +27,7 @@ import os
 import struct
 import sys
 
-from xpool.shm.layout import HOLDS, File
+from xpool._memory.layout import HOLDS, File
 
 if sys.platform == "linux":
     import fcntl

@@ -37,14 +37,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 
+from xpool._memory import attachments
+from xpool._memory.block import Block, block_types, make_block_type
+from xpool._memory.layout import ENTRIES, HOLDS, PAGE, Entry, File
+from xpool._memory.pins import Pins
+from xpool._memory.region import Region
+from xpool._memory.system import available_memory, fixed_file
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
-from xpool.shm import attachments
-from xpool.shm.block import Block, block_types, make_block_type
-from xpool.shm.layout import ENTRIES, HOLDS, PAGE, Entry, File
-from xpool.shm.pins import Pins
-from xpool.shm.region import Region
-from xpool.shm.system import available_memory, fixed_file
 
 __all__ = ["IDLE", "MISSING", "Arena", "Block"]
 
@@ -68,7 +68,7 @@ class Arena:
     _known: dict[int, Arena] = {}  # by token
     _mapping: type[File] = File
     _allotting: type[Region] = Region
-    is_foreign = False  # it came with a message: see `xpool.shm.foreign`
+    is_foreign = False  # it came with a message: see `xpool._memory.foreign`
     _finalizing = staticmethod(sys.is_finalizing)
 
     def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from xpool._python.interrupt import uninterrupted
 
 if TYPE_CHECKING:
-    from xpool.shm.arena import Arena
+    from xpool._memory.arena import Arena
 
 __all__ = ["Block", "block_types", "make_block_type"]
 

@@ -3,7 +3,7 @@
 A message that carries descriptors can name blocks of any arena: its sender attaches an in-flight
 lease for each (`InFlightLeases`), a descriptor of that arena's file, and the receiver, where it
 does not have the file yet, opens it as a `ForeignArena`.  What the kernel does for both is in
-`xpool.shm.attachments`.
+`xpool._memory.attachments`.
 
 The sender's hold on the blocks stays until it finds that the lease is closed everywhere: the
 receiver has taken hold and closed it, or it died, or the message went down with its queue.  If the
@@ -22,14 +22,14 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 
+from xpool._memory import attachments
+from xpool._memory.arena import IDLE, Arena, Block
+from xpool._memory.buffers import address_of
+from xpool._memory.layout import HOLDS, File
+from xpool._memory.region import Region
+from xpool._memory.system import is_fixed
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
-from xpool.shm import attachments
-from xpool.shm.arena import IDLE, Arena, Block
-from xpool.shm.buffers import address_of
-from xpool.shm.layout import HOLDS, File
-from xpool.shm.region import Region
-from xpool.shm.system import is_fixed
 
 __all__ = ["ForeignArena", "InFlightLeases", "call", "passing", "in_flight_leases_of", "tidy"]
 

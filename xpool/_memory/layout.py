@@ -22,7 +22,7 @@ import mmap
 import os
 import threading
 
-from xpool.shm.buffers import address_of
+from xpool._memory.buffers import address_of
 
 __all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "Entry", "File"]
 
