@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from xpool.transport import spin
-from xpool.transport.spin import Spin
+from xpool._wire import spin
+from xpool._wire.spin import Spin
 
 SOMETHING = [(3, 1)]
 

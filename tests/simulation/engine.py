@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from xpool._wire.outbox import entries
 from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.engine.start_limit import TASK_GRACE
@@ -19,7 +20,6 @@ from xpool.errors import OptionError, TaskTimeout, WorkerDied, WorkerStartFailed
 from xpool.jobs.budget import START_ATTEMPTS
 from xpool.jobs.scheduler import CALLS, Batch, Limit, TaskRange
 from xpool.jobs.states import WorkerStates
-from xpool.transport.outbox import entries
 
 from .seeds import Passing, Reader, World
 from .virtual import Kernel, Page, Pipe, SimReactor, SimSlot

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from xpool._wire.outbox import Outbox
+from xpool._wire.pipes import FrameReader
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
@@ -24,8 +26,6 @@ from xpool.jobs.ranges import piece
 from xpool.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool.jobs.waiting import Waiting
-from xpool.transport.outbox import Outbox
-from xpool.transport.pipes import FrameReader
 from xpool.workers.slot import Slot
 
 Patch = pytest.MonkeyPatch

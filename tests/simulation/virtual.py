@@ -13,11 +13,11 @@ import select
 from collections.abc import Callable
 from typing import Any
 
+from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox
+from xpool._wire.pipes import FrameReader, FrameWriter
+from xpool._wire.wire import TO_PARENT, Refusal
 from xpool.engine.reactor import Reactor
 from xpool.jobs.states import WorkerEvent
-from xpool.transport.outbox import HEADER, NO_LIMIT, Outbox
-from xpool.transport.pipes import FrameReader, FrameWriter
-from xpool.transport.wire import TO_PARENT, Refusal
 from xpool.workers.slot import Slot
 
 from .seeds import World

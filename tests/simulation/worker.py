@@ -12,8 +12,8 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from xpool.transport.outbox import _SINCE, STOP_SIGNAL
-from xpool.transport.wire import (
+from xpool._wire.outbox import _SINCE, STOP_SIGNAL
+from xpool._wire.wire import (
     BODY_AGAIN,
     BODY_ERROR,
     BOOT,

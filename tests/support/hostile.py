@@ -18,7 +18,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from xpool.transport.wire import ANSWER, TO_PARENT, WANTED
+from xpool._wire.wire import ANSWER, TO_PARENT, WANTED
 
 WAYS = ("garbage", "empty", "closed", "truncated", "replayed")
 DESCRIPTORS = (
@@ -48,7 +48,7 @@ def _known() -> dict[str, int]:
     """Return the descriptors that objects of the worker have."""
     from multiprocessing import parent_process
 
-    from xpool.transport.pipes import BlockingFrameReader
+    from xpool._wire.pipes import BlockingFrameReader
     from xpool.worker import relay
     from xpool.worker.peers import Peers
     from xpool.worker.protocol import Replies

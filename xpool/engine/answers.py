@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from xpool._wire.outbox import NO_LIMIT, entries
+from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.codec.frame import FRAMED, Leased, adopt
 from xpool.engine.ledger import Ledger
 from xpool.engine.parcels import Encoded
@@ -20,8 +22,6 @@ from xpool.jobs.budget import RestartBudget, back_off
 from xpool.jobs.ranges import name_of
 from xpool.jobs.scheduler import CALLS, Batch, Scheduler
 from xpool.jobs.states import WorkerEvent
-from xpool.transport.outbox import NO_LIMIT, entries
-from xpool.transport.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.workers.slot import Slot
 
 __all__ = ["Answers", "own_part"]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xpool._wire.pipes import FrameWriter
+from xpool._wire.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
 from xpool.codec.frame import inline
 from xpool.engine.reactor import Reactor
 from xpool.jobs.scheduler import Batch
-from xpool.transport.pipes import FrameWriter
-from xpool.transport.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
 from xpool.workers.slot import Slot
 
 __all__ = ["Dispatcher"]

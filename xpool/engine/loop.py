@@ -33,6 +33,7 @@ from typing import Any
 
 from xpool._memory.arena import Arena
 from xpool._python.interrupt import deliver, interruptible, pending
+from xpool._wire.spin import Spin
 from xpool.codec.frame import Leased, weight
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
@@ -48,7 +49,6 @@ from xpool.engine.tidying import Tidying
 from xpool.errors import OptionError, XPoolError
 from xpool.jobs.budget import RestartBudget
 from xpool.jobs.scheduler import Limit, Scheduler, TaskRange
-from xpool.transport.spin import Spin
 from xpool.workers.relay import Relay
 from xpool.workers.slot import Slot
 

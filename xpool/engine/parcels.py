@@ -9,11 +9,11 @@ from typing import Any
 
 from xpool._calls.results import Parcel, Unopened
 from xpool._python.interrupt import by_handler
+from xpool._wire.wire import ENTRY
 from xpool.codec.frame import Leased, unpack, weight
 from xpool.codec.policy import INLINE_BELOW
 from xpool.errors import WorkerStartFailed
 from xpool.pickle import decode
-from xpool.transport.wire import ENTRY
 
 __all__ = ["Encoded", "Spread", "StartFailure"]
 

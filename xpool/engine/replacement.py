@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from xpool._wire.wire import Refusal, boot_frame
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher
@@ -35,7 +36,6 @@ from xpool.errors import (
 from xpool.jobs.budget import RestartBudget, Starts
 from xpool.jobs.scheduler import Batch, Scheduler
 from xpool.jobs.states import WorkerEvent, WorkerStates
-from xpool.transport.wire import Refusal, boot_frame
 from xpool.workers.launch import Launcher
 from xpool.workers.slot import Slot
 

@@ -13,18 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xpool.engine.answers import Answers
-from xpool.engine.direct import DirectReceive
-from xpool.engine.dispatcher import Dispatcher
-from xpool.engine.ledger import Ledger
-from xpool.engine.memory import MemoryGuard
-from xpool.engine.reactor import Alarms, Reactor
-from xpool.engine.start_limit import TASK_GRACE, StartLimit, is_starved, note_asked
-from xpool.jobs.deadlines import Act, Deadlines, Seen
-from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
-from xpool.jobs.states import WorkerEvent, WorkerStates
-from xpool.transport.outbox import HEAD, LIMIT, NO_LIMIT, STOP_SIGNAL
-from xpool.transport.wire import (
+from xpool._wire.outbox import HEAD, LIMIT, NO_LIMIT, STOP_SIGNAL
+from xpool._wire.wire import (
     ANSWER,
     FAILED,
     GREETING,
@@ -35,6 +25,16 @@ from xpool.transport.wire import (
     Refusal,
     stop_frame,
 )
+from xpool.engine.answers import Answers
+from xpool.engine.direct import DirectReceive
+from xpool.engine.dispatcher import Dispatcher
+from xpool.engine.ledger import Ledger
+from xpool.engine.memory import MemoryGuard
+from xpool.engine.reactor import Alarms, Reactor
+from xpool.engine.start_limit import TASK_GRACE, StartLimit, is_starved, note_asked
+from xpool.jobs.deadlines import Act, Deadlines, Seen
+from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
+from xpool.jobs.states import WorkerEvent, WorkerStates
 from xpool.workers.slot import Slot
 
 __all__ = ["GRACE", "TASK_GRACE", "Service"]

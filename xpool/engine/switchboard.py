@@ -12,8 +12,8 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
+from xpool._wire.wire import LINK, WANTED
 from xpool.engine.reactor import Reactor, Timer
-from xpool.transport.wire import LINK, WANTED
 from xpool.workers.slot import Slot
 
 __all__ = ["Switchboard"]

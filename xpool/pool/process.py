@@ -29,6 +29,7 @@ from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._python.interrupt import by_handler, shielded
 from xpool._python.server_process import occupy_streams
+from xpool._wire.wire import Mode
 from xpool.byvalue.main import main_is_importable
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import CALLS, TaskRange
@@ -37,7 +38,6 @@ from xpool.pool.base import at_exit
 from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl, Runs
 from xpool.pool.task_stream import TaskStream
-from xpool.transport.wire import Mode
 from xpool.worker.callables import Retried, applied
 from xpool.worker.main_module import imported_by_worker
 from xpool.workers.launch import (

@@ -33,12 +33,12 @@ from typing import Any
 from xpool._memory import foreign
 from xpool._memory.arena import Arena, Block
 from xpool._python.interrupt import shielded
+from xpool._wire import packets
 from xpool.codec import frame
 from xpool.codec.frame import Leased
 from xpool.codec.policy import BY_PIPE, Layout
 from xpool.errors import OptionError
 from xpool.pickle import decode, encode
-from xpool.transport import packets
 
 __all__ = ["SimpleQueue"]
 

@@ -15,8 +15,8 @@ from collections.abc import Collection
 from types import CodeType
 from typing import Any
 
-from xpool.transport.outbox import Outbox
-from xpool.transport.wire import STEPPED_ASIDE
+from xpool._wire.outbox import Outbox
+from xpool._wire.wire import STEPPED_ASIDE
 
 __all__ = ["stand_in"]
 

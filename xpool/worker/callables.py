@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from xpool.worker.context import current_worker
 
 if TYPE_CHECKING:
+    from xpool._wire.outbox import Outbox
     from xpool.byvalue.globals_received import Entry
-    from xpool.transport.outbox import Outbox
 
 __all__ = [
     "Exact", "InCall", "Prefixed", "Retried", "Ticking", "applied", "each", "star", "star_each",

@@ -12,7 +12,7 @@ the parent has sent them.
 tasks, read end       frames from the parent; ends when the parent is gone
 answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
-outbox                the page of `xpool.transport.outbox`
+outbox                the page of `xpool._wire.outbox`
 control               where channels to peers are asked for, in pools that have them
 logs                  a socket for log records and warnings (`xpool.worker.relay`)
 arena                 the file of `xpool._memory.arena`, where there is one
@@ -63,7 +63,7 @@ MOST = 64
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """For who receives descriptors: programs that a task starts must not have them."""
 
-_HEAD = struct.Struct("<BxxxIQ")  # as in xpool.transport.wire, which is not to be imported yet
+_HEAD = struct.Struct("<BxxxIQ")  # as in xpool._wire.wire, which is not to be imported yet
 
 
 def main(

@@ -18,18 +18,10 @@ from xpool import errors
 from xpool._memory.arena import IDLE, Arena, Block
 from xpool._python.exits import flush
 from xpool._python.import_hooks import when_imported
-from xpool.byvalue import registry
-from xpool.byvalue.broadcast import Objects
-from xpool.byvalue.exceptions import encode_exception
-from xpool.byvalue.globals_received import listening
-from xpool.byvalue.main import mark_worker
-from xpool.codec.policy import BY_PIPE, Layout, share
-from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
-from xpool.pickle import LATE, decode, encode, load_late
-from xpool.transport.outbox import Outbox
-from xpool.transport.pipes import BlockingFrameReader, write_all
-from xpool.transport.spin import Spin
-from xpool.transport.wire import (
+from xpool._wire.outbox import Outbox
+from xpool._wire.pipes import BlockingFrameReader, write_all
+from xpool._wire.spin import Spin
+from xpool._wire.wire import (
     BODY_AGAIN,
     BODY_ERROR,
     STOP,
@@ -39,6 +31,14 @@ from xpool.transport.wire import (
     Mode,
     Refusal,
 )
+from xpool.byvalue import registry
+from xpool.byvalue.broadcast import Objects
+from xpool.byvalue.exceptions import encode_exception
+from xpool.byvalue.globals_received import listening
+from xpool.byvalue.main import mark_worker
+from xpool.codec.policy import BY_PIPE, Layout, share
+from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
+from xpool.pickle import LATE, decode, encode, load_late
 from xpool.worker import callables, failing, main_module
 from xpool.worker.aside import stand_in
 from xpool.worker.callables import Exact, Prefixed, Retried, Ticking

@@ -30,14 +30,14 @@ from typing import Any
 
 from xpool._memory.arena import Block
 from xpool._python import at_fork
+from xpool._wire import packets
+from xpool._wire.outbox import STOP_SIGNAL
+from xpool._wire.spin import Spin
+from xpool._wire.wire import LINK, WANTED
 from xpool.codec.frame import Leased, adopt, weight
 from xpool.codec.policy import Layout
 from xpool.errors import OptionError, PeerLost, TimeoutError
 from xpool.pickle import decode, encode
-from xpool.transport import packets
-from xpool.transport.outbox import STOP_SIGNAL
-from xpool.transport.spin import Spin
-from xpool.transport.wire import LINK, WANTED
 
 __all__ = ["Peers"]
 

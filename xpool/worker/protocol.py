@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from xpool.codec.frame import Leased
-from xpool.transport.outbox import Outbox
-from xpool.transport.wire import (
+from xpool._wire.outbox import Outbox
+from xpool._wire.wire import (
     ANSWER,
     BODY_AGAIN,
     FAILED,
@@ -35,6 +34,7 @@ from xpool.transport.wire import (
     Parts,
     Refusal,
 )
+from xpool.codec.frame import Leased
 
 __all__ = ["Inbox", "Replies"]
 

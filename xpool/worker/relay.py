@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from xpool._python.import_hooks import when_imported
-from xpool.transport.records import LOG, WARNING, pack
+from xpool._wire.records import LOG, WARNING, pack
 from xpool.worker.context import current_worker
 from xpool.worker.lines import Lines
 

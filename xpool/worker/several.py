@@ -30,8 +30,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._python.worker_local import share_process
+from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
 from xpool.errors import TaskStopped
-from xpool.transport.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
 from xpool.worker.loop import become
 from xpool.worker.loop import run as serve
 from xpool.worker.stopping import again, may_stop, stack_of

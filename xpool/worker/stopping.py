@@ -19,8 +19,8 @@ import time
 from types import CodeType, FrameType
 
 from xpool._python.interrupt import keeps_clear, may_raise
+from xpool._wire.outbox import STACK_AT, STOP_SIGNAL, Outbox
 from xpool.errors import TaskStopped
-from xpool.transport.outbox import STACK_AT, STOP_SIGNAL, Outbox
 
 __all__ = ["again", "listen", "may_stop", "stack_of"]
 

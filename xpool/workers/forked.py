@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from xpool.transport.wire import STEPPED_ASIDE
+from xpool._wire.wire import STEPPED_ASIDE
 from xpool.worker import entry
 
 __all__ = ["Forked"]

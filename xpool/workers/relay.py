@@ -20,7 +20,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from xpool.transport.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
+from xpool._wire.records import LARGEST, LOG, MOST_DROPPED, record_from, unpack
 
 __all__ = ["Channel", "Relay", "levels"]
 

@@ -20,10 +20,10 @@ from typing import Any
 
 from xpool._memory.arena import Arena
 from xpool._python import at_fork
+from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
+from xpool._wire.pipes import FrameReader, FrameWriter
+from xpool._wire.wire import TO_PARENT, Refusal
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
-from xpool.transport.outbox import NO_LIMIT, Outbox, make_file
-from xpool.transport.pipes import FrameReader, FrameWriter
-from xpool.transport.wire import TO_PARENT, Refusal
 from xpool.worker.entry import ONE, SEVERAL
 from xpool.workers.launch import Handle, Launcher
 from xpool.workers.relay import Channel, Relay

@@ -38,7 +38,7 @@ import sys
 import time
 
 from xpool._memory.system import fixed_file
-from xpool.transport.wire import ENTRY, ERROR_BIT
+from xpool._wire.wire import ENTRY, ERROR_BIT
 
 __all__ = [
     "CAPACITY",

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from xpool._memory.buffers import new_buffer
-from xpool.transport.wire import Parts
+from xpool._wire.wire import Parts
 
 __all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]
 
