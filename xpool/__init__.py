@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from xpool._calls.results import MapResult as MapResult
     from xpool._calls.streams import IMapIterator as IMapIterator
     from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
+    from xpool._pickling.tensors.handles import TensorHandle as TensorHandle
     from xpool.errors import (
         DeviceError as DeviceError,
     )
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
     from xpool.pool.spawn import spawn as spawn
     from xpool.pool.spawn import start_processes as start_processes
     from xpool.pool.thread import ThreadPool as ThreadPool
-    from xpool.tensors.handles import TensorHandle as TensorHandle
     from xpool.worker.context import current_worker as current_worker
 
 _homes = {
@@ -88,7 +88,7 @@ _homes = {
         "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),
     "xpool.jobs.states": "PoolStates",
-    "xpool.tensors.handles": "TensorHandle",
+    "xpool._pickling.tensors.handles": "TensorHandle",
     "xpool.pool.base": "BasePool",
     "xpool.pool.context": "CtxPool CtxThreadPool",
     "xpool.pool.executor": "Executor",

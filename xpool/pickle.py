@@ -13,12 +13,12 @@ numpy nor dill; dill is imported when the C pickler has met something that it ca
 from importlib import import_module
 from types import ModuleType
 
-from xpool.byvalue import classes, exceptions, functions, main_globals, typevars
-from xpool.byvalue.exceptions import encode_exception
-from xpool.byvalue.names import mark_static_module
-from xpool.codec import views
-from xpool.codec.pickler import Pickler, decode, dumps, encode, loads
-from xpool.codec.reducers import lazily
+from xpool._pickling import views
+from xpool._pickling.by_value import classes, exceptions, functions, main_globals, typevars
+from xpool._pickling.by_value.exceptions import encode_exception
+from xpool._pickling.by_value.names import mark_static_module
+from xpool._pickling.pickler import Pickler, decode, dumps, encode, loads
+from xpool._pickling.reducers import lazily
 
 __all__ = [
     "Pickler",
@@ -35,7 +35,7 @@ __all__ = [
 _FAMILIES = (classes, exceptions, functions, main_globals, typevars, views)
 
 # What a program without torch and numpy never needs.
-LATE = {"torch": "xpool.tensors.dense", "numpy": "xpool.tensors.arrays"}
+LATE = {"torch": "xpool._pickling.tensors.dense", "numpy": "xpool._pickling.tensors.arrays"}
 lazily(LATE["torch"], "torch", "torch.storage")  # where classes of theirs, or bases of these, are
 lazily(LATE["numpy"], "numpy")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from support import gpu
 
-from xpool.tensors import cuda, cuda_ipc
-from xpool.tensors.handles import Keeper
+from xpool._pickling.tensors import cuda, cuda_ipc
+from xpool._pickling.tensors.handles import Keeper
 
 kept: dict[str, Any] = {}
 """What tasks have put aside in this worker."""

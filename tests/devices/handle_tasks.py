@@ -10,7 +10,7 @@ from support import work
 
 from xpool import current_worker
 from xpool._memory.arena import Arena
-from xpool.tensors.handles import Keeper
+from xpool._pickling.tensors.handles import Keeper
 
 made: list[Any] = []
 """What this worker has made, to be compared with what it is given."""

@@ -16,12 +16,12 @@ import torch
 from support import gpu
 
 from xpool import CtxPool, Pool
-from xpool.codec.frame import Leased
-from xpool.codec.policy import Layout
+from xpool._pickling.frame import Leased
+from xpool._pickling.policy import Layout
+from xpool._pickling.tensors import pinned
+from xpool._pickling.tensors.pinned import PART, Stage
 from xpool.devices import devices
 from xpool.pickle import decode, encode
-from xpool.tensors import pinned
-from xpool.tensors.pinned import PART, Stage
 
 from . import gpu_tasks as tasks
 

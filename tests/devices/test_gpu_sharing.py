@@ -30,8 +30,8 @@ from xpool import (
     TensorLost,
     WorkerDied,
 )
+from xpool._pickling.tensors import cuda, cuda_ipc
 from xpool.devices import nvml
-from xpool.tensors import cuda, cuda_ipc
 
 from . import gpu_tasks as tasks
 

@@ -135,7 +135,9 @@ def test_imports_point_one_way():
 @pytest.mark.starts
 def test_the_fields_of_named_tuples_are_no_texts():
     """What each pool imports makes no texts of a NamedTuple's fields: to compile them takes ms."""
-    imported = run_python("import xpool.pool.assembly, xpool.worker.loop, xpool.byvalue.units")
+    imported = run_python(
+        "import xpool.pool.assembly, xpool.worker.loop, xpool._pickling.by_value.units"
+    )
     wrong = []
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -216,11 +218,15 @@ def test_worker_entry_is_light():
 def test_the_codec_knows_no_kind_of_object():
     """The codec alone does what the standard pickle does, and imports nothing of the families."""
     loaded = run_python(
-        "from xpool.codec.pickler import decode, encode\n"
+        "from xpool._pickling.pickler import decode, encode\n"
         "def add(x): return x + 1\n"
         "assert decode(encode({'f': add}))['f'] is add\n"
     )
-    assert not {name for name in loaded if name.startswith(("xpool.byvalue", "xpool.tensors"))}
+    assert not {
+        name
+        for name in loaded
+        if name.startswith(("xpool._pickling.by_value", "xpool._pickling.tensors"))
+    }
 
 
 @pytest.mark.starts
@@ -235,8 +241,8 @@ def test_a_first_worker_imports_little():
     loaded = run_python("import xpool.worker.server, xpool.worker.loop")
     late = {"multiprocessing.pool", "multiprocessing.util", "multiprocessing.resource_tracker"}
     late |= {"inspect", "ast", "dis", "traceback", "tempfile", "subprocess", "dill", "xpool.engine"}
-    late |= {"xpool.pool", "xpool.byvalue.source", "xpool.byvalue.units"}
-    late |= {"ctypes", "xpool.tensors"}
+    late |= {"xpool.pool", "xpool._pickling.by_value.source", "xpool._pickling.by_value.units"}
+    late |= {"ctypes", "xpool._pickling.tensors"}
     if sys.version_info >= (3, 14):
         late -= {"ast"}  # dataclasses import it there, for annotations
     assert not loaded & late
@@ -248,7 +254,7 @@ def test_the_name_of_the_pool_imports_little():
     loaded = run_python("from xpool import Pool")
     assert not loaded & {
         "xpool.engine.loop",
-        "xpool.codec.pickler",
+        "xpool._pickling.pickler",
         "xpool._memory.arena",
         "ctypes",
     }

@@ -28,8 +28,8 @@ from support.waiting import eventually
 
 import xpool
 from xpool._memory.arena import Arena, Block
-from xpool.tensors import mapped
-from xpool.tensors import sharing as sharing_module
+from xpool._pickling.tensors import mapped
+from xpool._pickling.tensors import sharing as sharing_module
 
 MIB = 1 << 20
 
@@ -221,7 +221,7 @@ def former(pool):
     return kept[-1]
 
 if __name__ == "__main__":
-    from xpool.tensors import sharing
+    from xpool._pickling.tensors import sharing
     kept, move = [], sharing._move
     def noted(*args):
         block = move(*args)

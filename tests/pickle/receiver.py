@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from xpool.byvalue import main
+from xpool._pickling.by_value import main
 from xpool.pickle import decode, encode, encode_exception
 
 ROOT = Path(__file__).resolve().parents[2]

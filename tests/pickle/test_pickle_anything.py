@@ -16,9 +16,9 @@ from support.waiting import eventually
 
 from xpool import Pool
 from xpool._memory.arena import Arena
-from xpool.codec.policy import Layout
+from xpool._pickling.policy import Layout
+from xpool._pickling.tensors import extents
 from xpool.pickle import decode, dumps, encode, loads
-from xpool.tensors import extents
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xpool.codec import frame
-from xpool.codec.policy import INLINE_BELOW
+from xpool._pickling import frame
+from xpool._pickling.policy import INLINE_BELOW
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
 

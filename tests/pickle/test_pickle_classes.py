@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from receiver import Receiver
 
-from xpool.byvalue import registry
-from xpool.codec import reducers
+from xpool._pickling import reducers
+from xpool._pickling.by_value import registry
 from xpool.pickle import decode, dumps, encode
 
 

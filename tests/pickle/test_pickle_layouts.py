@@ -11,7 +11,7 @@ import pytest
 from receiver import Receiver
 
 import xpool
-from xpool.codec import frame
+from xpool._pickling import frame
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
 

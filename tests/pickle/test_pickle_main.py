@@ -10,7 +10,7 @@ BY_VALUE = ["file", "stdin", "command"]
 
 SHARED_GLOBALS = """
 from receiver import Receiver
-from xpool.byvalue import main
+from xpool._pickling.by_value import main
 assert not main.main_is_importable()
 model = None
 def init(factor):
@@ -212,7 +212,7 @@ def test_by_value(run_program: Callable[..., str], program: str, how: str) -> No
 GUARDED = """
 import functools
 from receiver import Receiver
-from xpool.byvalue import main
+from xpool._pickling.by_value import main
 class A:
     def f(self): return FACTOR
 FACTOR = 3
@@ -267,7 +267,7 @@ LOCATIONS = {
 @pytest.mark.parametrize("how", sorted(LOCATIONS))
 def test_location(run_program: Callable[..., str], how: str) -> None:
     """Where __main__ can be run again from, for every way to start Python."""
-    run_program("from xpool.byvalue import main\n" + LOCATIONS[how], how)
+    run_program("from xpool._pickling.by_value import main\n" + LOCATIONS[how], how)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,9 @@ def test_location(run_program: Callable[..., str], how: str) -> None:
 )
 def test_guard(run_program: Callable[..., str], guard: str, importable: bool) -> None:
     """What counts as a guard."""
-    program = f"from xpool.byvalue import main\n{guard}\nprint(main.main_is_importable())"
+    program = (
+        f"from xpool._pickling.by_value import main\n{guard}\nprint(main.main_is_importable())"
+    )
     assert run_program(program).strip() == str(importable)
 
 

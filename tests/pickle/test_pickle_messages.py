@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpool.codec import frame
-from xpool.codec.policy import INLINE_BELOW, Placement, placement
+from xpool._pickling import frame
+from xpool._pickling.policy import INLINE_BELOW, Placement, placement
 from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, loads
 
 pytestmark = pytest.mark.pure
@@ -193,7 +193,7 @@ def test_many_threads() -> None:
 
 def test_class_in_many_threads_at_once() -> None:
     """Threads that load the same unknown class at the same time get one class, complete."""
-    from xpool.byvalue import registry
+    from xpool._pickling.by_value import registry
 
     def make() -> Any:
         class Local:

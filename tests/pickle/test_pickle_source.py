@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xpool.byvalue.source import Source, read
+from xpool._pickling.by_value.source import Source, read
 
 pytestmark = pytest.mark.pure
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from receiver import Receiver
 
-from xpool.codec import frame
+from xpool._pickling import frame
 from xpool.errors import TaskNotPicklable
 from xpool.pickle import decode, dumps, encode, loads
 

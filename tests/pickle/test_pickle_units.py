@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import scripts
 
-from xpool.byvalue.units import ACTS, BINDS, COMPUTES, WAITS, Unit, read_units
+from xpool._pickling.by_value.units import ACTS, BINDS, COMPUTES, WAITS, Unit, read_units
 
 
 def units(folder: Path, text: str, **given: object) -> list[Unit]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from xpool._memory.arena import Arena
-from xpool.codec.pickler import _FastPickler
-from xpool.codec.policy import Layout
+from xpool._pickling.pickler import _FastPickler
+from xpool._pickling.policy import Layout
 
 pytestmark = pytest.mark.pure
 

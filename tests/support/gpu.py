@@ -1,6 +1,6 @@
 """A stand-in for GPUs that this machine does not have: their memory is files, which processes map.
 
-It takes the place of `xpool.tensors.cuda.calls`, and refuses what CUDA and torch would: to open
+It takes the place of `xpool._pickling.tensors.cuda.calls`, and refuses what CUDA and torch would: to open
 memory in the process that made it, to export what was received, what a process does not see.
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from xpool.codec.reducers import REDUCERS
+from xpool._pickling.reducers import REDUCERS
+from xpool._pickling.tensors import cuda, devices, pinned
+from xpool._pickling.tensors.dense import reduce_any
 from xpool.pickle import dumps
-from xpool.tensors import cuda, devices, pinned
-from xpool.tensors.dense import reduce_any
 
 __all__ = ["Calls", "OnGpu", "install", "on_gpu", "uninstall"]
 
@@ -80,7 +80,7 @@ def on_gpu(tensor: torch.Tensor) -> OnGpu:
 
 
 class Calls:
-    """As `xpool.tensors.cuda.Calls`."""
+    """As `xpool._pickling.tensors.cuda.Calls`."""
 
     def __init__(self) -> None:
         self.torch = "2.13.0"

@@ -20,7 +20,7 @@ from support.waiting import eventually
 
 from xpool import P2PPool, Pool, TaskNotPicklable, current_worker
 from xpool._memory.arena import Arena
-from xpool.byvalue.broadcast import Objects
+from xpool._pickling.by_value.broadcast import Objects
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 

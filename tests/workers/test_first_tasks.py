@@ -179,7 +179,7 @@ IMPORTING = """
 
     class Finder:
         def find_spec(self, name, path=None, target=None):
-            if name == "xpool.tensors.dense":
+            if name == "xpool._pickling.tensors.dense":
                 importing.set()
                 forked.wait(1)  # in vain, where the fork waits for the import
 

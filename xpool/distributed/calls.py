@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.byvalue.names import goes_by_name
+from xpool._pickling.by_value.names import goes_by_name
 from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
 from xpool.distributed.faults import connection_lost, first_line

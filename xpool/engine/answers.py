@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from xpool._pickling.frame import FRAMED, Leased, adopt
 from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
-from xpool.codec.frame import FRAMED, Leased, adopt
 from xpool.engine.ledger import Ledger
 from xpool.engine.parcels import Encoded
 from xpool.engine.reactor import Reactor

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xpool._pickling.frame import inline
 from xpool._wire.pipes import FrameWriter
 from xpool._wire.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
-from xpool.codec.frame import inline
 from xpool.engine.reactor import Reactor
 from xpool.jobs.scheduler import Batch
 from xpool.workers.slot import Slot

@@ -32,9 +32,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from xpool._memory.arena import Arena
+from xpool._pickling.frame import Leased, weight
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._wire.spin import Spin
-from xpool.codec.frame import Leased, weight
 from xpool.engine.answers import Answers
 from xpool.engine.direct import DirectReceive
 from xpool.engine.dispatcher import Dispatcher

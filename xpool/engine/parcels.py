@@ -8,10 +8,10 @@ from pickle import PickleBuffer
 from typing import Any
 
 from xpool._calls.results import Parcel, Unopened
+from xpool._pickling.frame import Leased, unpack, weight
+from xpool._pickling.policy import INLINE_BELOW
 from xpool._python.interrupt import by_handler
 from xpool._wire.wire import ENTRY
-from xpool.codec.frame import Leased, unpack, weight
-from xpool.codec.policy import INLINE_BELOW
 from xpool.errors import WorkerStartFailed
 from xpool.pickle import decode
 

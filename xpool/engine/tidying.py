@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from xpool._memory.arena import IDLE, Arena
+from xpool._pickling.tensors import cuda_ipc, mapped
 from xpool.engine.reactor import Reactor
-from xpool.tensors import cuda_ipc, mapped
 
 __all__ = ["Tidying"]
 

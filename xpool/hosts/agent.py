@@ -19,8 +19,8 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from xpool._calls.options import default_processes
-from xpool.codec.frame import lodge
-from xpool.codec.policy import INLINE_BELOW
+from xpool._pickling.frame import lodge
+from xpool._pickling.policy import INLINE_BELOW
 from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
 from xpool.hosts import messages as m

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from xpool.byvalue.main_globals import Book
-from xpool.codec.policy import BY_PIPE
+from xpool._pickling.by_value.main_globals import Book
+from xpool._pickling.policy import BY_PIPE
 from xpool.hosts.agent import Charge, facts
 from xpool.hosts.engine import LEASE, HostEngine
 from xpool.hosts.fleet import Fleet

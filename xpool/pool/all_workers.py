@@ -19,7 +19,7 @@ from xpool.pool.base import BasePool
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
-    from xpool.byvalue.broadcast import Broadcast
+    from xpool._pickling.by_value.broadcast import Broadcast
     from xpool.pool.group import WorkerGroup
     from xpool.pool.packing import Packer
     from xpool.worker.launch_shared import File
@@ -198,7 +198,7 @@ class AllWorkers(BasePool):
             TaskNotPicklable: it cannot be pickled, or there is no memory for it.
             PoolClosed: the pool takes no more work.
         """
-        from xpool.byvalue.broadcast import Broadcast, broadcast
+        from xpool._pickling.by_value.broadcast import Broadcast, broadcast
         from xpool.worker.launch_shared import File, FileOfAgent
 
         self._check_running()

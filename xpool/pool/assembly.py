@@ -7,13 +7,13 @@ imports what a worker needs, the program imports the parent's side of it.
 from __future__ import annotations
 
 import xpool.pool_errors  # noqa: F401 - when a task has failed, no descriptor may be left for it
-from xpool.codec.policy import pools
+from xpool._pickling.policy import pools
+from xpool._pickling.tensors import cuda_ipc
 from xpool.engine.loop import Engine
 from xpool.engine.replacement import Recipe
 from xpool.pool.orders import Main, Orders, WorkerSpec
 from xpool.pool.packing import Packer, find_arena
 from xpool.pool.sight import Sight
-from xpool.tensors import cuda_ipc
 from xpool.workers.relay import Relay
 
 __all__ = [

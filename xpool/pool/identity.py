@@ -26,12 +26,12 @@ from pickle import PickleBuffer
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from xpool._pickling.by_value.broadcast import Broadcast
+from xpool._pickling.by_value.main import MAIN_NAMES
+from xpool._pickling.by_value.reads import global_names
+from xpool._pickling.policy import Layout
+from xpool._pickling.reducers import reducer_override
 from xpool._python.interrupt import by_handler
-from xpool.byvalue.broadcast import Broadcast
-from xpool.byvalue.main import MAIN_NAMES
-from xpool.byvalue.reads import global_names
-from xpool.codec.policy import Layout
-from xpool.codec.reducers import reducer_override
 from xpool.pickle import dumps
 from xpool.pool.digests import ATOMS, PLAIN, hashed, is_array, is_plain, marshalled
 from xpool.pool.program import (

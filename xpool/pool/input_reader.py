@@ -180,7 +180,9 @@ class FlowControl:
 
     def taken(self, items: list[Any]) -> None:
         """Note that these tasks went to a worker."""
-        from xpool.codec.frame import weight_of_all  # here: it is there by now, and leads to all
+        from xpool._pickling.frame import (
+            weight_of_all,  # here: it is there by now, and leads to all
+        )
 
         self.taken_bytes += weight_of_all(items)
         self.answered(len(items))

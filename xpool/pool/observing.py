@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xpool._pickling.frame import PLAIN
 from xpool._python.interrupt import shielded
-from xpool.codec.frame import PLAIN
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:

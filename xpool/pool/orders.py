@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from xpool._calls.options import default_processes
 from xpool._memory.arena import Arena
+from xpool._pickling.by_value.main import main_is_importable, main_location, units
+from xpool._pickling.frame import inline
 from xpool._python.server_process import search_path
-from xpool.byvalue.main import main_is_importable, main_location, units
-from xpool.codec.frame import inline
 from xpool.workers.launch import Launcher
 from xpool.workers.relay import levels
 

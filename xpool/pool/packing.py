@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._memory.arena import Arena, Block
+from xpool._pickling.by_value.broadcast import Broadcast, publish
+from xpool._pickling.by_value.main_globals import Book
+from xpool._pickling.frame import Leased
+from xpool._pickling.pickler import encode_atoms
+from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python.interrupt import deliver, interruptible, pending
-from xpool.byvalue.broadcast import Broadcast, publish
-from xpool.byvalue.main_globals import Book
-from xpool.codec.frame import Leased
-from xpool.codec.pickler import encode_atoms
-from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 from xpool.pool.sight import Sight

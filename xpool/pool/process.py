@@ -27,10 +27,10 @@ from xpool._calls.options import (
 )
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
+from xpool._pickling.by_value.main import main_is_importable
 from xpool._python.interrupt import by_handler, shielded
 from xpool._python.server_process import occupy_streams
 from xpool._wire.wire import Mode
-from xpool.byvalue.main import main_is_importable
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import CALLS, TaskRange
 from xpool.pool.all_workers import AllWorkers, limit_of

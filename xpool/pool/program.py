@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
-from xpool.byvalue.main import MAIN_NAMES
+from xpool._pickling.by_value.main import MAIN_NAMES
 
 __all__ = [
     "CODE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from xpool.tensors.cuda import plain_identity
+from xpool._pickling.tensors.cuda import plain_identity
 
 __all__ = ["Sight"]
 

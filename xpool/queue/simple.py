@@ -5,7 +5,7 @@ readers and writers share no lock, and one that is killed at any instruction tak
 the message that it had in hand.  What is large lies in the arena of the process that put it, and
 messages say where (docs/queue.md).
 
-A packet is a message of `xpool.codec.frame`, or, where that is too long for a packet::
+A packet is a message of `xpool._pickling.frame`, or, where that is too long for a packet::
 
     b"\x02"  7 spare bytes  u64 size
 
@@ -32,11 +32,11 @@ from typing import Any
 
 from xpool._memory import foreign
 from xpool._memory.arena import Arena, Block
+from xpool._pickling import frame
+from xpool._pickling.frame import Leased
+from xpool._pickling.policy import BY_PIPE, Layout
 from xpool._python.interrupt import shielded
 from xpool._wire import packets
-from xpool.codec import frame
-from xpool.codec.frame import Leased
-from xpool.codec.policy import BY_PIPE, Layout
 from xpool.errors import OptionError
 from xpool.pickle import decode, encode
 

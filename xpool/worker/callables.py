@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from xpool.worker.context import current_worker
 
 if TYPE_CHECKING:
+    from xpool._pickling.by_value.globals_received import Entry
     from xpool._wire.outbox import Outbox
-    from xpool.byvalue.globals_received import Entry
 
 __all__ = [
     "Exact", "InCall", "Prefixed", "Retried", "Ticking", "applied", "each", "star", "star_each",
@@ -50,7 +50,9 @@ class Exact:
     __slots__ = ("_entries", "_func", "_retake")
 
     def __init__(self, func: Callable[..., Any], entries: list[Entry]) -> None:
-        from xpool.byvalue.globals_received import retake  # here: it leads to all of the codec
+        from xpool._pickling.by_value.globals_received import (
+            retake,  # here: it leads to all of the codec
+        )
 
         self._func, self._entries, self._retake = func, entries, retake
 

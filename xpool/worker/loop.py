@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool import errors
 from xpool._memory.arena import IDLE, Arena, Block
+from xpool._pickling.by_value import registry
+from xpool._pickling.by_value.broadcast import Objects
+from xpool._pickling.by_value.exceptions import encode_exception
+from xpool._pickling.by_value.globals_received import listening
+from xpool._pickling.by_value.main import mark_worker
+from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python.exits import flush
 from xpool._python.import_hooks import when_imported
 from xpool._wire.outbox import Outbox
@@ -31,12 +37,6 @@ from xpool._wire.wire import (
     Mode,
     Refusal,
 )
-from xpool.byvalue import registry
-from xpool.byvalue.broadcast import Objects
-from xpool.byvalue.exceptions import encode_exception
-from xpool.byvalue.globals_received import listening
-from xpool.byvalue.main import mark_worker
-from xpool.codec.policy import BY_PIPE, Layout, share
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.pickle import LATE, decode, encode, load_late
 from xpool.worker import callables, failing, main_module
@@ -50,7 +50,7 @@ from xpool.worker.seeds import Seeds
 from xpool.worker.stopping import listen
 
 if TYPE_CHECKING:
-    from xpool.tensors.handles import Keeper
+    from xpool._pickling.tensors.handles import Keeper
 
 __all__ = ["Member", "become", "run"]
 
@@ -232,7 +232,7 @@ class _Worker:
 
         if orders["copy_tensor"]:
             return Layout(lessor=lease)
-        from xpool.tensors.handles import Keeper  # only here: few pools share tensors
+        from xpool._pickling.tensors.handles import Keeper  # only here: few pools share tensors
 
         self._keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
@@ -306,7 +306,7 @@ class _Worker:
         self._waits_for_others = self._objects.collect()
         if self._peers is not None:
             self._waits_for_others |= self._peers.acknowledge()
-        mapped = sys.modules.get("xpool.tensors.mapped")
+        mapped = sys.modules.get("xpool._pickling.tensors.mapped")
         if mapped is not None:
             self._waits_for_others |= mapped.collect()
         return self._keeper is not None and self._keeper.collect(everything)

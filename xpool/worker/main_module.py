@@ -2,7 +2,7 @@
 
 A function of the caller's ``__main__`` that travels by reference must be found in the worker's.
 `multiprocessing` runs the whole script again in every child, needed or not.  Here it is run when
-a name of it is looked up, as far as that needs (`xpool.byvalue.units`), under the name
+a name of it is looked up, as far as that needs (`xpool._pickling.by_value.units`), under the name
 ``__mp_main__`` as there, so that the part behind ``if __name__ == "__main__"`` is left out.
 """
 
@@ -20,9 +20,9 @@ import zlib
 from types import FrameType
 from typing import Any
 
+from xpool._pickling.by_value.main import TOP, is_replica, note_born, settled
 from xpool._python.import_hooks import when_imported
 from xpool._python.worker_local import process_is_shared
-from xpool.byvalue.main import TOP, is_replica, note_born, settled
 
 __all__ = ["imported_by_worker", "install"]
 
@@ -64,7 +64,7 @@ class _Main(types.ModuleType):
             if left is not None:
                 self.__dict__["_xpool_script"] = left
             self.__dict__["_xpool_running"] = False
-        self.__dict__["_xpool_top"] = True  # for `xpool.byvalue.main.fill`
+        self.__dict__["_xpool_top"] = True  # for `xpool._pickling.by_value.main.fill`
         if name in self.__dict__:
             return self.__dict__[name]
         raise _NoSuchName(f"module '__main__' of the worker has no attribute {name!r}")
@@ -73,7 +73,7 @@ class _Main(types.ModuleType):
 _Unit = tuple[
     int, int, tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...], int, bool
 ]  # fmt: skip
-"""The fields of an `xpool.byvalue.units.Unit`."""
+"""The fields of an `xpool._pickling.by_value.units.Unit`."""
 
 # Kinds of units, as there: to import that would take longer than all that is done here.
 _BINDS, _ACTS, _COMPUTES, _WAITS = range(4)
@@ -257,7 +257,7 @@ def install(
 
     ``where`` is ("path", file), the same and where its text is, or ("name", module) to run for its
     names; or None: then it stays empty, and what the caller defines in its own arrives by value.
-    ``units``: what of a file can be left out, as `xpool.byvalue.main.units` says.
+    ``units``: what of a file can be left out, as `xpool._pickling.by_value.main.units` says.
     ``package``: the caller's ``__package__``.
     """
     module = _Main("__main__")

@@ -2,7 +2,7 @@
 
 A channel is a pair of sockets that only its two workers have (docs/peers.md).  A packet in it::
 
-    kind u8, scope u64, number u64, taken u64 | a message of `xpool.codec.frame`
+    kind u8, scope u64, number u64, taken u64 | a message of `xpool._pickling.frame`
 
     DATA   the message follows
     FILE   it was too long for a packet, and lies in a file whose descriptor goes along
@@ -29,13 +29,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from xpool._memory.arena import Block
+from xpool._pickling.frame import Leased, adopt, weight
+from xpool._pickling.policy import Layout
 from xpool._python import at_fork
 from xpool._wire import packets
 from xpool._wire.outbox import STOP_SIGNAL
 from xpool._wire.spin import Spin
 from xpool._wire.wire import LINK, WANTED
-from xpool.codec.frame import Leased, adopt, weight
-from xpool.codec.policy import Layout
 from xpool.errors import OptionError, PeerLost, TimeoutError
 from xpool.pickle import decode, encode
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from xpool._pickling.frame import Leased
 from xpool._wire.outbox import Outbox
 from xpool._wire.wire import (
     ANSWER,
@@ -34,7 +35,6 @@ from xpool._wire.wire import (
     Parts,
     Refusal,
 )
-from xpool.codec.frame import Leased
 
 __all__ = ["Inbox", "Replies"]
 

@@ -104,14 +104,14 @@ LATER = (
     "xpool.pool_errors",
     "xpool.worker.tracker",
     "dill",
-    "xpool.tensors.handles",
+    "xpool._pickling.tensors.handles",
     "xpool.pool.process",
     "xpool.pool.assembly",
 )
 """What it imports when the first workers run: these can do without it, or import it themselves."""
 
 _NUMPY = ("numpy", "numpy.random")
-_ARRAYS = "xpool.tensors.arrays"  # and tensors
+_ARRAYS = "xpool._pickling.tensors.arrays"  # and tensors
 
 _preloaded: set[str] = set()  # what `xpool.preload` was asked for
 

@@ -1,0 +1,216 @@
+"""Objects of which each worker keeps one, and the machine one copy: `Pool.broadcast`.
+
+The object is pickled once, into one block of the arena, its large buffers with it.  A task that has
+a reference gets the object: the first such task in a worker maps the block **privately** and opens
+the message in place.  So the pages are the machine's as long as nobody writes to them, and what a
+worker writes is its own.
+
+How long a worker keeps its object is told by a token, a small block that stands for the reference:
+whoever has the reference, or a message with it, holds that block, and the worker looks whether its
+parent still does.  The worker holds the large block itself, as long as anything of the object lives
+there.
+
+Where there is no arena, or the pool's ``memory_limit`` is 0, the message lies in an anonymous file
+of the parent's, until the pool ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from xpool._memory.arena import Arena, Block
+from xpool._memory.layout import LARGE
+from xpool._pickling.pickler import decode, encode
+from xpool._pickling.policy import Layout, pools
+from xpool._pickling.reducers import Context, builder, in_place, register
+from xpool._python.worker_local import WorkerLocal
+from xpool.errors import TaskNotPicklable
+
+__all__ = ["Broadcast", "Objects"]
+
+# Bytes, of which nothing is used: what counts is who holds the block.
+_TOKEN = 64
+_EVERYONE = -1  # as a message's target: handles to tensors on devices are replaced by copies
+
+
+class Broadcast:
+    """A reference to an object that each worker of a pool keeps once.
+
+    Given to a task of that pool as an argument, as a part of one or in a closure, it is replaced by
+    the object.  Workers keep that as long as the reference lives, and no longer than the pool.
+
+    Attributes:
+        nbytes: size of the pickled object, with its tensors and arrays.
+    """
+
+    def __init__(self, pool: str, place: Any, nbytes: int, token: Block | None, what: str) -> None:
+        self.pool, self.nbytes = pool, nbytes
+        self._place = place
+        self._token = token
+        self._what = what
+
+    @property
+    def _about(self) -> tuple[Any, ...]:
+        token = None if self._token is None else self._token.name
+        return self.pool, token, self._place, self.nbytes
+
+    @property
+    def parts(self) -> tuple[Block | None, tuple[Any, ...]]:
+        """The token, and what `open_broadcast` takes after it."""
+        return self._token, self._about
+
+    def content(self) -> memoryview:
+        """The message, where it lies: to be read alone, in the process that wrote it."""
+        if self._token is not None:
+            block: Block = self._token.former
+            return block.view(self.nbytes)
+        fd = self._place.open()
+        try:
+            return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(fd)
+
+    def __reduce__(self) -> Any:
+        return open_broadcast, (None, *self._about)
+
+    def __repr__(self) -> str:
+        return f"<Broadcast of a {self._what}, {self.nbytes:,} bytes>"
+
+
+@register(Broadcast)
+def _reduce(pickler: Context, ref: Broadcast) -> Any:
+    layout = pickler.layout
+    if layout.room is not None or (layout.pool is not None and layout.pool != ref.pool):
+        raise TaskNotPicklable(
+            f"{ref!r} is an argument for tasks of the pool that made it. Another pool, and an "
+            "object that is broadcast itself, needs the object: broadcast that."
+        )
+    if ref._token is None or layout.pool is None:
+        return ref.__reduce__()
+    # The message holds the token, and so all of it.
+    return open_broadcast, (in_place(pickler, ref._token), *ref._about)
+
+
+def broadcast(
+    obj: Any, pool: str, recurse: bool, lessor: Callable[[int], Block | None]
+) -> Broadcast:
+    """Pickle an object into a block, and return the reference to it.
+
+    Raises:
+        TaskNotPicklable: it cannot be pickled, or there is no memory for it.
+    """
+
+    def write(layout: Layout) -> bytes | memoryview:
+        return encode(obj, recurse=recurse, layout=layout)
+
+    return publish(write, pool, lessor, type(obj).__name__)
+
+
+def publish(
+    write: Callable[[Layout], bytes | memoryview],
+    pool: str,
+    lessor: Callable[[int], Block | None],
+    what: str,
+) -> Broadcast:
+    """Return a reference to a message, which ``write`` makes with the layout that it is given."""
+    block: Block | None = None
+
+    def room(nbytes: int) -> memoryview:
+        nonlocal block
+        block = lessor(max(nbytes, LARGE))  # which has pages of its own
+        if block is None:
+            raise TaskNotPicklable(
+                f"No shared memory is left for a broadcast of {nbytes} bytes; let go of earlier "
+                "ones, and of results, or give the pool a larger memory_limit."
+            )
+        return block.view(nbytes)
+
+    message = write(Layout(room=room, pool=pool, target=_EVERYONE))
+    # A message without large buffers is a plain pickle: nobody has asked for room.
+    if block is None:
+        room(len(message))[:] = message
+    assert block is not None
+    token = lessor(_TOKEN)
+    if token is None:
+        raise TaskNotPicklable("No shared memory is left for a broadcast; let go of earlier ones.")
+    # Who holds the token, a message for one, holds the object with it.
+    token.former = block
+    return Broadcast(pool, block.name, len(message), token, what)
+
+
+class _Pages(mmap.mmap):
+    """A private mapping of a block, which it holds."""
+
+    block: Block
+
+
+class Objects:
+    """The objects that this worker keeps, by what their references are known by."""
+
+    here: WorkerLocal[Objects] = WorkerLocal()
+
+    def __init__(self, arena: Arena | None, pool: str) -> None:
+        self.pool = pool
+        self._arena = arena
+        self._kept: dict[Any, Any] = {}
+        Objects.here.set(self)
+
+    def get(self, token: int | None, place: Any, nbytes: int) -> Any:
+        """Return the object of a reference, opened if it is not yet."""
+        key = place.key if token is None else token
+        try:
+            return self._kept[key]
+        except KeyError:
+            # First: what nobody refers to any more makes room for it.
+            self.collect()
+        obj = place.load() if token is None else decode(self._map(place, nbytes))
+        self._kept[key] = obj
+        return obj
+
+    def _map(self, name: int, nbytes: int) -> memoryview:
+        if self._arena is None:
+            raise LookupError(
+                "a broadcast lies in shared memory that this worker does not have: addresses are "
+                "limited (ulimit -v), or more than 479 processes have it"
+            )
+        block = self._arena.adopt(name)
+        file = self._arena.file
+        at = file.place(block.number)[0]
+        how: dict[str, Any] = {"access": mmap.ACCESS_COPY, "offset": at}
+        if sys.version_info >= (3, 13):
+            how["trackfd"] = False  # else it keeps a descriptor
+        pages = _Pages(file.fd, nbytes, **how)
+        pages.block = block
+        return memoryview(pages)
+
+    def collect(self) -> bool:
+        """Let go of objects to which there are no references; return whether any are left."""
+        for key in list(self._kept):
+            # Others lie in files: nobody tells when their references go, and they stay.
+            if type(key) is int and not self._referred(key):
+                del self._kept[key]
+        return bool(self._kept)
+
+    def _referred(self, name: int) -> bool:
+        """Whether the pool's process still holds a token."""
+        assert self._arena is not None
+        # The stamp tells a block that was leased again; attachment 0 is that of the pool's process.
+        file, number = self._arena.file, name & 0xFFFF_FFFF
+        return file.stamps[number] == name >> 32 and bool(file.holds(0)[number])
+
+
+@builder
+def open_broadcast(buffer: Any, pool: str, token: int | None, place: Any, nbytes: int) -> Any:
+    """Return the object, in a worker of the pool."""
+    objects = Objects.here.get()
+    if objects is None or objects.pool != pool:
+        where = "the pool's own" if pool in pools else "a"
+        raise LookupError(
+            f"a reference to a broadcast was opened in {where} process; only the workers of the "
+            "pool that made it have the object"
+        )
+    return objects.get(token, place, nbytes)

@@ -1,0 +1,71 @@
+"""What it costs to look whether a large global was changed in place, and how to be spared it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from xpool._pickling.by_value import main
+
+__all__ = ["Checks", "is_final"]
+
+_TOO_LONG = 1.0
+"""Seconds that the checks of one global may take, all together, until the program is told."""
+
+
+class Checks:
+    """How long the checks of each global have taken."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def took(self, name: str, nbytes: int, seconds: float) -> None:
+        """Count a check in; once it is too long in all, warn about that global."""
+        before = self._seconds.get(name, 0.0)
+        after = self._seconds[name] = before + seconds
+        if before < _TOO_LONG <= after:
+            warnings.warn(
+                f"The global {name!r} of __main__ ({nbytes:,} bytes pickled) is compared at each "
+                "call with what the workers have, since it may have been changed in place. That "
+                f"has taken {after:.1f} s by now. If it does not change, write "
+                f"`{name.rpartition('.')[2]}: Final = ...` in the script, and it is not looked at "
+                "again; or give it to the workers by `pool.broadcast` or an initializer.",
+                RuntimeWarning,
+                stacklevel=_outside(),
+            )
+
+
+def _outside() -> int:
+    """The level of the first caller that is not of xpool, as `warn` called by `took` counts."""
+    level, frame = 1, sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "xpool":
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    return level + 1
+
+
+def is_final(name: str) -> bool:
+    """Whether the program says ``NAME: Final = ...``, of a global or of an attribute of a class."""
+    owner, dot, attribute = name.rpartition(".")
+    holder: Any = main.namespace().get(owner) if dot else sys.modules["__main__"]
+    try:
+        kind = _annotations(holder).get(attribute)
+    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+        return False
+    if not isinstance(kind, str):
+        kind = str(getattr(kind, "__origin__", kind))
+    return kind.partition("[")[0].rpartition(".")[2] == "Final"
+
+
+if sys.version_info < (3, 14):
+
+    def _annotations(holder: Any) -> dict[str, Any]:
+        found: dict[str, Any] = vars(holder).get("__annotations__", {})
+        return found
+
+else:
+
+    def _annotations(holder: Any) -> dict[str, Any]:
+        import annotationlib  # only here: few programs have a large global
+
+        return annotationlib.get_annotations(holder, format=annotationlib.Format.STRING)

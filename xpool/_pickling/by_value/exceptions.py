@@ -1,0 +1,214 @@
+"""Exceptions: rebuilt without running the code of their class, so that they always load.
+
+The usual exception that "does not unpickle" has an ``__init__`` whose parameters are not its
+``args``.  Here only the ``__new__`` and ``__init__`` of the built-in class below it run, and
+the attributes are set afterwards.
+"""
+
+from __future__ import annotations
+
+import builtins
+from types import FunctionType
+from typing import Any
+
+from xpool import errors
+from xpool._pickling import reducers
+from xpool._pickling.by_value.globals_received import missing_global
+from xpool._pickling.pickler import decode, encode
+from xpool._pickling.reducers import Context
+from xpool._python.interrupt import by_handler
+
+__all__ = ["add_note", "encode_exception", "reduce_exception"]
+
+
+def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryview:
+    """Pickle what a task raised, with the worker's traceback.
+
+    `decode` returns an exception of the same class whose ``__cause__`` is a
+    `RemoteTraceback` with the text.  Attributes that cannot be pickled are left out.  When
+    not even the class can travel, it is a `ResultNotPicklable` with the text.
+    """
+    cause = exc.__cause__
+    # A task that was run by a pool in this task: its worker's traceback comes first.
+    if (
+        hasattr(cause, "text")
+        and isinstance(cause, errors.RemoteTraceback)
+        and cause.text not in traceback_text
+    ):
+        traceback_text = f"{cause.text}\n{traceback_text}"
+    missing = missing_global(exc) or _no_children(exc)
+    if missing:
+        add_note(exc, missing)
+        traceback_text = f"{traceback_text.rstrip()}\n{missing}\n"
+    failure: BaseException | None = None
+    for form in (_Raised(exc, traceback_text), _Salvaged(exc, traceback_text)):
+        try:
+            data = encode(form, main_globals=False)
+            # Opened here: many exceptions can be pickled, and not unpickled.
+            if type(decode(data)) is type(exc):
+                return data
+        except Exception as error:  # whatever the class does in its own __reduce__
+            failure = error
+    if failure is None:
+        failure = TypeError(f"{type(exc).__qualname__} does not come back as itself")
+    stand_in = errors.ResultNotPicklable(_text(failure), _text(exc))
+    return encode(_Raised(stand_in, traceback_text), main_globals=False)
+
+
+def _no_children(exc: BaseException) -> str:
+    """What to do when `multiprocessing` refuses to start a process in a worker; or nothing."""
+    if not isinstance(exc, AssertionError) or "daemonic processes are not allowed" not in str(exc):
+        return ""
+    return (
+        "A task that starts processes of multiprocessing, as a DataLoader with num_workers does, "
+        "needs is_daemon=False of the pool that runs it; a pool of xpool's it may make in any case."
+    )
+
+
+def _text(obj: Any) -> Any:
+    """The object's repr, as something whose own repr is that text."""
+    try:
+        text = repr(obj)
+    except Exception as error:  # a __repr__ that raises
+        text = f"<{type(obj).__qualname__} whose repr raises {type(error).__name__}>"
+    return _Text(text)
+
+
+class _Text(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def add_note(exc: BaseException, note: str) -> None:
+    """Add a line to what is shown of an exception."""
+    if hasattr(exc, "add_note"):
+        exc.add_note(note)
+    elif exc.args and isinstance(exc.args[0], str):
+        exc.args = (f"{exc.args[0]}. {note}", *exc.args[1:])
+
+
+class _Raised:
+    """The exception, as its class or the reducer below pickles it."""
+
+    def __init__(self, exc: BaseException, text: str) -> None:
+        self.exc, self.text = exc, text
+
+    def __reduce__(self) -> Any:
+        return _raised, (self.exc, self.text)
+
+
+class _Salvaged(_Raised):
+    """The exception without what cannot be pickled, its own ``__reduce__`` set aside."""
+
+    def __reduce__(self) -> Any:
+        return _rebuilt_and_raised, (*_salvaged_parts(self.exc), self.text)
+
+
+class _Member:
+    """An exception of a group, without what cannot be pickled."""
+
+    def __init__(self, exc: BaseException) -> None:
+        self.exc = exc
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, _salvaged_parts(self.exc)
+
+
+def _salvaged_parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    cls, args, state = _parts(exc)
+    kept: tuple[Any, ...]
+    if isinstance(exc, _GROUPS):
+        kept = args[0], [_salvaged_member(member) for member in args[1]]
+    else:
+        kept = tuple(arg if _travels(arg) else str(_text(arg)) for arg in args)
+    return cls, kept, {key: value for key, value in state.items() if _travels(value)}
+
+
+def _salvaged_member(exc: BaseException) -> Any:
+    """Return what is pickled in place of an exception of a group."""
+    for form in (exc, _Member(exc)):
+        if _travels(form):
+            return form
+    why = f"{type(exc).__qualname__} of a group cannot be pickled"
+    return errors.ResultNotPicklable(_text(TypeError(why)), _text(exc))
+
+
+def _travels(obj: Any) -> bool:
+    try:
+        decode(encode(obj, main_globals=False))
+    except Exception as exc:  # whatever the object's own code raises: it does not travel
+        if by_handler(exc):
+            raise
+        return False
+    return True
+
+
+def _raised(exc: BaseException, text: str) -> BaseException:
+    exc.__cause__ = errors.RemoteTraceback(text)
+    return exc
+
+
+def _rebuilt(cls: Any, args: Any, state: Any) -> BaseException:
+    exc: BaseException = _rebuild(cls, args)
+    exc.__setstate__(state)
+    return exc
+
+
+def _rebuilt_and_raised(cls: Any, args: Any, state: Any, text: str) -> BaseException:
+    return _raised(_rebuilt(cls, args, state), text)
+
+
+# -- exceptions anywhere in a message ---------------------------------------------------------
+
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+
+
+def reduce_exception(pickler: Context, exc: BaseException) -> Any:
+    """As usual, unless loading would call an ``__init__`` or ``__new__`` written in Python."""
+    cls = type(exc)
+    if not (_in_python(cls, "__init__") or _in_python(cls, "__new__")):
+        return NotImplemented
+    if any(_in_python(cls, name) for name in ("__reduce__", "__reduce_ex__", "__setstate__")):
+        return NotImplemented
+    cls, args, state = _parts(exc)
+    return (_rebuild, (cls, args), state) if state else (_rebuild, (cls, args))
+
+
+def _in_python(cls: type, name: str) -> bool:
+    found = getattr(cls, name, None)
+    return isinstance(getattr(found, "__func__", found), FunctionType)
+
+
+def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    reduced: Any = _built_in(type(exc), "__reduce__").__reduce__(exc)
+    state = reduced[2] if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
+    args = tuple(reduced[1])
+    if isinstance(exc, _GROUPS):
+        # Its args are those of its class, which may take others than the built-in class does.
+        group: Any = exc
+        state, args = {"args": args, **state}, (group.message, list(group.exceptions))
+    return type(exc), args, {**state, **exc.__dict__}
+
+
+def _built_in(cls: type, name: str) -> Any:
+    """The first class below, itself included, whose method of this name is not Python code."""
+    for base in cls.__mro__:
+        found = vars(base).get(name)
+        found = getattr(found, "__func__", found)
+        if found is None or isinstance(found, FunctionType):
+            continue
+        if issubclass(base, BaseException):
+            return base
+    return BaseException
+
+
+def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:
+    exc = _built_in(cls, "__new__").__new__(cls, *args)
+    try:
+        _built_in(cls, "__init__").__init__(exc, *args)
+    except TypeError:  # what the class keeps in args is not what the built-in class takes
+        BaseException.__init__(exc, *args)
+    return exc
+
+
+reducers.FOR_SUBCLASSES[BaseException] = reduce_exception

@@ -1,0 +1,340 @@
+"""Functions, methods, modules, and what functions are made of."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import marshal
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+from xpool._pickling.by_value import main
+from xpool._pickling.by_value.names import name_for, static_modules
+from xpool._pickling.by_value.reads import global_names
+from xpool._pickling.reducers import (
+    BUILDERS,
+    FOR_SUBCLASSES,
+    LAZY,
+    Context,
+    register,
+)
+
+# -- functions ----------------------------------------------------------------------------
+
+
+_NO_MODULE = ModuleType("no module")
+
+
+class _Space:
+    """Globals that belong to no module, or with `recurse`: one dict there for each here."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def __reduce__(self) -> Any:
+        return _make_space, (self.values.get("__name__"),)
+
+
+def _make_space(name: Any) -> dict[str, Any]:
+    return {"__name__": name, "__builtins__": builtins}
+
+
+@register(FunctionType)
+def reduce_function(pickler: Context, function: FunctionType) -> Any:
+    """By name where the receiver finds it so, else by value."""
+    name: Any = BUILDERS.get(function)
+    module: Any = function.__module__
+    if name is None and isinstance(module, str) and module not in main.MAIN_NAMES:
+        # Most are of the top level of a module: this is faster than `name_for`.
+        top = getattr(sys.modules.get(module), "__dict__", {})
+        if top.get(function.__qualname__) is function:
+            return function.__qualname__
+    if name is None:
+        name = name_for(pickler, function)
+    if name is not None:
+        return name
+    # By value, then: first, where it finds its globals in the receiver.
+    names = global_names(function.__code__)
+    values = function.__globals__
+    module = values.get("__name__")
+    state: dict[str, Any] = {}
+    space: Any
+    if not pickler.recurse and values is main.namespace():
+        # What the receiver has to run the script for.
+        space = main.main_is_importable() and tuple(n for n in names if n in values)
+        pickler.names |= names
+    elif not pickler.recurse and vars(sys.modules.get(module, _NO_MODULE)) is values:
+        space = module
+        # An import hook that rewrote the module here (as pytest does for its assertions) may not
+        # be installed in the receiver: what no program can name belongs to the rewritten code.
+        helpers = [name for name in names if name in values and not name.isidentifier()]
+        if helpers:
+            state["helpers"] = {name: values[name] for name in helpers}
+    else:
+        space = pickler.spaces.get(id(values))
+        if space is None:
+            space = pickler.spaces[id(values)] = _Space(values)
+        state["globals"] = {name: values[name] for name in names if name in values}
+    if function.__module__ != module:  # functools.wraps
+        # Spelled as None, so that no message holds the name of __main__ for nothing: a
+        # message that holds it is looked at again (see pickler.py).
+        in_main = function.__module__ in main.MAIN_NAMES
+        state["__module__"] = None if in_main else function.__module__
+    # Then what a function that was just made of its code does not have.
+    for attribute in _ATTRIBUTES:
+        value = getattr(function, attribute, None)
+        if value is not None and value != ():
+            state[attribute] = value
+    if sys.version_info < (3, 14):
+        annotations = function.__annotations__
+    else:
+        annotations = _annotations(function)
+    if annotations:
+        state["__annotations__"] = annotations
+    if function.__dict__:
+        state["dict"] = function.__dict__
+    shell = (function.__code__, space, function.__name__, function.__closure__)
+    return _make_function, shell, state, None, None, _fill_function
+
+
+_ATTRIBUTES = (
+    "__defaults__",
+    "__kwdefaults__",
+    "__doc__",
+    "__qualname__",
+    "__type_params__",
+)
+
+
+def _annotations(function: Any) -> dict[str, Any]:
+    try:
+        return dict(function.__annotations__)
+    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+        return {}
+
+
+def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> FunctionType:
+    if isinstance(space, (bool, tuple)):
+        values = main.namespace()
+        for one in () if isinstance(space, bool) else space:
+            if one not in values:
+                main.fill(one)
+        # C code that imports something looks for it here, and a worker's may be bare.
+        values.setdefault("__builtins__", builtins)
+    elif isinstance(space, str):
+        values = import_module(space).__dict__
+    else:
+        values = space
+    return FunctionType(code, values, name, None, closure)
+
+
+def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
+    function.__globals__.update(state.pop("globals", ()))
+    for name, value in state.pop("helpers", {}).items():
+        # The receiver's own, if it has them, belong to its own rewritten functions.
+        function.__globals__.setdefault(name, value)
+    function.__dict__.update(state.pop("dict", ()))
+    if "__module__" in state and state["__module__"] is None:
+        state["__module__"] = "__main__"
+    for name, value in state.items():
+        setattr(function, name, value)
+
+
+@register(CodeType)
+def _reduce_code(pickler: Context, code: CodeType) -> Any:
+    # Both ends run the same interpreter, which is what marshal asks for.
+    return marshal.loads, (marshal.dumps(code),)
+
+
+@register(CellType)
+def _reduce_cell(pickler: Context, cell: CellType) -> Any:
+    try:
+        state = (cell.cell_contents,)
+    except ValueError:  # it is empty: the variable has no value yet
+        return _make_cell, ()
+    return _make_cell, (), state, None, None, _fill_cell
+
+
+def _make_cell() -> CellType:
+    return CellType()
+
+
+def _fill_cell(cell: CellType, state: tuple[Any]) -> None:
+    cell.cell_contents = state[0]
+
+
+# -- what wraps functions -----------------------------------------------------------------
+
+
+@register(MethodType)
+def _reduce_method(pickler: Context, method: MethodType) -> Any:
+    """By the object and the name, as the standard pickler does; also private names."""
+    owner, name = method.__self__, method.__func__.__name__
+    for found in _private_names(owner, name):
+        if getattr(owner, found, None) == method:
+            # In a definition that is being read, the class of the object has no attributes yet.
+            if pickler.blob and _of_class_by_value(pickler, owner, found):
+                break
+            return getattr, (owner, found)
+    return _bind, (method.__func__, owner)
+
+
+def _of_class_by_value(pickler: Context, owner: Any, name: str) -> bool:
+    """Whether what this name leads to on an object is in the body of a class that goes by value."""
+    for one in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
+        if name in vars(one):
+            return name_for(pickler, one) is None
+    return True  # a class's metaclass, or the object itself, has it
+
+
+def _bind(function: Any, owner: Any) -> MethodType:
+    return MethodType(function, owner)
+
+
+def _private_names(owner: Any, name: str) -> Iterator[str]:
+    yield name
+    if name.startswith("__") and not name.endswith("__"):
+        classes = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+        for one in classes:
+            # As the compiler changes private names (_Py_Mangle).
+            yield f"_{one.__name__.lstrip('_')}{name}"
+
+
+@register(property)
+def _reduce_property(pickler: Context, obj: property) -> Any:
+    kind = type(obj)
+    if kind.__module__ == "enum":  # its __new__ and attributes differ between versions
+        return NotImplemented
+    parts = (obj.fget, obj.fset, obj.fdel, obj.__doc__)
+    state = getattr(obj, "__dict__", None)  # of a subclass
+    if kind is property or not state:
+        return kind, parts
+    return kind, parts, state, None, None, _update
+
+
+@register(classmethod, staticmethod)
+def _reduce_wrapper(pickler: Context, obj: Any) -> Any:
+    return type(obj), (obj.__func__,)
+
+
+def _update(obj: Any, state: dict[str, Any]) -> None:
+    obj.__dict__.update(state)
+
+
+FOR_SUBCLASSES[property] = _reduce_property
+FOR_SUBCLASSES[classmethod] = FOR_SUBCLASSES[staticmethod] = _reduce_wrapper
+
+
+def _lru(maxsize: int | None, typed: bool, function: Callable[..., Any]) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+@register(functools._lru_cache_wrapper)
+def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
+    """The function inside, with a cache of its own in the receiver."""
+    name = name_for(pickler, obj)
+    if name is not None:
+        return name
+    options = obj.cache_parameters()
+    return _lru, (options["maxsize"], options["typed"], obj.__wrapped__)
+
+
+@register(functools.partialmethod)
+def _reduce_partialmethod(pickler: Context, obj: Any) -> Any:
+    """From Python 3.14 on it has a ``__new__`` that asks for its function."""
+    return _partialmethod, (obj.func, obj.args, obj.keywords)
+
+
+def _partialmethod(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return functools.partialmethod(func, *args, **keywords)
+
+
+@register(MappingProxyType)
+def _reduce_proxy(pickler: Context, obj: Any) -> Any:
+    return _make_proxy, (dict(obj),)
+
+
+def _make_proxy(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(values)
+
+
+# -- modules ------------------------------------------------------------------------------
+
+
+def _main_module() -> ModuleType:
+    return sys.modules["__main__"]
+
+
+@register(ModuleType)
+def _reduce_module(pickler: Context, module: ModuleType) -> Any:
+    """A module goes by name, never with its contents."""
+    name = module.__name__
+    if name in main.MAIN_NAMES:
+        return _main_module, ()
+    if sys.modules.get(name) is module or name in static_modules:
+        return import_module, (name,)
+    return NotImplemented
+
+
+FOR_SUBCLASSES[ModuleType] = _reduce_module
+
+
+# -- objects that are compared by identity ---------------------------------------------------
+
+
+def _lazy_dataclasses() -> None:
+    """The markers inside ``__dataclass_fields__`` go by name."""
+    import dataclasses
+
+    del LAZY["dataclasses"]
+    marks = ("_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR", "MISSING", "KW_ONLY")
+    for name in (*marks, "_HAS_DEFAULT_FACTORY"):
+        mark = getattr(dataclasses, name, None)
+        if mark is not None:
+            register(type(mark))(_reduce_mark)
+
+
+def _reduce_mark(pickler: Context, obj: Any) -> Any:
+    import dataclasses
+
+    for name, value in vars(dataclasses).items():
+        if value is obj:
+            return getattr, (dataclasses, name)
+    return NotImplemented
+
+
+LAZY["dataclasses"] = _lazy_dataclasses
+
+
+def _lazy_locks() -> None:
+    """A lock in a class definition is one for each process; anywhere else it is refused."""
+    import threading
+
+    del LAZY["_thread"]
+
+    def reduce_lock(pickler: Context, obj: Any) -> Any:
+        if not pickler.blob:
+            raise TypeError(f"cannot pickle {type(obj).__name__!r} object")
+        return (threading.RLock if type(obj) is rlock else threading.Lock), ()
+
+    rlock = type(threading.RLock())
+    register(type(threading.Lock()), rlock)(reduce_lock)
+
+
+LAZY["_thread"] = _lazy_locks
+
+
+if sys.version_info >= (3, 15):
+    import_module(
+        "xpool._pickling.by_value.lazy_imports"
+    )  # not by a statement, which may be lazy itself

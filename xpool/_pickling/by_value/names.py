@@ -1,0 +1,97 @@
+"""Whether a function or class goes by its name, and which name of ``__main__`` leads to it."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from xpool._pickling.by_value.main import MAIN_NAMES, source
+from xpool._pickling.reducers import Context
+from xpool._python.interrupt import by_handler
+
+__all__ = ["by_name", "goes_by_name", "mark_static_module", "name_for", "static_modules"]
+
+#: Names of the modules that `mark_static_module` was given.
+static_modules: set[str] = set()
+
+
+def mark_static_module(module: ModuleType) -> None:
+    """Say that a module is the same in every process: what it defines goes by name.
+
+    Its functions and classes are pickled by reference even where they would go by value,
+    and so is the module itself.
+    """
+    if not isinstance(module, ModuleType):
+        raise TypeError(f"mark_static_module takes a module, not {module!r}")
+    static_modules.add(module.__name__)
+
+
+def goes_by_name(obj: Any) -> bool:
+    """Whether another process finds this function or class under its own name."""
+    module_name, path = obj.__module__, _path_of(obj)
+    if module_name in MAIN_NAMES and module_name not in static_modules:
+        text = source()
+        if text is None or path.partition(".")[0] in text.guarded:
+            return False
+    return _found(module_name, path) is obj
+
+
+def by_name(obj: Any) -> Any:
+    """Return what pickles a function or class by name, or None where that cannot be done."""
+    if goes_by_name(obj):
+        return _path_of(obj)
+    module_name = obj.__module__
+    if module_name in static_modules:
+        # Another object of the same name (the module was reloaded) stands for this one,
+        # but a decorated function must not stand for the function inside it.
+        found = _found(module_name, _path_of(obj))
+        if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
+            return _get, (module_name, _path_of(obj))
+    return None
+
+
+def name_for(pickler: Context, obj: Any) -> Any:
+    """As `by_name`; and note what is of ``__main__``, for the globals that it uses."""
+    module_name = obj.__module__
+    if module_name not in MAIN_NAMES:
+        return by_name(obj)
+    name = path = _path_of(obj)
+    text = source()
+    # Most are of the top level: this is faster than `by_name`.
+    known = text is not None and path not in text.guarded
+    if not (known and sys.modules[module_name].__dict__.get(path) is obj):
+        name = by_name(obj)
+    if name is not None and pickler.follow:
+        pickler.names.add(path.partition(".")[0])
+    return name
+
+
+def _path_of(obj: Any) -> str:
+    path: str = getattr(obj, "__qualname__", None) or obj.__name__
+    return path
+
+
+def _get(module_name: str, path: str) -> Any:
+    obj: Any = import_module(module_name)
+    for part in path.split("."):
+        obj = getattr(obj, part)
+    return obj
+
+
+def _found(module_name: Any, path: str) -> Any:
+    if not isinstance(module_name, str):
+        return None
+    module: Any = sys.modules.get(module_name)
+    if module is None:
+        try:
+            module = import_module(module_name)
+        except Exception as exc:  # whatever a module does when it is imported: not found
+            if by_handler(exc):
+                raise
+            return None
+    obj = module
+    for part in path.split("."):
+        obj = getattr(obj, part, None)
+    return obj

@@ -1,0 +1,182 @@
+"""What the text of a script says about its globals: read from its syntax tree, never run.
+
+Two questions are answered.  Which names does only the guarded block define, so that a process that
+runs the file for its names does not have them?  And for which names is it certain that such a
+process has the same value: because one statement of the file makes it, and nothing rebinds it?
+"""
+
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from xpool._pickling.by_value.top_level import names_of
+
+__all__ = ["Source", "is_guard", "read"]
+
+_MISSING = object()
+_CONSTANTS = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
+
+class Source(NamedTuple):
+    """What is known about the top level of a file, from its text."""
+
+    has_guard: bool = False
+    guarded: frozenset[str] = frozenset()
+    """What only its guarded blocks bind."""
+
+    rebound: frozenset[str] = frozenset()
+    """What a guarded block, or a function by a ``global`` statement, binds."""
+
+    constants: Mapping[str, Any] = MappingProxyType({})
+    """By name, also of class attributes ("Config.rate"): what one literal makes."""
+
+    imports: Mapping[str, list[tuple[str, str | None]]] = MappingProxyType({})
+    """By name: the modules, and what of them, that statements of the top level import as it."""
+
+    def makes(self, name: str, value: Any) -> bool:
+        """Whether every process that runs the file has this very value under this name."""
+        if name in self.rebound:
+            return False
+        constant = self.constants.get(name, _MISSING)
+        if type(constant) is type(value) and _same(constant, value):
+            return True
+        return any(_imported(*one) is value for one in self.imports.get(name, ()))
+
+
+def _same(constant: Any, value: Any) -> bool:
+    """Whether two objects of one type are the same constant: 0.0 is not -0.0, nor (1,) (True,)."""
+    return type(constant) in _CONSTANTS | {tuple} and repr(constant) == repr(value)
+
+
+def _imported(module: str, attribute: str | None) -> Any:
+    found: Any = sys.modules.get(module, _MISSING)
+    if attribute is None or found is _MISSING:
+        return found
+    return getattr(found, attribute, sys.modules.get(f"{module}.{attribute}", _MISSING))
+
+
+def read(path: str, package: str | None) -> Source:
+    """Analyse a file; what cannot be read or parsed says nothing.
+
+    Args:
+        package: the module's ``__package__``, for its relative imports.
+    """
+    try:
+        with open(path, "rb") as file:
+            tree = ast.parse(file.read(), path)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return Source()
+    guards: list[ast.If] = []
+    outside: list[tuple[str, ast.AST]] = []
+    inside: set[str] = set()
+    # What runs at the top level, and in guarded blocks; the ``else`` of a guard runs in workers.
+    statements = list(_top_level(tree.body, guards))
+    for guard in guards:
+        for statement in _top_level(guard.body, []):
+            inside.update(names_of(statement).bound)
+        statements += _top_level(guard.orelse, [])
+    for statement in statements:
+        outside += [(name, statement) for name in names_of(statement).bound]
+    # What functions may bind anywhere: globals that they declare, and attributes of anything.
+    declared, attributes = set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            declared.update(node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            attributes.add(node.attr)
+    return Source(
+        has_guard=bool(guards),
+        guarded=frozenset(inside.difference(name for name, _ in outside)),
+        rebound=frozenset(inside | declared),
+        constants=dict(_constants(outside, attributes)),
+        imports=_imports(outside, package),
+    )
+
+
+def _constants(
+    bound: Iterable[tuple[str, ast.AST]], attributes: set[str]
+) -> Iterator[tuple[str, Any]]:
+    """Names that one statement binds, to a literal that cannot change, and these literals."""
+    bound = list(bound)
+    times = Counter(name for name, _ in bound)
+    for name, node in bound:
+        if times[name] > 1:
+            continue
+        if isinstance(node, ast.ClassDef):
+            inside = [(one, part) for part in node.body for one in names_of(part).bound]
+            for one, constant in _constants(inside, attributes):
+                if one not in attributes:
+                    yield f"{name}.{one}", constant
+        value = getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(value, ast.AST):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if all(isinstance(target, ast.Name) for target in targets):
+                try:
+                    constant = ast.literal_eval(value)
+                except (ValueError, TypeError, RecursionError):
+                    continue
+                if _is_constant(constant):
+                    yield name, constant
+
+
+def _is_constant(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return type(value) in _CONSTANTS
+
+
+def _imports(
+    outside: list[tuple[str, ast.AST]], package: str | None
+) -> dict[str, list[tuple[str, str | None]]]:
+    found: dict[str, list[tuple[str, str | None]]] = {}
+    for name, node in outside:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname == name:
+                    found.setdefault(name, []).append((alias.name, None))
+                # ``import a.b`` binds a.
+                elif alias.asname is None and alias.name.partition(".")[0] == name:
+                    found.setdefault(name, []).append((name, None))
+        elif isinstance(node, ast.ImportFrom):
+            # A relative import: one dot is the package itself.
+            above = (package or "").split(".")
+            above = above[: len(above) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    found.setdefault(name, []).append((module, alias.name))
+    return found
+
+
+def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]:
+    """Statements that run when the module runs, guarded blocks apart."""
+    for node in body:
+        if isinstance(node, ast.If) and is_guard(node.test):
+            guards.append(node)
+            continue
+        yield node
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            continue
+        for name in ("body", "orelse", "finalbody"):
+            yield from _top_level(getattr(node, name, []), guards)
+        for handler in getattr(node, "handlers", []):
+            yield from _top_level(handler.body, guards)
+        for case in getattr(node, "cases", []):
+            yield from _top_level(case.body, guards)
+
+
+def is_guard(test: ast.expr) -> bool:
+    for node in ast.walk(test):
+        if not isinstance(node, ast.Compare) or not isinstance(node.ops[0], ast.Eq):
+            continue
+        sides = [node.left, *node.comparators]
+        names = any(isinstance(side, ast.Name) and side.id == "__name__" for side in sides)
+        mains = any(isinstance(side, ast.Constant) and side.value == "__main__" for side in sides)
+        if names and mains:
+            return True
+    return False

@@ -1,0 +1,178 @@
+"""Classes that cannot be made as an empty shell: enumerations and named tuples.
+
+For each kind a function returns ``(make, args, skip)``: what makes the shell, and the attributes
+that the shell has from the start, so that the state must not set them.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+from types import FunctionType
+from typing import Any
+
+from xpool._pickling.by_value.registry import shell
+
+__all__ = ["enum_shell", "member_attributes", "namedtuple_shell", "types_among"]
+
+Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
+
+
+# -- named tuples -----------------------------------------------------------------------------
+
+_OF_NAMEDTUPLE = frozenset(
+    {"_fields", "_field_defaults", "_make", "_replace", "__replace__", "_asdict", "__new__"}
+    | {"__getnewargs__", "__match_args__", "_fields_defaults"}
+)
+
+
+def namedtuple_shell(cls: type, token: str) -> Shell | None:
+    """Made by `collections.namedtuple` again."""
+    attributes = vars(cls)
+    if cls.__bases__[0] is not tuple or "_field_defaults" not in attributes:
+        return None
+    fields: tuple[str, ...] = attributes["_fields"]
+    defaults = attributes["_field_defaults"]
+    values = tuple(defaults[name] for name in fields if name in defaults)
+    args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, cls.__bases__)
+    skip = set(_OF_NAMEDTUPLE)
+    text = attributes.get("__repr__")
+    # That of `namedtuple` is made again with the class; one of the class's own travels.
+    if isinstance(text, FunctionType) and text.__globals__ is vars(collections):
+        skip.add("__repr__")
+    return _make_namedtuple, (*args, attributes.get("__orig_bases__")), frozenset(skip)
+
+
+def _make_namedtuple(
+    token: str,
+    name: str,
+    qualname: str,
+    module: str,
+    fields: tuple[str, ...],
+    defaults: tuple[Any, ...],
+    bases: tuple[type, ...],
+    orig_bases: Any,
+) -> Any:
+    def build() -> Any:
+        factory: Any = collections.namedtuple
+        made = factory(name, fields, defaults=defaults, module=module)
+        made.__qualname__ = qualname
+        if orig_bases is not None:
+            made.__orig_bases__ = orig_bases
+        if bases != (tuple,):  # typing.NamedTuple together with Generic
+            made.__bases__ = bases
+        return made
+
+    return shell(token, build)
+
+
+# -- enumerations -----------------------------------------------------------------------------
+
+_OF_ENUM = frozenset(
+    {"_member_names_", "_member_map_", "_value2member_map_", "__new__", "_generate_next_value_"}
+    | {"_hashable_values_", "_unhashable_values_", "_unhashable_values_map_", "_member_type_"}
+)
+
+#: Attributes of a member that the metaclass sets, or that caches fill in.
+_OF_MEMBER = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"})
+
+
+def enum_shell(cls: Any, token: str) -> Shell | None:
+    """Made by the enumeration's metaclass, with members whose own code does not run again."""
+    if not isinstance(cls, enum.EnumMeta):
+        return None
+    members_of: dict[str, Any] = dict(cls.__members__)
+    data_type = vars(cls)["_member_type_"]
+    members = [(key, one.value, _raw(one, data_type)) for key, one in members_of.items()]
+    boundary = getattr(cls, "_boundary_", None) if issubclass(cls, enum.Flag) else None
+    names = (cls.__name__, cls.__qualname__, cls.__module__)
+    args = (token, type(cls), names, cls.__bases__, data_type, members, boundary)
+    return _make_enum, args, _OF_ENUM | frozenset(members_of)
+
+
+def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:
+    """What the members' own code has set on them, by name of the member."""
+    found = {}
+    for key, one in cls.__members__.items():
+        extra = {name: value for name, value in vars(one).items() if name not in _OF_MEMBER}
+        if extra:
+            found[key] = extra
+    return found
+
+
+def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
+    """Arguments that make the member's data anew, its own ``__new__`` apart."""
+    as_object: Any = object.__new__
+    if data_type.__new__ is as_object:
+        return ()
+    if issubclass(data_type, str):
+        # Not `str(member)`, which a class may define anew.
+        return (str.__str__(member),)
+    for plain in (int, float, complex, bytes, tuple, frozenset):
+        if issubclass(data_type, plain):
+            return (plain(member),)
+    value = member.value
+    if isinstance(value, data_type):
+        reduced = value.__reduce_ex__(2)
+        if reduced[0] is type(value):
+            return tuple(reduced[1])
+    return value if isinstance(value, tuple) else (value,)
+
+
+class _Member:
+    """Stands in the body of the class for a member's value."""
+
+    def __init__(self, value: Any, raw: tuple[Any, ...]) -> None:
+        self.value, self.raw = value, raw
+
+
+def _make_enum(
+    token: str,
+    metaclass: Any,
+    names: tuple[str, str, str],
+    bases: tuple[type, ...],
+    data_type: Any,
+    members: list[tuple[str, Any, tuple[Any, ...]]],
+    boundary: Any,
+) -> Any:
+    def new(cls: Any, given: _Member) -> Any:
+        member = data_type.__new__(cls, *given.raw)
+        member._value_ = given.value
+        return member
+
+    def build() -> Any:
+        name, qualname, module = names
+        # Not the metaclass's own, whose code has run when the class was defined.
+        body = enum.EnumMeta.__prepare__(name, bases)
+        body["__module__"], body["__qualname__"] = module, qualname
+        if members:
+            body["__new__"] = new
+            body["__init__"] = lambda self, *args: None
+        for key, value, raw in members:
+            body[key] = _Member(value, raw)
+        options = {} if boundary is None else {"boundary": boundary}
+        made = enum.EnumMeta.__new__(metaclass, name, bases, body, **options)
+        if members:  # the state brings what the class itself defined of these
+            for key in ("__init__", "__new_member__", "_new_member_"):
+                if key in vars(made):
+                    type.__delattr__(made, key)
+        return made
+
+    return shell(token, build)
+
+
+# -- models of pydantic -----------------------------------------------------------------------
+
+
+def types_among(namespace: dict[str, Any]) -> dict[str, Any]:
+    """What a model needs of the variables of the function that defined it, to read annotations.
+
+    It has all of them, to which a pool belongs where the model is defined in its ``with`` block.
+    """
+    found = {}
+    for name, kept in namespace.items():
+        # Most are held weakly, in an object of pydantic's.
+        value = kept() if type(kept).__module__.startswith("pydantic.") else kept
+        if isinstance(value, type) or type(value).__module__ in ("typing", "types"):
+            found[name] = kept
+    return found

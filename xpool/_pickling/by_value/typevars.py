@@ -1,0 +1,61 @@
+"""Type variables, new types and aliases: told apart by identity, so by a token like classes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from xpool._pickling.by_value import registry
+from xpool._pickling.by_value.main import MAIN_NAMES
+from xpool._pickling.by_value.names import by_name
+from xpool._pickling.reducers import LAZY, Context, register
+
+__all__: list[str] = []
+
+_KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
+
+
+def _lazy_typing() -> None:
+    import typing
+
+    del LAZY["typing"]
+    register(*(getattr(typing, kind) for kind in _KINDS if hasattr(typing, kind)))(_reduce)
+
+
+def _reduce(pickler: Context, obj: Any) -> Any:
+    name = by_name(obj)
+    if name is not None:
+        return name
+    kind = type(obj)
+    args: tuple[Any, ...] = (obj.__name__,)
+    options: dict[str, Any] = {}
+    if kind.__name__ == "NewType":
+        args = (obj.__name__, obj.__supertype__)
+    elif kind.__name__ == "TypeAliasType":
+        args = (obj.__name__, obj.__value__)
+        options["type_params"] = obj.__type_params__
+    else:
+        args = (obj.__name__, *getattr(obj, "__constraints__", ()))
+        for option in ("bound", "covariant", "contravariant", "infer_variance"):
+            if getattr(obj, f"__{option}__", None):
+                options[option] = getattr(obj, f"__{option}__")
+        if sys.version_info >= (3, 13) and obj.has_default():
+            options["default"] = obj.__default__
+    module = None if obj.__module__ in MAIN_NAMES else obj.__module__
+    return _make, (registry.token_of(obj), kind, args, options, module)
+
+
+def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) -> Any:
+    # So that two threads which load one token get one object.
+    with registry.lock:
+        found = registry.lookup(token)
+        made = None if found is None else found.ref()
+        if made is None:
+            made = kind(*args, **options)
+            if kind.__name__ != "TypeAliasType":  # whose module is read only
+                made.__module__ = module or "__main__"
+            registry.adopt(made, token, own=False)
+        return made
+
+
+LAZY["typing"] = _lazy_typing

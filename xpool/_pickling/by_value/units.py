@@ -1,0 +1,505 @@
+"""Which statements of a script a worker runs, and which it leaves out.
+
+A worker runs the script for its names.  What takes long there is what the program has done already:
+data that are loaded, a model that is built.  So the script's top level is taken apart into units,
+whole lines, of four kinds:
+
+* what **acts**, a worker runs before anything else, in the script's order: calls that stand by
+  themselves, loops and ``with`` and ``if`` around them, assignments to attributes and items,
+  decorated functions and classes, imports of modules that may do something;
+* what **binds**, functions and plain classes and imports of the standard library, numpy and torch,
+  it runs when a name is looked up that they bind, or that leads to them;
+* what **computes** it leaves out: assignments to names, blocks of nothing else, what is done to
+  such a value alone (``data.sort()``, ``data["x"] = 1``), and what only prints.  Its values come
+  from the program, with the functions that read them (`main_globals`).  It is run where a value
+  cannot be sent, or where a statement that is run uses the name;
+* what acts in torch alone **waits** until torch is imported in that worker.
+
+Values that share an object with each other are made by running the statements, whose objects may be
+compared by identity; as long as they are small: large ones are copies in any case.
+
+Where a script looks at its globals as a whole (`globals`, `exec`), or imports ``*`` from its own
+package, all of it is run, as it is where this analysis has nothing to say.
+"""
+
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+
+import ast
+import builtins
+import os
+import re
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from xpool._pickling.by_value.source import is_guard
+from xpool._pickling.by_value.top_level import (
+    Names,
+    acted_on,
+    calls_of,
+    names_of,
+    reads_of,
+    root_of,
+    targets_of,
+)
+from xpool._pickling.by_value.top_values import held_alone, sharing
+
+__all__ = ["ACTS", "BINDS", "COMPUTES", "WAITS", "Unit", "Units", "read_units"]
+
+BINDS, ACTS, COMPUTES, WAITS = range(4)
+"""Kinds of units."""
+
+
+class Unit(NamedTuple):
+    """Whole lines of a script, which are run together."""
+
+    first: int  # lines, from 1 on, the last included
+    last: int
+    names: tuple[str, ...]  # that it binds; of one that computes, also what it changes
+    needs: tuple[int, ...]  # units, of other kinds than that one, that have to be run with it
+    wants: tuple[str, ...]  # computed names that it uses
+    reads: tuple[str, ...]  # computed names that functions in it use, when they are called
+    kind: int
+    torch: bool  # it imports torch
+
+
+class Units(NamedTuple):
+    """What a worker is told about a script; it has the script's text itself."""
+
+    check: int  # CRC-32 of the file: of another text nothing is known
+    flags: int  # of the compiler: those of its ``from __future__ import``
+    units: tuple[Unit, ...]
+
+    def plain(self) -> tuple[int, int, tuple[tuple[Any, ...], ...]]:
+        """Return the same without these classes."""
+        return self.check, self.flags, tuple(map(tuple, self.units))
+
+
+# Those three print, open a browser, and change how the terminal is read.
+_SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {
+    "numpy",
+    "torch",
+    "xpool",
+}
+"""Modules that change nothing when they are imported but what belongs to them."""
+
+_CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)", re.MULTILINE)  # PEP 263
+
+_AS_A_WHOLE = {"globals", "exec", "eval", "__import__"}
+
+
+def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
+    """Read a script and take it apart; what cannot be read or parsed is run as a whole.
+
+    Args:
+        values: the script's globals as they are in the program, to see what its classes are.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+        tree = ast.parse(text, path)
+        reads = reads_of(text, path)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    # Its lines cannot be compiled one by one, or names may be used that the text does not show.
+    coding = _CODING.search(b"".join(text.splitlines(True)[:2]))
+    utf8 = coding is None or coding[1].lower() in (b"utf-8", b"utf8")
+    if not utf8 or text.startswith(b"\xef\xbb\xbf"):
+        return None
+    if _looks_at_itself(tree):
+        return None
+    flags, statements = _statements(tree)
+    groups = list(_groups(statements))
+    units = _Script(groups, reads, values, os.path.dirname(path)).units()
+    if all(unit.kind == ACTS for unit in units):
+        return None
+    return Units(zlib.crc32(text), flags, tuple(units))
+
+
+def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt]]:
+    flags, found = 0, list[ast.stmt]()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+            for alias in node.names:
+                flags |= getattr(__import__("__future__"), alias.name).compiler_flag
+        elif not (isinstance(node, ast.If) and is_guard(node.test) and not node.orelse):
+            found.append(node)
+    return flags, found
+
+
+def _looks_at_itself(tree: ast.Module) -> bool:
+    """Whether names may be used that the text does not show; those asked of a module are made."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found = node.id in _AS_A_WHOLE
+        elif isinstance(node, ast.Attribute):
+            found = node.attr == "__dict__" and _names_a_module(node.value)
+        elif isinstance(node, ast.Call):
+            own = isinstance(node.func, ast.Name) and node.func.id in ("vars", "locals", "dir")
+            found = own and (not node.args or any(map(_names_a_module, node.args)))
+        elif isinstance(node, ast.ImportFrom):
+            found = any(alias.name == "*" for alias in node.names) and _all_of(node) is None
+        else:
+            continue
+        if found:
+            return True
+    return False
+
+
+def _all_of(node: ast.ImportFrom) -> set[str] | None:
+    """The names that ``from module import *`` binds; None: that is not known."""
+    module = None if node.level else sys.modules.get(node.module or "")
+    if module is None:
+        return None
+    names = vars(module)
+    return set(names.get("__all__", (name for name in names if not name.startswith("_"))))
+
+
+def _names_a_module(node: ast.expr) -> bool:
+    """Whether it may be the script's own: sys.modules[__name__], __main__."""
+    for part in ast.walk(node):
+        name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+        if name in ("modules", "__main__", "import_module"):
+            return True
+    return False
+
+
+class _Script:
+    """The statements of a script, in groups that have no line in common."""
+
+    def __init__(
+        self,
+        groups: list[list[ast.stmt]],
+        reads: Mapping[str, set[str]],
+        values: Mapping[str, Any],
+        folder: str,
+    ) -> None:
+        self._reads, self._values, self._folder = reads, values, folder
+        self._groups = groups
+        self._alone: dict[str, bool] = {}
+        self._names = [Names.all_of(map(names_of, group)) for group in groups]
+        self._imports = dict(_imports(groups))
+        for group, found in zip(groups, self._names, strict=True):
+            for node in group:
+                if isinstance(node, ast.ImportFrom) and "*" in found.bound:
+                    found.bound |= _all_of(node) or set()
+        self._bound = {name for names in self._names for name in names.bound}
+        self._computed = self._find_computed()
+        self._owners: dict[str, list[int]] = {}
+        self._binds: list[set[str]] = []
+        for i, group in enumerate(groups):
+            names = set(self._names[i].bound)
+            if self._computes(group):
+                names |= {name for node in group for name in acted_on(node)}
+            self._binds.append(names)
+            for name in names:
+                self._owners.setdefault(name, []).append(i)
+
+    # -- what computes ----------------------------------------------------------------------
+
+    def _find_computed(self) -> set[str]:
+        """Names that are bound by statements that compute, and by no others."""
+        computed = {
+            name
+            for group, names in zip(self._groups, self._names, strict=True)
+            if not any(isinstance(node, _DEFINE) for node in group)
+            for name in names.bound
+        }
+        while True:
+            self._computed = computed
+            others = {
+                name
+                for group, names in zip(self._groups, self._names, strict=True)
+                if not self._computes(group)
+                for name in names.bound
+            }
+            if not computed & others:
+                return computed
+            computed = computed - others
+
+    def _computes(self, group: list[ast.stmt]) -> bool:
+        return all(map(self._is_computing, group)) and not all(map(_is_nothing, group))
+
+    def _is_computing(self, node: ast.stmt) -> bool:
+        if isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Assert)) or _is_text(node):
+            return True
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete)):
+            return all(map(self._is_own, targets_of(node)))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Name):
+                # Not of a value, which may be any function.  What is printed is printed once.
+                return "print" not in self._bound and _only_prints(node.value)
+            return self._is_own(called)
+        if isinstance(node, _BLOCKS):
+            inside = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
+            for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+                inside += part.body
+            return all(map(self._is_computing, inside)) and all(map(self._is_own, targets_of(node)))
+        return False
+
+    def _is_own(self, target: ast.expr) -> bool:
+        """Whether what is bound or changed there is a computed value, which nothing else has."""
+        root = root_of(target)
+        if root is None or root.id not in self._computed:
+            return False
+        if root is target:
+            return True
+        # Asked once: it may have to look through all objects of the program.
+        if root.id not in self._alone:
+            self._alone[root.id] = held_alone(root.id, self._values)
+        return self._alone[root.id]
+
+    # -- what acts --------------------------------------------------------------------------
+
+    def _kind(self, group: list[ast.stmt]) -> int:
+        if self._computes(group):
+            return COMPUTES
+        if all(map(self._only_binds, group)):
+            return BINDS
+        wait = all(self._only_binds(one) or self._acts_in_torch(one) for one in group)
+        return WAITS if wait else ACTS
+
+    def _only_binds(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.Import):
+            return all(self._is_silent(alias.name) for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            return node.level == 0 and self._is_silent(node.module or "")
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return not node.decorator_list and not any(calls_of(node))
+        if isinstance(node, ast.ClassDef):
+            return self._is_plain_class(node)
+        return isinstance(node, ast.Pass) or _is_text(node)
+
+    def _is_silent(self, module: str) -> bool:
+        top = module.partition(".")[0]
+        file = getattr(sys.modules.get(top), "__file__", None) or ""
+        # One of the program's own may hide the one meant.
+        own = os.path.dirname(file) in (self._folder, os.path.join(self._folder, top))
+        return top in _SILENT and (not own or top == "xpool")
+
+    def _is_plain_class(self, node: ast.ClassDef) -> bool:
+        found = self._values.get(node.name)
+        if node.keywords or node.decorator_list or not isinstance(found, type):
+            return False
+        # `object` apart, whose own does nothing: what a base defines runs when the class is made.
+        hooked = any("__init_subclass__" in vars(base) for base in found.__mro__[1:-1])
+        parts = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign, ast.Pass)
+        return (
+            type(found) is type
+            and not hooked
+            and not any(calls_of(node))
+            and all(isinstance(part, parts) or _is_text(part) for part in node.body)
+            and all(
+                isinstance(one, ast.Name)
+                for part in node.body
+                if isinstance(part, (ast.Assign, ast.AnnAssign))
+                for one in targets_of(part)
+            )
+        )
+
+    def _acts_in_torch(self, node: ast.stmt) -> bool:
+        """Whether all that a statement calls, changes or derives from is torch's, or built in.
+
+        Or that it imports is a library that imports torch.
+        """
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            return all(map(_stands_on_torch, self._tops(node)))
+        roots: list[ast.expr] = [*calls_of(node)]
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            roots += [*getattr(node, "bases", ()), *node.decorator_list]
+            if getattr(node, "keywords", ()):
+                return False
+        elif isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, *_BLOCKS)):
+            inside = [one for one in ast.walk(node) if isinstance(one, ast.stmt)]
+            if any(isinstance(one, (*_DEFINE, ast.Raise, ast.Global)) for one in inside):
+                return False
+            roots += [
+                target
+                for one in inside
+                for target in targets_of(one)
+                if not isinstance(target, ast.Name)
+            ]
+        else:
+            return False
+        tops = [self._top_of(one) for one in roots]
+        return "torch" in tops and set(tops) <= {"torch", "builtins"}
+
+    def _top_of(self, node: ast.expr) -> str | None:
+        """The package that a name was imported from: "torch" of ``nn.Module``."""
+        root = root_of(node)
+        if root is None:
+            return None
+        if root.id in self._imports:
+            top = self._imports[root.id]
+            return "torch" if _stands_on_torch(top) else top
+        return None if root.id in self._owners or root.id == "print" else _built_in(root.id)
+
+    # -- units ------------------------------------------------------------------------------
+
+    def units(self) -> list[Unit]:
+        kinds = [self._kind(group) for group in self._groups]
+        if kinds and kinds[0] == BINDS and all(map(_is_text, self._groups[0])):
+            kinds[0] = ACTS  # the first text is __doc__
+        computed = {n: self._values[n] for n in self._computed if n in self._values}
+        for name in sharing(computed):
+            # Those are made where a name needs them: as one, with what they are made of.
+            for i in self._owners[name]:
+                if kinds[i] == COMPUTES:
+                    kinds[i] = BINDS
+        self._kinds = kinds
+        self._left_out = {
+            name for i, kind in enumerate(kinds) if kind == COMPUTES for name in self._binds[i]
+        }
+        return [self._unit(i, group) for i, group in enumerate(self._groups)]
+
+    def _unit(self, i: int, group: list[ast.stmt]) -> Unit:
+        first = min(map(_first_line, group))
+        last = max(part.end_lineno or part.lineno for part in group)
+        names = self._names[i]
+        used = names.used | names.spelled
+        reads = set[str]()
+        if all(isinstance(node, _DEFINE) for node in group):
+            # It calls nothing of what it defines: the values that this reads come by themselves.
+            reads = {name for name in self._read_by(i) if not self._is_constant(name)}
+            constants = {name for name in self._read_by(i) if self._is_constant(name)}
+            if self._kinds[i] != BINDS:
+                used = self._all_that(used)
+            used |= constants | (names.later - self._left_out)
+        else:
+            # What acts or computes may call all that it leads to.
+            used = self._all_that(used | names.later)
+        torch = any(
+            isinstance(one, (ast.Import, ast.ImportFrom))
+            and any(map(_stands_on_torch, self._tops(one)))
+            for one in group
+        )
+        return Unit(
+            first=first,
+            last=last,
+            names=tuple(sorted(self._binds[i])),
+            needs=tuple(sorted(self._owned(used - self._left_out) - {i})),
+            wants=tuple(sorted((used & self._left_out) - self._binds[i])),
+            reads=tuple(sorted(reads - used)),
+            kind=self._kinds[i],
+            torch=torch,
+        )
+
+    def _tops(self, node: ast.Import | ast.ImportFrom) -> set[str]:
+        return {self._imports.get(name, "") for name in names_of(node).bound}
+
+    def _all_that(self, some: set[str]) -> set[str]:
+        """These names and all that they lead to, also when what they are is called."""
+        found, todo = set[str](), list(some)
+        while todo:
+            name = todo.pop()
+            if name not in found and name in self._owners:
+                found.add(name)
+                for i in self._owners[name]:
+                    names = self._names[i]
+                    todo += names.used | names.spelled | self._read_by(i)
+                    todo += names.later - self._left_out
+                    if self._kinds[i] == COMPUTES:
+                        todo += self._binds[i] | names.later
+        return found
+
+    def _read_by(self, i: int) -> set[str]:
+        """The computed names that functions and methods in one read."""
+        return {
+            name
+            for bound in self._names[i].bound
+            for name in self._reads.get(bound, ())
+            if name in self._left_out
+        }
+
+    def _is_constant(self, name: str) -> bool:
+        """Whether a computed name is a literal, which may not travel at all (`source`)."""
+        owners = self._owners[name]
+        return len(owners) == 1 and all(map(_is_literal, self._groups[owners[0]]))
+
+    def _owned(self, names: Iterable[str]) -> set[int]:
+        return {i for name in names for i in self._owners.get(name, ())}
+
+
+_DEFINE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_BLOCKS = (
+    ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match,
+    *([vars(ast)["TryStar"]] if sys.version_info >= (3, 11) else []),
+)  # fmt: skip
+
+
+def _imports(groups: list[list[ast.stmt]]) -> Iterator[tuple[str, str]]:
+    """Names that are bound by imports, and the packages that they come from."""
+    for group in groups:
+        for node in group:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    top = alias.name.partition(".")[0]
+                    yield alias.asname or top, top
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                top = (node.module or "").partition(".")[0]
+                names = {alias.asname or alias.name for alias in node.names}
+                for name in names if "*" not in names else {"*"} | (_all_of(node) or set()):
+                    yield name, top
+
+
+def _stands_on_torch(top: str) -> bool:
+    """Whether a package is torch, or an installed one that the program has, and that uses torch."""
+    torch = sys.modules.get("torch")
+    if top == "torch" or torch is None or top not in sys.modules:
+        return top == "torch"
+    if "-packages" not in (getattr(sys.modules[top], "__file__", None) or ""):
+        return False
+    return any(
+        getattr(module, "__dict__", {}).get("torch") is torch  # not `getattr`, which may import
+        for name, module in list(sys.modules.items())
+        if name == top or name.startswith(top + ".")
+    )
+
+
+def _built_in(name: str) -> str | None:
+    return "builtins" if hasattr(builtins, name) else None
+
+
+def _is_literal(node: ast.stmt) -> bool:
+    value = getattr(node, "value", None)
+    if not isinstance(node, (ast.Assign, ast.AnnAssign)) or value is None:
+        return False
+    try:
+        ast.literal_eval(value)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _only_prints(call: ast.Call) -> bool:
+    """Whether this is ``print(...)`` to the program's own output: to another file, it acts."""
+    files = [keyword.value for keyword in call.keywords if keyword.arg in ("file", None)]
+    ours = (isinstance(file, ast.Attribute) and file.attr in ("stdout", "stderr") for file in files)
+    return isinstance(call.func, ast.Name) and call.func.id == "print" and all(ours)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_nothing(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Pass) or _is_text(node)
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(one.lineno for one in decorators)])
+
+
+def _groups(statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
+    """Statements that have no line in common with others."""
+    group: list[ast.stmt] = []
+    for node in statements:
+        if group and _first_line(node) > (group[-1].end_lineno or 0):
+            yield group
+            group = []
+        group.append(node)
+    if group:
+        yield group

@@ -1,0 +1,374 @@
+"""The layout of a message that is more than a pickle.
+
+::
+
+    b"\\x01"  u8 flags  u16 more  u32 count  u64 token
+    u64 token x more
+    (u64 place, u64 length, u32 which, u32 shared) x (1 + count)  what lies inline
+
+All numbers are little-endian.  The first entry of the table is the pickle, the others are its
+buffers (protocol 5).  A ``place`` is the name of a block of the arena that has one of the tokens
+(``which``: the how many-th of them), or `MISSING`: then the bytes follow the table, each beginning
+at a multiple of `ALIGN` from the start of the message.  A message without buffers and blocks is a
+plain pickle: its first byte is `PLAIN`, the PROTO opcode.
+
+`KEPT` among the flags: the sender keeps what lies in blocks, to send it again; so the receiver
+copies it, instead of using it in place.  `ADDRESSED`: the message ends with where each arena's file
+is open (u64 inode, u64 pid, u32 descriptor), for receivers that do not have it.  ``shared`` is 1
+where the block is memory that both sides use (share mode), and never copied.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pickle import PickleBuffer
+from typing import Any
+
+from xpool._memory.arena import MISSING, Arena, Block
+from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
+from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
+
+__all__ = [
+    "ALIGN", "FRAMED", "PLAIN", "Leased", "addressed", "adopt", "inline", "lodge", "pack",
+    "tokens", "unpack", "weight", "weight_of_all",
+]  # fmt: skip
+
+# The first byte: PROTO of a pickle, or 1, which is no opcode.
+PLAIN = 0x80
+FRAMED = 0x01
+ALIGN = 16
+KEPT, ADDRESSED = 1, 2
+
+_HEAD = struct.Struct("<BBHIQ")
+_TOKEN = struct.Struct("<Q")
+_ENTRY = struct.Struct("<QQII")
+_ADDRESS = struct.Struct("<QQI")
+
+_Entry = tuple[int, int, int, int]
+
+
+class Leased(bytes):
+    """A message of which parts lie in blocks, and the hold of this process on them."""
+
+    blocks: dict[tuple[int, int], Block]
+    """By ``which`` and name."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In another pickle it is bytes; the memory is held by who keeps this.
+        return bytes, (bytes(self),)
+
+    def by_arena(self) -> dict[Arena, list[Block]]:
+        """Return the blocks of each arena, in the order of the tokens."""
+        found: dict[Arena, list[Block]] = {}
+        for block in self.blocks.values():
+            found.setdefault(block.arena, []).append(block)
+        return found
+
+    @property
+    def owners(self) -> dict[int, int]:
+        """The workers that have tensors to which there are handles in it, and how many bytes."""
+        found: dict[int, int] = {}
+        for block in self.blocks.values():
+            worker, nbytes = getattr(block, "stands_for", (None, 0))
+            if worker is not None:
+                found[worker] = found.get(worker, 0) + nbytes
+        return found
+
+    @property
+    def gpus(self) -> set[str]:
+        """The GPUs of which this process lends memory in it."""
+        return {block.gpu for block in self.blocks.values() if hasattr(block, "gpu")}
+
+
+def addressed(message: Leased) -> Leased:
+    """Return the message with the addresses of its arenas, for any process of this user."""
+    arenas = {which: block.arena for (which, _), block in message.blocks.items()}
+    address = b""
+    for which in sorted(arenas):
+        fd = arenas[which].file.fd
+        address += _ADDRESS.pack(os.fstat(fd).st_ino, os.getpid(), fd)
+    flags = bytes([message[1] | ADDRESSED])
+    found = Leased(b"".join((message[:1], flags, message[2:], address)))
+    found.blocks = message.blocks
+    return found
+
+
+def weight(message: bytes | memoryview) -> int:
+    """Return how many bytes of memory a message holds, in blocks or by itself."""
+    if type(message) is Leased:
+        return sum(block.capacity for block in message.blocks.values())
+    return len(message)
+
+
+def weight_of_all(messages: Sequence[bytes | memoryview]) -> int:
+    """Return how many bytes of memory these messages hold together."""
+    # Most streams have none: each item of a short task comes through here.
+    if Leased in set(map(type, messages)):
+        return sum(map(weight, messages))
+    return sum(map(len, messages))
+
+
+def pack(
+    chunks: Sequence[bytes | memoryview],
+    buffers: Sequence[PickleBuffer | memoryview],
+    layout: Layout,
+    shared: Mapping[int, Block],
+) -> bytes | memoryview:
+    """Join the pieces of a pickle and its buffers; every byte is copied once.
+
+    Where ``layout`` have a lessor, large parts go into blocks; when one of them cannot, all lie in
+    the message.  ``shared``: by the `id` of a buffer, the block that it is, for share mode; such a
+    message always names blocks.
+    """
+    views = [buffer.raw() if type(buffer) is PickleBuffer else buffer for buffer in buffers]
+    size = sum(map(len, chunks))
+    blocks: list[Block | None] = [None]
+    # By identity: `buffers` keeps all of them alive, so no other object has the same.
+    blocks += [shared.get(id(buffer)) for buffer in buffers]
+    leased = _lease(chunks, size, views, blocks, layout)
+    table, inline, held = b"", [], {}
+    arenas: dict[Arena, int] = {}
+    for given, block, view in zip(blocks, leased, [None, *views], strict=True):
+        length = size if view is None else view.nbytes
+        if block is None:
+            table += _ENTRY.pack(MISSING, length, 0, 0)
+            if view is not None:
+                inline.append(view)
+        else:
+            which = arenas.setdefault(block.arena, len(arenas))
+            name = block.name
+            held[which, name] = block
+            # Given, and not filled for this message alone: memory that both sides use.
+            of_both = given is not None and not hasattr(given, "filled")
+            table += _ENTRY.pack(name, length, which, of_both)
+    first, *more = [arena.token for arena in arenas] or [0]
+    flags = KEPT if layout.kept and held else 0
+    head = _HEAD.pack(FRAMED, flags, len(more), len(views), first)
+    for token in more:
+        head += _TOKEN.pack(token)
+    # A pickle that lies in a block is not in the message, too.
+    message = _join(head + table, () if leased[0] is not None else chunks, inline, layout.room)
+    if held:
+        message = Leased(message)
+        message.blocks = held
+    return message
+
+
+def _lease(
+    chunks: Sequence[bytes | memoryview],
+    size: int,
+    views: Sequence[memoryview],
+    blocks: list[Block | None],
+    layout: Layout,
+) -> list[Block | None]:
+    """Return the blocks of the pickle and of the buffers: as given, or filled with them now."""
+    if layout.lessor is None:
+        return blocks
+    leased = list(blocks)
+    if in_block(size):
+        leased[0] = block = layout.lessor(size)
+        if block is None:
+            # Refused: what was leased so far is let go of with `leased`.
+            return blocks
+        at, target = 0, block.view(size)
+        for chunk in chunks:
+            target[at : at + len(chunk)] = chunk
+            at += len(chunk)
+    for i, view in enumerate(views, 1):
+        if leased[i] is None:
+            leased[i] = block = layout.lessor(view.nbytes)
+            if block is None:
+                return blocks
+            block.view(view.nbytes)[:] = view
+    return leased
+
+
+def _join(
+    head: bytes,
+    chunks: Sequence[bytes | memoryview],
+    views: Sequence[memoryview],
+    room: Callable[[int], memoryview] | None,
+) -> bytes | memoryview:
+    parts: list[bytes | memoryview] = [head, *chunks]
+    size = sum(map(len, parts))
+    for view in views:
+        # Each buffer begins at a multiple of `ALIGN`, the pickle right behind the table.
+        pad = -size % ALIGN
+        parts.append(bytes(pad))
+        parts.append(view)
+        size += pad + view.nbytes
+    if size < HUGE_PAGES_FROM:
+        return b"".join(parts)
+    whole = memoryview(new_buffer(size)) if room is None else room(size)
+    at = 0
+    for part in parts:
+        whole[at : at + len(part)] = part
+        at += len(part)
+    return whole
+
+
+def tokens(message: bytes | memoryview) -> list[int]:
+    """Return the tokens of the arenas whose blocks a framed message names.
+
+    Raises:
+        ValueError: the message is cut short or is not a framed one.
+    """
+    if len(message) < _HEAD.size or message[0] != FRAMED:
+        raise ValueError("not a message of xpool: neither a pickle nor a framed table")
+    _, _, more, _, token = _HEAD.unpack_from(message)
+    if not more:
+        return [token] if token else []
+    if len(message) < _HEAD.size + 8 * more:
+        raise ValueError("a message of xpool was cut short in its head")
+    return [token, *struct.unpack_from(f"<{more}Q", message, _HEAD.size)] if token else []
+
+
+def adopt(message: bytes | memoryview) -> bytes | memoryview:
+    """Take hold of the blocks of a message, if there are any: it will be opened later.
+
+    Of arenas that this process has: a worker's answer does not make its parent open others.
+    """
+    if message[0] != FRAMED or type(message) is Leased:
+        return message
+    known = tokens(message)
+    if not known:
+        return message
+    # A copy: only a `Leased` carries holds.
+    leased = Leased(message)
+    leased.blocks = {
+        (which, place): _block(memoryview(message), known, which, place, anywhere=False)
+        for place, _, which, _ in _table(memoryview(message))[1]
+        if place != MISSING
+    }
+    return leased
+
+
+def _block(
+    message: memoryview, known: list[int], which: int, place: int, anywhere: bool = True
+) -> Block:
+    """Take hold of a block, in an arena that this process has or, ``anywhere``, can come to."""
+    if which >= len(known):
+        raise ValueError("a message of xpool names a block, and no arena")
+    token = known[which]
+    if token in Arena._known or not (anywhere and message[1] & ADDRESSED):
+        return Arena.find(token).adopt(place)
+    from xpool._memory import foreign  # here: few programs need it
+
+    at = len(message) - _ADDRESS.size * (len(known) - which)
+    inode, pid, number = _ADDRESS.unpack_from(message, at)
+    with foreign.passing:  # until something is held there, the arena must stay open
+        block = _come_to(token, inode, pid, number).adopt(place)
+    foreign.call()
+    return block
+
+
+def _come_to(token: int, inode: int, pid: int, number: int) -> Arena:
+    """Have the arena whose file a process has open under this number."""
+    if token in Arena._known or any(
+        os.fstat(arena.file.fd).st_ino == inode for arena in list(Arena._known.values())
+    ):
+        return Arena.find(token)
+    from xpool._memory.foreign import ForeignArena
+
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as exc:
+        raise LookupError(
+            f"a pickle with shared tensors lies in the memory of process {pid}, which cannot be "
+            f"had: {exc}. That process must live, and keep what dumps() returned, until it is read"
+        ) from exc
+    try:
+        # The process, or its descriptor, may be another by now than the one that the message means.
+        if os.fstat(fd).st_ino != inode:
+            raise LookupError(
+                f"a pickle with shared tensors lies in the memory of process {pid}, which has let "
+                "go of it"
+            )
+        return ForeignArena.enter(fd, token)
+    # `enter` has opened the file for itself.
+    finally:
+        os.close(fd)
+
+
+def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
+    """Return flags and table of a framed message, and where the table ends.
+
+    Raises:
+        ValueError: the message is cut short.
+    """
+    _, flags, more, count, _ = _HEAD.unpack_from(message)
+    start = _HEAD.size + 8 * more
+    stop = start + (1 + count) * _ENTRY.size
+    if len(message) < stop:
+        raise ValueError("a message of xpool was cut short in its table")
+    return flags, list(_ENTRY.iter_unpack(message[start:stop])), stop
+
+
+def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[memoryview]]:
+    """Return the pickle and the buffers: slices of the message, or of the blocks that it names.
+
+    Raises:
+        ValueError: the message is cut short or is not a framed one.
+        LookupError: it lies in memory that this process does not have.
+    """
+    view = memoryview(message).cast("B")
+    known = tokens(view)
+    flags, table, end = _table(view)
+    held = message.blocks if type(message) is Leased else {}
+    parts: list[memoryview] = []
+    for place, size, which, shared in table:
+        if place == MISSING:
+            if parts and view.readonly:
+                view = memoryview(bytearray(view))  # the receiver may write to what it gets
+            begin = end + -end % ALIGN if parts else end
+            end = begin + size
+            if end > len(view):
+                raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
+            parts.append(view[begin:end])
+            continue
+        # Held already where the message was adopted; else it is taken hold of now.
+        block = held.get((which, place)) or _block(view, known, which, place)
+        part = block.view(size)
+        if len(part) < size:
+            raise ValueError(f"a message names {size} bytes of block {place}, which has less")
+        if flags & KEPT and parts and not shared:
+            copy = memoryview(new_buffer(size))
+            copy[:] = part
+            part = copy
+        parts.append(part)
+    return parts[0], parts[1:]
+
+
+def inline(message: bytes | memoryview) -> bytes | memoryview:
+    """Return the message with what lies in blocks inside it, for who does not have the arena.
+
+    What is shared stays a name: opening it there says what is missing.
+    """
+    if type(message) is not Leased:
+        return message
+    if any(shared for _, _, _, shared in _table(memoryview(message))[1]):
+        return message
+    pickled, buffers = unpack(message)
+    return pack([pickled], buffers, BY_PIPE, {})
+
+
+def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
+    """Return the message with its large parts in blocks: what `inline` has undone, elsewhere.
+
+    It is not opened.  One that is small, or names blocks, is returned as bytes.
+    """
+    view = memoryview(message).cast("B")
+    if len(view) < INLINE_BELOW or (view[0] == FRAMED and tokens(view)):
+        return bytes(view)
+    if view[0] != FRAMED:
+        return pack([view], [], layout, {})
+    _, table, end = _table(view)
+    # Laid out as in `unpack`, where all parts lie inline.
+    parts: list[memoryview] = []
+    for _, size, _, _ in table:
+        begin = end + -end % ALIGN if parts else end
+        end = begin + size
+        parts.append(view[begin:end])
+    return pack(parts[:1], parts[1:], layout, {})

@@ -1,0 +1,197 @@
+"""numpy's arrays and the standard library's: their own elements, as buffers.
+
+Arrays of Python objects take numpy's way.  numpy is never imported here on the sending side.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from xpool._pickling.fastpath import SHORT, Head, tail
+from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, REDUCERS, Context, builder
+from xpool._pickling.tensors.dense import Memory, bytes_of
+from xpool._pickling.tensors.extents import Seen, of_array
+
+__all__: list[str] = []
+
+#: Characters of the dtypes that their string says all about (in both byte orders).
+_PLAIN = frozenset("?bBhHiIlLqQpPefdgFDGSUVmM")
+_names: dict[Any, str] = {}  # only of such dtypes: there are not many
+_ndarray: Any = None
+
+
+def _lazy_numpy() -> None:
+    np = sys.modules["numpy"]
+    LAZY.pop("numpy", None)
+    REDUCERS[np.ndarray] = _reduce
+    SHORT[np.ndarray] = _short
+    REDUCERS[np.memmap] = _reduce_mapped
+    FOR_SUBCLASSES[np.ndarray] = _reduce_subclass
+
+
+def _lazy_masked() -> None:
+    # By itself: numpy imports `numpy.ma` when it is first used, and a task may have taken all
+    # descriptors by then.
+    for name in _MASKED:
+        LAZY.pop(name, None)
+    REDUCERS[sys.modules["numpy.ma"].MaskedArray] = _reduce_masked
+
+
+LAZY["numpy"] = _lazy_numpy
+# Where numpy says the class is, by its version.
+_MASKED = ("numpy.ma", "numpy.ma.core")
+for _module in _MASKED:
+    LAZY[_module] = _lazy_masked
+
+
+def _described(dtype: Any) -> Any:
+    """What makes the same dtype: its string where that says all, else the dtype itself."""
+    if dtype.metadata is not None:  # which equal dtypes need not have
+        return dtype
+    name = _names.get(dtype)
+    if name is not None:
+        return name
+    if dtype.char not in _PLAIN or dtype.names or dtype.subdtype:
+        return dtype
+    name = _names[dtype] = dtype.str
+    return name
+
+
+def _reduce(pickler: Context, array: Any) -> Any:
+    """An array of exactly that type."""
+    dtype = array.dtype
+    # numpy's own pickle has the objects.
+    if dtype.hasobject:
+        return NotImplemented
+    kind = _described(dtype)
+    flags = array.flags
+    size = array.nbytes
+    if not size:
+        return _array, (bytearray(), kind, array.shape, array.strides, 0, flags.writeable)
+    seen = pickler.tensors
+    if seen is None:
+        seen = pickler.tensors = Seen()
+    # First run: addresses are asked for at its end, and only if arrays can alias at all.
+    if seen.plan is None:
+        seen.note_array(array)
+        if flags.c_contiguous and size < INLINE_BELOW:
+            data = bytearray(array.tobytes())
+            if flags.writeable:
+                return _array, (data, kind, array.shape)
+            return _array, (data, kind, array.shape, None, 0, False)
+    return _dense(seen, array, kind)
+
+
+def _dense(seen: Seen, array: Any, kind: Any) -> Any:
+    address, found, own = of_array(array)
+    shape, strides, writable = array.shape, array.strides, array.flags.writeable
+    piece = None if seen.plan is None else seen.plan.get(found)
+    if piece is not None:
+        return _array_view, (piece, address - piece.start, kind, shape, strides, writable)
+    # With steps backwards, the first element is not at the first byte.
+    start, _, gaps = found
+    if not gaps:
+        data = bytes_of(start, own, array)
+        return _array, (data, kind, shape, strides, address - start, writable)
+    # Once along the axes that repeat the same elements, the axes in the order that they have.
+    once = tuple(slice(None) if step else slice(1) for step in strides)
+    compact = array[once].copy("K")
+    data = bytes_of(compact.__array_interface__["data"][0], compact.nbytes, compact)
+    pairs = zip(compact.strides, strides, strict=True)
+    strides = tuple(new if old else 0 for new, old in pairs)
+    return _array, (data, kind, shape, strides, 0, writable)
+
+
+def _short(array: Any, by_number: bool) -> bytes | None:
+    flags = array.flags
+    size = array.nbytes
+    # It is all of its message: no other object that it could alias.
+    if size >= INLINE_BELOW or not flags.c_contiguous or not flags.writeable or not size:
+        return None
+    dtype = array.dtype
+    kind = _names.get(dtype)
+    if kind is None or dtype.metadata is not None:
+        return None
+    data: bytes = array.tobytes()
+    return _head(size, by_number) + data + tail(kind, array.shape)
+
+
+def _reduce_mapped(pickler: Context, array: Any) -> Any:
+    """A memory-mapped file: its values, for the file may not be there on the other side."""
+    np = sys.modules["numpy"]
+    return _same, (np.ndarray.view(array, np.ndarray),)
+
+
+def _reduce_subclass(pickler: Context, array: Any) -> Any:
+    """An array of a class that has no way of its own: its values, class and attributes."""
+    np = sys.modules["numpy"]
+    cls = type(array)
+    for name in ("__reduce__", "__reduce_ex__", "__setstate__"):
+        if getattr(cls, name) is not getattr(np.ndarray, name):
+            return NotImplemented
+    # By numpy's own function: the class may have one of its own, or none.
+    plain = np.ndarray.view(array, np.ndarray)
+    attributes = getattr(array, "__dict__", None)
+    if attributes:
+        return _subclassed, (plain, cls), attributes, None, None, _set_attributes
+    return _subclassed, (plain, cls)
+
+
+def _reduce_masked(pickler: Context, array: Any) -> Any:
+    np = sys.modules["numpy"]
+    # `_fill_value`: the property would make up one where none was set.
+    mask = None if array.mask is np.ma.nomask else array.mask
+    return _masked, (array.data, mask, array._fill_value, array.hardmask, array._optinfo)
+
+
+# -- the receiving side ----------------------------------------------------------------------------
+
+
+@builder
+def _array(
+    data: Any, kind: Any, shape: Any, strides: Any = None, offset: int = 0, writable: bool = True
+) -> Any:
+    global _ndarray
+    if _ndarray is None:
+        from numpy import ndarray as _ndarray
+    made = _ndarray(shape, kind, data, offset, strides)
+    if not writable:
+        made.setflags(write=False)
+    return made
+
+
+_head = Head(_array)
+
+
+@builder
+def _array_view(
+    memory: Memory, offset: int, kind: Any, shape: Any, strides: Any, writable: bool
+) -> Any:
+    return _array(memory.buffer, kind, shape, strides, offset, writable)
+
+
+@builder
+def _same(array: Any) -> Any:
+    return array
+
+
+@builder
+def _subclassed(plain: Any, cls: Any) -> Any:
+    return plain.view(cls)
+
+
+def _set_attributes(array: Any, attributes: dict[str, Any]) -> None:
+    array.__dict__.update(attributes)
+
+
+@builder
+def _masked(data: Any, mask: Any, fill_value: Any, hard: bool, about: dict[Any, Any]) -> Any:
+    import numpy as np
+
+    given = np.ma.nomask if mask is None else mask
+    made: Any = np.ma.MaskedArray(data, given, copy=False, hard_mask=hard, keep_mask=False)
+    made._fill_value = fill_value
+    made._optinfo.update(about)
+    return made

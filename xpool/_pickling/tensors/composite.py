@@ -1,0 +1,204 @@
+"""Tensors that are made of other tensors, and tensors of subclasses.
+
+Each is sent as its parts, which are reduced like any tensor: so the parts keep their aliases.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from xpool._pickling.reducers import Context, builder
+from xpool._pickling.tensors.devices import is_kept
+from xpool.errors import TaskNotPicklable
+
+__all__ = ["about", "check", "parts", "reduce_subclass", "reduce_typed_storage"]
+
+
+def parts(torch: Any, tensor: Any) -> Any:
+    """How to rebuild a bare tensor from other ones; None for elements in a storage."""
+    layout = tensor.layout
+    if layout is torch.strided:
+        if tensor.is_quantized:
+            return _quantized_parts(torch, tensor)
+        return _nested_parts(tensor) if tensor.is_nested else None
+    shape = tuple(tensor.shape)
+    if layout is torch.sparse_coo:
+        # By the private names: the public ones refuse a tensor that is not coalesced.
+        members = (tensor._indices(), tensor._values())
+        return _sparse, (*members, shape, tensor.is_coalesced())
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        rows, columns = tensor.crow_indices(), tensor.col_indices()
+        return _compressed, (rows, columns, tensor.values(), shape, layout)
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        columns, rows = tensor.ccol_indices(), tensor.row_indices()
+        return _compressed, (columns, rows, tensor.values(), shape, layout)
+    # Its memory is mkldnn's own: values come out, and go in, by a conversion.
+    if tensor.is_mkldnn:
+        return _mkldnn, (tensor.to_dense(),)
+    return NotImplemented  # torch's own way, or its own words that there is none
+
+
+def _nested_parts(tensor: Any) -> Any:
+    where = (
+        tensor._nested_tensor_size(),
+        tensor._nested_tensor_strides(),
+        tensor._nested_tensor_storage_offsets(),
+    )
+    return _nested, (tensor.values(), *where)
+
+
+def _quantized_parts(torch: Any, tensor: Any) -> Any:
+    """The whole storage: four-bit elements have no byte of their own to begin at."""
+    scheme: Any = tensor.qscheme()
+    if scheme == torch.per_tensor_affine:
+        how: Any = (scheme, tensor.q_scale(), tensor.q_zero_point())
+    else:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        how = (scheme, scales, zeros, tensor.q_per_channel_axis())
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return _quantized, (tensor.untyped_storage(), tensor.dtype, *place, how)
+
+
+@builder
+def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
+    import torch
+
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=coalesced, check_invariants=False
+    )
+
+
+@builder
+def _compressed(outer: Any, inner: Any, values: Any, shape: Any, layout: Any) -> Any:
+    import torch
+
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, shape, layout=layout, check_invariants=False
+    )
+
+
+@builder
+def _mkldnn(dense: Any) -> Any:
+    return dense.to_mkldnn()
+
+
+@builder
+def _nested(values: Any, sizes: Any, strides: Any, offsets: Any) -> Any:
+    import torch
+
+    return torch._nested_view_from_buffer(values, sizes, strides, offsets)
+
+
+@builder
+def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, how: Any) -> Any:
+    import torch
+
+    options = {"dtype": dtype, "device": "cpu"}
+    if how[0] == torch.per_tensor_affine:
+        _, scale, zero = how
+        made = torch._empty_affine_quantized(shape, scale=scale, zero_point=zero, **options)
+    else:
+        _, scales, zeros, axis = how
+        made = torch._empty_per_channel_affine_quantized(
+            shape, scales=scales, zero_points=zeros, axis=axis, **options
+        )
+    return made.set_(storage, offset, shape, strides)
+
+
+def check(tensor: Any) -> None:
+    """Refuse what holds on to the graph of this process.
+
+    Raises:
+        TaskNotPicklable: the tensor was computed, tracking gradients, or has hooks.
+    """
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TaskNotPicklable(
+            f"{about(tensor)} is the result of a computation that tracks gradients; the graph "
+            "behind it cannot be sent to another process. Send x.detach() instead."
+        )
+    hooks = [*(tensor._backward_hooks or {}).values()]
+    hooks += [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
+    hooks = [hook for hook in hooks if not hasattr(hook, "__torch_unserializable__")]
+    if hooks:
+        raise TaskNotPicklable(
+            f"{about(tensor)} has hooks for its gradient ({hooks[0]!r}), which cannot be sent "
+            "to another process. Remove them (the handle that register_hook returned has "
+            "remove()), send x.detach(), or say that a hook may be left behind by decorating it "
+            "with torch.utils.hooks.unserializable_hook."
+        )
+
+
+def about(tensor: Any) -> str:
+    """Say which tensor it is, for a message."""
+    shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
+    return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
+
+
+# -- subclasses -----------------------------------------------------------------------------------
+
+
+def reduce_subclass(pickler: Context, tensor: Any) -> Any:
+    """A tensor of a class that has no way of its own: its values, class and attributes.
+
+    A wrapper, which has no memory itself, takes torch's way: its attributes hold what it wraps.
+    """
+    torch = sys.modules["torch"]
+    cls = type(tensor)
+    own_ways = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
+    if cls.__reduce_ex__ not in own_ways or cls.__reduce__ is not torch.Tensor.__reduce__:
+        return NotImplemented
+    # The class's own `__torch_function__` would be called at each look at the tensor.
+    with torch._C.DisableTorchFunctionSubclass():
+        check(tensor)
+        if is_kept(pickler.layout, tensor):
+            assert pickler.layout.keep is not None
+            return pickler.layout.keep(pickler, tensor)
+        if _is_wrapper(torch, tensor):
+            return NotImplemented
+        grad = tensor.requires_grad
+        # Nor its `__torch_dispatch__`: what is made here is a plain tensor of the same memory.
+        with torch._C._DisableTorchDispatch():
+            bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
+    state = torch._utils._get_obj_state(tensor)
+    if state:
+        return _subclassed, (bare, cls, grad), state, None, None, _set_state
+    return _subclassed, (bare, cls, grad)
+
+
+def _is_wrapper(torch: Any, tensor: Any) -> bool:
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    try:
+        return bool(tensor.numel() > 0 and tensor.data_ptr() == 0)
+    except RuntimeError:  # it has no storage to have an address
+        return True
+
+
+@builder
+def _subclassed(bare: Any, cls: Any, grad: bool) -> Any:
+    import torch
+
+    with torch._C._DisableTorchDispatch():
+        return torch.Tensor._make_subclass(cls, bare, grad)
+
+
+def _set_state(tensor: Any, state: Any) -> None:
+    import torch
+
+    if type(tensor).__setstate__ is torch.Tensor.__setstate__:
+        torch._utils._set_obj_state(tensor, state)
+    else:
+        tensor.__setstate__(state)
+
+
+def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
+    """A storage with a dtype, as the old classes such as ``FloatStorage`` make it."""
+    return _typed_storage, (storage._untyped_storage, storage.dtype)
+
+
+@builder
+def _typed_storage(storage: Any, dtype: Any) -> Any:
+    import torch
+
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

@@ -1,0 +1,451 @@
+"""Torch tensors, copied: exactly their own elements.
+
+A tensor is taken apart in steps, each with its own way back:
+
+1. what it is besides its values (a Parameter, a leaf that requires grad, a conjugate view, a
+   subclass, attributes): sent around the bare tensor (`_dressed`, `composite`);
+2. a layout made of other tensors (sparse, nested, quantized): sent as these (`composite`);
+3. elements at steps in a storage: sent as bytes (`_dense`), or as a place in a `Piece` where
+   other objects of the message lie in the same memory (see `extents`).
+
+All bytes of dense memory, those of arrays too, go through `bytes_of`.  torch is never
+imported here on the sending side: an object of torch's must exist before `_lazy_torch` is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import partial
+from pickle import PickleBuffer
+from typing import Any
+
+from xpool._memory.buffers import buffer_at
+from xpool._pickling.fastpath import SHORT, Head, tail
+from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.reducers import (
+    FOR_SUBCLASSES,
+    LAZY,
+    REDUCERS,
+    Context,
+    builder,
+    in_place,
+    register,
+)
+from xpool._pickling.tensors import composite
+from xpool._pickling.tensors.cuda_ipc import export, import_, tensor_on_gpu
+from xpool._pickling.tensors.devices import fetch, is_kept, on_own_device
+from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
+from xpool._pickling.tensors.sharing import move, reduce_shared
+from xpool.errors import TaskNotPicklable
+
+__all__ = ["Memory", "bytes_of", "piece_of"]
+
+_SPREAD = 4
+"""Strides with gaps are kept unless the gaps make the tensor this many times larger."""
+
+_GRAD, _PARAMETER, _CONJ, _NEG = 1, 2, 4, 8
+
+
+#: Names of the dtypes whose tensors have nothing about them but elements (no conjugate bit).
+_SIMPLE: dict[Any, str] = {}
+_NAMES: dict[Any, str] = {}
+_FROM_BUFFER: dict[str, Any] = {}
+
+# Looked up in torch once: looking things up is much of what a small tensor costs.
+_strided: Any = None
+_has_names: Any = None  # in older versions of torch axes may have names
+
+
+def _lazy_torch() -> None:
+    """Put torch's types into the table of reducers."""
+    torch = sys.modules["torch"]
+    for name in _MODULES:
+        # Whichever of the modules is met first enters all: the others need not come here again.
+        LAZY.pop(name, None)
+    _learn(torch)
+    REDUCERS[torch.Tensor] = _reduce
+    SHORT[torch.Tensor] = _short
+    # A Parameter is never just its elements.
+    REDUCERS[torch.nn.Parameter] = reduce_any
+    REDUCERS[torch.UntypedStorage] = _reduce_storage
+    FOR_SUBCLASSES[torch.Tensor] = composite.reduce_subclass
+    REDUCERS[torch.storage.TypedStorage] = composite.reduce_typed_storage
+
+
+_MODULES = ("torch", "torch.nn.parameter", "torch.storage")
+for _module in _MODULES:
+    LAZY[_module] = _lazy_torch
+
+
+def _learn(torch: Any) -> None:
+    global _strided, _has_names
+    _strided = torch.strided
+    _has_names = getattr(torch.Tensor, "has_names", None)
+    for name, dtype in list(vars(torch).items()):  # another thread may import more
+        if isinstance(dtype, torch.dtype):
+            name = str(dtype).removeprefix("torch.")
+            _NAMES[dtype] = name
+            _FROM_BUFFER[name] = partial(torch.frombuffer, dtype=dtype)
+            if not dtype.is_complex and not name.startswith("q"):
+                _SIMPLE[dtype] = name
+
+
+# -- the one place where elements become bytes -------------------------------------------------
+
+# Looks at memory from an address on.  Never read beyond what is asked for.
+_Window = ctypes.c_char * (sys.maxsize >> 1)
+
+
+def bytes_of(start: int, size: int, owner: Any) -> bytearray | PickleBuffer:
+    """Return ``size`` bytes of memory (> 0) as what pickles into a writable buffer.
+
+    Args:
+        start: their address, not 0.
+        owner: kept alive as long as the result; it keeps the memory where it is.
+    """
+    if size < INLINE_BELOW:
+        # A copy: it becomes part of the pickle, so nobody has to be kept alive.
+        return bytearray(_Window.from_address(start)[:size])  # type: ignore[arg-type]
+    return PickleBuffer(buffer_at(start, size, owner))
+
+
+class Memory:
+    """A `Piece` where it has arrived."""
+
+    __slots__ = ("_storage", "buffer")
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+        self._storage: Any = None
+
+    @property
+    def storage(self) -> Any:
+        """The torch storage that all tensors of the piece share."""
+        if self._storage is None:
+            self._storage = _from_buffer("uint8", self.buffer).untyped_storage()
+        return self._storage
+
+
+@register(Piece)
+def _reduce_piece(pickler: Context, piece: Piece) -> Any:
+    return Memory, (bytes_of(piece.start, piece.stop - piece.start, piece),)
+
+
+def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
+    """Note where an object lies; return the piece that it shares with others, if it does."""
+    seen = pickler.tensors
+    if seen is None:
+        seen = pickler.tensors = Seen()
+    if seen.plan is not None:
+        piece: Piece | None = seen.plan.get(found)
+        return piece
+    # First run: `seen` holds the object, so that its address is not used again meanwhile.
+    seen.append((*found, obj))
+    return None
+
+
+# -- dense tensors -------------------------------------------------------------------------------
+
+
+def _simple(tensor: Any) -> str | None:
+    """The name of the dtype of a tensor that is nothing but contiguous elements, or None."""
+    name = _SIMPLE.get(tensor.dtype)
+    if (
+        # Complex dtypes are not in `_SIMPLE`, so there is no conjugate bit to ask for.
+        name is None
+        or not tensor.is_cpu
+        or tensor.layout is not _strided
+        or tensor.is_nested
+        or tensor.requires_grad
+        or tensor._backward_hooks  # which it has kept from when it required one
+        or tensor.is_neg()
+        or not tensor.is_contiguous()
+        or tensor.__dict__
+        or (_has_names is not None and _has_names(tensor))
+    ):
+        return None
+    return name
+
+
+def _reduce(pickler: Context, tensor: Any) -> Any:
+    """A tensor of exactly that type; the most frequent kind of it without detours."""
+    name = _simple(tensor)
+    if name is None:
+        return reduce_any(pickler, tensor)
+    start = tensor.data_ptr()
+    # Share mode.
+    if pickler.layout.arena is not None and start:
+        return _dense(pickler, sys.modules["torch"], tensor, name)
+    seen = pickler.tensors
+    if seen is None:
+        seen = pickler.tensors = Seen()
+    shape = tuple(tensor.shape)
+    # An axis of length 1 may have any stride.
+    if seen.plan is not None or 1 in shape or not start:
+        return reduce_any(pickler, tensor)
+    # First run: sent alone, and noted.
+    size = tensor.nbytes
+    seen.append((start, start + size, (), tensor))
+    data = bytes_of(start, size, tensor)
+    return _tensor, ((data, name) if len(shape) == 1 else (data, name, shape))
+
+
+def _short(tensor: Any, by_number: bool) -> bytes | None:
+    name = _simple(tensor)
+    if name is None:
+        return None
+    size = tensor.nbytes
+    shape = tuple(tensor.shape)
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # inside a transform of torch.func; the pickler will say so
+        return None
+    # It is all of its message: no other object that it could alias.
+    if size >= INLINE_BELOW or 1 in shape or not start:
+        return None
+    end = tail(name) if len(shape) == 1 else tail(name, shape)
+    data: bytes = _Window.from_address(start)[:size]  # type: ignore[assignment]
+    return _head(size, by_number) + data + end
+
+
+def reduce_any(pickler: Context, tensor: Any) -> Any:
+    """A tensor or Parameter of any kind."""
+    if tensor.requires_grad or tensor._backward_hooks:
+        composite.check(tensor)
+    # Share mode of a worker: the tensor stays on its device, and a handle goes.
+    if is_kept(pickler.layout, tensor):
+        assert pickler.layout.keep is not None
+        return pickler.layout.keep(pickler, tensor)
+    torch = sys.modules["torch"]
+    flags = 0
+    if tensor.is_conj():
+        flags |= _CONJ
+    if tensor.is_neg():
+        flags |= _NEG
+    if tensor.requires_grad:
+        flags |= _GRAD
+    if type(tensor) is torch.nn.Parameter:
+        flags |= _PARAMETER
+    if not flags and not tensor.__dict__:
+        return _bare(pickler, torch, tensor)
+    if pickler.layout.arena is not None and tensor.is_cpu and tensor.layout is _strided:
+        # Now, while nothing but this tensor uses it for certain.
+        _storage_in_arena(pickler, tensor)
+    bare = tensor.detach()
+    if flags & _CONJ:
+        # The bit is taken off by setting it once more: the elements travel as they lie in memory.
+        bare = bare.conj()
+    if flags & _NEG:
+        bare = torch._neg_view(bare)
+    if tensor.__dict__:
+        return _dressed, (bare, flags), tensor.__dict__, None, None, _set_attributes
+    return _dressed, (bare, flags)
+
+
+def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
+    """A tensor that is its values and nothing else."""
+    made_of = composite.parts(torch, tensor)
+    if made_of is not None:
+        return made_of
+    name = _NAMES[tensor.dtype]
+    if tensor.is_meta:
+        return _meta, (name, tuple(tensor.shape), tensor.stride())
+    if _has_names is not None and _has_names(tensor):
+        raise TaskNotPicklable(
+            f"{composite.about(tensor)} has named axes {tensor.names}, which cannot be sent to "
+            "another process. Send x.rename(None), and the names beside it."
+        )
+    if not tensor.is_cpu:
+        return _on_device(pickler, tensor, name)
+    if tensor.numel() == 0:
+        return _empty, (name, tuple(tensor.shape), tensor.stride())
+    return _dense(pickler, torch, tensor, name)
+
+
+def _on_device(pickler: Context, tensor: Any, name: str) -> Any:
+    """A tensor on a device: where it is, if that can be shared in this message, or copied."""
+    if tensor.is_cuda:
+        # Share mode, if the message's layout has it for GPUs.
+        exported = export(pickler, tensor.untyped_storage(), partial(composite.about, tensor))
+        if exported is not None:
+            place = tensor.storage_offset(), name, tuple(tensor.shape), tensor.stride()
+            return tensor_on_gpu, (*exported, *place)
+    # A large one goes from the GPU into its block; small ones, and other devices, by `cpu()`.
+    fetched = fetch(pickler.layout, tensor)
+    if fetched is None:
+        return on_own_device, (tensor.cpu(),)
+    block, strides = fetched
+    buffer = in_place(pickler, block, tensor.nbytes)
+    return _landed, (buffer, name, tuple(tensor.shape), strides)
+
+
+def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
+    start = tensor.data_ptr()
+    if not start:
+        tensor = _with_memory(tensor)
+        start = tensor.data_ptr()
+    shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
+    if pickler.layout.arena is not None:
+        # Share mode: the storage travels by name, and the tensor as a place in it.
+        storage = _storage_in_arena(pickler, tensor)
+        return _at, (storage, tensor.storage_offset(), name, shape, strides)
+    found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
+    # None in the first run, and for what aliases nothing.
+    piece = piece_of(pickler, found, tensor)
+    if piece is not None:
+        return _view, (piece, start - piece.start, name, shape, strides)
+    _, stop, gaps = found
+    # The bytes as they lie, whatever the order of the axes.
+    if not gaps:
+        return _tensor, (bytes_of(start, own, tensor), name, shape, strides)
+    # Once along the axes that repeat the same elements.
+    once = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
+    compact = tensor.as_strided(once, strides).contiguous()
+    data = bytes_of(compact.data_ptr(), compact.nbytes, compact)
+    # The gaps are small: they are not sent, and made anew by the receiver.
+    if stop - start <= _SPREAD * own:
+        return _spread, (data, name, once, shape, strides)
+    # Without the gaps for good; an axis that repeated its elements (stride 0) still does.
+    pairs = zip(compact.stride(), strides, strict=True)
+    return _tensor, (data, name, shape, tuple(new if old else 0 for new, old in pairs))
+
+
+def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
+    storage, layout = tensor.untyped_storage(), pickler.layout
+    arena = layout.arena
+    # One that was shared before, or received, is there already.  One that other processes may have
+    # mapped is for `reduce_shared` to look at.
+    if (
+        arena is not None
+        and storage.nbytes()
+        and not arena.holds(storage.data_ptr())
+        and storage.resizable()
+        and not storage.is_shared()
+    ):
+        move(arena, layout, storage, partial(composite.about, tensor), tensor)
+    return storage
+
+
+def _with_memory(tensor: Any) -> Any:
+    if tensor._is_zerotensor():  # autograd's way to say zeros without memory
+        return tensor.clone()
+    raise TaskNotPicklable(
+        f"{composite.about(tensor)} has no memory behind it: its storage was resized to nothing. "
+        "Give it its values back, or leave it out."
+    )
+
+
+def _reduce_storage(pickler: Context, storage: Any) -> Any:
+    """As a tensor of bytes, since torch's own pickle of a storage does not load."""
+    if pickler.layout.arena is not None and storage.device.type == "cpu":
+        return reduce_shared(pickler, storage)
+    if storage.device.type == "cuda":
+        exported = export(pickler, storage, lambda: f"A storage of {storage.nbytes()} bytes")
+        if exported is not None:
+            return import_, exported
+    torch = sys.modules["torch"]
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return _storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)
+
+
+# -- the receiving side ----------------------------------------------------------------------------
+
+
+def _from_buffer(name: str, buffer: Any) -> Any:
+    make = _FROM_BUFFER.get(name)
+    if make is None:
+        import torch
+
+        _learn(torch)
+        make = _FROM_BUFFER[name]
+    return make(buffer)
+
+
+@builder
+def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> Any:
+    """A tensor that uses a buffer; without strides, contiguous; without a shape, flat."""
+    make = _FROM_BUFFER.get(name)
+    made = make(buffer) if make is not None else _from_buffer(name, buffer)
+    # In place, so that the tensor is not a view of another one.  The sizes one by one:
+    # torch is slow to find out what a tuple is.
+    if shape is None:
+        return made
+    if strides is not None:
+        return made.as_strided_(shape, strides)
+    return made.resize_(*shape) if shape else made.resize_(shape)
+
+
+_head = Head(_tensor)
+
+
+@builder
+def _landed(buffer: Any, name: str, shape: Any, strides: Any) -> Any:
+    return on_own_device(_tensor(buffer, name, shape, strides))
+
+
+@builder
+def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    dtype = getattr(torch, name)
+    index, odd = divmod(offset, dtype.itemsize)
+    if not odd:
+        return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
+    # Not at a multiple of its element size, which a tensor of this storage cannot say.
+    rest = memoryview(memory.buffer)[offset:]
+    # `frombuffer` takes nothing but whole elements.
+    whole = rest[: len(rest) // dtype.itemsize * dtype.itemsize]
+    return _from_buffer(name, whole).as_strided_(shape, strides)
+
+
+@builder
+def _at(storage: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    return torch.empty(0, dtype=getattr(torch, name)).set_(storage, offset, shape, strides)
+
+
+@builder
+def _spread(buffer: Any, name: str, once: Any, shape: Any, strides: Any) -> Any:
+    import torch
+
+    compact = _tensor(buffer, name, once)
+    made = torch.empty_strided(once, strides, dtype=compact.dtype).copy_(compact)
+    return made.as_strided_(shape, strides)
+
+
+@builder
+def _empty(name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device="cpu")
+
+
+@builder
+def _meta(name: str, shape: Any, strides: Any) -> Any:
+    import torch
+
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, name), device="meta")
+
+
+@builder
+def _storage_of(tensor: Any, of_device: bool = False) -> Any:
+    return (on_own_device(tensor) if of_device else tensor).untyped_storage()
+
+
+@builder
+def _dressed(tensor: Any, flags: int) -> Any:
+    import torch
+
+    if flags & _NEG:
+        tensor = torch._neg_view(tensor).detach()
+    if flags & _CONJ:
+        tensor = tensor.conj().detach()
+    if flags & _PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _GRAD))
+    return tensor.requires_grad_() if flags & _GRAD else tensor
+
+
+def _set_attributes(tensor: Any, attributes: dict[str, Any]) -> None:
+    tensor.__dict__.update(attributes)

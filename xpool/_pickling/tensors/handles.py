@@ -1,0 +1,271 @@
+"""Share mode for tensors on devices: the tensor stays in its worker, and a handle travels.
+
+Chips cannot see each other's memory, and the pool's own process must not open their runtimes.  So
+a worker keeps a tensor that it sends, and sends a `TensorHandle`.  A task that gets the handle goes
+to that worker and finds the tensor itself; for another worker it is replaced by a copy.
+
+How long the worker keeps a tensor is told by a block of the arena, a few bytes that stand for it:
+whoever has the handle, or a message with it, holds that block.  So all that is true of blocks (a
+message that nobody opens, a process that is killed) is true of handles.
+
+Another process that sees the same GPU can use the tensor in place (`cuda_ipc`).  Its owner, asked
+for that, pickles it so (`Sealed`); the pool's process passes that on, or opens it on request.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from math import prod
+from typing import Any
+
+from xpool._memory.arena import Arena, Block
+from xpool._pickling.frame import Leased
+from xpool._pickling.pickler import decode, encode
+from xpool._pickling.policy import Layout, pools
+from xpool._pickling.reducers import Context, builder, in_place, register
+from xpool._pickling.tensors import cuda_ipc
+from xpool._pickling.tensors.cuda_ipc import gpu_of
+from xpool._pickling.tensors.devices import copy_to, on_own_device
+from xpool._python.worker_local import WorkerLocal
+from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
+
+__all__ = ["Keeper", "TensorHandle"]
+
+_TOKEN = 64  # bytes: the least that a block has
+
+_AT_ONCE = 64  # kept tensors that are looked at before a task
+
+
+class TensorHandle:
+    """A tensor that lies on the device of a worker.
+
+    Given to the pool as (part of) an argument, it takes the task to that worker, where the function
+    gets the tensor itself, the same object, and nothing is copied.  For another worker
+    (``worker=i``, or handles of two workers in one task) it is the tensor itself, too, if that
+    worker sees the same GPU; else it is copied, through the memory of this machine, and arrives on
+    the device that that worker is bound to, else on the CPU.  The worker keeps the tensor until all
+    handles are gone.
+
+    Attributes:
+        shape: tuple of int.
+        dtype: `torch.dtype`.
+        device: str, as in the worker: ``"xla:0"``, ``"cuda:0"``.
+        requires_grad: bool.
+        gpu: UUID of the GPU that it lies on, as str; None: on none.
+        worker: index of the worker.
+        pid: its process.
+    """
+
+    def __init__(self, buffer: memoryview, *about: Any) -> None:
+        self._about = about
+        self._pool, self.worker, self.pid, self.shape, self.dtype, self.device = about[:6]
+        self.requires_grad, self.gpu = about[6:]
+        block: Block = buffer.obj  # type: ignore[assignment]
+        # By this the pool finds, in a message, the worker that the task has to go to.
+        block.stands_for = self.worker, self.nbytes  # type: ignore[misc]  # its subclass has it
+        self._block = block
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values, in bytes."""
+        size: int = prod(self.shape) * self.dtype.itemsize
+        return size
+
+    def cpu(self) -> Any:
+        """Return a copy of the tensor in this process, on the CPU, when its worker has time.
+
+        It has what it would have in copy mode: gradient or not, Parameter, attributes.
+
+        Raises:
+            TensorLost (a `WorkerDied`): the worker has ended.
+            PoolClosed: the pool takes no more work.
+        """
+        return self._ask(_to_cpu)
+
+    def open(self) -> Any:
+        """Return the tensor itself, in this process: both sides see each other's writes.
+
+        For tensors on a GPU that this process sees.  It starts CUDA here, which nothing else of
+        a pool does.  The worker keeps the tensor as long as this process uses it; when the worker
+        ends, the values are lost.
+
+        Raises:
+            OptionError: it lies on a device whose memory no other process can see.
+            TaskNotPicklable, DeviceError: it cannot be shared, or not be opened; they say why.
+            TensorLost, PoolClosed: as of `cpu`.
+        """
+        if self.gpu is None:
+            raise OptionError(
+                f"{self!r}: only what lies on a GPU, with torch 2.4 or later, can be seen by "
+                "another process; use handle.cpu()"
+            )
+        return self.seal().open()
+
+    def seal(self) -> Sealed:
+        """Return what opens the tensor in other processes that see its GPU."""
+        sealed: Sealed = self._ask(_seal)
+        return sealed
+
+    def _ask(self, question: Any) -> Any:
+        pool = pools.get(self._pool)
+        if pool is None:
+            raise PoolClosed(f"{self!r}: its pool is gone, and the tensor with it")
+        return pool.apply(question, (self,))
+
+    def __repr__(self) -> str:
+        what = f"of shape {self.shape}, {self.dtype}, on {self.device}"
+        return f"<TensorHandle to a tensor {what}, of worker {self.worker} (pid {self.pid})>"
+
+    def __reduce__(self) -> Any:
+        raise TaskNotPicklable(
+            f"{self!r} is good for tasks of the pool that it came from only. Send handle.cpu() "
+            "instead."
+        )
+
+
+def _to_cpu(*args: Any) -> Any:
+    return copy_to(args[-1], "cpu")  # a context may come before it
+
+
+@register(TensorHandle)
+def _reduce(pickler: Context, handle: TensorHandle) -> Any:
+    layout = pickler.layout
+    if layout.pool != handle._pool:
+        return handle.__reduce__()
+    # For another worker than its own: in place, where that sees the same GPU, else a copy.
+    if layout.target is not None and layout.target != handle.worker:
+        gpu, reach = handle.gpu, layout.reach
+        if gpu and layout.exports is not None and reach is not None and reach(gpu, layout.target):
+            return _reduce_sealed(pickler, handle.seal())
+        return on_own_device, (handle.cpu(),)
+    return open_handle, (in_place(pickler, handle._block), handle._block.name, *handle._about)
+
+
+def _seal(*args: Any) -> Any:
+    keeper = Keeper.here.get()
+    assert keeper is not None
+    return keeper.seal(args[-1])  # a context may come before it
+
+
+class Sealed:
+    """A tensor, pickled for processes that see its GPU: there it arrives as the tensor.
+
+    The pool's process only passes it on, unless `open` is called.
+    """
+
+    def __init__(self, pool: str, message: bytes, blocks: list[Block]) -> None:
+        self.pool, self.message, self.blocks = pool, message, blocks
+
+    def open(self) -> Any:
+        """Return the tensor."""
+        return decode(self.message)
+
+
+@register(Sealed)
+def _reduce_sealed(pickler: Context, sealed: Sealed) -> Any:
+    buffers = [in_place(pickler, block) for block in sealed.blocks]
+    return unseal, (sealed.pool, sealed.message, *buffers)
+
+
+@builder
+def unseal(pool: str, message: bytes, *buffers: Any) -> Any:
+    """Return the tensor in a worker, what was sealed in the pool's process."""
+    sealed = Sealed(pool, message, [buffer.obj for buffer in buffers])
+    keeper = Keeper.here.get()
+    return sealed.open() if keeper is not None and keeper.pool == pool else sealed
+
+
+class Keeper:
+    """What a worker keeps for those who have handles."""
+
+    here: WorkerLocal[Keeper] = WorkerLocal()
+
+    def __init__(self, arena: Arena, pool: str, worker: int, pid: int) -> None:
+        self.pool = pool
+        self._arena = arena
+        self._who = worker, pid
+        self._kept: dict[int, tuple[Block, Any]] = {}  # by name; those looked at last come last
+        Keeper.here.set(self)
+
+    def reduce(self, pickler: Context, tensor: Any) -> Any:
+        """Keep a tensor, and pickle a handle to it."""
+        if tensor.device.type == "xla":
+            _compute()
+        block = self._arena.lease(_TOKEN)
+        if block is None:
+            raise TaskNotPicklable(
+                f"No shared memory is left for a handle to a tensor on {tensor.device}; let go of "
+                "results, or give the pool a larger memory_limit."
+            )
+        # From here on it is kept; `collect` lets go when this hold on the block is the last.
+        self._kept[block.name] = block, tensor
+        sent = self._arena.adopt(block.name)  # the message's own hold, beside that of the table
+        about = tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
+        return open_handle, (
+            in_place(pickler, sent),
+            block.name,
+            self.pool,
+            *self._who,
+            *about,
+            gpu_of(tensor),
+        )
+
+    def seal(self, tensor: Any) -> Sealed:
+        """Pickle a tensor for processes that see its GPU."""
+        # Several may open it: each has a copy of what is beside the tensor.
+        layout = Layout(self._arena.lease, exports=self._arena, kept=True)
+        message = encode(tensor, layout=layout)
+        blocks = list(message.blocks.values()) if type(message) is Leased else []
+        return Sealed(self.pool, bytes(message), blocks)
+
+    def get(self, name: int) -> Any:
+        """Return a tensor that is kept, or None."""
+        kept = self._kept.get(name)
+        return None if kept is None else kept[1]
+
+    def collect(self, everything: bool = False) -> bool:
+        """Let go of tensors and exports that nobody uses; return whether any are left.
+
+        Looks at some of them in turn, or at ``everything``.
+        """
+        count = len(self._kept) if everything else _AT_ONCE
+        # A list of names, since the table changes; what is kept on goes to its end.
+        for name in list(islice(self._kept, count)):
+            kept = self._kept.pop(name)
+            if not self._arena.alone(kept[0]):
+                self._kept[name] = kept
+        return cuda_ipc.collect(everything) or bool(self._kept)
+
+    def synchronize(self) -> None:
+        """Wait for the GPUs whose memory this process shares."""
+        cuda_ipc.synchronize()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def _compute() -> None:
+    """Have torch_xla begin to compute what it has only recorded.
+
+    Otherwise the next task would pay for it and meet its errors, and the tensors that it is
+    computed from would stay on the device, whether there are handles to them or not.
+    """
+    torch_xla: Any = sys.modules.get("torch_xla")
+    if torch_xla is not None:
+        torch_xla.sync()
+
+
+@builder
+def open_handle(buffer: Any, name: int, pool: str, worker: int, pid: int, *about: Any) -> Any:
+    """Return the tensor in its own worker, a `TensorHandle` in the pool's process."""
+    keeper = Keeper.here.get()
+    # The pool's process, or a worker of another pool of this program's.
+    if keeper is None or keeper.pool != pool:
+        return TensorHandle(buffer, pool, worker, pid, *about)
+    tensor = keeper.get(name)
+    if tensor is None:
+        shape, dtype, device, *_ = about
+        what = f"The tensor of shape {shape}, {dtype}, on {device}"
+        raise TensorLost(pid, None, worker, what)
+    return tensor

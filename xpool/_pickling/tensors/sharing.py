@@ -1,0 +1,162 @@
+"""Share mode: the storage of a tensor moves into the arena once, and then only its name travels.
+
+`UntypedStorage._swap_data_ptr_` lets every tensor that uses the storage see the new memory.
+(torch's own way, `share_memory_`, would put each storage into a file of its own in /dev/shm and
+keep its descriptor open.)  The receiver of the name maps nothing and opens nothing: the memory is
+there already.  A storage that is in the arena, because it was shared before or was received, stays;
+so does one in a file that other processes may have mapped (see `mapped`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from xpool._memory.arena import Arena, Block
+from xpool._pickling.policy import Layout
+from xpool._pickling.reducers import Context, builder, in_place
+from xpool._pickling.tensors import mapped
+from xpool._python import at_fork
+from xpool.errors import TaskNotPicklable
+
+__all__ = ["move", "reduce_shared"]
+
+# Reentrant: a signal handler may share something in the midst of that.
+# One thread at a time: of two that move the same storage, the second finds it in the arena.
+_moving = threading.RLock()
+
+
+at_fork.renew(globals(), _moving=threading.RLock)
+
+
+def reduce_shared(pickler: Context, storage: Any) -> Any:
+    """Return what opens a storage, and its arguments, in a message whose layout has an arena.
+
+    Raises:
+        TaskNotPicklable: it cannot be shared; the message says why and what to do.
+    """
+    layout = pickler.layout
+    arena = layout.arena
+    assert arena is not None
+    nbytes = storage.nbytes()
+    if not nbytes:
+        return _open_storage, (None,)
+    about = f"A storage of {nbytes} bytes"
+    if not arena.holds(storage.data_ptr()) and not Arena.elsewhere(storage.data_ptr(), arena):
+        place = mapped.place_of(pickler, storage)
+        if place is not None:
+            return mapped.open_file, mapped.lend(pickler, storage, place, lambda: about)
+    block = move(arena, layout, storage, lambda: about)
+    return _open_storage, (in_place(pickler, block, nbytes),)
+
+
+def move(
+    arena: Arena, layout: Layout, storage: Any, about: Callable[[], str], tensor: Any = None
+) -> Block:
+    """Have the memory of a storage in the arena; return a hold on it.
+
+    Args:
+        about: says whose storage it is, for the message.
+        tensor: the one that uses it, where one is being sent.
+
+    Raises:
+        TaskNotPicklable: it cannot be shared; the message says why and what to do.
+    """
+    with _moving:
+        # Shared before, or received.
+        block = arena.holding(storage.data_ptr())
+        if block is None and layout.anywhere:
+            block = Arena.holding_any(storage.data_ptr())
+        if block is None:
+            try:
+                block = _move(arena, layout.lessor or arena.lease, storage, tensor)
+            except _Refused as exc:
+                raise TaskNotPicklable(f"{about()} cannot be shared: {exc}") from None
+        return block
+
+
+class _Refused(Exception):
+    pass
+
+
+@builder
+def _open_storage(buffer: Any) -> Any:
+    """Return the storage whose memory this is."""
+    import torch
+
+    if buffer is None:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, tensor: Any) -> Block:
+    torch = sys.modules["torch"]
+    nbytes = storage.nbytes()
+    if Arena.elsewhere(storage.data_ptr(), arena):
+        raise _Refused(
+            "it is shared with other processes already: those of another pool, in a worker of "
+            "which this runs, or those that put it into a queue. Send a clone() of it instead."
+        )
+    block = lessor(nbytes)
+    if block is None:
+        raise _Refused(
+            f"there is no memory for {nbytes} bytes more, or memory_limit= is reached. Let go of "
+            "what is shared, or send copies: is_copy_tensor=True."
+        )
+    target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
+    # Before the swap: other tensors of the storage see the new memory from then on.
+    target.copy_(storage)
+    if (
+        not storage.resizable()
+        or _has_other_users(torch, storage, tensor)
+        or _other_threads_compute()
+    ):
+        # Something else may know the address: an array of numpy's, a DLPack capsule, an operation
+        # that another thread is in.  It must not find its memory freed: that lives as long as the
+        # block.  After the swap, `target` is what has the old memory.
+        block.former = target
+    _swap(torch, storage, target)
+    return block
+
+
+def _other_threads_compute() -> bool:
+    """Whether another thread of Python's may be in an operation on any tensor.
+
+    Such an operation holds no reference that could be seen.
+    """
+    for ident in sys._current_frames():
+        thread = threading._active.get(ident)  # type: ignore[attr-defined]
+        if ident != threading.get_ident() and not getattr(thread, "runs_only_xpool", False):
+            return True
+    return False
+
+
+def _has_other_users(torch: Any, storage: Any, tensor: Any) -> bool:
+    """Whether more than the tensor that is sent may use a storage, as far as torch tells."""
+    if tensor is None or not hasattr(torch._C, "_storage_Use_Count"):
+        return True
+    # The storage's own Python object and the tensor; and of the tensor, its own Python object.
+    alone = torch._C._storage_Use_Count(storage._cdata) <= 2
+    return not (alone and hasattr(tensor, "_use_count") and tensor._use_count() == 1)
+
+
+def _swap(torch: Any, storage: Any, other: Any) -> None:
+    """Exchange the memory of two storages of one size."""
+    if hasattr(storage, "_swap_data_ptr_"):
+        storage._swap_data_ptr_(other)
+        return
+    # Older versions have no call for it.  A StorageImpl begins with a few words (a table of
+    # methods, counts); then come its memory's address, a deleter and what that is called with.
+    words = [(ctypes.c_size_t * 8).from_address(it._cdata) for it in (storage, other)]
+    one, two = ([int(word) for word in block] for block in words)
+    at = one.index(storage.data_ptr()) if storage.data_ptr() in one else 0
+    if not 0 < at < 6 or two[at] != other.data_ptr():
+        raise _Refused(
+            f"torch {torch.__version__} keeps storages in a way that is not known here. Use a "
+            "newer torch (2.13), or send copies: is_copy_tensor=True."
+        )
+    for i in range(at, at + 3):
+        words[0][i], words[1][i] = two[i], one[i]

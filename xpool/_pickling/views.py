@@ -1,0 +1,65 @@
+"""The standard library's buffers: `memoryview` and `array.array`, their own elements."""
+
+from __future__ import annotations
+
+from pickle import PickleBuffer
+from typing import Any
+
+from xpool._memory.buffers import array_type
+from xpool._pickling.policy import INLINE_BELOW
+from xpool._pickling.reducers import LAZY, Context, builder, register
+
+__all__: list[str] = []
+
+
+@register(memoryview)
+def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
+    """Its own elements, in C order; read-only where it is."""
+    if len(view.format.lstrip("@")) > 1 or not set(view.format) <= _CASTABLE:
+        raise TypeError(
+            f"cannot pickle a memoryview of format {view.format!r}; send the object that it "
+            "shows, or view.tobytes()"
+        )
+    data: Any
+    # `from_buffer` of ctypes takes writable memory only; a memoryview itself is nothing for a
+    # PickleBuffer (see `buffer_at`).
+    if view.nbytes < INLINE_BELOW or view.readonly or not view.c_contiguous:
+        data = bytearray(view.tobytes())
+    else:
+        data = PickleBuffer(array_type(view.nbytes).from_buffer(view))
+    return _memoryview, (data, view.format, view.shape, view.readonly)
+
+
+@builder
+def _memoryview(data: Any, kind: Any, shape: Any, readonly: bool) -> Any:
+    flat = memoryview(data).cast("B")
+    # `cast` refuses axes of length 0.
+    view = flat.cast(kind, shape) if 0 not in shape else flat.cast(kind)
+    return view.toreadonly() if readonly else view
+
+
+_CASTABLE = frozenset("@cbB?hHiIlLqQnNefdP")  # what memoryview.cast takes
+
+
+def _lazy_array() -> None:
+    import array
+
+    del LAZY["array"]
+    register(array.array)(_reduce_std_array)
+
+
+def _reduce_std_array(pickler: Context, array: Any) -> Any:
+    return _std_array, (array.typecode, PickleBuffer(array))
+
+
+@builder
+def _std_array(typecode: str, data: Any) -> Any:
+    from array import array
+
+    # A copy: an `array` cannot use memory of others.
+    made = array(typecode)
+    made.frombytes(data)
+    return made
+
+
+LAZY["array"] = _lazy_array
