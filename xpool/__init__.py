@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from xpool._calls.streams import IMapIterator as IMapIterator
     from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool._pickling.tensors.handles import TensorHandle as TensorHandle
+    from xpool._worker.context import current_worker as current_worker
     from xpool.errors import (
         DeviceError as DeviceError,
     )
@@ -79,7 +80,6 @@ if TYPE_CHECKING:
     from xpool.pool.spawn import spawn as spawn
     from xpool.pool.spawn import start_processes as start_processes
     from xpool.pool.thread import ThreadPool as ThreadPool
-    from xpool.worker.context import current_worker as current_worker
 
 _homes = {
     "xpool.errors": (
@@ -99,7 +99,7 @@ _homes = {
     "xpool.pool.thread": "ThreadPool",
     "xpool.results": "AsyncResult MapResult",
     "xpool.streams": "IMapIterator IMapUnorderedIterator",
-    "xpool.worker.context": "current_worker",
+    "xpool._worker.context": "current_worker",
 }
 _where = {name: module for module, names in _homes.items() for name in names.split()}
 

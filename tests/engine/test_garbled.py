@@ -25,9 +25,9 @@ from xpool._wire import records
 from xpool._wire.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool._wire.pipes import MOST, FrameReader
 from xpool._wire.wire import ANSWER, ENTRY, TO_PARENT
+from xpool._worker.launch_shared import File
 from xpool.engine.parcels import Encoded
 from xpool.pickle import decode, encode
-from xpool.worker.launch_shared import File
 
 pytestmark = pytest.mark.xpool_only
 
@@ -416,7 +416,7 @@ def pipe_to_the_parent() -> int:
     """Find the pipe of the answers, as a task that is bent on mischief could."""
     import gc
 
-    from xpool.worker.protocol import Replies
+    from xpool._worker.protocol import Replies
 
     (replies,) = (obj for obj in gc.get_objects() if isinstance(obj, Replies))
     fd: int = replies._write.args[0]  # type: ignore[attr-defined]

@@ -136,7 +136,7 @@ def test_imports_point_one_way():
 def test_the_fields_of_named_tuples_are_no_texts():
     """What each pool imports makes no texts of a NamedTuple's fields: to compile them takes ms."""
     imported = run_python(
-        "import xpool.pool.assembly, xpool.worker.loop, xpool._pickling.by_value.units"
+        "import xpool.pool.assembly, xpool._worker.loop, xpool._pickling.by_value.units"
     )
     wrong = []
     for path in FILES:
@@ -209,7 +209,7 @@ def test_pools_load_without_heavy_packages(name: str):
 @pytest.mark.starts
 def test_worker_entry_is_light():
     """A worker binds its device before anything heavy or of the parent's side is imported."""
-    loaded = run_python("import xpool.worker.entry")
+    loaded = run_python("import xpool._worker.entry")
     heavy = {"torch", "dill", "numpy", "xpool.pool", "xpool.engine", "xpool.workers", "xpool.jobs"}
     assert not loaded & heavy
 
@@ -238,7 +238,7 @@ def test_devices_import_no_framework():
 @pytest.mark.starts
 def test_a_first_worker_imports_little():
     """What takes long to import, and no first task needs, the fork server imports later."""
-    loaded = run_python("import xpool.worker.server, xpool.worker.loop")
+    loaded = run_python("import xpool._worker.server, xpool._worker.loop")
     late = {"multiprocessing.pool", "multiprocessing.util", "multiprocessing.resource_tracker"}
     late |= {"inspect", "ast", "dis", "traceback", "tempfile", "subprocess", "dill", "xpool.engine"}
     late |= {"xpool.pool", "xpool._pickling.by_value.source", "xpool._pickling.by_value.units"}

@@ -29,7 +29,7 @@ from support.waiting import eventually, wait_gone
 import xpool
 from xpool._memory.arena import Arena
 from xpool._python.interrupt import keeps_clear, may_raise
-from xpool.worker.stopping import again
+from xpool._worker.stopping import again
 
 MIB = 1 << 20
 

@@ -71,7 +71,7 @@ def _read(file: Any) -> bytearray | None:
 
 def serve(where: tuple[str, str] | None) -> None:
     """What runs in the other process."""
-    from xpool.worker import main_module
+    from xpool._worker import main_module
 
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     main_module.install(where)

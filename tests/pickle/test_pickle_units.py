@@ -393,7 +393,7 @@ FAILING = """
     import probe
     from xpool import Pool
 
-    if probe.loaded("xpool.worker.loop") and not os.path.exists("mended"):
+    if probe.loaded("xpool._worker.loop") and not os.path.exists("mended"):
         raise LookupError("not yet")
 
     def answer(x):

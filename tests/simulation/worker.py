@@ -1,6 +1,6 @@
-"""A virtual worker process: it follows `xpool.worker.protocol`, and stops at every visible step.
+"""A virtual worker process: it follows `xpool._worker.protocol`, and stops at every visible step.
 
-Or a thread of one, beside its siblings: `xpool.worker.several`.
+Or a thread of one, beside its siblings: `xpool._worker.worker_threads`.
 
 Each ``yield`` is a point at which the world may let others go on, or end the process.  What is
 yielded says when it may go on: None, at once; a number, at that time; a function, when it is true.
@@ -24,7 +24,7 @@ from xpool._wire.wire import (
     Parts,
     Refusal,
 )
-from xpool.worker.protocol import Inbox, Replies
+from xpool._worker.protocol import Inbox, Replies
 from xpool.workers.slot import Slot
 
 from .virtual import Page, Pipe

@@ -57,7 +57,7 @@ def end_in_collection(how: str) -> str:
 def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
     """End when half of the message with the result is in the pipe."""
     from xpool._wire.wire import TO_PARENT
-    from xpool.worker.protocol import Replies
+    from xpool._worker.protocol import Replies
 
     Replies.small = -1  # not into the outbox, where it would be whole
     write = os.write

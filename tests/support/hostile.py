@@ -49,9 +49,9 @@ def _known() -> dict[str, int]:
     from multiprocessing import parent_process
 
     from xpool._wire.pipes import BlockingFrameReader
-    from xpool.worker import relay
-    from xpool.worker.peers import Peers
-    from xpool.worker.protocol import Replies
+    from xpool._worker import relay
+    from xpool._worker.peers import Peers
+    from xpool._worker.protocol import Replies
 
     parent = parent_process()
     assert parent is not None
@@ -135,7 +135,7 @@ def _record() -> bytes:
     """Return what the worker sends for a log record."""
     import logging
 
-    from xpool.worker import relay
+    from xpool._worker import relay
 
     assert relay._relay is not None
     sent: list[bytes] = []

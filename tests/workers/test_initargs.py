@@ -9,7 +9,7 @@ import tracemalloc
 import numpy
 import pytest
 
-from xpool.worker.entry import _read
+from xpool._worker.entry import _read
 
 pytestmark = pytest.mark.xpool_only
 

@@ -79,7 +79,7 @@ def test_workers_that_are_not_there_yet_are_ended(tmp_path):
 BUSY = """
     import sys
     import xpool
-    from xpool.worker import server
+    from xpool._worker import server
 
     def has(name, i):
         return name in sys.modules
@@ -232,7 +232,7 @@ FLAGS = """
             flags, command = pool.apply(found, (1,))
             # No assertions: some options leave them out.
             print(flags == str(sys.flags))
-            print("xpool.worker.server" in command, sys.path[-1] in command)
+            print("xpool._worker.server" in command, sys.path[-1] in command)
         pool.join()
 """
 

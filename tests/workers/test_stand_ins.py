@@ -30,7 +30,7 @@ TORCH = """
         global threads
         threads = n
 
-    if "xpool.worker.server" in sys.modules and multiprocessing.parent_process() is None:
+    if "xpool._worker.server" in sys.modules and multiprocessing.parent_process() is None:
         with open(os.path.dirname(__file__) + "/gate") as gate:  # it opens when the program does
             gate.read()
 """

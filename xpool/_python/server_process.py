@@ -27,12 +27,12 @@ __all__ = [
 # No garbage is collected until all is imported: that finds nothing, and takes milliseconds.
 _ORDER = (
     "import gc, sys; gc.disable(); sys.path[:] = {path!a}; "
-    "from xpool.worker.server import main; "
+    "from xpool._worker.server import main; "
     "os._exit(main({fd}, {preload!a}, {later!a}, {missing!a}, {nice}))"
 )
 
 _COMMAND = """\
-import os  # xpool.worker.server
+import os  # xpool._worker.server
 with os.fdopen({fd}) as file: order = file.read()
 exec(order)
 """

@@ -11,7 +11,7 @@ To a worker::
     FUNC    func u64, mode u8, payload of the function
     FORGET  count function numbers u64
     STOP    nothing
-    BOOT    first of all: what `xpool.worker.entry` needs, a pickled dict of builtins
+    BOOT    first of all: what `xpool._worker.entry` needs, a pickled dict of builtins
 
 From a worker::
 
@@ -54,9 +54,9 @@ Parts = list[bytes | memoryview]
 WIRE = 2
 
 STEPPED_ASIDE = 75
-"""Exit code of a stand-in (`worker/aside`) whose first task is for its successor to run."""
+"""Exit code of a stand-in (`_worker/provisional`) whose first task is for its successor to run."""
 
-# The size stands in bytes 8 to 16 of both: `FrameReader` looks for it there.  `worker/entry` has
+# The size stands in bytes 8 to 16 of both: `FrameReader` looks for it there.  `_worker/entry` has
 # the first once more, since it may not import this.
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<BBxxIQQQ")
@@ -67,7 +67,7 @@ FUNC_HEAD = struct.Struct("<QB")
 GREETING = struct.Struct("<I?")
 U64 = struct.Struct("<Q")
 ENTRY = struct.Struct("<I")
-# More than any size there: an answer in the outbox is small (`SMALL` in worker/protocol).
+# More than any size there: an answer in the outbox is small (`SMALL` in _worker/protocol).
 ERROR_BIT = 0x8000_0000
 
 TASKS, FUNC, FORGET, STOP, BOOT, TIMED = 1, 2, 3, 4, 5, 6

@@ -13,9 +13,9 @@ from torch.utils.data import IterDataPipe, MapDataPipe, dataloader, graph_settin
 from torch.utils.data._utils import worker as torch_worker
 
 from xpool import pickle
+from xpool._worker.context import current_worker
 from xpool.data.generators import changed, seed_all, states_of_all
 from xpool.data.worker_info import as_worker, make_info, seed_own, use_common_memory
-from xpool.worker.context import current_worker
 
 __all__ = ["Base", "EpochSpec", "Made", "WorkerCopy", "is_stateful", "is_pipe"]
 

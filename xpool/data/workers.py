@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from xpool._calls.results import AsyncResult
+from xpool._worker.context import current_worker
 from xpool.data.worker import WorkerCopy, is_pipe
 from xpool.data.worker_info import own_generators, use_threads
 from xpool.errors import OptionError
@@ -25,7 +26,6 @@ from xpool.pool.context import CtxPool, CtxThreadPool
 from xpool.pool.p2p import P2PPool
 from xpool.pool.process import Pool
 from xpool.pool.thread import ThreadPool
-from xpool.worker.context import current_worker
 
 __all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool", "end_later"]
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
     from xpool._pickling.by_value.broadcast import Broadcast
+    from xpool._worker.launch_shared import File
     from xpool.pool.group import WorkerGroup
     from xpool.pool.packing import Packer
-    from xpool.worker.launch_shared import File
 
     Ts = TypeVarTuple("Ts")
 
@@ -199,7 +199,7 @@ class AllWorkers(BasePool):
             PoolClosed: the pool takes no more work.
         """
         from xpool._pickling.by_value.broadcast import Broadcast, broadcast
-        from xpool.worker.launch_shared import File, FileOfAgent
+        from xpool._worker.launch_shared import File, FileOfAgent
 
         self._check_running()
         packer = self._packer

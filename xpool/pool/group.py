@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import check_seconds
+from xpool._worker.launch_shared import File
 from xpool.errors import OptionError, PeerLost, WorkerDied
-from xpool.worker.launch_shared import File
 
 if TYPE_CHECKING:
     from xpool.pool.all_workers import AllWorkers

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool import errors
+from xpool._worker.context import current_worker
 from xpool.errors import WorkerDied
-from xpool.worker.context import current_worker
 
 __all__ = ["Carried", "Hooks", "Result", "Task"]
 

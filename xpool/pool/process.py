@@ -31,6 +31,8 @@ from xpool._pickling.by_value.main import main_is_importable
 from xpool._python.interrupt import by_handler, shielded
 from xpool._python.server_process import occupy_streams
 from xpool._wire.wire import Mode
+from xpool._worker.callables import Retried, applied
+from xpool._worker.main_module import imported_by_worker
 from xpool.errors import OptionError
 from xpool.jobs.scheduler import CALLS, TaskRange
 from xpool.pool.all_workers import AllWorkers, limit_of
@@ -38,8 +40,6 @@ from xpool.pool.base import at_exit
 from xpool.pool.hooks import Result, Task
 from xpool.pool.input_reader import FlowControl, Runs
 from xpool.pool.task_stream import TaskStream
-from xpool.worker.callables import Retried, applied
-from xpool.worker.main_module import imported_by_worker
 from xpool.workers.launch import (
     ForkServer,
     Launcher,
@@ -414,7 +414,7 @@ class Pool(AllWorkers):
         return self._engine.learn(_MODES[starred, chunked], payload), owner
 
     def _beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        from xpool.worker.lines import Clearing  # only here: few programs have a terminal
+        from xpool._worker.line_streams import Clearing  # only here: few programs have a terminal
 
         return Clearing(func)
 

@@ -26,7 +26,7 @@ __all__ = [
 MARK = "XPOOL_TEST_RUN"
 """Environment variable by which orphans of this run are known again."""
 
-KEPT = ("xpool.worker.server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
+KEPT = ("xpool._worker.server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
 """In the command line of processes that live as long as this one, on purpose, to make starting
 the next pool cheap.  Their children are no exception."""
 

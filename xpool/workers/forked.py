@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable
 
 from xpool._wire.wire import STEPPED_ASIDE
-from xpool.worker import entry
+from xpool._worker import entry
 
 __all__ = ["Forked"]
 

@@ -24,8 +24,8 @@ from typing import Any, Protocol
 
 from xpool._python import at_fork, server_process
 from xpool._python.interrupt import deliver, interruptible, pending
+from xpool._worker import entry
 from xpool.errors import OptionError, XPoolError, exit_reason
-from xpool.worker import entry
 from xpool.workers.forked import Forked
 
 __all__ = [
@@ -91,18 +91,18 @@ class Launcher(Protocol):
     """Its workers are forks of the program, whose OpenMP threads they do not have."""
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
-        """Start a child that calls `xpool.worker.entry.main` with ``boot``; closes it here."""
+        """Start a child that calls `xpool._worker.entry.main` with ``boot``; closes it here."""
 
 
 # -- the fork server -------------------------------------------------------------------------
 
-PRELOAD = ("xpool.worker.loop",)
+PRELOAD = ("xpool._worker.loop",)
 """What every server imports: a worker's own code."""
 
 LATER = (
     "traceback",
     "xpool.pool_errors",
-    "xpool.worker.tracker",
+    "xpool._worker.tracker",
     "dill",
     "xpool._pickling.tensors.handles",
     "xpool.pool.process",
@@ -345,7 +345,7 @@ class StandIns:
     """Has workers at once in a program that has torch, from a server that has not.
 
     The server with torch imports it meanwhile, and starts all workers as soon as it is ready, or
-    has been needed: a stand-in has stepped aside (`xpool.worker.aside`).
+    has been needed: a stand-in has stepped aside (`xpool._worker.provisional`).
     """
 
     inherits = False

@@ -1,7 +1,7 @@
 """The parent's end of what workers say besides answers: log records and warnings.
 
 Each worker has a socket of its own for them, so the parent knows the sender by the socket (see
-`xpool.worker.relay`).  The engine only sees that something has come.  Then a thread is started,
+`xpool._worker.relay`).  The engine only sees that something has come.  Then a thread is started,
 one for each pool, which hands it to loggers and to `warnings`, whose handlers and filters are the
 program's.
 """

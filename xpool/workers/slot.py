@@ -23,8 +23,8 @@ from xpool._python import at_fork
 from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT, Refusal
+from xpool._worker.entry import ONE, SEVERAL
 from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
-from xpool.worker.entry import ONE, SEVERAL
 from xpool.workers.launch import Handle, Launcher
 from xpool.workers.relay import Channel, Relay
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from xpool.worker.context import current_worker
+from xpool._worker.context import current_worker
 
 if TYPE_CHECKING:
     from xpool._pickling.by_value.globals_received import Entry

@@ -58,7 +58,7 @@ def text_of(exc: BaseException, tb: TracebackType | None) -> str:
 def _say_where(exc: ModuleNotFoundError) -> None:
     """Say on which host a module is missing, and what to do, if it is not the program's."""
     from xpool._pickling.by_value.exceptions import add_note
-    from xpool.worker.context import current_worker
+    from xpool._worker.context import current_worker
 
     try:
         host = current_worker().host

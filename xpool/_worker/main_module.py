@@ -279,7 +279,7 @@ def imported_by_worker() -> str | None:
         return None
     frame: FrameType | None = sys._getframe(1)
     # Up to where the worker begins: the stack of a fork goes on with its parent's frames.
-    while frame is not None and frame.f_globals.get("__name__") != "xpool.worker.entry":
+    while frame is not None and frame.f_globals.get("__name__") != "xpool._worker.entry":
         if frame.f_code.co_name == "<module>":
             facts = frame.f_globals
             if facts.get("_xpool_running"):

@@ -31,10 +31,10 @@ from typing import Any
 
 from xpool._python.worker_local import share_process
 from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
+from xpool._worker.loop import become
+from xpool._worker.loop import run as serve
+from xpool._worker.stopping import again, may_stop, stack_of
 from xpool.errors import TaskStopped
-from xpool.worker.loop import become
-from xpool.worker.loop import run as serve
-from xpool.worker.stopping import again, may_stop, stack_of
 
 __all__ = ["run"]
 

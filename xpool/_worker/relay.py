@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from xpool._python.import_hooks import when_imported
 from xpool._wire.records import LOG, WARNING, pack
-from xpool.worker.context import current_worker
-from xpool.worker.lines import Lines
+from xpool._worker.context import current_worker
+from xpool._worker.line_streams import Lines
 
 if TYPE_CHECKING:
     import logging

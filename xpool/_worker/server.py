@@ -29,7 +29,7 @@ from typing import Any
 
 from xpool._python import at_fork, import_hooks
 from xpool._python.exits import flush
-from xpool.worker import entry
+from xpool._worker import entry
 
 __all__ = ["main"]
 
@@ -39,7 +39,7 @@ register.  Not here: they read their variables then, and the worker's are not kn
 
 
 _KNOWN = {
-    "numpy", "numpy.random", "pytest", "torch", "xpool._pickling.tensors.arrays", "xpool.worker.loop",
+    "numpy", "numpy.random", "pytest", "torch", "xpool._pickling.tensors.arrays", "xpool._worker.loop",
 }  # fmt: skip
 """Modules that leave what is registered for forks with nothing to do when they are imported."""
 
@@ -250,7 +250,7 @@ def _await_tracker(parent: int) -> None:
     """Have the program's resource tracker be this worker's, once it imports what that is in."""
 
     def borrow(module: Any) -> None:
-        from xpool.worker.tracker import Borrowed
+        from xpool._worker.tracker import Borrowed
 
         Borrowed.become(module, parent)
 

@@ -16,7 +16,7 @@ from multiprocessing.resource_tracker import ResourceTracker
 from typing import Any
 
 from xpool._python import at_fork
-from xpool.worker.entry import CLOSE_ON_EXEC, TRACKER
+from xpool._worker.entry import CLOSE_ON_EXEC, TRACKER
 
 __all__ = ["Borrowed"]
 

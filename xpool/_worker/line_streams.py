@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool.worker.context import current_worker
+from xpool._worker.context import current_worker
 
 __all__ = ["Clearing", "Lines"]
 

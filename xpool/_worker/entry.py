@@ -2,7 +2,7 @@
 
 Some packages start a device runtime when they are imported, and runtimes read their environment
 once.  So this module imports nothing but the standard library's small change: it receives its
-descriptors and its instructions, sets the environment, and then goes on to `xpool.worker.loop`.
+descriptors and its instructions, sets the environment, and then goes on to `xpool._worker.loop`.
 A test holds what may be imported here.
 
 How a worker comes by its descriptors, whatever started it: one end of a socket pair, over which
@@ -14,7 +14,7 @@ answers, write end    frames to the parent
 lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
 outbox                the page of `xpool._wire.outbox`
 control               where channels to peers are asked for, in pools that have them
-logs                  a socket for log records and warnings (`xpool.worker.relay`)
+logs                  a socket for log records and warnings (`xpool._worker.relay`)
 arena                 the file of `xpool._memory.arena`, where there is one
 ====================  ======================================================================
 
@@ -99,11 +99,11 @@ def main(
     if late is not None:
         late()
     if kind == SEVERAL:
-        from xpool.worker import several
+        from xpool._worker import worker_threads
 
-        code = several.run(orders, channels, inherited)
+        code = worker_threads.run(orders, channels, inherited)
     else:
-        from xpool.worker import loop
+        from xpool._worker import loop
 
         code = loop.run(orders[0], channels[0], inherited, missing=missing)
     exits.run()

@@ -37,17 +37,17 @@ from xpool._wire.wire import (
     Mode,
     Refusal,
 )
+from xpool._worker import callables, error_imports, main_module
+from xpool._worker.callables import Exact, Prefixed, Retried, Ticking
+from xpool._worker.context import WorkerInfo, enter
+from xpool._worker.peers import Peers
+from xpool._worker.protocol import Inbox, Replies
+from xpool._worker.provisional import stand_in
+from xpool._worker.relay import open_relay
+from xpool._worker.seeds import Seeds
+from xpool._worker.stopping import listen
 from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
 from xpool.pickle import LATE, decode, encode, load_late
-from xpool.worker import callables, failing, main_module
-from xpool.worker.aside import stand_in
-from xpool.worker.callables import Exact, Prefixed, Retried, Ticking
-from xpool.worker.context import WorkerInfo, enter
-from xpool.worker.peers import Peers
-from xpool.worker.protocol import Inbox, Replies
-from xpool.worker.relay import open_relay
-from xpool.worker.seeds import Seeds
-from xpool.worker.stopping import listen
 
 if TYPE_CHECKING:
     from xpool._pickling.tensors.handles import Keeper
@@ -139,7 +139,7 @@ def run(
 
 def _prepare() -> None:
     """Be ready for tasks that fail, and for objects of modules that a task imports."""
-    failing.prepare()
+    error_imports.prepare()
     for name in LATE:
         when_imported(name, load_late)
 
@@ -159,7 +159,7 @@ def _refusal(reason: BaseException) -> Refusal:
 
     The text is made here, by the code of the exception's class: its parent runs none of it.
     """
-    pickled = encode_exception(reason, failing.text_of(reason, reason.__traceback__))
+    pickled = encode_exception(reason, error_imports.text_of(reason, reason.__traceback__))
     try:
         line = f"{type(reason).__name__}: {reason}"
     except Exception as exc:
@@ -389,7 +389,7 @@ class _Worker:
 
 def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
     """Say that a result cannot be sent, and let go of it."""
-    failing.ready()
+    error_imports.ready()
     from traceback import clear_frames  # imported just now
 
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
@@ -411,7 +411,7 @@ def _worker_traceback(exc: BaseException) -> str:
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, callables.__file__):
         tb = tb.tb_next
-    return failing.text_of(exc, tb)
+    return error_imports.text_of(exc, tb)
 
 
 def _short_repr(value: Any) -> str:
