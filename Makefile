@@ -136,7 +136,7 @@ coverage: $(venv)/.test
 	"$(VENV)/bin/python" -m coverage run -m pytest -n $(JOBS) $(ARGS)
 	"$(VENV)/bin/python" -m coverage combine --quiet
 	"$(VENV)/bin/python" -m coverage report
-	"$(VENV)/bin/python" -m coverage report --include="xpool/jobs/*" --fail-under=$(FLOOR)
+	"$(VENV)/bin/python" -m coverage report --include="xpool/_engine/jobs/*" --fail-under=$(FLOOR)
 
 soak: $(venv)/.test
 	"$(VENV)/bin/python" -m bench.soak --minutes $(MINUTES) $(ARGS)
@@ -200,7 +200,7 @@ notes:
 	@"$(PYTHON)" tests/support/release_notes.py "$(TAG)"
 
 docs-states: $(venv)/.run
-	"$(VENV)/bin/python" -m xpool.jobs.states > docs/dev/states.md
+	"$(VENV)/bin/python" -m xpool._engine.jobs.states > docs/dev/states.md
 
 clean:
 	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(RAY_VENV)" "$(XLA_VENV)" \

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool import Pool
-from xpool.engine.ledger import Ledger
+from xpool._engine.ledger import Ledger
 
 ITEMS = 60_000
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from xpool._calls.results import MapResult as MapResult
     from xpool._calls.streams import IMapIterator as IMapIterator
     from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
+    from xpool._engine.jobs.states import PoolStates as PoolStates
     from xpool._pickling.tensors.handles import TensorHandle as TensorHandle
     from xpool._worker.context import current_worker as current_worker
     from xpool.errors import (
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from xpool.errors import (
         XPoolError as XPoolError,
     )
-    from xpool.jobs.states import PoolStates as PoolStates
     from xpool.pool.base import BasePool as BasePool
     from xpool.pool.context import CtxPool as CtxPool
     from xpool.pool.context import CtxThreadPool as CtxThreadPool
@@ -87,7 +87,7 @@ _homes = {
         "ResultNotPicklable TaskCancelled TaskNotPicklable TaskStopped TaskTimeout TensorLost "
         "TimeoutError WorkerDied WorkerStartFailed XPoolError"
     ),
-    "xpool.jobs.states": "PoolStates",
+    "xpool._engine.jobs.states": "PoolStates",
     "xpool._pickling.tensors.handles": "TensorHandle",
     "xpool.pool.base": "BasePool",
     "xpool.pool.context": "CtxPool CtxThreadPool",

@@ -15,7 +15,7 @@ from support.waiting import eventually, wait_gone
 
 import xpool
 from xpool import OptionError, Pool, PoolClosed, ThreadPool, WorkerDied
-from xpool.workers.slot import Slot
+from xpool._engine.slot import Slot
 
 pytestmark = pytest.mark.xpool_only
 

@@ -107,7 +107,7 @@ def test_nothing_of_ours_is_imported_before(tmp_path: Path):
                 def find_spec(self, name, path=None, target=None):
                     early = ("sitecustomize", "usercustomize", "xpool", "xpool.worker",
                              "xpool._worker.entry", "xpool._worker.server", "xpool.workers",
-                             "xpool.workers.launch", "xpool.errors")
+                             "xpool._engine.launch", "xpool.errors")
                     top = name.partition(".")[0]
                     if name in early or top in sys.stdlib_module_names or top == "_distutils_hack":
                         return None

@@ -230,7 +230,7 @@ def test_no_group_of_torch_distributed(start: Any):
 
 def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch):
     """When descriptors run out at the second of three channels, the first is let go of."""
-    from xpool.workers import slot
+    from xpool._engine import slot
 
     made = iter([slot.make_file()])  # type: ignore[attr-defined]
 

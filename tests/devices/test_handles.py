@@ -32,9 +32,9 @@ from xpool import (
     TensorLost,
     WorkerDied,
 )
+from xpool._engine.answers import Answers
 from xpool._memory.arena import Arena
 from xpool.devices import devices
-from xpool.engine.answers import Answers
 from xpool.pool.packing import Packer
 from xpool.queue import SimpleQueue
 

@@ -25,7 +25,7 @@ from support.tiers import also
 from support.waiting import eventually
 
 from xpool import OptionError, Pool, WorkerDied, current_worker
-from xpool.workers import relay
+from xpool._engine import relay
 
 ROOT = Path(__file__).resolve().parents[2]
 

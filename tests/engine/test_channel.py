@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xpool._engine import slot as slot_module
 from xpool._wire.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool._wire.pipes import BlockingFrameReader, FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT
-from xpool.workers import slot as slot_module
 
 pytestmark = pytest.mark.pure
 

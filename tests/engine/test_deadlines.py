@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from xpool.jobs.deadlines import Act, Deadlines, Seen
-from xpool.jobs.ranges import Limit
+from xpool._engine.jobs.deadlines import Act, Deadlines, Seen
+from xpool._engine.jobs.ranges import Limit
 
 pytestmark = [pytest.mark.pure, pytest.mark.xpool_only]
 

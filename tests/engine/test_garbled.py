@@ -20,13 +20,13 @@ from support.waiting import eventually
 import xpool
 from xpool import InternalError, Pool
 from xpool._calls.results import Unopened
+from xpool._engine.pickled_results import Encoded
 from xpool._pickling import frame
 from xpool._wire import records
 from xpool._wire.outbox import CAPACITY, HEADER, Outbox, entries
 from xpool._wire.pipes import MOST, FrameReader
 from xpool._wire.wire import ANSWER, ENTRY, TO_PARENT
 from xpool._worker.launch_shared import File
-from xpool.engine.parcels import Encoded
 from xpool.pickle import decode, encode
 
 pytestmark = pytest.mark.xpool_only

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpool import InternalError
-from xpool.jobs.budget import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, RestartBudget, back_off
-from xpool.jobs.scheduler import (
+from xpool._engine.jobs.budget import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, RestartBudget, back_off
+from xpool._engine.jobs.scheduler import (
     LONG_SECONDS,
     MOST_BYTES,
     MOST_ITEMS,

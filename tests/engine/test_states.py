@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from xpool import InternalError
-from xpool.jobs import states
-from xpool.jobs.states import POOL, WORKER, PoolEvent, PoolStates, WorkerEvent, WorkerStates, step
+from xpool._engine.jobs import states
+from xpool._engine.jobs.states import (
+    POOL,
+    WORKER,
+    PoolEvent,
+    PoolStates,
+    WorkerEvent,
+    WorkerStates,
+    step,
+)
 
 pytestmark = pytest.mark.pure
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from xpool._engine.switchboard import PATIENCE, Switchboard
 from xpool._wire.wire import LINK, WANTED
-from xpool.engine.switchboard import PATIENCE, Switchboard
 
 
 class Clock:

@@ -9,7 +9,7 @@ import pytest
 from support import scripts, work
 from support.waiting import eventually
 
-from xpool.engine.reactor import Reactor
+from xpool._engine.reactor import Reactor
 
 pytestmark = pytest.mark.xpool_only
 
@@ -80,8 +80,8 @@ def test_arguments_and_path_of_any_kind(tmp_path, odd):
             {odd}
             kill_one(pool)
             print(pool.map(work.square, range(4)))
-            import xpool.workers.launch
-            xpool.workers.launch.ForkServer.stop_all()
+            import xpool._engine.launch
+            xpool._engine.launch.ForkServer.stop_all()
             print(pool.apply_async(work.square, (3,), retries=1).get())
         with xpool.Pool(1) as pool:
             print(pool.apply(work.square, (5,)))

@@ -335,7 +335,7 @@ def test_no_thread_for_a_replacement(thread_kind, make_pool, monkeypatch):
 def test_no_thread_any_more(thread_kind, make_pool, monkeypatch):
     """When none can be had for long, the pool stops with the reason, and nobody waits for ever."""
     from xpool import WorkerStartFailed
-    from xpool.workers import threads
+    from xpool._engine import threads
 
     monkeypatch.setattr(threads, "SYSTEM_ATTEMPTS", 2)
     refuse_threads(monkeypatch, range(3, 1000))

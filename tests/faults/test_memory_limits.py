@@ -21,9 +21,9 @@ from xpool import (
     ThreadPool,
     WorkerDied,
 )
+from xpool._engine import memory
 from xpool._memory import system
 from xpool._memory.system import Scope
-from xpool.engine import memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it takes /proc")
 

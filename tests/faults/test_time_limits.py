@@ -114,8 +114,8 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
 ):
     """It could not even clean up; one that has nothing to wait for is killed."""
     from xpool import Pool
-    from xpool.engine import start_limit
-    from xpool.workers.slot import Slot
+    from xpool._engine import start_limit
+    from xpool._engine.slot import Slot
 
     asked = threading.Semaphore(0)
 
@@ -432,8 +432,8 @@ def pass_gate_at(gate, bad, x):
 def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_pool, monkeypatch):
     """It is not killed before it could, however long the system has it wait."""
     from xpool import Pool, WorkerStartFailed
-    from xpool.engine import start_limit
-    from xpool.workers.slot import Slot
+    from xpool._engine import start_limit
+    from xpool._engine.slot import Slot
 
     monkeypatch.setattr(start_limit, "STARVED", WAIT)
     monkeypatch.setattr(start_limit, "TASK_GRACE", 0.001)  # no time at all

@@ -210,7 +210,7 @@ def test_pools_load_without_heavy_packages(name: str):
 def test_worker_entry_is_light():
     """A worker binds its device before anything heavy or of the parent's side is imported."""
     loaded = run_python("import xpool._worker.entry")
-    heavy = {"torch", "dill", "numpy", "xpool.pool", "xpool.engine", "xpool.workers", "xpool.jobs"}
+    heavy = {"torch", "dill", "numpy", "xpool.pool", "xpool._engine", "xpool.workers", "xpool.jobs"}
     assert not loaded & heavy
 
 
@@ -240,7 +240,16 @@ def test_a_first_worker_imports_little():
     """What takes long to import, and no first task needs, the fork server imports later."""
     loaded = run_python("import xpool._worker.server, xpool._worker.loop")
     late = {"multiprocessing.pool", "multiprocessing.util", "multiprocessing.resource_tracker"}
-    late |= {"inspect", "ast", "dis", "traceback", "tempfile", "subprocess", "dill", "xpool.engine"}
+    late |= {
+        "inspect",
+        "ast",
+        "dis",
+        "traceback",
+        "tempfile",
+        "subprocess",
+        "dill",
+        "xpool._engine",
+    }
     late |= {"xpool.pool", "xpool._pickling.by_value.source", "xpool._pickling.by_value.units"}
     late |= {"ctypes", "xpool._pickling.tensors"}
     if sys.version_info >= (3, 14):
@@ -253,7 +262,7 @@ def test_the_name_of_the_pool_imports_little():
     """The engine and the pickler are imported when a pool is made, after its fork server began."""
     loaded = run_python("from xpool import Pool")
     assert not loaded & {
-        "xpool.engine.loop",
+        "xpool._engine.engine",
         "xpool._pickling.pickler",
         "xpool._memory.arena",
         "ctypes",

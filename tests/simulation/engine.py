@@ -12,14 +12,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from xpool._engine.engine import Engine
+from xpool._engine.jobs.budget import START_ATTEMPTS
+from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange
+from xpool._engine.jobs.states import WorkerStates
+from xpool._engine.replacement import Recipe
+from xpool._engine.start_limit import TASK_GRACE
 from xpool._wire.outbox import entries
-from xpool.engine.loop import Engine
-from xpool.engine.replacement import Recipe
-from xpool.engine.start_limit import TASK_GRACE
 from xpool.errors import OptionError, TaskTimeout, WorkerDied, WorkerStartFailed
-from xpool.jobs.budget import START_ATTEMPTS
-from xpool.jobs.scheduler import CALLS, Batch, Limit, TaskRange
-from xpool.jobs.states import WorkerStates
 
 from .seeds import Passing, Reader, World
 from .virtual import Kernel, Page, Pipe, SimReactor, SimSlot

@@ -1,7 +1,7 @@
 """One host of the simulated world: an agent's engine on virtual workers, and its clock.
 
 Real are the desk, the link and, in the agent's engine, the scheduler; the workers follow what
-`xpool.engine` does with them: they take batches, answer one by one or in runs, die, are stopped in
+`xpool._engine` does with them: they take batches, answer one by one or in runs, die, are stopped in
 what is withdrawn, and end when they are told to.
 """
 
@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
-from xpool.engine.answers import CULPRIT
+from xpool._engine.answers import CULPRIT
+from xpool._engine.jobs.ranges import name_of
+from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool.errors import WorkerDied
 from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
 from xpool.hosts.fleet import Call
 from xpool.hosts.service import GRACE, RETRY
-from xpool.jobs.ranges import name_of
-from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 
 if TYPE_CHECKING:
     from .hosts import HostWorld
@@ -65,7 +65,7 @@ class Run:
 
 
 class AgentEngine:
-    """Behaves to a desk as `xpool.engine.loop.Engine` does that hands back what is tried again."""
+    """Behaves to a desk as `xpool._engine.engine.Engine` does that hands back what is tried again."""
 
     def __init__(self, world: HostWorld, host: Host, workers: int) -> None:
         self.world, self.host = world, host

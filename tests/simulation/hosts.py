@@ -15,13 +15,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xpool.engine.answers import CULPRIT
+from xpool._engine.answers import CULPRIT
+from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange
 from xpool.errors import HostLost, WorkerDied
 from xpool.hosts import fleet as f
 from xpool.hosts import scheduler as policy
 from xpool.hosts.engine import HostEngine
 from xpool.hosts.service import DRIFT
-from xpool.jobs.ranges import CALLS, Batch, TaskRange
 
 from .host import STOP_GRACE, Host, Payload, Run, Value
 from .network import SimFleet

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
+from xpool._engine.answers import Answers
+from xpool._engine.direct import DirectReceive
+from xpool._engine.dispatcher import Dispatcher
+from xpool._engine.engine import Engine
+from xpool._engine.jobs.deadlines import Act, Deadlines, Verdict
+from xpool._engine.jobs.ranges import piece
+from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
+from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
+from xpool._engine.jobs.waiting import Waiting
+from xpool._engine.monitor import Service
+from xpool._engine.replacement import Replacement
+from xpool._engine.slot import Slot
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import FrameReader
-from xpool.engine.answers import Answers
-from xpool.engine.direct import DirectReceive
-from xpool.engine.dispatcher import Dispatcher
-from xpool.engine.loop import Engine
-from xpool.engine.replacement import Replacement
-from xpool.engine.service import Service
 from xpool.errors import InternalError
-from xpool.jobs.deadlines import Act, Deadlines, Verdict
-from xpool.jobs.ranges import piece
-from xpool.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
-from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates
-from xpool.jobs.waiting import Waiting
-from xpool.workers.slot import Slot
 
 Patch = pytest.MonkeyPatch
 
@@ -428,7 +428,7 @@ def _(patch: Patch) -> None:
 
 @mutant("the pool gives up a start too early")
 def _(patch: Patch) -> None:
-    patch.setattr("xpool.jobs.budget.START_ATTEMPTS", 2)
+    patch.setattr("xpool._engine.jobs.budget.START_ATTEMPTS", 2)
 
 
 # -- messages of workers: `Service` takes what is raised there for a worker's nonsense -------------

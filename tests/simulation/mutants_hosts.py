@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from xpool._engine.jobs.ranges import CALLS, TaskRange
+from xpool._engine.jobs.scheduler import Scheduler
+from xpool._engine.jobs.waiting import Waiting
 from xpool.hosts import messages as m
 from xpool.hosts.conversation import Conversation
 from xpool.hosts.desk import Desk
@@ -12,9 +15,6 @@ from xpool.hosts.holdings import Host, Lost
 from xpool.hosts.link import Link
 from xpool.hosts.scheduler import HostScheduler
 from xpool.hosts.service import HostService
-from xpool.jobs.ranges import CALLS, TaskRange
-from xpool.jobs.scheduler import Scheduler
-from xpool.jobs.waiting import Waiting
 
 from .mutants import Mutant, Patch, nothing, stays_in_front, wrap
 

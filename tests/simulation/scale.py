@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from xpool._engine.jobs.ranges import TaskRange
 from xpool.hosts import messages as m
 from xpool.hosts.conversation import CALLS_IN_FLIGHT
 from xpool.hosts.scheduler import HostScheduler
 from xpool.hosts.service import BEAT
-from xpool.jobs.ranges import TaskRange
 
 __all__ = ["Cluster", "Outcome"]
 

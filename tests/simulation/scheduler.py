@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from xpool.jobs.scheduler import (
+from xpool._engine.jobs.scheduler import (
     AHEAD_SECONDS,
     LONG_SECONDS,
     MOST_BYTES,

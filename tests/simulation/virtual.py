@@ -13,12 +13,12 @@ import select
 from collections.abc import Callable
 from typing import Any
 
+from xpool._engine.jobs.states import WorkerEvent
+from xpool._engine.reactor import Reactor
+from xpool._engine.slot import Slot
 from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT, Refusal
-from xpool.engine.reactor import Reactor
-from xpool.jobs.states import WorkerEvent
-from xpool.workers.slot import Slot
 
 from .seeds import World
 

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from xpool._engine.slot import Slot
 from xpool._wire.outbox import _SINCE, STOP_SIGNAL
 from xpool._wire.wire import (
     BODY_AGAIN,
@@ -25,7 +26,6 @@ from xpool._wire.wire import (
     Refusal,
 )
 from xpool._worker.protocol import Inbox, Replies
-from xpool.workers.slot import Slot
 
 from .virtual import Page, Pipe
 

@@ -12,8 +12,8 @@ from support.tiers import also
 from support.waiting import eventually
 
 from xpool import Pool
-from xpool.engine import replacement
-from xpool.workers.launch import ForkServer
+from xpool._engine import replacement
+from xpool._engine.launch import ForkServer
 
 pytestmark = pytest.mark.xpool_only
 
@@ -155,7 +155,7 @@ def test_variables_are_those_of_now(tmp_path):
 INTERRUPTED = """
     import os, signal
     import xpool
-    from xpool.workers.launch import ForkServer, start_early
+    from xpool._engine.launch import ForkServer, start_early
 
     if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs this may ignore it

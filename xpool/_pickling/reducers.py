@@ -182,6 +182,6 @@ def _find(kind: type) -> Reducer | None:
                 return reducer_for(kind)
 
 
-# By name, as in `xpool.workers.slot`.
+# By name, as in `xpool._engine.slot`.
 at_fork.at_fork(before=lambda: _finding.acquire(), in_parent=lambda: _finding.release())
 at_fork.renew(globals(), _finding=threading.RLock)

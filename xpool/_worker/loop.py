@@ -94,7 +94,7 @@ def run(
     box = Outbox(outbox)
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
     # Before the program's code: an initializer that hangs can be asked where it is, and its time is
-    # limited by the clock in the box (`engine/start_limit`).
+    # limited by the clock in the box (`_engine/start_limit`).
     if member is None:
         listen(box, outbox, _Worker._run.__code__)
     else:

@@ -349,7 +349,7 @@ class Peers:
         if error:
             self._asked.discard(peer)
             raise OSError(error, f"no channel to worker {peer}: {os.strerror(error)}")
-        # Once: the parent answers now, or when the peer has been replaced (`engine/switchboard`).
+        # Once: the parent answers now, or when the peer has been replaced (`_engine/switchboard`).
         if peer not in self._asked:
             known = self._known.get(peer, 0)
             self._control.send(WANTED.pack(peer, known > 0, known))

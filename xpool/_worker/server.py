@@ -230,7 +230,7 @@ def _child(
 ) -> int:
     code = 1
     try:
-        # The server collects nothing until all is imported (`workers/launch`).
+        # The server collects nothing until all is imported (`_engine/launch`).
         gc.enable()
         # Descriptor 1 may be another file than when this object was made.
         if isinstance(sys.stdout, io.TextIOWrapper):

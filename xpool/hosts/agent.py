@@ -19,6 +19,7 @@ from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
 from xpool._calls.options import default_processes
+from xpool._engine.launch import ForkServer
 from xpool._pickling.frame import lodge
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._worker.launch_shared import File
@@ -30,7 +31,6 @@ from xpool.hosts.fleet import Call
 from xpool.pickle import encode
 from xpool.pool.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
 from xpool.pool.context import processes
-from xpool.workers.launch import ForkServer
 
 __all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from xpool._engine.launch import wanted_modules
 from xpool._pickling.by_value.main_globals import Book
 from xpool._pickling.policy import BY_PIPE
 from xpool.hosts.agent import Charge, facts
@@ -14,7 +15,6 @@ from xpool.hosts.engine import LEASE, HostEngine
 from xpool.hosts.fleet import Fleet
 from xpool.pool import assembly
 from xpool.pool.process import describe
-from xpool.workers.launch import wanted_modules
 
 if TYPE_CHECKING:
     from xpool.pool.process import Pool

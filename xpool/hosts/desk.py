@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from xpool.engine.face import LocalEngine
+from xpool._engine.jobs.ranges import TaskRange
+from xpool._engine.protocols import LocalEngine
 from xpool.hosts import messages as m
 from xpool.hosts.fleet import Call
 from xpool.hosts.link import Link
-from xpool.jobs.ranges import TaskRange
 
 __all__ = ["Desk"]
 

@@ -1,4 +1,4 @@
-"""The engine of a pool whose workers are on many hosts: the face of `xpool.engine.loop.Engine`.
+"""The engine of a pool whose workers are on many hosts: the face of `xpool._engine.engine.Engine`.
 
 An agent on each host has an ordinary engine (`desk`, `agent`); here is what the driver knows of
 them.  What a host may have run is what it was permitted and has not answered (`scheduler`).  A task
@@ -21,14 +21,14 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.results import Parcel
+from xpool._engine.jobs.ranges import Limit, TaskRange
 from xpool.errors import OptionError
 from xpool.hosts import fleet as f
 from xpool.hosts import messages as m
 from xpool.hosts.service import HostService
-from xpool.jobs.ranges import Limit, TaskRange
 
 if TYPE_CHECKING:
-    from xpool.engine.ledger import Event, Slow, Work
+    from xpool._engine.ledger import Event, Slow, Work
 
 __all__ = ["LEASE", "HostEngine"]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of, piece
 from xpool.hosts.messages import Stage
-from xpool.jobs.ranges import CALLS, TaskRange, name_of, piece
 
 __all__ = ["Host", "Lost", "Lot"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xpool.jobs.ranges import Limit, Past
+from xpool._engine.jobs.ranges import Limit, Past
 
 __all__ = [
     "Again",

@@ -1,6 +1,6 @@
 """Which host gets which tasks, and which of them it may begin: a pure policy.
 
-The words, beside those of `xpool.jobs.scheduler`:
+The words, beside those of `xpool._engine.jobs.scheduler`:
 
 * A **lot** is a batch of consecutive items that was *staged* at a host: its payloads are there.
 * A lot is **permitted** when the host may begin it.  What is permitted and not answered is what a
@@ -29,10 +29,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from xpool._engine.jobs.ranges import Past, TaskRange, covers, name_of
+from xpool._engine.jobs.waiting import Waiting
 from xpool.hosts.holdings import Host, Lost, Lot
 from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go
-from xpool.jobs.ranges import Past, TaskRange, covers, name_of
-from xpool.jobs.waiting import Waiting
 
 __all__ = ["HostScheduler", "Message"]
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from xpool._calls.results import Parcel
+from xpool._engine.jobs.budget import back_off
+from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
 from xpool.hosts import fleet as f
 from xpool.hosts import messages as m
 from xpool.hosts.conversation import Conversation
 from xpool.hosts.scheduler import HostScheduler, Message
-from xpool.jobs.budget import back_off
-from xpool.jobs.ranges import TaskRange, name_of
 
 __all__ = ["DRIFT", "GRACE", "HostService"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from xpool import errors
 from xpool._calls.options import Terms, label
 from xpool._calls.results import Job, Parcel, Unopened, exception_in, local
+from xpool._engine.jobs.scheduler import Limit, TaskRange
+from xpool._engine.protocols import EngineFace
 from xpool._python.interrupt import shielded
-from xpool.engine.face import EngineFace
 from xpool.errors import PeerLost, PoolClosed, TaskTimeout
-from xpool.jobs.scheduler import Limit, TaskRange
 from xpool.pool.base import BasePool
 
 if TYPE_CHECKING:

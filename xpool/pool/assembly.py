@@ -7,14 +7,14 @@ imports what a worker needs, the program imports the parent's side of it.
 from __future__ import annotations
 
 import xpool.pool_errors  # noqa: F401 - when a task has failed, no descriptor may be left for it
+from xpool._engine.engine import Engine
+from xpool._engine.relay import Relay
+from xpool._engine.replacement import Recipe
 from xpool._pickling.policy import pools
 from xpool._pickling.tensors import cuda_ipc
-from xpool.engine.loop import Engine
-from xpool.engine.replacement import Recipe
 from xpool.pool.orders import Main, Orders, WorkerSpec
 from xpool.pool.packing import Packer, find_arena
 from xpool.pool.sight import Sight
-from xpool.workers.relay import Relay
 
 __all__ = [
     "Engine",

@@ -32,10 +32,11 @@ from xpool._calls.options import (
 )
 from xpool._calls.results import AsyncResult, Job, Parcel, exception_in
 from xpool._calls.streams import Stream
+from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
+from xpool._engine.protocols import WorkerBackend
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded
 from xpool._python.waiters import Flag
-from xpool.engine.face import WorkerBackend
 from xpool.errors import (
     OptionError,
     PoolBroken,
@@ -44,7 +45,6 @@ from xpool.errors import (
     TimeoutError,
     XPoolError,
 )
-from xpool.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool.pool.callbacks import Callbacks, see_off
 from xpool.pool.hooks import Carried
 from xpool.pool.input_reader import InputReader

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from xpool._calls.options import check_count, label
 from xpool._calls.results import AsyncResult, Parcel, about_to_block
 from xpool._calls.streams import IMapIterator
+from xpool._engine.jobs.states import PoolStates
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
-from xpool.jobs.states import PoolStates
 from xpool.pool.callbacks import calling_back
 from xpool.pool.input_reader import Fed
 from xpool.pool.verbs import PLAIN

@@ -18,7 +18,7 @@ from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
-    from xpool.engine.ledger import Event, Slow
+    from xpool._engine.ledger import Event, Slow
     from xpool.pool.base import BasePool
 
 __all__ = ["Report", "SlowTask", "WorkerReport", "report_of", "trace", "watch"]

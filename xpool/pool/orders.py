@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from xpool._calls.options import default_processes
+from xpool._engine.launch import Launcher
+from xpool._engine.relay import levels
 from xpool._memory.arena import Arena
 from xpool._pickling.by_value.main import main_is_importable, main_location, units
 from xpool._pickling.frame import inline
 from xpool._python.server_process import search_path
-from xpool.workers.launch import Launcher
-from xpool.workers.relay import levels
 
 if TYPE_CHECKING:
     from xpool.pool.process import Pool

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from xpool._calls.options import Exceptions, Terms, check_count
 from xpool._calls.results import AsyncResult, Job
+from xpool._engine.jobs.scheduler import TaskRange
 from xpool._worker.callables import InCall
 from xpool.errors import OptionError
-from xpool.jobs.scheduler import TaskRange
 from xpool.pool.input_reader import FlowControl
 from xpool.pool.process import Pool, limit_of
 

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import warnings
 
-from xpool.workers.launch import start_early
+from xpool._engine.launch import start_early
 
 __all__ = ["preload"]
 

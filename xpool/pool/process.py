@@ -27,20 +27,8 @@ from xpool._calls.options import (
 )
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
-from xpool._pickling.by_value.main import main_is_importable
-from xpool._python.interrupt import by_handler, shielded
-from xpool._python.server_process import occupy_streams
-from xpool._wire.wire import Mode
-from xpool._worker.callables import Retried, applied
-from xpool._worker.main_module import imported_by_worker
-from xpool.errors import OptionError
-from xpool.jobs.scheduler import CALLS, TaskRange
-from xpool.pool.all_workers import AllWorkers, limit_of
-from xpool.pool.base import at_exit
-from xpool.pool.hooks import Result, Task
-from xpool.pool.input_reader import FlowControl, Runs
-from xpool.pool.task_stream import TaskStream
-from xpool.workers.launch import (
+from xpool._engine.jobs.scheduler import CALLS, TaskRange
+from xpool._engine.launch import (
     ForkServer,
     Launcher,
     ProcessLauncher,
@@ -49,6 +37,18 @@ from xpool.workers.launch import (
     import_for_arrays,
     wanted_modules,
 )
+from xpool._pickling.by_value.main import main_is_importable
+from xpool._python.interrupt import by_handler, shielded
+from xpool._python.server_process import occupy_streams
+from xpool._wire.wire import Mode
+from xpool._worker.callables import Retried, applied
+from xpool._worker.main_module import imported_by_worker
+from xpool.errors import OptionError
+from xpool.pool.all_workers import AllWorkers, limit_of
+from xpool.pool.base import at_exit
+from xpool.pool.hooks import Result, Task
+from xpool.pool.input_reader import FlowControl, Runs
+from xpool.pool.task_stream import TaskStream
 
 __all__ = ["Pool", "describe", "limit_of"]
 

@@ -6,7 +6,7 @@ import weakref
 from typing import Protocol, TypeVar
 
 from xpool._calls.results import Parcel
-from xpool.engine.face import WorkerBackend
+from xpool._engine.protocols import WorkerBackend
 from xpool.errors import InternalError
 from xpool.pool.callbacks import Callbacks
 from xpool.pool.input_reader import InputReader

@@ -24,10 +24,10 @@ from xpool._calls.options import (
 from xpool._calls.progress import Progress
 from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
 from xpool._calls.streams import IMapIterator, Stream
+from xpool._engine.jobs.states import PoolStates
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool._worker.callables import applied
 from xpool.errors import OptionError, XPoolError
-from xpool.jobs.states import PoolStates
 from xpool.pool.hooks import Hooks
 from xpool.pool.input_reader import Fed, FlowControl, InputReader
 

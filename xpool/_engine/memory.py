@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from xpool._engine.reactor import Reactor
+from xpool._engine.slot import Slot
 from xpool._memory.system import Scope, fullest_scope
-from xpool.engine.reactor import Reactor
-from xpool.workers.slot import Slot
 
 __all__ = ["MemoryGuard"]
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import threading
 
-from xpool.engine.reactor import Reactor
-from xpool.jobs.scheduler import Scheduler
-from xpool.jobs.states import WorkerStates
-from xpool.workers.slot import Slot
+from xpool._engine.jobs.scheduler import Scheduler
+from xpool._engine.jobs.states import WorkerStates
+from xpool._engine.reactor import Reactor
+from xpool._engine.slot import Slot
 
 __all__ = ["DirectReceive"]
 

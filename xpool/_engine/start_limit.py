@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from xpool._engine.answers import own_part
+from xpool._engine.reactor import Alarms, Reactor
+from xpool._engine.slot import Slot
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL
-from xpool.engine.answers import own_part
-from xpool.engine.reactor import Alarms, Reactor
 from xpool.errors import TaskTimeout
-from xpool.workers.slot import Slot
 
 __all__ = ["TASK_GRACE", "StartLimit", "is_starved", "note_asked"]
 

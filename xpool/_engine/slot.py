@@ -18,15 +18,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates, step
+from xpool._engine.launch import Handle, Launcher
+from xpool._engine.relay import Channel, Relay
 from xpool._memory.arena import Arena
 from xpool._python import at_fork
 from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT, Refusal
 from xpool._worker.entry import ONE, SEVERAL
-from xpool.jobs.states import WORKER, WorkerEvent, WorkerStates, step
-from xpool.workers.launch import Handle, Launcher
-from xpool.workers.relay import Channel, Relay
 
 __all__ = ["Slot"]
 

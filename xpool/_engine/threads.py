@@ -25,11 +25,11 @@ from typing import Any
 
 from xpool._calls.options import Terms
 from xpool._calls.results import Job
+from xpool._engine.jobs.budget import START_ATTEMPTS, back_off
 from xpool._python.waiters import TaskQueue
 from xpool._worker.context import WorkerInfo, enter, leave
 from xpool._worker.stopping import stack_of
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
-from xpool.jobs.budget import START_ATTEMPTS, back_off
 
 __all__ = ["Entry", "Source", "ThreadWorkers"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from xpool._engine.reactor import Reactor
 from xpool._memory.arena import IDLE, Arena
 from xpool._pickling.tensors import cuda_ipc, mapped
-from xpool.engine.reactor import Reactor
 
 __all__ = ["Tidying"]
 

@@ -1,6 +1,6 @@
 """Tasks as they wait and travel: ranges of consecutive ones, and batches that are cut from these.
 
-See `xpool.jobs.scheduler` for the words.
+See `xpool._engine.jobs.scheduler` for the words.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.

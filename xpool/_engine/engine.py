@@ -31,26 +31,26 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xpool._engine.answers import Answers
+from xpool._engine.direct import DirectReceive
+from xpool._engine.dispatcher import Dispatcher
+from xpool._engine.jobs.budget import RestartBudget
+from xpool._engine.jobs.scheduler import Limit, Scheduler, TaskRange
+from xpool._engine.ledger import Event, Ledger, Slow, Work
+from xpool._engine.maintenance import Tidying
+from xpool._engine.memory import MemoryGuard
+from xpool._engine.monitor import Service
+from xpool._engine.pickled_results import StartFailure
+from xpool._engine.reactor import Reactor
+from xpool._engine.relay import Relay
+from xpool._engine.replacement import Recipe, Replacement
+from xpool._engine.slot import Slot
+from xpool._engine.switchboard import Switchboard
 from xpool._memory.arena import Arena
 from xpool._pickling.frame import Leased, weight
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._wire.spin import Spin
-from xpool.engine.answers import Answers
-from xpool.engine.direct import DirectReceive
-from xpool.engine.dispatcher import Dispatcher
-from xpool.engine.ledger import Event, Ledger, Slow, Work
-from xpool.engine.memory import MemoryGuard
-from xpool.engine.parcels import StartFailure
-from xpool.engine.reactor import Reactor
-from xpool.engine.replacement import Recipe, Replacement
-from xpool.engine.service import Service
-from xpool.engine.switchboard import Switchboard
-from xpool.engine.tidying import Tidying
 from xpool.errors import OptionError, XPoolError
-from xpool.jobs.budget import RestartBudget
-from xpool.jobs.scheduler import Limit, Scheduler, TaskRange
-from xpool.workers.relay import Relay
-from xpool.workers.slot import Slot
 
 __all__ = ["Engine"]
 

@@ -15,16 +15,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from xpool._engine.answers import Answers
+from xpool._engine.direct import DirectReceive
+from xpool._engine.dispatcher import Dispatcher
+from xpool._engine.jobs.budget import RestartBudget, Starts
+from xpool._engine.jobs.scheduler import Batch, Scheduler
+from xpool._engine.jobs.states import WorkerEvent, WorkerStates
+from xpool._engine.launch import Launcher
+from xpool._engine.ledger import Ledger
+from xpool._engine.maintenance import Tidying
+from xpool._engine.monitor import Service
+from xpool._engine.pickled_results import StartFailure
+from xpool._engine.reactor import Alarms, Reactor
+from xpool._engine.slot import Slot
+from xpool._engine.switchboard import Switchboard
 from xpool._wire.wire import Refusal, boot_frame
-from xpool.engine.answers import Answers
-from xpool.engine.direct import DirectReceive
-from xpool.engine.dispatcher import Dispatcher
-from xpool.engine.ledger import Ledger
-from xpool.engine.parcels import StartFailure
-from xpool.engine.reactor import Alarms, Reactor
-from xpool.engine.service import Service
-from xpool.engine.switchboard import Switchboard
-from xpool.engine.tidying import Tidying
 from xpool.errors import (
     DeviceError,
     InternalError,
@@ -33,11 +38,6 @@ from xpool.errors import (
     XPoolError,
     exit_reason,
 )
-from xpool.jobs.budget import RestartBudget, Starts
-from xpool.jobs.scheduler import Batch, Scheduler
-from xpool.jobs.states import WorkerEvent, WorkerStates
-from xpool.workers.launch import Launcher
-from xpool.workers.slot import Slot
 
 __all__ = ["Recipe", "Replacement"]
 

@@ -13,7 +13,7 @@ Rules that one could wrongly assume to be otherwise:
   before.  What they are told changes nothing more for them.
 
 An event that a state does not list is a bug: `step` raises and nothing has changed.
-``python -m xpool.jobs.states`` prints the tables as markdown; ``docs/dev/states.md`` is that text.
+``python -m xpool._engine.jobs.states`` prints the tables as markdown; ``docs/dev/states.md`` is that text.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def document() -> str:
     return "\n\n".join(
         [
             "# States",
-            "Made from the tables in `xpool/jobs/states.py` by `make docs-states`.",
+            "Made from the tables in `xpool/_engine/jobs/states.py` by `make docs-states`.",
             _markdown("A pool", POOL),
             _markdown("A worker's slot", WORKER),
             "",

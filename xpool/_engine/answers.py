@@ -11,18 +11,18 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from xpool._engine.jobs.budget import RestartBudget, back_off
+from xpool._engine.jobs.ranges import name_of
+from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler
+from xpool._engine.jobs.states import WorkerEvent
+from xpool._engine.ledger import Ledger
+from xpool._engine.pickled_results import Encoded
+from xpool._engine.reactor import Reactor
+from xpool._engine.slot import Slot
 from xpool._pickling.frame import FRAMED, Leased, adopt
 from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
-from xpool.engine.ledger import Ledger
-from xpool.engine.parcels import Encoded
-from xpool.engine.reactor import Reactor
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
-from xpool.jobs.budget import RestartBudget, back_off
-from xpool.jobs.ranges import name_of
-from xpool.jobs.scheduler import CALLS, Batch, Scheduler
-from xpool.jobs.states import WorkerEvent
-from xpool.workers.slot import Slot
 
 __all__ = ["Answers", "own_part"]
 

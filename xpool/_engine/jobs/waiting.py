@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 
-from xpool.jobs.ranges import CALLS, Item, Limit, TaskRange, covers, piece
+from xpool._engine.jobs.ranges import CALLS, Item, Limit, TaskRange, covers, piece
 
 __all__ = ["Waiting"]
 

@@ -13,6 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xpool._engine.answers import Answers
+from xpool._engine.direct import DirectReceive
+from xpool._engine.dispatcher import Dispatcher
+from xpool._engine.jobs.deadlines import Act, Deadlines, Seen
+from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
+from xpool._engine.jobs.states import WorkerEvent, WorkerStates
+from xpool._engine.ledger import Ledger
+from xpool._engine.memory import MemoryGuard
+from xpool._engine.reactor import Alarms, Reactor
+from xpool._engine.slot import Slot
+from xpool._engine.start_limit import TASK_GRACE, StartLimit, is_starved, note_asked
 from xpool._wire.outbox import HEAD, LIMIT, NO_LIMIT, STOP_SIGNAL
 from xpool._wire.wire import (
     ANSWER,
@@ -25,17 +36,6 @@ from xpool._wire.wire import (
     Refusal,
     stop_frame,
 )
-from xpool.engine.answers import Answers
-from xpool.engine.direct import DirectReceive
-from xpool.engine.dispatcher import Dispatcher
-from xpool.engine.ledger import Ledger
-from xpool.engine.memory import MemoryGuard
-from xpool.engine.reactor import Alarms, Reactor
-from xpool.engine.start_limit import TASK_GRACE, StartLimit, is_starved, note_asked
-from xpool.jobs.deadlines import Act, Deadlines, Seen
-from xpool.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
-from xpool.jobs.states import WorkerEvent, WorkerStates
-from xpool.workers.slot import Slot
 
 __all__ = ["GRACE", "TASK_GRACE", "Service"]
 

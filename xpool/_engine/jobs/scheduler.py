@@ -29,9 +29,9 @@ import itertools
 import math
 from collections import deque
 
+from xpool._engine.jobs.ranges import CALLS, Batch, Item, Limit, Past, TaskRange, covers, piece
+from xpool._engine.jobs.waiting import Waiting
 from xpool.errors import InternalError
-from xpool.jobs.ranges import CALLS, Batch, Item, Limit, Past, TaskRange, covers, piece
-from xpool.jobs.waiting import Waiting
 
 __all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Past", "Scheduler", "TaskRange"]
 

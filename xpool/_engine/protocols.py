@@ -11,10 +11,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._calls.results import Parcel
-from xpool.jobs.scheduler import Limit, TaskRange
+from xpool._engine.jobs.scheduler import Limit, TaskRange
 
 if TYPE_CHECKING:
-    from xpool.engine.ledger import Event, Slow, Work
+    from xpool._engine.ledger import Event, Slow, Work
 
 __all__ = ["EngineFace", "LocalEngine", "WorkerBackend"]
 

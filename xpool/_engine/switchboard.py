@@ -12,9 +12,9 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 
+from xpool._engine.reactor import Reactor, Timer
+from xpool._engine.slot import Slot
 from xpool._wire.wire import LINK, WANTED
-from xpool.engine.reactor import Reactor, Timer
-from xpool.workers.slot import Slot
 
 __all__ = ["Switchboard"]
 

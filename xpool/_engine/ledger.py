@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
+from xpool._engine.jobs.scheduler import Batch
 from xpool.errors import OptionError
-from xpool.jobs.scheduler import Batch
 
 __all__ = ["Account", "Event", "Ledger", "Slow", "Work"]
 

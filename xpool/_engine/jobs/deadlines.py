@@ -17,7 +17,7 @@ it, or send an answer.
 import enum
 from typing import Any, NamedTuple
 
-from xpool.jobs.scheduler import Batch, InFlight
+from xpool._engine.jobs.scheduler import Batch, InFlight
 
 __all__ = ["Act", "Deadlines", "Seen", "Verdict"]
 

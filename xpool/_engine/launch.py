@@ -22,11 +22,11 @@ from collections.abc import Iterable
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
+from xpool._engine.forked import Forked
 from xpool._python import at_fork, server_process
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._worker import entry
 from xpool.errors import OptionError, XPoolError, exit_reason
-from xpool.workers.forked import Forked
 
 __all__ = [
     "ForkServer",

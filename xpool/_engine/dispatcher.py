@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from xpool._engine.jobs.scheduler import Batch
+from xpool._engine.reactor import Reactor
+from xpool._engine.slot import Slot
 from xpool._pickling.frame import inline
 from xpool._wire.pipes import FrameWriter
 from xpool._wire.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
-from xpool.engine.reactor import Reactor
-from xpool.jobs.scheduler import Batch
-from xpool.workers.slot import Slot
 
 __all__ = ["Dispatcher"]
 
