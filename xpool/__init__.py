@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from xpool._calls.streams import IMapUnorderedIterator as IMapUnorderedIterator
     from xpool._engine.jobs.states import PoolStates as PoolStates
     from xpool._pickling.tensors.handles import TensorHandle as TensorHandle
+    from xpool._pools.base import BasePool as BasePool
+    from xpool._pools.context import CtxPool as CtxPool
+    from xpool._pools.context import CtxThreadPool as CtxThreadPool
+    from xpool._pools.executor import Executor as Executor
+    from xpool._pools.p2p import P2PPool as P2PPool
+    from xpool._pools.preloading import preload as preload
+    from xpool._pools.process import Pool as Pool
+    from xpool._pools.spawn import ProcessContext as ProcessContext
+    from xpool._pools.spawn import spawn as spawn
+    from xpool._pools.spawn import start_processes as start_processes
+    from xpool._pools.thread import ThreadPool as ThreadPool
     from xpool._worker.context import current_worker as current_worker
     from xpool.errors import (
         DeviceError as DeviceError,
@@ -69,17 +80,6 @@ if TYPE_CHECKING:
     from xpool.errors import (
         XPoolError as XPoolError,
     )
-    from xpool.pool.base import BasePool as BasePool
-    from xpool.pool.context import CtxPool as CtxPool
-    from xpool.pool.context import CtxThreadPool as CtxThreadPool
-    from xpool.pool.executor import Executor as Executor
-    from xpool.pool.p2p import P2PPool as P2PPool
-    from xpool.pool.preloading import preload as preload
-    from xpool.pool.process import Pool as Pool
-    from xpool.pool.spawn import ProcessContext as ProcessContext
-    from xpool.pool.spawn import spawn as spawn
-    from xpool.pool.spawn import start_processes as start_processes
-    from xpool.pool.thread import ThreadPool as ThreadPool
 
 _homes = {
     "xpool.errors": (
@@ -89,14 +89,14 @@ _homes = {
     ),
     "xpool._engine.jobs.states": "PoolStates",
     "xpool._pickling.tensors.handles": "TensorHandle",
-    "xpool.pool.base": "BasePool",
-    "xpool.pool.context": "CtxPool CtxThreadPool",
-    "xpool.pool.executor": "Executor",
-    "xpool.pool.p2p": "P2PPool",
-    "xpool.pool.preloading": "preload",
-    "xpool.pool.process": "Pool",
-    "xpool.pool.spawn": "ProcessContext spawn start_processes",
-    "xpool.pool.thread": "ThreadPool",
+    "xpool._pools.base": "BasePool",
+    "xpool._pools.context": "CtxPool CtxThreadPool",
+    "xpool._pools.executor": "Executor",
+    "xpool._pools.p2p": "P2PPool",
+    "xpool._pools.preloading": "preload",
+    "xpool._pools.process": "Pool",
+    "xpool._pools.spawn": "ProcessContext spawn start_processes",
+    "xpool._pools.thread": "ThreadPool",
     "xpool.results": "AsyncResult MapResult",
     "xpool.streams": "IMapIterator IMapUnorderedIterator",
     "xpool._worker.context": "current_worker",

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xpool._pools.process import Pool
 from xpool.errors import WorkerDied
-from xpool.pool.process import Pool
 
 __all__ = ["main"]
 

@@ -27,9 +27,9 @@ from joblib._parallel_backends import (
 )
 
 from xpool._calls.results import AsyncResult
+from xpool._pools.process import Pool
 from xpool._python import at_fork
 from xpool._worker.context import current_worker
-from xpool.pool.process import Pool
 
 __all__ = ["RETRIES", "Backend", "shutdown"]
 

@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import Any
 
 from xpool._calls.options import check_callable, check_count
+from xpool._pools.spawn import ProcessContext, Replicas
 from xpool._worker import replica
 from xpool._worker.entry import set_environment
 from xpool._worker.launch_shared import MpModelWrapper, MpSerialExecutor
 from xpool.devices import DeviceContext, Host, devices
 from xpool.devices.frameworks import running_runtime
 from xpool.errors import OptionError
-from xpool.pool.spawn import ProcessContext, Replicas
 
 __all__ = ["MpModelWrapper", "MpSerialExecutor", "launch", "spawn"]
 

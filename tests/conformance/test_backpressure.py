@@ -10,7 +10,7 @@ import pytest
 from support import work
 from support.waiting import eventually
 
-from xpool.pool import input_reader
+from xpool._pools import input_reader
 
 pytestmark = pytest.mark.xpool_only
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from xpool._pools.sight import Sight
 from xpool.devices import DeviceContext, Gpu, Host, devices, nvml
 from xpool.devices.cuda import identities
 from xpool.errors import DeviceError, OptionError
-from xpool.pool.sight import Sight
 
 from .hosts import gpu_host
 

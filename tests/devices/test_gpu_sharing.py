@@ -435,7 +435,7 @@ def test_no_worker_sees_it(share: Any, two_gpus: None, monkeypatch: pytest.Monke
 @STAND_IN
 def test_the_worker_asked_for_does_not_see_it(share: Any, monkeypatch: pytest.MonkeyPatch):
     """Then it is refused, though another one would; and so are two that no one sees both of."""
-    from xpool.pool.packing import Packer
+    from xpool._pools.packing import Packer
 
     pool = share()
     x = tasks.put(torch.zeros(4))

@@ -34,8 +34,8 @@ from xpool import (
 )
 from xpool._engine.answers import Answers
 from xpool._memory.arena import Arena
+from xpool._pools.packing import Packer
 from xpool.devices import devices
-from xpool.pool.packing import Packer
 from xpool.queue import SimpleQueue
 
 from . import handle_tasks as tasks

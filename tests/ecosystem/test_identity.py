@@ -11,8 +11,8 @@ import types
 import pytest
 from support.programs import PROGRAM
 
-from xpool.pool.identity import Identity, Unknown
-from xpool.pool.program import name_of
+from xpool._pools.identity import Identity, Unknown
+from xpool._pools.program import name_of
 
 NAME = "program_of_test_identity"
 

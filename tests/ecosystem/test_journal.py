@@ -20,8 +20,8 @@ from support.programs import PROGRAM
 from support.waiting import eventually
 
 from xpool import CtxThreadPool, OptionError, Pool, ThreadPool
+from xpool._pools.journal import Journal
 from xpool.devices import devices
-from xpool.pool.journal import Journal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -441,7 +441,7 @@ def test_flow_control_counts_what_was_put(path):
 
 RUN = """
 import json
-from xpool.pool.identity import Identity
+from xpool._pools.identity import Identity
 print(json.dumps(Identity().of_function(f, {}), sort_keys=True))
 """
 
@@ -491,7 +491,7 @@ def test_a_termination_loses_nothing_that_was_seen(path, logged):
 
 def test_a_disk_that_is_full(path, monkeypatch):
     """What cannot be written fails the job with the reason."""
-    from xpool.pool import journal
+    from xpool._pools import journal
 
     def full(self, results):
         raise sqlite3.OperationalError("database or disk is full")

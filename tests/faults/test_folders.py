@@ -127,8 +127,8 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
 @pytest.mark.exhaustive
 def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     """A worker for which nothing can be prepared stops the pool, with the reason."""
+    from xpool._pools import orders
     from xpool.errors import PoolClosed, WorkerStartFailed
-    from xpool.pool import orders
 
     pool = make_pool(process_kind, 1)
     pid = pool.apply(work.pid)

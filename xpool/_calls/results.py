@@ -32,7 +32,7 @@ __all__ = [
 T = TypeVar("T")
 
 # `local.blocking`, where a thread has it, is called before this thread waits for a result: a
-# thread that runs callbacks uses it to let others go on (see xpool.pool.callbacks).
+# thread that runs callbacks uses it to let others go on (see xpool._pools.callbacks).
 local = threading.local()
 
 

@@ -347,7 +347,7 @@ class Stream(Job):
         self._length: int | None = None
         # Told how many tasks were answered, where the input is drawn no further ahead than that.
         self.answers: Callable[[int], object] | None = None
-        # How the pool takes items that are there at once: `xpool.pool.input_reader.Runs`.
+        # How the pool takes items that are there at once: `xpool._pools.input_reader.Runs`.
         self.runs: Any = None
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:

@@ -105,8 +105,8 @@ LATER = (
     "xpool._worker.tracker",
     "dill",
     "xpool._pickling.tensors.handles",
-    "xpool.pool.process",
-    "xpool.pool.assembly",
+    "xpool._pools.process",
+    "xpool._pools.assembly",
 )
 """What it imports when the first workers run: these can do without it, or import it themselves."""
 

@@ -90,7 +90,7 @@ def main(
     for channel in channels:
         die_with_parent(channel[2])
     orders = [_read_orders(channel[0]) for channel in channels]
-    # One environment: contexts whose workers share a process have equal ones (`pool/context`).
+    # One environment: contexts whose workers share a process have equal ones (`_pools/context`).
     _bind(orders[0], known)
     # Before the backends, the initializer and tasks, which may register callbacks.
     from xpool._python import exits

@@ -10,6 +10,9 @@ import torch
 import torch.utils.data
 
 from xpool import pickle
+from xpool._pools.base import BasePool
+from xpool._pools.preloading import preload
+from xpool._pools.thread import ThreadPool
 from xpool.data.epoch import Before, Epoch
 from xpool.data.generators import Generators, decoded
 from xpool.data.pinning import warn_of_pinning
@@ -18,9 +21,6 @@ from xpool.data.state import Progress, between, check_state, facts
 from xpool.data.worker import Base, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, check_pool
 from xpool.errors import OptionError
-from xpool.pool.base import BasePool
-from xpool.pool.preloading import preload
-from xpool.pool.thread import ThreadPool
 
 __all__ = ["DataLoader"]
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from xpool._calls.results import AsyncResult
+from xpool._pools.base import BasePool
+from xpool._pools.context import CtxPool, CtxThreadPool
+from xpool._pools.p2p import P2PPool
+from xpool._pools.process import Pool
+from xpool._pools.thread import ThreadPool
 from xpool._worker.context import current_worker
 from xpool.data.worker import WorkerCopy, is_pipe
 from xpool.data.worker_info import own_generators, use_threads
 from xpool.errors import OptionError
-from xpool.pool.base import BasePool
-from xpool.pool.context import CtxPool, CtxThreadPool
-from xpool.pool.p2p import P2PPool
-from xpool.pool.process import Pool
-from xpool.pool.thread import ThreadPool
 
 __all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool", "end_later"]
 

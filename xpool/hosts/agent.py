@@ -22,6 +22,8 @@ from xpool._calls.options import default_processes
 from xpool._engine.launch import ForkServer
 from xpool._pickling.frame import lodge
 from xpool._pickling.policy import INLINE_BELOW
+from xpool._pools.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
+from xpool._pools.context import processes
 from xpool._worker.launch_shared import File
 from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
@@ -29,8 +31,6 @@ from xpool.hosts import messages as m
 from xpool.hosts.desk import Desk
 from xpool.hosts.fleet import Call
 from xpool.pickle import encode
-from xpool.pool.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
-from xpool.pool.context import processes
 
 __all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]
 

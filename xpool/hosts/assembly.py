@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from xpool._engine.launch import wanted_modules
 from xpool._pickling.by_value.main_globals import Book
 from xpool._pickling.policy import BY_PIPE
+from xpool._pools import assembly
+from xpool._pools.process import describe
 from xpool.hosts.agent import Charge, facts
 from xpool.hosts.engine import LEASE, HostEngine
 from xpool.hosts.fleet import Fleet
-from xpool.pool import assembly
-from xpool.pool.process import describe
 
 if TYPE_CHECKING:
-    from xpool.pool.process import Pool
+    from xpool._pools.process import Pool
 
 __all__ = ["make_engine"]
 

@@ -102,8 +102,8 @@ class PoolStateMachine(RuleBasedStateMachine):
             limit: seconds after which an answer that has not come counts as a hang.
             examples, steps: histories to try, and rules in each at most.
         """
-        from xpool.pool.context import CtxPool, CtxThreadPool
-        from xpool.pool.process import Pool
+        from xpool._pools.context import CtxPool, CtxThreadPool
+        from xpool._pools.process import Pool
 
         kind: type = pool if isinstance(pool, type) else type(None)
         if gets_context is None:

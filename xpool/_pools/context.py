@@ -8,15 +8,15 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool._calls.options import check_iterable, resolve_processes
+from xpool._pools.context_verbs import C, ContextVerbs
+from xpool._pools.hooks import Hooks, Result, Task
+from xpool._pools.process import Pool
+from xpool._pools.thread import ThreadPool
 from xpool._worker.callables import each, star, star_each
 from xpool._worker.context import current_worker
 from xpool._worker.entry import MOST
 from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
-from xpool.pool.context_verbs import C, ContextVerbs
-from xpool.pool.hooks import Hooks, Result, Task
-from xpool.pool.process import Pool
-from xpool.pool.thread import ThreadPool
 
 __all__ = ["CtxPool", "CtxThreadPool"]
 

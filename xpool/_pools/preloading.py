@@ -47,5 +47,5 @@ def preload(*modules: str) -> None:
     start_early(modules)
     # What a pool needs, before the program has the objects of torch: importing it afterwards starts
     # a collection of garbage, which looks at all of these for 150 ms.
-    for needed in "xpool.pool.process", "xpool.pool.assembly", "xpool._pickling.by_value.units":
+    for needed in "xpool._pools.process", "xpool._pools.assembly", "xpool._pickling.by_value.units":
         importlib.import_module(needed)

@@ -9,7 +9,7 @@ from xpool._worker.launch_shared import File
 from xpool.errors import OptionError, PeerLost, WorkerDied
 
 if TYPE_CHECKING:
-    from xpool.pool.all_workers import AllWorkers
+    from xpool._pools.all_workers import AllWorkers
 
 __all__ = ["WorkerGroup"]
 

@@ -7,9 +7,9 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool._calls.options import check_count
+from xpool._pools.futures import PoolExecutor
+from xpool._pools.process import Pool
 from xpool.errors import OptionError
-from xpool.pool.futures import PoolExecutor
-from xpool.pool.process import Pool
 
 __all__ = ["Executor"]
 

@@ -19,7 +19,7 @@ from xpool.errors import OptionError
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow
-    from xpool.pool.base import BasePool
+    from xpool._pools.base import BasePool
 
 __all__ = ["Report", "SlowTask", "WorkerReport", "report_of", "trace", "watch"]
 
@@ -135,7 +135,7 @@ def trace(pool: BasePool, path: str | os.PathLike[str]) -> Iterator[None]:
         events, begun, dropped = shielded(engine.end_trace)()
         rows = _rows(pool.name, pool.size(), events, begun)
         if as_page:
-            from xpool.pool.timeline import page
+            from xpool._pools.timeline import page
 
             text = page(f"Pool {pool.name}", rows, dropped)
         else:

@@ -25,11 +25,11 @@ from xpool._calls.progress import Progress
 from xpool._calls.results import AsyncResult, Job, MapResult, Unopened
 from xpool._calls.streams import IMapIterator, Stream
 from xpool._engine.jobs.states import PoolStates
+from xpool._pools.hooks import Hooks
+from xpool._pools.input_reader import Fed, FlowControl, InputReader
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
 from xpool._worker.callables import applied
 from xpool.errors import OptionError, XPoolError
-from xpool.pool.hooks import Hooks
-from xpool.pool.input_reader import Fed, FlowControl, InputReader
 
 __all__ = ["PLAIN", "WAITING", "Verbs"]
 
@@ -40,7 +40,7 @@ PLAIN, WAITING = Terms(), Terms(waits=True)
 
 
 class Verbs(Hooks):
-    """What the verbs of `xpool.pool.public` do.  `BasePool` adds what this stands on."""
+    """What the verbs of `xpool._pools.public` do.  `BasePool` adds what this stands on."""
 
     name: str
     initializer: Callable[..., object] | None
@@ -290,7 +290,7 @@ class Verbs(Hooks):
         number = next(self._job_numbers)
         if terms.journal is None:
             return Stream(results, number, gone)
-        from xpool.pool.journal import Recorded, Stored  # sqlite3: few programs need it
+        from xpool._pools.journal import Recorded, Stored  # sqlite3: few programs need it
 
         ref = weakref.ref(self)
 
@@ -316,7 +316,7 @@ class Verbs(Hooks):
 
     @interruptible
     def _open_journal(self, func: Any, terms: Terms) -> Any:
-        from xpool.pool.journal import Journal
+        from xpool._pools.journal import Journal
 
         if pending:
             deliver()

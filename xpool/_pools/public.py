@@ -1,6 +1,6 @@
 """The verbs as people call them: their signatures, types and help.
 
-`xpool.pool.verbs` has what they do.
+`xpool._pools.verbs` has what they do.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 from xpool._calls.options import Exceptions, ManyOptions, MapOptions, resolve_processes
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
+from xpool._pools.verbs import PLAIN, WAITING, Verbs
 from xpool._python.interrupt import shielded
 from xpool.errors import OptionError
-from xpool.pool.verbs import PLAIN, WAITING, Verbs
 
 if TYPE_CHECKING:
     import concurrent.futures
 
     from typing_extensions import Unpack
 
-    from xpool.pool.futures import PoolExecutor
-    from xpool.pool.observing import Report
+    from xpool._pools.futures import PoolExecutor
+    from xpool._pools.observing import Report
 
 __all__ = ["PublicVerbs"]
 
@@ -51,14 +51,14 @@ class PublicVerbs(Verbs):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        from xpool.pool.futures import submit  # here: few programs need it
+        from xpool._pools.futures import submit  # here: few programs need it
 
         pool: Any = self
         return submit(pool, func, args, kwds)
 
     def executor(self) -> PoolExecutor:
         """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
-        from xpool.pool.futures import PoolExecutor  # here: few programs need it
+        from xpool._pools.futures import PoolExecutor  # here: few programs need it
 
         pool: Any = self
         return PoolExecutor(pool)
@@ -72,7 +72,7 @@ class PublicVerbs(Verbs):
         ``print(pool.report())`` shows it as a table.  Of workers and tasks one by one only pools
         of processes know.
         """
-        from xpool.pool.observing import report_of  # here: few programs need it
+        from xpool._pools.observing import report_of  # here: few programs need it
 
         pool: Any = self
         return report_of(pool, time.monotonic() - self._born)
@@ -90,7 +90,7 @@ class PublicVerbs(Verbs):
             OptionError: a trace of this pool is being written, or its workers are threads.
             OSError: there can be no such file.
         """
-        from xpool.pool.observing import trace
+        from xpool._pools.observing import trace
 
         pool: Any = self
         return trace(pool, path)
@@ -101,7 +101,7 @@ class PublicVerbs(Verbs):
         Raises:
             ImportError: rich is not installed (``pip install xpool[progress]``).
         """
-        from xpool.pool.observing import watch
+        from xpool._pools.observing import watch
 
         pool: Any = self
         return watch(pool, self.report)

@@ -38,17 +38,17 @@ from xpool._engine.launch import (
     wanted_modules,
 )
 from xpool._pickling.by_value.main import main_is_importable
+from xpool._pools.all_workers import AllWorkers, limit_of
+from xpool._pools.base import at_exit
+from xpool._pools.hooks import Result, Task
+from xpool._pools.input_reader import FlowControl, Runs
+from xpool._pools.task_stream import TaskStream
 from xpool._python.interrupt import by_handler, shielded
 from xpool._python.server_process import occupy_streams
 from xpool._wire.wire import Mode
 from xpool._worker.callables import Retried, applied
 from xpool._worker.main_module import imported_by_worker
 from xpool.errors import OptionError
-from xpool.pool.all_workers import AllWorkers, limit_of
-from xpool.pool.base import at_exit
-from xpool.pool.hooks import Result, Task
-from xpool.pool.input_reader import FlowControl, Runs
-from xpool.pool.task_stream import TaskStream
 
 __all__ = ["Pool", "describe", "limit_of"]
 
@@ -181,7 +181,7 @@ class Pool(AllWorkers):
         collects = gc.isenabled()
         gc.disable()
         try:
-            from xpool.pool import assembly
+            from xpool._pools import assembly
 
             import_for_arrays()
         finally:
@@ -204,7 +204,7 @@ class Pool(AllWorkers):
             self._engine = self._backend = self._hosts.make_engine(self, self._nodes)
             return
         launcher = self._start_server()
-        from xpool.pool import assembly
+        from xpool._pools import assembly
 
         blob, inherited = None, None
         try:

@@ -34,6 +34,11 @@ from xpool._calls.results import AsyncResult, Job, Parcel, exception_in
 from xpool._calls.streams import Stream
 from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool._engine.protocols import WorkerBackend
+from xpool._pools.callbacks import Callbacks, see_off
+from xpool._pools.hooks import Carried
+from xpool._pools.input_reader import InputReader
+from xpool._pools.public import PublicVerbs
+from xpool._pools.turns import stop_feeders, take_turns
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded
 from xpool._python.waiters import Flag
@@ -45,11 +50,6 @@ from xpool.errors import (
     TimeoutError,
     XPoolError,
 )
-from xpool.pool.callbacks import Callbacks, see_off
-from xpool.pool.hooks import Carried
-from xpool.pool.input_reader import InputReader
-from xpool.pool.public import PublicVerbs
-from xpool.pool.turns import stop_feeders, take_turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -19,7 +19,7 @@ from xpool._pickling.frame import inline
 from xpool._python.server_process import search_path
 
 if TYPE_CHECKING:
-    from xpool.pool.process import Pool
+    from xpool._pools.process import Pool
 
 __all__ = ["Main", "Orders", "WorkerSpec"]
 

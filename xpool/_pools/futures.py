@@ -17,15 +17,15 @@ from xpool._calls.options import check_count, label
 from xpool._calls.results import AsyncResult, Parcel, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
+from xpool._pools.callbacks import calling_back
+from xpool._pools.input_reader import Fed
+from xpool._pools.verbs import PLAIN
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
-from xpool.pool.callbacks import calling_back
-from xpool.pool.input_reader import Fed
-from xpool.pool.verbs import PLAIN
 
 if TYPE_CHECKING:
-    from xpool.pool.base import BasePool
+    from xpool._pools.base import BasePool
 
 __all__ = ["PoolExecutor", "submit"]
 

@@ -7,9 +7,9 @@ from typing import Protocol, TypeVar
 
 from xpool._calls.results import Parcel
 from xpool._engine.protocols import WorkerBackend
+from xpool._pools.callbacks import Callbacks
+from xpool._pools.input_reader import InputReader
 from xpool.errors import InternalError
-from xpool.pool.callbacks import Callbacks
-from xpool.pool.input_reader import InputReader
 
 __all__ = ["stop_feeders", "take_turns"]
 

@@ -31,10 +31,8 @@ from xpool._pickling.by_value.main import MAIN_NAMES
 from xpool._pickling.by_value.reads import global_names
 from xpool._pickling.policy import Layout
 from xpool._pickling.reducers import reducer_override
-from xpool._python.interrupt import by_handler
-from xpool.pickle import dumps
-from xpool.pool.digests import ATOMS, PLAIN, hashed, is_array, is_plain, marshalled
-from xpool.pool.program import (
+from xpool._pools.digests import ATOMS, PLAIN, hashed, is_array, is_plain, marshalled
+from xpool._pools.program import (
     CODE,
     annotations_of,
     attributes_of,
@@ -50,6 +48,8 @@ from xpool.pool.program import (
     version_of,
     wrapped_by,
 )
+from xpool._python.interrupt import by_handler
+from xpool.pickle import dumps
 
 __all__ = ["Identity", "Unknown"]
 

@@ -13,11 +13,11 @@ from xpool._pickling.by_value.main_globals import Book
 from xpool._pickling.frame import Leased
 from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
+from xpool._pools.sight import Sight
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._worker.launch_shared import File
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
-from xpool.pool.sight import Sight
 
 __all__ = ["Packer", "find_arena"]
 

@@ -12,9 +12,9 @@ from xpool._engine.relay import Relay
 from xpool._engine.replacement import Recipe
 from xpool._pickling.policy import pools
 from xpool._pickling.tensors import cuda_ipc
-from xpool.pool.orders import Main, Orders, WorkerSpec
-from xpool.pool.packing import Packer, find_arena
-from xpool.pool.sight import Sight
+from xpool._pools.orders import Main, Orders, WorkerSpec
+from xpool._pools.packing import Packer, find_arena
+from xpool._pools.sight import Sight
 
 __all__ = [
     "Engine",

@@ -22,12 +22,12 @@ from xpool._calls.options import (
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.threads import Entry, Source, ThreadWorkers
+from xpool._pools.base import BasePool
+from xpool._pools.hooks import Result, Task
+from xpool._pools.input_reader import FlowControl, Runs
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import applied, each, star_each
 from xpool.errors import OptionError
-from xpool.pool.base import BasePool
-from xpool.pool.hooks import Result, Task
-from xpool.pool.input_reader import FlowControl, Runs
 
 __all__ = ["ThreadPool"]
 

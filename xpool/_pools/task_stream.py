@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 from xpool._calls.options import Terms
 from xpool._calls.results import Job
 from xpool._engine.jobs.scheduler import TaskRange
-from xpool.pool.all_workers import limit_of
-from xpool.pool.input_reader import FlowControl
+from xpool._pools.all_workers import limit_of
+from xpool._pools.input_reader import FlowControl
 
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineFace
-    from xpool.pool.packing import Packer
+    from xpool._pools.packing import Packer
 
 __all__ = ["TaskStream"]
 

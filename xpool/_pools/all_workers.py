@@ -12,17 +12,17 @@ from xpool._calls.options import Terms, label
 from xpool._calls.results import Job, Parcel, Unopened, exception_in, local
 from xpool._engine.jobs.scheduler import Limit, TaskRange
 from xpool._engine.protocols import EngineFace
+from xpool._pools.base import BasePool
 from xpool._python.interrupt import shielded
 from xpool.errors import PeerLost, PoolClosed, TaskTimeout
-from xpool.pool.base import BasePool
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
 
     from xpool._pickling.by_value.broadcast import Broadcast
+    from xpool._pools.group import WorkerGroup
+    from xpool._pools.packing import Packer
     from xpool._worker.launch_shared import File
-    from xpool.pool.group import WorkerGroup
-    from xpool.pool.packing import Packer
 
     Ts = TypeVarTuple("Ts")
 
@@ -147,7 +147,7 @@ class AllWorkers(BasePool):
             WorkerDied, xpool.distributed.GroupTimeout: as `WorkerGroup.rebuild`.
             PoolClosed: the pool takes no more work.
         """
-        from xpool.pool.group import WorkerGroup  # here: few programs need it
+        from xpool._pools.group import WorkerGroup  # here: few programs need it
 
         self._check_running()
         group = WorkerGroup(self, backend, timeout)

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from xpool._calls.options import Exceptions, Terms, check_count
 from xpool._calls.results import AsyncResult, Job
 from xpool._engine.jobs.scheduler import TaskRange
+from xpool._pools.input_reader import FlowControl
+from xpool._pools.process import Pool, limit_of
 from xpool._worker.callables import InCall
 from xpool.errors import OptionError
-from xpool.pool.input_reader import FlowControl
-from xpool.pool.process import Pool, limit_of
 
 __all__ = ["P2PPool"]
 

@@ -22,11 +22,11 @@ from typing import Any
 from xpool._calls.options import check_callable
 from xpool._calls.results import Parcel, Unopened
 from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
+from xpool._pools.identity import Identity, Unknown
+from xpool._pools.program import name_of
 from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
 from xpool.pickle import decode, dumps
-from xpool.pool.identity import Identity, Unknown
-from xpool.pool.program import name_of
 
 __all__ = ["Journal", "Recorded", "Stored"]
 
