@@ -10,9 +10,9 @@ import pytest
 from support import scripts, work
 from support.limits import WAIT
 
-import xpool.hosts.assembly
+import xpool._hosts.assembly
 from xpool import CtxPool, OptionError, Pool, XPoolError
-from xpool.hosts.agent import facts
+from xpool._hosts.agent import facts
 
 pytestmark = [pytest.mark.ray, pytest.mark.xpool_only]
 
@@ -78,7 +78,7 @@ def test_hosts_that_are_not_there(cluster, where, why):
 def test_versions_differ(cluster, make_pool, monkeypatch, what):
     """A host whose Python, xpool or package is another fails the pool; it is named, with both."""
     monkeypatch.setattr(
-        xpool.hosts.assembly, "facts", lambda modules: {**facts(modules), what: "0.0.1"}
+        xpool._hosts.assembly, "facts", lambda modules: {**facts(modules), what: "0.0.1"}
     )
     pool = make_pool(over, n=1, per_host=1)
     with pytest.raises(XPoolError, match=rf"host .*127.* has {what} .*program has {what} 0.0.1"):

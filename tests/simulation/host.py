@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
+from xpool._hosts import messages as m
+from xpool._hosts.agent_session import Desk
+from xpool._hosts.fleet import Call
+from xpool._hosts.service import GRACE, RETRY
 from xpool.errors import WorkerDied
-from xpool.hosts import messages as m
-from xpool.hosts.desk import Desk
-from xpool.hosts.fleet import Call
-from xpool.hosts.service import GRACE, RETRY
 
 if TYPE_CHECKING:
     from .hosts import HostWorld
@@ -346,7 +346,7 @@ class AgentEngine:
 
 
 class Host:
-    """A host with an agent: what `xpool.hosts.agent.Agent` is, without threads."""
+    """A host with an agent: what `xpool._hosts.agent.Agent` is, without threads."""
 
     def __init__(self, world: HostWorld, number: int, workers: int) -> None:
         self.world, self.number, self.workers = world, number, workers

@@ -17,11 +17,11 @@ from typing import Any
 
 from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange
+from xpool._hosts import fleet as f
+from xpool._hosts import scheduler as policy
+from xpool._hosts.engine import HostEngine
+from xpool._hosts.service import DRIFT
 from xpool.errors import HostLost, WorkerDied
-from xpool.hosts import fleet as f
-from xpool.hosts import scheduler as policy
-from xpool.hosts.engine import HostEngine
-from xpool.hosts.service import DRIFT
 
 from .host import STOP_GRACE, Host, Payload, Run, Value
 from .network import SimFleet

@@ -8,13 +8,13 @@ from typing import Any
 from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.jobs.waiting import Waiting
-from xpool.hosts import messages as m
-from xpool.hosts.conversation import Conversation
-from xpool.hosts.desk import Desk
-from xpool.hosts.holdings import Host, Lost
-from xpool.hosts.link import Link
-from xpool.hosts.scheduler import HostScheduler
-from xpool.hosts.service import HostService
+from xpool._hosts import messages as m
+from xpool._hosts.agent_session import Desk
+from xpool._hosts.conversation import Conversation
+from xpool._hosts.holdings import Host, Lost
+from xpool._hosts.link import Link
+from xpool._hosts.scheduler import HostScheduler
+from xpool._hosts.service import HostService
 
 from .mutants import Mutant, Patch, nothing, stays_in_front, wrap
 
@@ -186,12 +186,12 @@ def _(patch: Patch) -> None:
 
 @mutant("an agent's last moment, when its lease is over, is not waited for")
 def _(patch: Patch) -> None:
-    patch.setattr("xpool.hosts.service.GRACE", 0.0)
+    patch.setattr("xpool._hosts.service.GRACE", 0.0)
 
 
 @mutant("a lease is taken for a little shorter than it is")
 def _(patch: Patch) -> None:
-    patch.setattr("xpool.hosts.service.DRIFT", 0.9)
+    patch.setattr("xpool._hosts.service.DRIFT", 0.9)
 
 
 @mutant("a retry on another host costs no retry")

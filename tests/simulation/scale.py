@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import TaskRange
-from xpool.hosts import messages as m
-from xpool.hosts.conversation import CALLS_IN_FLIGHT
-from xpool.hosts.scheduler import HostScheduler
-from xpool.hosts.service import BEAT
+from xpool._hosts import messages as m
+from xpool._hosts.conversation import CALLS_IN_FLIGHT
+from xpool._hosts.scheduler import HostScheduler
+from xpool._hosts.service import BEAT
 
 __all__ = ["Cluster", "Outcome"]
 

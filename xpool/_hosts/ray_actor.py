@@ -12,7 +12,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from xpool.hosts.agent import Agent
+from xpool._hosts.agent import Agent
 
 __all__ = ["HostAgent", "as_one", "parts_of"]
 

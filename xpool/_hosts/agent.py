@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 
 from xpool._calls.options import default_processes
 from xpool._engine.launch import ForkServer
+from xpool._hosts import messages as m
+from xpool._hosts.agent_session import Desk
+from xpool._hosts.fleet import Call
 from xpool._pickling.frame import lodge
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pools.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
@@ -27,9 +30,6 @@ from xpool._pools.context import processes
 from xpool._worker.launch_shared import File
 from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
-from xpool.hosts import messages as m
-from xpool.hosts.desk import Desk
-from xpool.hosts.fleet import Call
 from xpool.pickle import encode
 
 __all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]

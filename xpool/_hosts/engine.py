@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from xpool._calls.results import Parcel
 from xpool._engine.jobs.ranges import Limit, TaskRange
+from xpool._hosts import fleet as f
+from xpool._hosts import messages as m
+from xpool._hosts.service import HostService
 from xpool.errors import OptionError
-from xpool.hosts import fleet as f
-from xpool.hosts import messages as m
-from xpool.hosts.service import HostService
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow, Work

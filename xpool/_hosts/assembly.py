@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from xpool._engine.launch import wanted_modules
+from xpool._hosts.agent import Charge, facts
+from xpool._hosts.engine import LEASE, HostEngine
+from xpool._hosts.fleet import Fleet
 from xpool._pickling.by_value.main_globals import Book
 from xpool._pickling.policy import BY_PIPE
 from xpool._pools import assembly
 from xpool._pools.process import describe
-from xpool.hosts.agent import Charge, facts
-from xpool.hosts.engine import LEASE, HostEngine
-from xpool.hosts.fleet import Fleet
 
 if TYPE_CHECKING:
     from xpool._pools.process import Pool

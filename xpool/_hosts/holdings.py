@@ -1,4 +1,4 @@
-"""What the driver knows of what one host holds: books of `xpool.hosts.scheduler`, which has the
+"""What the driver knows of what one host holds: books of `xpool._hosts.scheduler`, which has the
 words."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of, piece
-from xpool.hosts.messages import Stage
+from xpool._hosts.messages import Stage
 
 __all__ = ["Host", "Lost", "Lot"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from xpool._engine.jobs.ranges import TaskRange
 from xpool._engine.protocols import LocalEngine
-from xpool.hosts import messages as m
-from xpool.hosts.fleet import Call
-from xpool.hosts.link import Link
+from xpool._hosts import messages as m
+from xpool._hosts.fleet import Call
+from xpool._hosts.link import Link
 
 __all__ = ["Desk"]
 

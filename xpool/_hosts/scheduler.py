@@ -31,8 +31,8 @@ from typing import Any
 
 from xpool._engine.jobs.ranges import Past, TaskRange, covers, name_of
 from xpool._engine.jobs.waiting import Waiting
-from xpool.hosts.holdings import Host, Lost, Lot
-from xpool.hosts.messages import Back, Cancel, Drop, Forget, Func, Go
+from xpool._hosts.holdings import Host, Lost, Lot
+from xpool._hosts.messages import Back, Cancel, Drop, Forget, Func, Go
 
 __all__ = ["HostScheduler", "Message"]
 

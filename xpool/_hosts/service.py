@@ -18,11 +18,11 @@ from typing import Any
 from xpool._calls.results import Parcel
 from xpool._engine.jobs.budget import back_off
 from xpool._engine.jobs.ranges import TaskRange, name_of
+from xpool._hosts import fleet as f
+from xpool._hosts import messages as m
+from xpool._hosts.conversation import Conversation
+from xpool._hosts.scheduler import HostScheduler, Message
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
-from xpool.hosts import fleet as f
-from xpool.hosts import messages as m
-from xpool.hosts.conversation import Conversation
-from xpool.hosts.scheduler import HostScheduler, Message
 
 __all__ = ["DRIFT", "GRACE", "HostService"]
 

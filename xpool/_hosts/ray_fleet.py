@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
+from xpool._hosts import fleet as f
+from xpool._hosts.agent import Charge, packed, unpacked
+from xpool._hosts.conversation import CALLS_IN_FLIGHT
+from xpool._hosts.messages import Blob
+from xpool._hosts.ray_actor import HostAgent, as_one, parts_of
 from xpool.errors import XPoolError
-from xpool.hosts import fleet as f
-from xpool.hosts.agent import Charge, packed, unpacked
-from xpool.hosts.conversation import CALLS_IN_FLIGHT
-from xpool.hosts.messages import Blob
-from xpool.hosts.ray_actor import HostAgent, as_one, parts_of
 
 __all__ = [
     "BEGUN_WITH",

@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from xpool.hosts import fleet as f
-from xpool.hosts import messages as m
-from xpool.hosts.link import Link
+from xpool._hosts import fleet as f
+from xpool._hosts import messages as m
+from xpool._hosts.link import Link
 
 __all__ = ["CALLS_IN_FLIGHT", "Conversation"]
 
