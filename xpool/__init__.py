@@ -97,8 +97,8 @@ _homes = {
     "xpool._pools.process": "Pool",
     "xpool._pools.spawn": "ProcessContext spawn start_processes",
     "xpool._pools.thread": "ThreadPool",
-    "xpool.results": "AsyncResult MapResult",
-    "xpool.streams": "IMapIterator IMapUnorderedIterator",
+    "xpool._calls.results": "AsyncResult MapResult",
+    "xpool._calls.streams": "IMapIterator IMapUnorderedIterator",
     "xpool._worker.context": "current_worker",
 }
 _where = {name: module for module, names in _homes.items() for name in names.split()}

@@ -105,8 +105,8 @@ def test_nothing_of_ours_is_imported_before(tmp_path: Path):
 
             class Recorder:
                 def find_spec(self, name, path=None, target=None):
-                    early = ("sitecustomize", "usercustomize", "xpool", "xpool.worker",
-                             "xpool._worker.entry", "xpool._worker.server", "xpool.workers",
+                    early = ("sitecustomize", "usercustomize", "xpool", "xpool._worker",
+                             "xpool._worker.entry", "xpool._worker.server", "xpool._engine",
                              "xpool._engine.launch", "xpool.errors")
                     top = name.partition(".")[0]
                     if name in early or top in sys.stdlib_module_names or top == "_distutils_hack":

@@ -281,4 +281,4 @@ def test_import_xpool_imports_no_display():
         "assert not {'tqdm', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert importlib.util.find_spec("xpool.progress")
+    assert importlib.util.find_spec("xpool._calls.progress")

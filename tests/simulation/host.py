@@ -65,7 +65,7 @@ class Run:
 
 
 class AgentEngine:
-    """Behaves to a desk as `xpool._engine.engine.Engine` does that hands back what is tried again."""
+    """Stands in for `xpool._engine.engine.Engine` on a host: gives back tasks to be tried again."""
 
     def __init__(self, world: HostWorld, host: Host, workers: int) -> None:
         self.world, self.host = world, host

@@ -1,1 +1,5 @@
-"""Pools whose workers are on many hosts: docs/hosts.md.  `xpool.ray` places them."""
+"""Pools whose workers are on many hosts: the driver's engine, the agents on the hosts.
+
+The driver's half runs in the program, an agent in an actor on its host (`xpool.ray` places them).
+Imports `xpool._pools` and lower layers.
+"""

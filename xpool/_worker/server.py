@@ -39,7 +39,8 @@ register.  Not here: they read their variables then, and the worker's are not kn
 
 
 _KNOWN = {
-    "numpy", "numpy.random", "pytest", "torch", "xpool._pickling.tensors.arrays", "xpool._worker.loop",
+    "numpy", "numpy.random", "pytest", "torch", "xpool._pickling.tensors.arrays",
+    "xpool._worker.loop",
 }  # fmt: skip
 """Modules that leave what is registered for forks with nothing to do when they are imported."""
 

@@ -4,7 +4,7 @@ Two handlers of one signal, one after the other.  faulthandler's, in C, writes t
 thread into the outbox's file, whatever the interpreter is doing; then it calls Python's, which runs
 ours as soon as the main thread gets to it, and that raises `TaskStopped` if this is still the task
 that is meant.  A task that is stuck in C code never gets to it, and is killed.  Where the task is
-in an import, or in code that keeps the arena's books (`xpool.interrupt`), it is raised a moment
+in an import, or in code that keeps the arena's books (`xpool._python.interrupt`), it is raised a moment
 later.
 """
 

@@ -1,1 +1,4 @@
-"""What is to be done by whom: pure state, no threads, clock, pickle or system calls."""
+"""Decisions without effects: which worker runs which task, deadlines, budgets, the state tables.
+
+Pure: no threads, clock, pickle or system calls.
+"""

@@ -13,7 +13,8 @@ Rules that one could wrongly assume to be otherwise:
   before.  What they are told changes nothing more for them.
 
 An event that a state does not list is a bug: `step` raises and nothing has changed.
-``python -m xpool._engine.jobs.states`` prints the tables as markdown; ``docs/dev/states.md`` is that text.
+``python -m xpool._engine.jobs.states`` prints the tables as markdown, the text of
+``docs/dev/states.md``.
 """
 
 from __future__ import annotations

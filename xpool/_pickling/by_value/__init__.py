@@ -1,1 +1,1 @@
-"""What has no name that another process could import: functions, classes, ``__main__``."""
+"""Functions, classes and names of ``__main__`` that another process cannot import."""

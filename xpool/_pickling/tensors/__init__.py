@@ -1,1 +1,1 @@
-"""Tensors of torch and arrays: copied, shared, exported, or kept where they are."""
+"""Tensors of torch and arrays of numpy: copied, shared, exported, or kept by their worker."""

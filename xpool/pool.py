@@ -1,0 +1,11 @@
+"""The pools by the module name that `multiprocessing` and machin have for theirs."""
+
+from __future__ import annotations
+
+from xpool._pools.base import BasePool
+from xpool._pools.context import CtxPool, CtxThreadPool
+from xpool._pools.p2p import P2PPool
+from xpool._pools.process import Pool
+from xpool._pools.thread import ThreadPool
+
+__all__ = ["BasePool", "CtxPool", "CtxThreadPool", "P2PPool", "Pool", "ThreadPool"]
