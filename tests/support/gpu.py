@@ -1,7 +1,8 @@
 """A stand-in for GPUs that this machine does not have: their memory is files, which processes map.
 
 It takes the place of `xpool._pickling.tensors.cuda.calls`, and refuses what CUDA and torch would:
-to open memory in the process that made it, to export what was received, what a process does not see.
+to open memory in the process that made it, to export what was received or what a process does not
+see.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ __all__ = ["Answers", "own_part"]
 CULPRIT = 5
 """Workers that one task may kill, whatever its ``retries``."""
 
-_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")
+_WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_worker", "")
 _OURS = tuple(f'"{_WORKER}{name}.py"' for name in ("loop", "callables"))
 
 

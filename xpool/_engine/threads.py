@@ -45,8 +45,8 @@ LONGEST = 86400.0
 _ROOT = os.path.dirname(os.path.dirname(__file__))
 _OURS = (
     __file__,
-    os.path.join(_ROOT, "pool", "hooks.py"),
-    os.path.join(_ROOT, "worker", "callables.py"),
+    os.path.join(_ROOT, "_pools", "hooks.py"),
+    os.path.join(_ROOT, "_worker", "callables.py"),
 )
 
 

@@ -83,7 +83,10 @@ def foreign_frame(error: BaseException) -> FrameType | None:
     return None
 
 
-_PICKLERS = frozenset(f"{__package__}.{name}" for name in ("pickler", "fallback", "forking"))
+_PICKLERS = frozenset(
+    f"xpool.{name}"
+    for name in ("_pickling.pickler", "_pickling.fallback", "_python.forking_pickler")
+)
 _MACHINERY = frozenset({"dill", "pickle", "copyreg"})
 _OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
 

@@ -3,9 +3,9 @@
 Two handlers of one signal, one after the other.  faulthandler's, in C, writes the stack of the main
 thread into the outbox's file, whatever the interpreter is doing; then it calls Python's, which runs
 ours as soon as the main thread gets to it, and that raises `TaskStopped` if this is still the task
-that is meant.  A task that is stuck in C code never gets to it, and is killed.  Where the task is
-in an import, or in code that keeps the arena's books (`xpool._python.interrupt`), it is raised a moment
-later.
+that is meant.  A task that is stuck in C code never gets to it, and is killed.  While the
+task is in an import, or in the arena's bookkeeping (`xpool._python.interrupt`), the error is raised
+a moment later.
 """
 
 from __future__ import annotations
