@@ -161,7 +161,7 @@ def test_a_batch_that_kills():
     """A batch that kills each worker is an error at its place, after the batches before it."""
     batches = iter(DataLoader(Each(lambda i: os._exit(1) if i == 4 else i, 6), 2, num_workers=1))
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(WorkerDied):
+    with pytest.raises(WorkerDied, match=r"while it ran batch 2 \(indices \[4, 5\]\)\."):
         next(batches)
 
 
@@ -425,6 +425,47 @@ def test_advice():
         (dataclasses.replace(slow, made=2, collated=0), "in_order=False"),
     ):
         assert word in report.advice, report
+
+
+def test_a_worker_imports_no_pools():
+    """What makes batches imports little: each worker of the first epoch waits for it."""
+    found = scripts.run_ok(
+        ["-"],
+        """
+        import sys
+        import xpool.data.calls
+        print([name for name in sys.modules if name.startswith(("xpool.pool", "xpool._pools"))])
+        """,
+    )
+    assert found.split() == ["[]"]
+
+
+def test_the_program_ends_while_threads_work():
+    """Batches that threads are making are finished first: a thread in C++ would abort it."""
+    scripts.run_ok(
+        ["-"],
+        """
+        import threading
+        import torch
+        from xpool.data import DataLoader
+
+        class Slow:
+            def __len__(self):
+                return 9
+
+            def __getitem__(self, i):
+                if i:
+                    begun.release()
+                    for _ in range(20):
+                        torch.rand(700, 700) @ torch.rand(700, 700)
+                return i
+
+        begun = threading.Semaphore(0)
+        batches = iter(DataLoader(Slow(), num_workers=1, workers="thread"))
+        next(batches)
+        begun.acquire()
+        """,
+    )
 
 
 def test_threads():

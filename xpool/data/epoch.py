@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import reprlib
 import threading
 import time
 import warnings
@@ -154,11 +155,12 @@ class Epoch(Iterator[Any]):
         elif self._asks_state:
             begun = [
                 self._workers.make(
-                    WorkerCopy.begin, self._spec, part, progress.bases[part], shard=part
+                    f"the dataset of worker {part}", WorkerCopy.begin, self._spec, part,
+                    progress.bases[part], shard=part,
                 )
                 for part in range(len(progress.parts))
                 if part not in progress.ended
-            ]
+            ]  # fmt: skip
             states = [result.get() for result in begun]
             if not resumed:
                 progress.bases = [Base(0, state) for state in states]
@@ -178,7 +180,9 @@ class Epoch(Iterator[Any]):
                 self._submit_to(part, request)
             return
         assert request is not None
-        result = self._workers.make(WorkerCopy.make, self._spec, request.number, request.indices)
+        result = self._workers.make(
+            _label(request), WorkerCopy.make, self._spec, request.number, request.indices
+        )
         self._pending.append(Pending(result, request, None, 0))
 
     def _submit_to(self, part: int, request: Request | None) -> None:
@@ -199,9 +203,11 @@ class Epoch(Iterator[Any]):
             # It is where it is: its state is asked for when it is wanted.
             wants_state, requests = False, requests and requests[-1:]
             base = Base(place if requests else 0)
+        label = f"batch {place} of worker {part}" if request is None else _label(request)
         result = self._workers.make(
-            WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state, shard=part
-        )
+            label, WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state,
+            shard=part,
+        )  # fmt: skip
         self._pending.append(Pending(result, request, part, place))
 
     def _next_part(self) -> int | None:
@@ -363,6 +369,11 @@ def _untaken(
             known[request.number] = request
         else:
             yield request
+
+
+def _label(request: Request) -> str:
+    """Return how messages call a batch."""
+    return f"batch {request.number} (indices {reprlib.repr(request.indices)})"
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

@@ -144,7 +144,8 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
             return Inline(self)
         if self._kept is not None:
             return self._kept
-        self.check_worker_number_rationality()
+        if not self._is_threaded:
+            self.check_worker_number_rationality()
         kind = Threads if self._is_threaded else Processes
         workers = kind(self, self._has_parts)
         if self.persistent_workers:

@@ -1,28 +1,28 @@
 """Who makes the batches of a loader: processes, threads, or the caller's thread.
 
-Each kind has the same face: `copy` gives the workers what they need of a loader, `make` and `ask`
-have them use it, and `end` lets go of the pool if it is the loader's own.
+Each kind has two methods: `make` has a worker make a batch, and `end` ends the pool if it is the
+loader's own.
 """
 
 from __future__ import annotations
 
 import copy
 import multiprocessing
-import multiprocessing.context
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from xpool._calls.results import AsyncResult
-from xpool._pools.base import BasePool
+from xpool._pools.base import BasePool, at_exit
 from xpool._pools.context import CtxPool, CtxThreadPool
 from xpool._pools.p2p import P2PPool
 from xpool._pools.process import Pool
 from xpool._pools.thread import ThreadPool
-from xpool._worker.context import current_worker
+from xpool.data.calls import AtStart, after, call, in_thread, receive, with_copy, without_context
 from xpool.data.worker import WorkerCopy, is_pipe
 from xpool.data.worker_info import own_generators, use_threads
 from xpool.errors import OptionError
@@ -30,7 +30,7 @@ from xpool.errors import OptionError
 __all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool", "end_later"]
 
 RETRIES = 2
-"""How often a batch is done again whose worker died."""
+"""How many more times a batch is made if its worker dies."""
 
 
 def check_pool(pool: BasePool, has_parts: bool) -> None:
@@ -58,8 +58,10 @@ class Inline:
         self.made = WorkerCopy(loader)
         self.made.is_inline = True
 
-    def make(self, func: Callable[..., Any], *args: Any, shard: int | None = None) -> Any:
-        """Return the result of ``func(copy, *args)``, which is called when that is asked for."""
+    def make(
+        self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
+    ) -> Any:
+        """Return the result of ``func(copy, *args)``, which is called by the result's `get`."""
         return _Later(func, (self.made, *args))
 
     def end(self, results: Iterable[Any] = ()) -> None:
@@ -97,7 +99,7 @@ class Processes:
         else:
             self._ref = self._pool.broadcast(made)
             self._end = end_later(None)
-        self._prefix = _without_context if isinstance(self._pool, CtxPool) else _call
+        self._prefix = without_context if isinstance(self._pool, CtxPool) else call
 
     def _start(self, loader: Any, pool_class: type[Pool], made: WorkerCopy) -> Pool:
         """Start workers that have what this dataset needs: locks and open files too."""
@@ -114,17 +116,25 @@ class Processes:
                 pool.join()
         if context is None or context == "forkserver":
             context = multiprocessing.get_context(context)
-        return pool_class(size, _receive, (_AtStart(made),), context=context, name="DataLoader")
+        return pool_class(size, receive, (AtStart(made),), context=context, name="DataLoader")
 
-    def make(self, func: Callable[..., Any], *args: Any, shard: int | None = None) -> Any:
-        """Have a worker call ``func(copy, *args)``: that of a part, or any; return the result."""
+    def make(
+        self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
+    ) -> Any:
+        """Have worker ``shard``, or any worker, call ``func(copy, *args)``; return the result.
+
+        ``label`` says in messages what the call is.
+        """
         if shard is None:
-            return self._pool.apply_async(
-                self._prefix, (_with_copy, func, self._ref, *args), retries=RETRIES
+            result = self._pool.apply_async(
+                self._prefix, (with_copy, func, self._ref, *args), retries=RETRIES
             )
-        return self._pool.apply_async(
-            _with_copy, (func, self._ref, *args), retries=RETRIES, worker=shard
-        )
+        else:
+            result = self._pool.apply_async(
+                with_copy, (func, self._ref, *args), retries=RETRIES, worker=shard
+            )
+        result.label = label
+        return result
 
     def end(self, results: Iterable[Any] = ()) -> None:
         """Cancel what runs of these results, and end workers that are the loader's own."""
@@ -135,6 +145,22 @@ class Processes:
         # Kept by a loader, or left by an epoch that could not begin.
         if hasattr(self, "_end"):
             self._end(())
+
+
+_thread_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
+
+
+def _join_threads() -> None:
+    """Wait for the batches that threads are making when the program ends.
+
+    Until Python 3.14 a thread that runs on ends where it next asks for the interpreter's lock.
+    Within C++ code, as torch's, that ends the process with SIGABRT.
+    """
+    for pool in list(_thread_pools):
+        pool.join()
+
+
+at_exit.append(_join_threads)
 
 
 class Threads:
@@ -150,7 +176,8 @@ class Threads:
         if owns:
             self._pool = ThreadPool(loader.num_workers, name="DataLoader")
         self._end = end_later(self._pool if owns else None)
-        self._prefix = _without_context if isinstance(self._pool, CtxThreadPool) else _call
+        _thread_pools.add(self._pool)
+        self._prefix = without_context if isinstance(self._pool, CtxThreadPool) else call
         self._copies = []
         for _ in range(loader.num_workers):
             made = WorkerCopy(loader)
@@ -160,14 +187,18 @@ class Threads:
             self._copies.append(made)
         self._latest: list[AsyncResult[Any] | None] = [None] * loader.num_workers
 
-    def make(self, func: Callable[..., Any], *args: Any, shard: int | None = None) -> Any:
+    def make(
+        self, label: str, func: Callable[..., Any], *args: Any, shard: int | None = None
+    ) -> Any:
         """Have a thread call ``func(copy, *args)``: the calls of a part one after the other."""
         if shard is None:
-            return self._pool.apply_async(self._prefix, (_in_thread, func, self._copies, *args))
-        # Waiting threads cannot stop each other: the pool begins its tasks in order.
-        before, made = self._latest[shard], self._copies[shard]
-        result = self._pool.apply_async(self._prefix, (_after, before, func, made, *args))
-        self._latest[shard] = result
+            result = self._pool.apply_async(self._prefix, (in_thread, func, self._copies, *args))
+        else:
+            # Waiting threads cannot stop each other: the pool begins its tasks in order.
+            before, made = self._latest[shard], self._copies[shard]
+            result = self._pool.apply_async(self._prefix, (after, before, func, made, *args))
+            self._latest[shard] = result
+        result.label = label
         return result
 
     def end(self, results: Iterable[Any] = ()) -> None:
@@ -202,51 +233,6 @@ def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
 
     threading.Thread(target=clean, name="xpool-DataLoader-cleaner", daemon=True).start()
     return orders.put
-
-
-# -- in a worker -----------------------------------------------------------------------------------
-
-_received: WorkerCopy | None = None
-
-
-class _AtStart:
-    """What a worker gets as it starts, by inheritance or pickled by `multiprocessing`."""
-
-    def __init__(self, made: WorkerCopy) -> None:
-        self.made = made
-
-    def __reduce__(self) -> Any:
-        if multiprocessing.context.get_spawning_popen() is None:
-            # The pool then leaves it to the start method.
-            raise RuntimeError("this dataset goes to a worker by inheritance")
-        return _AtStart, (self.made,)
-
-
-def _receive(start: _AtStart) -> None:
-    global _received
-    _received = start.made
-
-
-def _with_copy(func: Callable[..., Any], made: WorkerCopy | None, *args: Any) -> Any:
-    return func(_received if made is None else made, *args)
-
-
-def _in_thread(func: Callable[..., Any], copies: list[WorkerCopy], *args: Any) -> Any:
-    return func(copies[current_worker().index], *args)
-
-
-def _after(before: AsyncResult[Any] | None, func: Callable[..., Any], *args: Any) -> Any:
-    if before is not None:
-        before.wait()
-    return func(*args)
-
-
-def _call(func: Callable[..., Any], *args: Any) -> Any:
-    return func(*args)
-
-
-def _without_context(context: Any, func: Callable[..., Any], *args: Any) -> Any:
-    return func(*args)
 
 
 def _forks(context: Any) -> bool:

@@ -1,0 +1,64 @@
+"""The functions that the workers of a loader run.
+
+A worker imports this module and `xpool.data.worker`, and nothing of the pools.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.context
+from collections.abc import Callable
+from typing import Any
+
+from xpool._calls.results import AsyncResult
+from xpool._worker.context import current_worker
+from xpool.data.worker import WorkerCopy
+
+__all__ = ["AtStart", "after", "call", "in_thread", "receive", "with_copy", "without_context"]
+
+_received: WorkerCopy | None = None
+
+
+class AtStart:
+    """What a worker gets as it starts, by inheritance or pickled by `multiprocessing`."""
+
+    def __init__(self, made: WorkerCopy) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        if multiprocessing.context.get_spawning_popen() is None:
+            # The pool then leaves it to the start method.
+            raise RuntimeError("this dataset goes to a worker by inheritance")
+        return AtStart, (self.made,)
+
+
+def receive(start: AtStart) -> None:
+    """Keep what came with the start, for `with_copy`."""
+    global _received
+    _received = start.made
+
+
+def with_copy(func: Callable[..., Any], made: WorkerCopy | None, *args: Any) -> Any:
+    """Call ``func(copy, *args)``; ``made`` is None where the copy came with the start."""
+    return func(_received if made is None else made, *args)
+
+
+def in_thread(func: Callable[..., Any], copies: list[WorkerCopy], *args: Any) -> Any:
+    """Call ``func(copy, *args)`` with this thread's copy."""
+    return func(copies[current_worker().index], *args)
+
+
+def after(before: AsyncResult[Any] | None, func: Callable[..., Any], *args: Any) -> Any:
+    """Call ``func(*args)`` when ``before`` is done."""
+    if before is not None:
+        before.wait()
+    return func(*args)
+
+
+def call(func: Callable[..., Any], *args: Any) -> Any:
+    """Call ``func(*args)``."""
+    return func(*args)
+
+
+def without_context(context: Any, func: Callable[..., Any], *args: Any) -> Any:
+    """Call ``func(*args)``: the contexts of a pool that was given are for its other tasks."""
+    return func(*args)
