@@ -3,7 +3,7 @@
 Peers are torch's loader and, where it is installed, torchdata's loader and its nodes in threads.
 Workers stay from epoch to epoch (the nodes' threads do not), and the first epoch of each loader is
 not counted.  Prints a line for each work: samples a second, medians over the epochs, and the ratio
-of xpool's better way to the best peer.
+of xpool's better way to the best peer.  ``--soak SECONDS`` kills workers instead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import io
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -128,13 +129,59 @@ def epoch(loader: Iterable[Any], batches: int) -> float:
     return seconds
 
 
+def with_pid(i: int) -> Any:
+    """Return the place, 4 kB, and which process made them."""
+    time.sleep(0.0005)
+    return i, torch.full((1024,), float(i)), os.getpid()
+
+
+def soak(seconds: float) -> None:
+    """Kill a worker every ten seconds; each sample must come once an epoch.  Prints what is held.
+
+    Descriptors, threads and memory are counted after the second epoch and at the end.
+    """
+    loader = Ours(Made(with_pid, 8192), 32, True, num_workers=WORKERS, persistent_workers=True)
+    end, kill_at = time.monotonic() + seconds, time.monotonic() + 10
+    epochs = killed = 0
+    while epochs < 2 or time.monotonic() < end:
+        seen: list[int] = []
+        for places, rows, pids in loader:
+            assert torch.equal(rows[:, -1], places.float())
+            seen += places.tolist()
+            if time.monotonic() >= kill_at:
+                try:
+                    os.kill(int(pids[0]), signal.SIGKILL)
+                    killed += 1
+                except ProcessLookupError:
+                    continue  # it was killed before its batch was taken: try the next one
+                kill_at = time.monotonic() + 10
+        assert sorted(seen) == list(range(8192)), "a sample is missing, or came twice"
+        epochs += 1
+        if epochs == 2:
+            print("after 2 epochs:", held(), flush=True)
+    print(f"after {epochs} epochs, {killed} workers killed:", held(), flush=True)
+
+
+def held() -> str:
+    """Say what this process holds."""
+    counts = {name: len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")}
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    resident = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return f"{counts['fd']} descriptors, {counts['task']} threads, {resident:.0f} MiB resident"
+
+
 def main() -> None:
     """Measure each work, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
     parser.add_argument("--epochs", type=int, default=7)
+    parser.add_argument("--soak", type=float, metavar="SECONDS", help="only kill workers, so long")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.soak:
+        soak(args.soak)
+        return
     for name in args.works:
         work = WORKS[name]
         batches = -(-work.samples // work.batch)
