@@ -33,13 +33,11 @@ def make_engine(
     Raises:
         TaskNotPicklable: the initializer or a context cannot be pickled.
     """
-    pool._token, pool._arena, pool._memory_limit = os.urandom(8).hex(), None, 0
-    pool._packer = assembly.Packer(pool._recurse, BY_PIPE._replace(book=Book()))
-    pool._collect, pool._exports = assembly.cuda_ipc.collect, assembly.cuda_ipc.exports
+    pool._pack_by(os.urandom(8).hex(), BY_PIPE._replace(book=Book()))
     initializer = pool._packer.pack_option(
         "initializer or initargs", (pool.initializer, pool.initargs)
     )
-    spec = assembly.WorkerSpec.of(pool, initializer)
+    spec = pool._worker_spec(initializer)
     if kind is not None:
         spec = spec._replace(contexts=None)  # each agent makes those of its own workers
     most = max(workers)

@@ -128,7 +128,7 @@ class BasePool(PublicVerbs):
         self._drained = False
         self._finished = Flag()
         self._counts = {"submitted": 0, "succeeded": 0, "failed": 0}
-        self._maintained = self._born = time.monotonic()
+        self._maintained = self._started = time.monotonic()
         try:
             self._begin()
         except BaseException:

@@ -38,6 +38,7 @@ class Executor(PoolExecutor):
     """
 
     _owned = True
+    _pool: Pool
 
     def __init__(
         self,

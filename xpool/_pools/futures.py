@@ -11,21 +11,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-from xpool._calls.options import check_count, label
-from xpool._calls.results import AsyncResult, Parcel, about_to_block
+from xpool._calls.options import Terms, check_count, label
+from xpool._calls.results import AsyncResult, Job, Parcel, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
-from xpool._pools.callbacks import calling_back
+from xpool._pools.callbacks import Callbacks, calling_back
 from xpool._pools.input_reader import Fed
 from xpool._pools.verbs import PLAIN
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
-
-if TYPE_CHECKING:
-    from xpool._pools.base import BasePool
 
 __all__ = ["PoolExecutor", "submit"]
 
@@ -35,6 +32,38 @@ T = TypeVar("T")
 _FINISHED = "cannot schedule new futures after shutdown"
 
 
+class PoolOfFutures(Protocol):
+    """What futures and executors ask of their pool."""
+
+    _job_numbers: itertools.count[int]
+    _callbacks: Callbacks
+    _state: PoolStates
+    _calls_go_to: int | None
+    _task_timeout: float | None
+
+    def _check_running(self) -> None: ...
+
+    def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None: ...
+
+    def _terms(self, worker: int | None, waits: bool, /) -> Terms: ...
+
+    def _start_call(
+        self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any], terms: Terms
+    ) -> None: ...
+
+    def _runs(self, job: Job) -> bool: ...
+
+    def _cancel(self, job: Job) -> bool: ...
+
+    def imap(
+        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1
+    ) -> IMapIterator[Any]: ...
+
+    def close(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
 class _Call(AsyncResult[Any]):
     """A call in the pool that completes a future."""
 
@@ -42,7 +71,7 @@ class _Call(AsyncResult[Any]):
     is_future = True
     _pool_ended = False
 
-    def __init__(self, pool: BasePool, func: Callable[..., Any], future: _Future[Any]) -> None:
+    def __init__(self, pool: PoolOfFutures, func: Callable[..., Any], future: _Future[Any]) -> None:
         super().__init__(next(pool._job_numbers), label(func), pool)
         self._future: _Future[Any] | None = future
 
@@ -237,7 +266,7 @@ at_fork.renew(globals(), _unfinished=set)
 
 
 def submit(
-    pool: BasePool,
+    pool: PoolOfFutures,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwds: dict[str, Any],
@@ -278,7 +307,7 @@ class PoolExecutor(concurrent.futures.Executor):
 
     _owned = False
 
-    def __init__(self, pool: BasePool) -> None:
+    def __init__(self, pool: PoolOfFutures) -> None:
         self._pool = pool
         # Guards `_over`: no call is submitted once `shutdown` has looked at what is unfinished.
         # Again by the thread that has it: what is pickled may submit, and so may a signal handler.

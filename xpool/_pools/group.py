@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from xpool._calls.options import check_seconds
 from xpool._worker.launch_shared import File
 from xpool.errors import OptionError, PeerLost, WorkerDied
-
-if TYPE_CHECKING:
-    from xpool._pools.all_workers import AllWorkers
 
 __all__ = ["WorkerGroup"]
 
@@ -17,6 +14,23 @@ ATTEMPTS = 3
 """Times that workers may die while the group is made, one after the other."""
 
 BACKENDS = ("gloo", "nccl", "xla")
+
+
+class PoolOfGroup(Protocol):
+    """What a group asks of its pool."""
+
+    name: str
+    _hosts: Any
+
+    def size(self) -> int: ...
+
+    def _pids(self) -> list[int | None]: ...
+
+    def _processes(self) -> list[list[int]]: ...
+
+    def _worker_contexts(self) -> list[Any] | None: ...
+
+    def _run_on_all(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]: ...
 
 
 class WorkerGroup:
@@ -35,7 +49,7 @@ class WorkerGroup:
         generation: how often it was made.
     """
 
-    def __init__(self, pool: AllWorkers, backend: str, timeout: float) -> None:
+    def __init__(self, pool: PoolOfGroup, backend: str, timeout: float) -> None:
         self.backend, self.generation = backend, 0
         seconds = check_seconds("timeout", timeout)
         if seconds is None:
@@ -47,7 +61,7 @@ class WorkerGroup:
         self._failed = True
         self._store: Any = None  # where they have met
 
-    def _check_backend(self, pool: AllWorkers) -> None:
+    def _check_backend(self, pool: PoolOfGroup) -> None:
         if self.backend not in BACKENDS:
             raise OptionError(f"backend must be one of {BACKENDS}, not {self.backend!r}")
         if pool._processes():

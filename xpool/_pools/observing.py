@@ -9,9 +9,10 @@ import json
 import os
 import pickle
 import reprlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._pickling.frame import PLAIN
 from xpool._python.interrupt import shielded
@@ -19,9 +20,19 @@ from xpool.errors import OptionError
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow
-    from xpool._pools.base import BasePool
 
 __all__ = ["Report", "SlowTask", "WorkerReport", "report_of", "trace", "watch"]
+
+
+class ObservedPool(Protocol):
+    """What is asked of a pool here; a pool of processes has an ``_engine`` besides."""
+
+    name: str
+    _started: float
+
+    def size(self) -> int: ...
+
+    def statistics(self) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(pool: BasePool, seconds: float) -> Report:
+def report_of(pool: ObservedPool) -> Report:
     """Return what a pool has done; of workers that an engine has, each by itself."""
     counts = pool.statistics()
     engine = getattr(pool, "_engine", None)
@@ -105,7 +116,7 @@ def report_of(pool: BasePool, seconds: float) -> Report:
     )
     return Report(
         pool=pool.name,
-        seconds=seconds,
+        seconds=time.monotonic() - pool._started,
         submitted=counts["submitted"],
         succeeded=counts["succeeded"],
         failed=counts["failed"],
@@ -121,7 +132,7 @@ def report_of(pool: BasePool, seconds: float) -> Report:
 
 
 @contextlib.contextmanager
-def trace(pool: BasePool, path: str | os.PathLike[str]) -> Iterator[None]:
+def trace(pool: ObservedPool, path: str | os.PathLike[str]) -> Iterator[None]:
     """Write what happens meanwhile as Chrome trace events, or as a page of HTML."""
     engine = getattr(pool, "_engine", None)
     if engine is None:
@@ -178,7 +189,7 @@ def _rows(name: str, workers: int, events: list[Event], begun: float) -> list[di
 
 
 @contextlib.contextmanager
-def watch(pool: BasePool, report: Any) -> Iterator[None]:
+def watch(pool: ObservedPool) -> Iterator[None]:
     """Show the report on the terminal meanwhile, four times a second."""
     try:
         from rich.live import Live
@@ -187,7 +198,7 @@ def watch(pool: BasePool, report: Any) -> Iterator[None]:
         raise ImportError("watch() needs rich: pip install 'xpool[progress]'") from exc
 
     def table() -> Any:
-        return Text(str(report()), no_wrap=True)
+        return Text(str(shielded(report_of)(pool)), no_wrap=True)
 
     with Live(get_renderable=table, refresh_per_second=4):
         yield

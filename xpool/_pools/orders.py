@@ -8,18 +8,14 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from xpool._calls.options import default_processes
 from xpool._engine.launch import Launcher
 from xpool._engine.relay import levels
 from xpool._memory.arena import Arena
 from xpool._pickling.by_value.main import main_is_importable, main_location, units
 from xpool._pickling.frame import inline
 from xpool._python.server_process import search_path
-
-if TYPE_CHECKING:
-    from xpool._pools.process import Pool
 
 __all__ = ["Main", "Orders", "WorkerSpec"]
 
@@ -45,33 +41,6 @@ class WorkerSpec(NamedTuple):
     peers: int
     output: str | None
     threads: int
-
-    @classmethod
-    def of(cls, pool: "Pool", initializer: bytes | None) -> "WorkerSpec":
-        """Return what a pool's options say."""
-        contexts = pool._worker_contexts()
-        every = contexts or [None] * pool._size
-        return cls(
-            pool=pool.name,
-            initializer=initializer,
-            contexts=None
-            if contexts is None
-            else [
-                pool._packer.pack_option(f"worker_contexts[{i}]", context)
-                for i, context in enumerate(contexts)
-            ],
-            binds=[dict(getattr(context, "env", None) or {}) for context in every],
-            cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts or ()],
-            daemon=pool._daemon,
-            recurse=pool._recurse,
-            seed=pool._seed,
-            copy_tensor=pool._copy_tensor,
-            share_method=pool._share_method,
-            token=pool._token,
-            peers=pool._size if pool._has_peers else 0,
-            output=pool._output,
-            threads=max(1, default_processes() // pool._size),
-        )
 
 
 class Main(NamedTuple):

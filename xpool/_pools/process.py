@@ -8,11 +8,10 @@ import multiprocessing
 import os
 import queue
 import reprlib
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import (
     Terms,
@@ -23,25 +22,18 @@ from xpool._calls.options import (
     check_seconds,
     check_seed,
     check_share_method,
+    default_processes,
     label,
 )
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
 from xpool._engine.jobs.scheduler import CALLS, TaskRange
-from xpool._engine.launch import (
-    ForkServer,
-    Launcher,
-    ProcessLauncher,
-    StandIns,
-    asked_for,
-    import_for_arrays,
-    wanted_modules,
-)
-from xpool._pickling.by_value.main import main_is_importable
+from xpool._engine.launch import ForkServer, Launcher, StandIns, import_for_arrays
 from xpool._pools.all_workers import AllWorkers, limit_of
 from xpool._pools.base import at_exit
 from xpool._pools.hooks import Result, Task
 from xpool._pools.input_reader import FlowControl, Runs
+from xpool._pools.start_methods import find_launcher, only_by_inheritance
 from xpool._pools.task_stream import TaskStream
 from xpool._python.interrupt import by_handler, shielded
 from xpool._python.server_process import occupy_streams
@@ -49,6 +41,11 @@ from xpool._wire.wire import Mode
 from xpool._worker.callables import Retried, applied
 from xpool._worker.main_module import imported_by_worker
 from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpool._memory.arena import Arena
+    from xpool._pickling.policy import Layout
+    from xpool._pools.orders import WorkerSpec
 
 __all__ = ["Pool", "describe", "limit_of"]
 
@@ -173,7 +170,7 @@ class Pool(AllWorkers):
 
     def _start_server(self) -> Launcher:
         """Start the fork server, and import meanwhile what else a pool is put together from."""
-        launcher = _launcher(self.context, self._may_stand_in())
+        launcher = find_launcher(self.context, self._may_stand_in())
         if isinstance(launcher, (ForkServer, StandIns)):
             launcher.start()
         # Not before: while the server imports what a worker needs, the program imports the rest;
@@ -187,15 +184,52 @@ class Pool(AllWorkers):
         finally:
             if collects:
                 gc.enable()
-        self._token = os.urandom(8).hex()
-        self._arena, self._memory_limit, layout = assembly.find_arena(
-            self._copy_tensor, self._share_method, self._wanted_limit, self._token
+        token = os.urandom(8).hex()
+        arena, limit, layout = assembly.find_arena(
+            self._copy_tensor, self._share_method, self._wanted_limit, token
         )
+        self._pack_by(token, layout, arena, limit)
+        assembly.pools[token] = self
+        return launcher
+
+    def _pack_by(
+        self, token: str, layout: Layout, arena: Arena | None = None, limit: int = 0
+    ) -> None:
+        """Pickle messages by this layout, of an arena by up to ``limit`` bytes."""
+        from xpool._pools import assembly
+
+        self._token, self._arena, self._memory_limit = token, arena, limit
         self._packer = assembly.Packer(self._recurse, layout)
         self._collect = assembly.cuda_ipc.collect
         self._exports = assembly.cuda_ipc.exports
-        assembly.pools[self._token] = self
-        return launcher
+
+    def _worker_spec(self, initializer: bytes | None) -> WorkerSpec:
+        """Return what the workers are told to be, by the options of the pool."""
+        from xpool._pools import assembly
+
+        contexts = self._worker_contexts()
+        every = contexts or [None] * self._size
+        return assembly.WorkerSpec(
+            pool=self.name,
+            initializer=initializer,
+            contexts=None
+            if contexts is None
+            else [
+                self._packer.pack_option(f"worker_contexts[{i}]", context)
+                for i, context in enumerate(contexts)
+            ],
+            binds=[dict(getattr(context, "env", None) or {}) for context in every],
+            cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts or ()],
+            daemon=self._daemon,
+            recurse=self._recurse,
+            seed=self._seed,
+            copy_tensor=self._copy_tensor,
+            share_method=self._share_method,
+            token=self._token,
+            peers=self._size if self._has_peers else 0,
+            output=self._output,
+            threads=max(1, default_processes() // self._size),
+        )
 
     @shielded
     def setup_queues(self) -> None:
@@ -213,11 +247,11 @@ class Pool(AllWorkers):
             )
         except Exception as exc:  # of any object's own __reduce__
             if not launcher.inherits:
-                if not _only_by_inheritance(exc):
+                if not only_by_inheritance(exc):
                     raise
                 # Locks and queues of multiprocessing: its own contexts can pass them on.
                 method = self.context if isinstance(self.context, str) else None
-                launcher = _launcher(multiprocessing.get_context(method))
+                launcher = find_launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
             if not launcher.forks:  # the globals that it uses go with it
                 blob = self._packer.pack_option("initializer", self.initializer)
@@ -227,7 +261,7 @@ class Pool(AllWorkers):
                 "processes are not allowed to have children; give is_daemon=False to the outer "
                 "pool, or to this one neither a context nor what only a context can pass on"
             )
-        spec = assembly.WorkerSpec.of(self, blob)
+        spec = self._worker_spec(blob)
         self._packer.see(assembly.Sight(spec.binds))
         orders = assembly.Orders(spec, launcher, self._arena, self._memory_limit)
         engine = assembly.Engine(
@@ -507,79 +541,6 @@ def describe(jobs: dict[int, Job], number: int, index: int) -> str:
     """Say which task of a pool's jobs one is, for people."""
     job = jobs.get(number)
     return f"task {index}" if job is None else job.describe(index)
-
-
-def _has_own_server(context: BaseContext | str | None) -> bool:
-    """Whether the workers of a pool with this ``context=`` are forked from xpool's server."""
-    return sys.platform == "linux" and (context is None or context == "forkserver")
-
-
-def _launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
-    """Return what starts the workers of a pool with this ``context=``."""
-    if _has_own_server(context):
-        modules = wanted_modules()
-        # A program that has called `preload` waits for its server's imports.
-        if may_stand_in and "torch" in modules and not asked_for():
-            return StandIns(modules)
-        return ForkServer.get(modules)
-    if context is None or context == "forkserver":
-        return ProcessLauncher(multiprocessing.get_context("spawn"))
-    if isinstance(context, str):
-        methods = multiprocessing.get_all_start_methods()
-        if context not in methods:
-            raise OptionError(f"context must be one of {methods}, not {context!r}")
-        context = multiprocessing.get_context(context)
-    if not hasattr(context, "Process"):
-        raise TypeError(
-            f"context must be the name of a start method or a multiprocessing context, "
-            f"not {context!r}"
-        )
-    if context.get_start_method() == "fork":
-        _refuse_fork_of_runtime()
-    elif unguarded_script() is not None:
-        raise OptionError(
-            f"context={context.get_start_method()!r} runs {unguarded_script()} again in every "
-            'worker; put the code that makes the pool behind if __name__ == "__main__": '
-            "or leave context out"
-        )
-    return ProcessLauncher(context)
-
-
-def unguarded_script() -> str | None:
-    """Return the path of the program's script if `multiprocessing` would run all of it again."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if not path or not os.path.exists(path) or main_is_importable():
-        return None
-    spec = getattr(main, "__spec__", None)
-    name = os.path.splitext(os.path.basename(path))[0] if spec is None else spec.name
-    # multiprocessing.spawn runs neither the `__main__.py` of a folder or a zip file nor IPython's
-    # launcher again.  Whether a compiled script has a guard, its text cannot say.
-    skipped = name == "ipython" if spec is None else name.rpartition(".")[2] == "__main__"
-    return None if skipped or path.endswith(".pyc") else path
-
-
-def _refuse_fork_of_runtime() -> None:
-    if "torch" not in sys.modules:
-        return  # all of those are torch's
-    from xpool.devices.frameworks import running_runtime  # only here: most programs need it never
-
-    runtime = running_runtime()
-    if runtime is not None:
-        raise OptionError(
-            f"context='fork': this process has started the {runtime} runtime, which does not "
-            "survive a fork; leave context out, or use 'spawn'"
-        )
-
-
-def _only_by_inheritance(exc: BaseException) -> bool:
-    """Whether something could not be pickled because multiprocessing passes it on at start only."""
-    cause: BaseException | None = exc
-    while cause is not None:
-        if isinstance(cause, RuntimeError) and "inheritance" in str(cause):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
 
 
 at_exit.append(ForkServer.stop_all)

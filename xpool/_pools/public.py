@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from xpool._pools.futures import PoolExecutor
-    from xpool._pools.observing import Report
+    from xpool._pools.futures import PoolExecutor, PoolOfFutures
+    from xpool._pools.observing import ObservedPool, Report
 
 __all__ = ["PublicVerbs"]
 
@@ -36,11 +35,10 @@ T = TypeVar("T")
 class PublicVerbs(Verbs):
     """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each."""
 
-    _born: float
     _fixed_size = ""  # why there cannot be more workers, or fewer
 
     def submit(
-        self, func: Callable[P, T], /, *args: P.args, **kwds: P.kwargs
+        self: PoolOfFutures, func: Callable[P, T], /, *args: P.args, **kwds: P.kwargs
     ) -> concurrent.futures.Future[T]:
         """Have ``func(*args, **kwds)`` called in a worker; return a future of `concurrent.futures`.
 
@@ -53,20 +51,18 @@ class PublicVerbs(Verbs):
         """
         from xpool._pools.futures import submit  # here: few programs need it
 
-        pool: Any = self
-        return submit(pool, func, args, kwds)
+        return submit(self, func, args, kwds)
 
-    def executor(self) -> PoolExecutor:
+    def executor(self: PoolOfFutures) -> PoolExecutor:
         """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
         from xpool._pools.futures import PoolExecutor  # here: few programs need it
 
-        pool: Any = self
-        return PoolExecutor(pool)
+        return PoolExecutor(self)
 
     # -- looking at it -----------------------------------------------------------------------------
 
     @shielded
-    def report(self) -> Report:
+    def report(self: ObservedPool) -> Report:
         """Return what was done so far: by each worker, bytes, the slowest tasks, deaths, retries.
 
         ``print(pool.report())`` shows it as a table.  Of workers and tasks one by one only pools
@@ -74,10 +70,9 @@ class PublicVerbs(Verbs):
         """
         from xpool._pools.observing import report_of  # here: few programs need it
 
-        pool: Any = self
-        return report_of(pool, time.monotonic() - self._born)
+        return report_of(self)
 
-    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    def trace(self: ObservedPool, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context in which what happens is written to ``path``, at its end.
 
         Where the name ends in ``.html``, it is a page that any browser shows by itself; else Chrome
@@ -92,10 +87,9 @@ class PublicVerbs(Verbs):
         """
         from xpool._pools.observing import trace
 
-        pool: Any = self
-        return trace(pool, path)
+        return trace(self, path)
 
-    def watch(self) -> AbstractContextManager[None]:
+    def watch(self: ObservedPool) -> AbstractContextManager[None]:
         """Return a context in which `report` is shown on the terminal, live.
 
         Raises:
@@ -103,8 +97,7 @@ class PublicVerbs(Verbs):
         """
         from xpool._pools.observing import watch
 
-        pool: Any = self
-        return watch(pool, self.report)
+        return watch(self)
 
     def apply(
         self,

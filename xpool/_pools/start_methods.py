@@ -1,0 +1,94 @@
+"""Which start method the workers of a pool get, by its ``context=``."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from multiprocessing.context import BaseContext
+
+from xpool._engine.launch import (
+    ForkServer,
+    Launcher,
+    ProcessLauncher,
+    StandIns,
+    asked_for,
+    wanted_modules,
+)
+from xpool._pickling.by_value.main import main_is_importable
+from xpool.errors import OptionError
+
+__all__ = ["find_launcher", "only_by_inheritance", "unguarded_script"]
+
+
+def _has_own_server(context: BaseContext | str | None) -> bool:
+    """Whether the workers of a pool with this ``context=`` are forked from xpool's server."""
+    return sys.platform == "linux" and (context is None or context == "forkserver")
+
+
+def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
+    """Return what starts the workers of a pool with this ``context=``."""
+    if _has_own_server(context):
+        modules = wanted_modules()
+        # A program that has called `preload` waits for its server's imports.
+        if may_stand_in and "torch" in modules and not asked_for():
+            return StandIns(modules)
+        return ForkServer.get(modules)
+    if context is None or context == "forkserver":
+        return ProcessLauncher(multiprocessing.get_context("spawn"))
+    if isinstance(context, str):
+        methods = multiprocessing.get_all_start_methods()
+        if context not in methods:
+            raise OptionError(f"context must be one of {methods}, not {context!r}")
+        context = multiprocessing.get_context(context)
+    if not hasattr(context, "Process"):
+        raise TypeError(
+            f"context must be the name of a start method or a multiprocessing context, "
+            f"not {context!r}"
+        )
+    if context.get_start_method() == "fork":
+        _refuse_fork_of_runtime()
+    elif unguarded_script() is not None:
+        raise OptionError(
+            f"context={context.get_start_method()!r} runs {unguarded_script()} again in every "
+            'worker; put the code that makes the pool behind if __name__ == "__main__": '
+            "or leave context out"
+        )
+    return ProcessLauncher(context)
+
+
+def unguarded_script() -> str | None:
+    """Return the path of the program's script if `multiprocessing` would run all of it again."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if not path or not os.path.exists(path) or main_is_importable():
+        return None
+    spec = getattr(main, "__spec__", None)
+    name = os.path.splitext(os.path.basename(path))[0] if spec is None else spec.name
+    # multiprocessing.spawn runs neither the `__main__.py` of a folder or a zip file nor IPython's
+    # launcher again.  Whether a compiled script has a guard, its text cannot say.
+    skipped = name == "ipython" if spec is None else name.rpartition(".")[2] == "__main__"
+    return None if skipped or path.endswith(".pyc") else path
+
+
+def _refuse_fork_of_runtime() -> None:
+    if "torch" not in sys.modules:
+        return  # all of those are torch's
+    from xpool.devices.frameworks import running_runtime  # only here: most programs need it never
+
+    runtime = running_runtime()
+    if runtime is not None:
+        raise OptionError(
+            f"context='fork': this process has started the {runtime} runtime, which does not "
+            "survive a fork; leave context out, or use 'spawn'"
+        )
+
+
+def only_by_inheritance(exc: BaseException) -> bool:
+    """Whether something could not be pickled because multiprocessing passes it on at start only."""
+    cause: BaseException | None = exc
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and "inheritance" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
