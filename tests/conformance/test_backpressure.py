@@ -41,7 +41,7 @@ class Counting:
 
 def _until_full(pool, source):
     """Wait until no more is drawn; return how many were."""
-    (reader,) = pool._feeders
+    (reader,) = pool._input_readers
     eventually(lambda: reader.flow._waiting, "the drawing stops")
     return source.drawn
 

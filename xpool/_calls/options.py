@@ -16,7 +16,7 @@ __all__ = [
     "Exceptions",
     "ManyOptions",
     "MapOptions",
-    "Terms",
+    "TaskOptions",
     "check_args",
     "check_bytes",
     "check_callable",
@@ -64,7 +64,7 @@ class MapOptions(ManyOptions, total=False):
     on_error: Literal["raise", "return"]
 
 
-class Terms(NamedTuple):
+class TaskOptions(NamedTuple):
     """How a job is to be run, beyond what it is."""
 
     retries: int = 0

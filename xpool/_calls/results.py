@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-from xpool._calls.options import Terms
+from xpool._calls.options import TaskOptions
 from xpool._calls.progress import Progress
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
@@ -116,7 +116,7 @@ class Job:
     is_call = False
     """Whether it is a single task, which engines know among `CALLS`."""
 
-    terms = Terms()
+    terms = TaskOptions()
     """How its tasks are to be run."""
 
     progress: Progress | None = None

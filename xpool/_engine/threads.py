@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from xpool._calls.options import Terms
+from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._engine.jobs.budget import START_ATTEMPTS, back_off
 from xpool._python.waiters import TaskQueue
@@ -86,7 +86,9 @@ class Entry:
     ``chunked``: its function is called with a function and many arguments for it.
     """
 
-    def __init__(self, task: Any, terms: Terms, chunked: bool = False, tries: int = 0) -> None:
+    def __init__(
+        self, task: Any, terms: TaskOptions, chunked: bool = False, tries: int = 0
+    ) -> None:
         self.task, self.terms, self.chunked, self.tries = task, terms, chunked, tries
         self.since = 0.0
 
@@ -237,7 +239,7 @@ class ThreadWorkers:
     def _initialize(self, me: _Member) -> bool:
         if self._initializer is None:
             return True
-        key = self._hold(me, Entry(None, Terms(timeout=self._initializer_timeout)))
+        key = self._hold(me, Entry(None, TaskOptions(timeout=self._initializer_timeout)))
         try:
             self._initializer(*self._initargs)
         except BaseException as exc:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool import errors
-from xpool._calls.options import Terms, label
+from xpool._calls.options import TaskOptions, label
 from xpool._calls.results import Job, Parcel, Unopened, exception_in, local
 from xpool._engine.jobs.scheduler import Limit, TaskRange
 from xpool._engine.protocols import EngineFace
@@ -125,10 +125,10 @@ class AllWorkers(BasePool):
             raise
 
     @shielded
-    def _start_on_all(self, job: AllWorkersResult, call: Any, terms: Terms) -> None:
+    def _start_on_all(self, job: AllWorkersResult, call: Any, terms: TaskOptions) -> None:
         self._enter(job, self._size)
         try:
-            self._engine.submit(*self._spans_for_all(job, call, terms))
+            self._engine.submit(*self._ranges_for_all(job, call, terms))
         except BaseException as exc:
             self._give_up(job, exc)
             raise
@@ -174,7 +174,7 @@ class AllWorkers(BasePool):
         """Whether the workers start and end together."""
         return False
 
-    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[TaskRange]:
+    def _ranges_for_all(self, job: Job, call: Any, terms: TaskOptions) -> list[TaskRange]:
         # Pickled once, and marked as kept: each worker copies what lies in blocks.
         payload, owner = self._packer.pack_task(call, True, None)
         payloads = [payload] * self._size
@@ -214,7 +214,7 @@ class AllWorkers(BasePool):
         return Broadcast(self._token, file, len(message), None, type(obj).__name__)
 
 
-def limit_of(terms: Terms) -> Limit | None:
+def limit_of(terms: TaskOptions) -> Limit | None:
     """Return the limit of each task under these terms; None: there is none."""
     if terms.timeout is None:
         return None

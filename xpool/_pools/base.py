@@ -34,11 +34,11 @@ from xpool._calls.results import AsyncResult, Job, Parcel, exception_in
 from xpool._calls.streams import Stream
 from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool._engine.protocols import WorkerBackend
-from xpool._pools.callbacks import Callbacks, see_off
+from xpool._pools.callbacks import Callbacks, join_ended
 from xpool._pools.hooks import Carried
 from xpool._pools.input_reader import InputReader
 from xpool._pools.public import PublicVerbs
-from xpool._pools.turns import stop_feeders, take_turns
+from xpool._pools.turns import stop_input_readers, take_turns
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded
 from xpool._python.waiters import Flag
@@ -122,7 +122,7 @@ class BasePool(PublicVerbs):
         self._delivering = threading.Lock()
         self._jobs: dict[int, Job] = {}
         self._job_numbers = itertools.count(1)
-        self._feeders: set[InputReader] = set()
+        self._input_readers: set[InputReader] = set()
         self._callbacks = Callbacks(self.name)
         self._failure: BaseException | Parcel | None = None
         self._drained = False
@@ -146,7 +146,7 @@ class BasePool(PublicVerbs):
             ref = weakref.ref(self)
             self._thread = threading.Thread(
                 target=_take_turns,
-                args=(ref, self._backend, self._callbacks, self._feeders),
+                args=(ref, self._backend, self._callbacks, self._input_readers),
                 name=f"{self.name}-engine",
                 daemon=True,
             )
@@ -257,7 +257,7 @@ class BasePool(PublicVerbs):
 
     def _end(self, number: int, length: int, input_reader: InputReader) -> None:
         """The input of a stream has ended."""
-        self._feeders.discard(input_reader)
+        self._input_readers.discard(input_reader)
         with self._lock:
             self._counts["submitted"] += length
         with self._delivering:
@@ -340,7 +340,7 @@ class BasePool(PublicVerbs):
         if running:
             self.terminate_workers()
         self._fail_unanswered(jobs)
-        stop_feeders(self._feeders)
+        stop_input_readers(self._input_readers)
         if running:
             self._wake()
         return running
@@ -369,7 +369,7 @@ class BasePool(PublicVerbs):
                 job.flow.unbind()
         ended = self._finished.wait(timeout) and self._callbacks.join(deadline)
         if ended:
-            see_off(self._thread)
+            join_ended(self._thread)
         else:
             raise TimeoutError(
                 f"{self.name} has not ended after {timeout} s: {self!r}; terminate() stops what "
@@ -446,7 +446,7 @@ class BasePool(PublicVerbs):
             jobs = list(self._jobs.values())
         self.terminate_workers()
         self._fail_jobs(jobs, exc)
-        stop_feeders(self._feeders)
+        stop_input_readers(self._input_readers)
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -456,8 +456,10 @@ class BasePool(PublicVerbs):
         self._pump(0.0 if backend is not None else TURN)
         if backend is not None:
             failure = backend.failure
-            if self._torn is not None:
-                failure = PoolBroken(0, 0.0, f"{type(self._torn).__name__}: {self._torn}")
+            if self._bookkeeping_error is not None:
+                failure = PoolBroken(
+                    0, 0.0, f"{type(self._bookkeeping_error).__name__}: {self._bookkeeping_error}"
+                )
             if failure is not None and self._failure is None:
                 # What has come up to now is delivered; only the rest fails.
                 self._pump()

@@ -22,11 +22,11 @@ from xpool._calls.results import local
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import Flag
 
-__all__ = ["Callbacks", "calling_back", "see_off"]
+__all__ = ["Callbacks", "calling_back", "join_ended"]
 
 
 @shielded
-def see_off(thread: threading.Thread) -> None:
+def join_ended(thread: threading.Thread) -> None:
     """Wait for a thread that has said that it ends.
 
     That is what is waited for where it may take long: `Thread.join`, cut short by a signal handler
@@ -192,5 +192,5 @@ class _Caller:
             if thread is not me:
                 if not ended.wait(None if deadline is None else deadline - time.monotonic()):
                     return False
-                see_off(thread)
+                join_ended(thread)
         return True

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from xpool._calls.options import Terms, check_count, label
+from xpool._calls.options import TaskOptions, check_count, label
 from xpool._calls.results import AsyncResult, Job, Parcel, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
@@ -45,10 +45,10 @@ class PoolOfFutures(Protocol):
 
     def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None: ...
 
-    def _terms(self, worker: int | None, waits: bool, /) -> Terms: ...
+    def _terms(self, worker: int | None, waits: bool, /) -> TaskOptions: ...
 
     def _start_call(
-        self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any], terms: Terms
+        self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any], terms: TaskOptions
     ) -> None: ...
 
     def _runs(self, job: Job) -> bool: ...

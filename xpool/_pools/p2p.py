@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from xpool._calls.options import Exceptions, Terms, check_count
+from xpool._calls.options import Exceptions, TaskOptions, check_count
 from xpool._calls.results import AsyncResult, Job
 from xpool._engine.jobs.scheduler import TaskRange
 from xpool._pools.input_reader import FlowControl
@@ -80,12 +80,12 @@ class P2PPool(Pool):
             )
         return worker
 
-    def _spans_for_all(self, job: Job, call: Any, terms: Terms) -> list[TaskRange]:
+    def _ranges_for_all(self, job: Job, call: Any, terms: TaskOptions) -> list[TaskRange]:
         # The job's number is the scope of the messages that workers send in this call.
         func, args, kwds = call
-        return super()._spans_for_all(job, (InCall(func, job.number), args, kwds), terms)
+        return super()._ranges_for_all(job, (InCall(func, job.number), args, kwds), terms)
 
-    def _submit_span(self, task_range: TaskRange) -> None:
+    def _submit_range(self, task_range: TaskRange) -> None:
         if task_range.bound is not None:
             self._engine.submit(task_range)
             return
@@ -100,7 +100,7 @@ class P2PPool(Pool):
         starred: bool,
         chunked: bool,
         flow: FlowControl,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, starred, chunked, flow, terms)

@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import (
-    Terms,
+    TaskOptions,
     check_bytes,
     check_count,
     check_memory,
@@ -290,7 +290,7 @@ class Pool(AllWorkers):
         job = self._jobs.get(number)
         # None: it was cancelled, or failed, meanwhile.
         if job is not None:
-            self._engine.submit(self._call_span(job, chunk, (func, args, kwds), job.terms))
+            self._engine.submit(self._call_range(job, chunk, (func, args, kwds), job.terms))
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result; the value is still pickled, a `Parcel`."""
@@ -349,7 +349,7 @@ class Pool(AllWorkers):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwds: dict[str, Any],
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         if not self._direct:
             super()._submit_call(job, func, args, kwds, terms)
@@ -385,7 +385,7 @@ class Pool(AllWorkers):
         starred: bool,
         chunked: bool,
         chunks: Iterable[Any],
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         if not self._direct:
             super()._submit_each(job, func, starred, chunked, chunks, terms)
@@ -411,7 +411,7 @@ class Pool(AllWorkers):
                 task_ranges += begin.beside(i, (payload,), worker), begin.beside(i + 1)
         for task_range in task_ranges:
             if task_range.items:
-                self._submit_span(task_range)
+                self._submit_range(task_range)
         for i, exc in failed:
             self._deliver(job.number, i, False, exc)
 
@@ -422,7 +422,7 @@ class Pool(AllWorkers):
         starred: bool,
         chunked: bool,
         chunk: Any,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         plain = terms.timeout is None and not terms.retries and not terms.retry_on
         if not (plain and self._direct) or self._gives_context or self._has_peers:
@@ -431,7 +431,9 @@ class Pool(AllWorkers):
             call, before = applied(func, starred, chunked)
             self._submit_call(job, call, (*before, chunk), {}, terms)
 
-    def _call_span(self, job: Job, index: int, call: tuple[Any, ...], terms: Terms) -> TaskRange:
+    def _call_range(
+        self, job: Job, index: int, call: tuple[Any, ...], terms: TaskOptions
+    ) -> TaskRange:
         if terms.retry_on:
             call = (Retried(call[0], terms.retry_on), *call[1:])
         payload, worker = self._packer.pack_task(call, terms.retries > 0, terms.worker)
@@ -439,7 +441,7 @@ class Pool(AllWorkers):
         return TaskRange(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
 
     def _learn(
-        self, func: Callable[..., Any], starred: bool, chunked: bool, terms: Terms
+        self, func: Callable[..., Any], starred: bool, chunked: bool, terms: TaskOptions
     ) -> tuple[int, int | None]:
         """Have the engine keep a function for the workers, or for one, if it holds handles."""
         if terms.retry_on:
@@ -452,7 +454,7 @@ class Pool(AllWorkers):
 
         return Clearing(func)
 
-    def _submit_span(self, task_range: TaskRange) -> None:
+    def _submit_range(self, task_range: TaskRange) -> None:
         self._engine.submit(task_range)
 
     def _open_stream(
@@ -462,7 +464,7 @@ class Pool(AllWorkers):
         starred: bool,
         chunked: bool,
         flow: FlowControl,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> Callable[[int, Any], int]:
         if not self._direct:
             return super()._open_stream(job, func, starred, chunked, flow, terms)
@@ -492,7 +494,21 @@ class Pool(AllWorkers):
 
     @shielded
     def statistics(self) -> dict[str, Any]:
-        """Return counts; ``waiting`` and ``running`` in tasks, ``deaths`` of workers, ``pids``."""
+        """Return counts, by name.
+
+        ======================  ==========================================================
+        ``state``               "RUN", "CLOSE" or "TERMINATE"
+        ``workers``             number of workers that the pool keeps
+        ``ready``               workers that take tasks now
+        ``submitted``           tasks submitted so far
+        ``succeeded, failed``   tasks answered by a value, and by an error
+        ``jobs``                calls of verbs that are not answered
+        ``waiting, running``    tasks that no worker has begun, and that workers run
+        ``deaths``              workers that have died
+        ``pids``                each worker's process id; None where it has no process
+        ``hosts``               of a pool over hosts: the counts of each host, by its name
+        ======================  ==========================================================
+        """
         return {**super().statistics(), **self._engine.statistics()}
 
     def __repr__(self) -> str:

@@ -118,6 +118,11 @@ class PublicVerbs(Verbs):
           ``task_timeout``; infinity: any time.
         * ``retries``: how often the task may run again when its worker dies, or when it raises
           one of the exceptions ``retry_on`` (a class or a tuple of classes), after a pause.
+
+        Raises:
+            Exception: what ``func`` raised.
+            WorkerDied, TaskTimeout: its worker died; it took longer than ``timeout``.
+            PoolClosed: the pool takes no more work.
         """
         terms = WAITING
         if timeout is not None or retries or retry_on or self._task_timeout is not None:
@@ -248,7 +253,25 @@ class PublicVerbs(Verbs):
         error_callback: Callable[[BaseException], object] | None = None,
         **options: Unpack[MapOptions],
     ) -> MapResult[Any]:
-        """As `map`, but return the result to come; callbacks as in `apply_async`."""
+        """Submit ``func(x)`` for each item; return a `MapResult` at once.
+
+        A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
+        ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
+
+        Args:
+            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+                ``task_timeout``; infinity: no limit.
+            retries: how often a task runs again when its worker dies, or when it raises one of
+                ``retry_on`` (an exception class or a tuple of them).
+            progress: True or a title shows how many items are done; a callable is called with the
+                number of items done and that of all, None where the input has no length.
+            on_error: "raise", or "return": the exception of an item stands in the place of its
+                result, and each item is a task.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+        """
         terms = self._terms(None, False, **options)
         return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
 
@@ -281,7 +304,27 @@ class PublicVerbs(Verbs):
         chunksize: int | None = None,
         **options: Unpack[MapOptions],
     ) -> list[Any]:
-        """As `map`, with ``func(*args)`` for each ``args`` of the iterable."""
+        """Return ``[func(*args) for args in iterable]``, computed by the workers, in order.
+
+        A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
+
+        Args:
+            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+                ``task_timeout``; infinity: no limit.
+            retries: how often a task runs again when its worker dies, or when it raises one of
+                ``retry_on`` (an exception class or a tuple of them).
+            progress: True or a title shows how many items are done; a callable is called with the
+                number of items done and that of all, None where the input has no length.
+            on_error: "raise", or "return": the exception of an item stands in the place of its
+                result, and each item is a task.
+            journal, key, version: as in `map`.
+
+        Raises:
+            Exception: what a task raised; of several errors, the first that arrived.
+            WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
+            PoolClosed: the pool takes no more work.
+        """
         terms = self._terms(None, True, **options)
         if terms.journal is not None:
             return self._map_recorded(func, iterable, terms, True)
@@ -323,7 +366,25 @@ class PublicVerbs(Verbs):
         error_callback: Callable[[BaseException], object] | None = None,
         **options: Unpack[MapOptions],
     ) -> MapResult[Any]:
-        """As `map_async`, with ``func(*args)`` for each ``args`` of the iterable."""
+        """Submit ``func(*args)`` for each ``args``; return a `MapResult` at once.
+
+        A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
+        ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
+
+        Args:
+            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+                ``task_timeout``; infinity: no limit.
+            retries: how often a task runs again when its worker dies, or when it raises one of
+                ``retry_on`` (an exception class or a tuple of them).
+            progress: True or a title shows how many items are done; a callable is called with the
+                number of items done and that of all, None where the input has no length.
+            on_error: "raise", or "return": the exception of an item stands in the place of its
+                result, and each item is a task.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+        """
         terms = self._terms(None, False, **options)
         return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
 
@@ -397,7 +458,23 @@ class PublicVerbs(Verbs):
         64 MiB; a result is counted with 256 bytes more than it has).  When the iterator is dropped,
         or somebody waits in `join`, the rest is drawn and run all the same.
 
-        ``len()`` of it is that of the input, where that has one.  Other keywords: as in `map`.
+        ``len()`` of it is that of the input, where that has one.
+
+        Args:
+            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+                ``task_timeout``; infinity: no limit.
+            retries: how often a task runs again when its worker dies, or when it raises one of
+                ``retry_on`` (an exception class or a tuple of them).
+            progress: True or a title shows how many items are done; a callable is called with the
+                number of items done and that of all, None where the input has no length.
+            on_error: "raise", or "return": the exception of an item stands in the place of its
+                result, and each item is a task.
+            journal, key, version: as in `map`.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+            OptionError: the journal is of another function, or of this one before a change.
         """
         terms = self._terms(None, False, **options)
         return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
@@ -434,6 +511,25 @@ class PublicVerbs(Verbs):
         buffersize: int | None = None,
         **options: Unpack[MapOptions],
     ) -> IMapUnorderedIterator[Any]:
-        """As `imap`, with results as they come."""
+        """Return an iterator over the results in the order in which they arrive.
+
+        ``buffersize``: at most so many items are drawn ahead of the consumer; None: as in `imap`.
+
+        Args:
+            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+                ``task_timeout``; infinity: no limit.
+            retries: how often a task runs again when its worker dies, or when it raises one of
+                ``retry_on`` (an exception class or a tuple of them).
+            progress: True or a title shows how many items are done; a callable is called with the
+                number of items done and that of all, None where the input has no length.
+            on_error: "raise", or "return": the exception of an item stands in the place of its
+                result, and each item is a task.
+            journal, key, version: as in `map`.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+            OptionError: the journal is of another function, or of this one before a change.
+        """
         terms = self._terms(None, False, **options)
         return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms)

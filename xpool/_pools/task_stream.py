@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xpool._calls.options import Terms
+from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._engine.jobs.scheduler import TaskRange
 from xpool._pools.all_workers import limit_of
@@ -29,7 +29,7 @@ class TaskStream:
         packer: Packer,
         job: Job,
         flow: FlowControl,
-        terms: Terms,
+        terms: TaskOptions,
         owner: int | None,
     ) -> None:
         # The pool's, and not the pool itself: the input reader must not keep it from going.

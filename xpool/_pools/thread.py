@@ -10,7 +10,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 from xpool._calls.options import (
-    Terms,
+    TaskOptions,
     check_bytes,
     check_count,
     check_memory,
@@ -193,7 +193,7 @@ class ThreadPool(BasePool):
         starred: bool,
         chunked: bool,
         chunks: Iterable[Any],
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         if not self._plain(terms):
             super()._submit_each(job, func, starred, chunked, chunks, terms)
@@ -210,7 +210,7 @@ class ThreadPool(BasePool):
         starred: bool,
         chunked: bool,
         flow: FlowControl,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> Callable[[int, Any], int]:
         put = super()._open_stream(job, func, starred, chunked, flow, terms)
         if self._plain(terms):
@@ -225,7 +225,7 @@ class ThreadPool(BasePool):
             job.runs = Runs(lambda items: items, put_run)
         return put
 
-    def _plain(self, terms: Terms) -> bool:
+    def _plain(self, terms: TaskOptions) -> bool:
         return self._direct and terms.timeout is None and not terms.retries
 
     def _withdraw(self, job: Job) -> None:

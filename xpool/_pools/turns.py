@@ -11,7 +11,7 @@ from xpool._pools.callbacks import Callbacks
 from xpool._pools.input_reader import InputReader
 from xpool.errors import InternalError
 
-__all__ = ["stop_feeders", "take_turns"]
+__all__ = ["stop_input_readers", "take_turns"]
 
 
 class _Pool(Protocol):
@@ -33,7 +33,7 @@ def take_turns(
     ref: weakref.ref[Some],
     backend: WorkerBackend | None,
     callbacks: Callbacks,
-    feeders: set[InputReader],
+    input_readers: set[InputReader],
 ) -> None:
     """Take turns until the end.  Between two of them, no pool is held: so one can be dropped."""
     go_on = True
@@ -49,7 +49,7 @@ def take_turns(
         # life again; hence the flag.
         if pool is None or (backend is not None and backend.dropped):
             del pool
-            stop_feeders(feeders)
+            stop_input_readers(input_readers)
             _disband(backend)
             callbacks.stop()
             return
@@ -70,9 +70,9 @@ def take_turns(
         del pool
 
 
-def stop_feeders(feeders: set[InputReader]) -> None:
+def stop_input_readers(input_readers: set[InputReader]) -> None:
     """Draw no more of any input."""
-    for input_reader in list(feeders):
+    for input_reader in list(input_readers):
         input_reader.flow.stop()
 
 

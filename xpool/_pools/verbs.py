@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from xpool._calls.options import (
     Exceptions,
-    Terms,
+    TaskOptions,
     check_args,
     check_callable,
     check_chunksize,
@@ -35,7 +35,7 @@ __all__ = ["PLAIN", "WAITING", "Verbs"]
 
 It = TypeVar("It", bound=IMapIterator[Any])
 
-PLAIN, WAITING = Terms(), Terms(waits=True)
+PLAIN, WAITING = TaskOptions(), TaskOptions(waits=True)
 """Of calls without terms."""
 
 
@@ -48,9 +48,9 @@ class Verbs(Hooks):
     _size: int
     _state: PoolStates
     _job_numbers: itertools.count[int]
-    _feeders: set[InputReader]
+    _input_readers: set[InputReader]
     # What was raised in the midst of the pool's own bookkeeping: it cannot go on.
-    _torn: BaseException | None = None
+    _bookkeeping_error: BaseException | None = None
     _task_timeout: float | None = None
     # Whether this pool knows when its workers begin a task, and can stop them.
     _keeps_terms = False
@@ -75,7 +75,7 @@ class Verbs(Hooks):
         key: Any = None,
         version: Any = None,
         **unknown: Any,
-    ) -> Terms:
+    ) -> TaskOptions:
         """Check what the verbs take by keyword: all of them, here."""
         if unknown:
             raise TypeError(
@@ -102,7 +102,9 @@ class Verbs(Hooks):
         if version is not None and not isinstance(version, (str, int)):
             raise TypeError(f"version must be a str or an int, not {version!r}")
         returns = on_error != "raise" and check_on_error(on_error)
-        return Terms(retries, worker, waits, timeout, on, progress, returns, journal, key, version)
+        return TaskOptions(
+            retries, worker, waits, timeout, on, progress, returns, journal, key, version
+        )
 
     def _call(
         self,
@@ -111,7 +113,7 @@ class Verbs(Hooks):
         kwds: Mapping[str, Any] | None,
         callback: Callable[[Any], object] | None,
         error_callback: Callable[[BaseException], object] | None,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> AsyncResult[Any]:
         if self._state is not PoolStates.RUN:
             self._check_running()
@@ -133,7 +135,7 @@ class Verbs(Hooks):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwds: dict[str, Any],
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         self._enter(job, 1)
         try:
@@ -149,7 +151,7 @@ class Verbs(Hooks):
         starred: bool,
         callback: Callable[[list[Any]], object] | None,
         error_callback: Callable[[BaseException], object] | None,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> MapResult[Any]:
         self._check_running()
         self._check_call(func, callback, error_callback)
@@ -185,7 +187,7 @@ class Verbs(Hooks):
         starred: bool,
         items: Sequence[Any],
         size: int,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         self._enter(job, -(-len(items) // size))
         if size == 1:
@@ -215,7 +217,7 @@ class Verbs(Hooks):
         iterable: Iterable[Any],
         chunksize: int,
         buffersize: int | None,
-        terms: Terms,
+        terms: TaskOptions,
         starred: bool = False,
     ) -> It:
         self._check_running()
@@ -273,19 +275,19 @@ class Verbs(Hooks):
                 pool._end(number, length, input_reader)
 
         input_reader = InputReader(iterable, size, flow, put, runs, fail, end, self.name)
-        self._feeders.add(input_reader)
+        self._input_readers.add(input_reader)
         if self._state is PoolStates.TERMINATE:
             flow.stop()  # since we entered the job; nobody else would
         try:
             input_reader.begin()
         except BaseException as exc:
-            self._feeders.discard(input_reader)
+            self._input_readers.discard(input_reader)
             self._give_up(job, exc)
             raise
         return results
 
     def _stream(
-        self, results: IMapIterator[Any], func: Any, gone: Callable[[], None], terms: Terms
+        self, results: IMapIterator[Any], func: Any, gone: Callable[[], None], terms: TaskOptions
     ) -> Stream:
         number = next(self._job_numbers)
         if terms.journal is None:
@@ -315,14 +317,14 @@ class Verbs(Hooks):
         return job
 
     @interruptible
-    def _open_journal(self, func: Any, terms: Terms) -> Any:
+    def _open_journal(self, func: Any, terms: TaskOptions) -> Any:
         from xpool._pools.journal import Journal
 
         if pending:
             deliver()
-        return Journal(terms.journal, func, terms.key, terms.version, self._workers_begin_with())
+        return Journal(terms.journal, func, terms.key, terms.version, self._inputs_of_workers())
 
-    def _workers_begin_with(self) -> dict[str, Any]:
+    def _inputs_of_workers(self) -> dict[str, Any]:
         """What results depend on besides the function and its items, by its name for people."""
         found: dict[str, Any] = {}
         if self.initializer is not None:
@@ -338,7 +340,7 @@ class Verbs(Hooks):
         return found
 
     def _map_recorded(
-        self, func: Any, iterable: Iterable[Any], terms: Terms, starred: bool
+        self, func: Any, iterable: Iterable[Any], terms: TaskOptions, starred: bool
     ) -> list[Any]:
         """As `map`, by way of an iterator whose results are written down."""
         items = list(iterable)
@@ -367,7 +369,7 @@ class Verbs(Hooks):
             torn = True
         if torn:
             # The engine's thread ends the pool, at the latest when something else wakes it.
-            self._torn = exc
+            self._bookkeeping_error = exc
             self._wake()
         if torn or not isinstance(exc, Exception) or by_handler(exc):
             raise exc
@@ -396,7 +398,7 @@ class Verbs(Hooks):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwds: dict[str, Any],
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         if pending:
             deliver()
@@ -410,7 +412,7 @@ class Verbs(Hooks):
         starred: bool,
         chunked: bool,
         chunks: Iterable[Any],
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         for i, chunk in enumerate(chunks):
             try:
@@ -441,7 +443,7 @@ class Verbs(Hooks):
         starred: bool,
         chunked: bool,
         chunk: Any,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> None:
         """As `_submit_each`, for a map that is a single task."""
         self._submit_each(job, func, starred, chunked, (chunk,), terms)
@@ -453,7 +455,7 @@ class Verbs(Hooks):
         starred: bool,
         chunked: bool,
         flow: FlowControl,
-        terms: Terms,
+        terms: TaskOptions,
     ) -> Callable[[int, Any], int]:
         """Return what the input reader calls with each task; it must not hold the pool.
 
