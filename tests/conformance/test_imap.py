@@ -11,6 +11,7 @@ import pytest
 from support import work
 from support.limits import WAIT
 
+import xpool
 from xpool.errors import TaskNotPicklable
 
 from .test_map import StopHere, failing
@@ -232,6 +233,32 @@ def test_calls_pass_a_stream_that_goes_on(process_kind, make_pool):
     assert pool.apply_async(work.square, (5,)).get(timeout=WAIT) == 25
     assert pool.map(work.square, range(100), chunksize=1) == [x * x for x in range(100)]
     assert next(naps) is None
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("terms", [{}, {"timeout": WAIT}, {"chunksize": 2}])
+def test_threads_run_a_call_before_items_drawn_ahead(terms):
+    """A call waits for the task that runs, not for those that a stream has drawn ahead."""
+    begun, go = threading.Event(), threading.Semaphore(0)
+    order = []
+
+    def item(i):
+        order.append(i)
+        begun.set()
+        assert go.acquire(timeout=WAIT)
+
+    with xpool.ThreadPool(1) as pool:
+        stream = pool.imap(item, range(40), **terms)
+        assert begun.wait(WAIT)
+        call = pool.apply_async(order.append, ("call",))
+        mapped = pool.map_async(order.append, ["map"])
+        for _ in range(40):
+            go.release()
+        call.get(WAIT)
+        mapped.get(WAIT)
+        assert list(stream) == [None] * 40
+    chunk = terms.get("chunksize", 1)
+    assert order == [*range(chunk), "call", "map", *range(chunk, 40)]
 
 
 def test_the_input_may_use_the_pool(pool):

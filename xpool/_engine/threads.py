@@ -12,6 +12,7 @@ the two.  What comes late of a job that was cancelled finds that job answered, a
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -55,10 +56,10 @@ class Source:
 
     ``func(*before, item)`` is to be called for each item, the first of which has index ``first``.
     They are a list, a tuple or a range, whose iterators run no Python code, so that no two threads
-    get the same.
+    get the same.  ``last``: after each task, a thread runs what waits of calls and maps.
     """
 
-    __slots__ = ("_before", "_func", "_items", "job")
+    __slots__ = ("_before", "_func", "_items", "job", "last")
 
     def __init__(
         self,
@@ -67,8 +68,9 @@ class Source:
         before: tuple[Any, ...],
         items: Sequence[Any],
         first: int = 0,
+        last: bool = False,
     ) -> None:
-        self.job = job
+        self.job, self.last = job, last
         self._func, self._before = func, before
         self._items: Iterator[tuple[int, Any]] = enumerate(items, first)
 
@@ -231,7 +233,7 @@ class ThreadWorkers:
                 if not me.left:
                     self._remove(me)
             if me.source is not None:
-                self.tasks.put(me.source)  # it has lived its life: another thread goes on
+                self._put_back(me.source)  # it has lived its life: another thread goes on
             if not me.left and not self._ending and self.failure is None:
                 self._replace()
             self.wake()
@@ -252,6 +254,7 @@ class ThreadWorkers:
     def _ends(self, me: _Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Return what a thread takes tasks with, and what it answers with."""
         jobs, tasks, answer = self._jobs, self.tasks, self._answer
+        first = tasks.first
         entries: dict[tuple[int, int], tuple[int, Entry]] = {}  # in hand, with their keys
 
         def get() -> Any:
@@ -260,10 +263,13 @@ class ThreadWorkers:
                 if len(self._threads) > self._size and self._goes(me):
                     return None
                 if me.source is not None:
-                    task = me.source.next()
-                    if task is not None:
-                        me.job = task[0]
-                        return task
+                    if me.source.last and first:
+                        self._put_back(me.source)
+                    else:
+                        task = me.source.next()
+                        if task is not None:
+                            me.job = task[0]
+                            return task
                     me.source = None
                 task = tasks.get()
                 if task is None:
@@ -371,24 +377,31 @@ class ThreadWorkers:
 
     def _spread(self, running: list[Source], more: int) -> None:
         """Let so many more threads take from each source, those that wait too."""
-        waiting = []
-        try:
-            while True:
-                waiting.append(self.tasks.get_nowait())
-        except IndexError:
-            pass  # these are all: what comes now comes behind them, or is run already
-        seen: set[int] = set()
-        for task, waits in [*((one, 0) for one in running), *((one, 1) for one in waiting)]:
-            fresh = type(task) is Source and id(task) not in seen
-            seen.add(id(task))
-            for _ in range(waits + more * fresh):
-                self.tasks.put(task)
+        tasks, seen = self.tasks, set[int]()
+        for last, waiting in (False, tasks.first), (True, tasks.last):
+            # What comes meanwhile comes behind these; threads take from them.
+            found = [(one, 0) for one in running if one.last is last]
+            with contextlib.suppress(IndexError):
+                for _ in range(len(waiting)):
+                    found.append((waiting.popleft(), 1))
+            for task, waits in found:
+                fresh = type(task) is Source and id(task) not in seen
+                seen.add(id(task))
+                for _ in range(waits + more * fresh):
+                    tasks.put(task, last)
+
+    def _put_back(self, source: Source) -> None:
+        """Let any thread go on with a source."""
+        if source.last:
+            self.tasks.put_back(source)  # before later items of the same stream
+        else:
+            self.tasks.put(source)
 
     def put(self, source: Source, tasks: int) -> None:
         """Let the threads take from a source; it has this number of tasks."""
         # A source of few tasks need not wake all threads.
         for _ in range(min(tasks, self._size)):
-            self.tasks.put(source)
+            self.tasks.put(source, source.last)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until there is something to look at."""
@@ -489,7 +502,7 @@ class ThreadWorkers:
         self._ending = True
         # One that is left to itself may just have come to wait for a task, as the others.
         for _ in range(max(self._size, len(self._threads)) + self._left):
-            self.tasks.put(None)
+            self.tasks.put(None, last=True)
 
     def terminate(self) -> None:
         """Drop what waits; the threads end after the task they are in."""

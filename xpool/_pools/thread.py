@@ -142,14 +142,17 @@ class ThreadPool(BasePool):
 
     def pool_inqueue_put(self, obj: Task | None) -> None:
         """Queue a task."""
-        if obj is not None:
-            # The hook carries no terms: they are the job's.
-            job = self._jobs.get(obj[0])
-            if job is not None and (job.terms.timeout is not None or job.terms.retries):
-                chunked = obj[2] in (each, star_each)
-                self._threads.tasks.put(Entry(obj, job.terms, chunked))
-                return
-        self._threads.tasks.put(obj)
+        if obj is None:
+            self._threads.tasks.put(None, last=True)
+            return
+        job = self._jobs.get(obj[0])
+        last = isinstance(job, Stream)  # calls and maps go before what a stream has drawn ahead
+        # The hook carries no terms: they are the job's.
+        if job is not None and (job.terms.timeout is not None or job.terms.retries):
+            entry = Entry(obj, job.terms, chunked=obj[2] in (each, star_each))
+            self._threads.tasks.put(entry, last)
+        else:
+            self._threads.tasks.put(obj, last)
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result."""
@@ -219,7 +222,7 @@ class ThreadPool(BasePool):
             call, before = applied(func, starred, chunked)
 
             def put_run(index: int, items: list[Any]) -> int:
-                threads.put(Source(job, call, before, items, index), len(items))
+                threads.put(Source(job, call, before, items, index, last=True), len(items))
                 return 0
 
             job.runs = Runs(lambda items: items, put_run)

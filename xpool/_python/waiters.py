@@ -100,18 +100,31 @@ class TaskQueue:
 
     Its stack and caches are warm.  With `queue.SimpleQueue` all take turns: a caller who waits for
     each answer would wake another thread each time.
+
+    ``first`` is taken before ``last``; each is in the order of its puts.
     """
 
     def __init__(self) -> None:
-        self._items: deque[Any] = deque()
+        self.first: deque[Any] = deque()
+        self.last: deque[Any] = deque()
         self._idle: list[Any] = []  # locks of the threads that wait
 
     @uninterrupted
-    def put(self, item: Any) -> None:
-        """Append an item."""
-        self._items.append(item)
+    def put(self, item: Any, last: bool = False) -> None:
+        """Append an item to ``first`` or ``last``."""
+        (self.last if last else self.first).append(item)
+        self._wake_one()
+
+    @uninterrupted
+    def put_back(self, item: Any) -> None:
+        """Put an item before all others of ``last``."""
+        self.last.appendleft(item)
+        self._wake_one()
+
+    @uninterrupted
+    def _wake_one(self) -> None:
         # A thread whose lock is taken out, but not opened, sleeps for good: so no signal handler
-        # may raise here, and nothing is called that is written in Python.
+        # may raise here.
         try:
             self._idle.pop().release()
         except IndexError:
@@ -119,20 +132,24 @@ class TaskQueue:
 
     def get(self) -> Any:
         """Take the next item; wait until there is one.  For threads that run no signal handlers."""
-        items, idle = self._items, self._idle
+        first, last, idle = self.first, self.last, self._idle
         lock: Any = None
         while True:
+            # Looked at by trying, since other threads take from them.
             try:
-                return items.popleft()
+                return first.popleft()
             except IndexError:
-                pass  # looked at by trying, since other threads take from it
+                try:
+                    return last.popleft()
+                except IndexError:
+                    pass
             if lock is None:
                 lock = threading.Lock()
                 lock.acquire()
             # Listed first, looked at then; `put` does it the other way round, so one of the two
             # sees the other.
             idle.append(lock)
-            if items:
+            if first or last:
                 try:
                     idle.remove(lock)
                     continue
@@ -146,4 +163,7 @@ class TaskQueue:
         Raises:
             IndexError: there is none.
         """
-        return self._items.popleft()
+        try:
+            return self.first.popleft()
+        except IndexError:
+            return self.last.popleft()
