@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool._calls.options import (
     Exceptions,
@@ -478,31 +478,27 @@ class Verbs(Hooks):
 
         return put
 
-    # -- what `BasePool` gives ---------------------------------------------------------------------
+    # -- what `BasePool` defines -------------------------------------------------------------------
 
-    def _check_running(self) -> None:
-        raise NotImplementedError
+    if TYPE_CHECKING:
 
-    def _wake(self) -> None:
-        raise NotImplementedError
+        def _check_running(self) -> None: ...
 
-    def _enter(self, job: Job, tasks: int) -> None:
-        raise NotImplementedError
+        def _wake(self) -> None: ...
 
-    def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
-        raise NotImplementedError
+        def _enter(self, job: Job, tasks: int) -> None: ...
 
-    def _record(self, number: int, index: int, ok: bool, value: Any) -> None:
-        raise NotImplementedError
+        def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None: ...
 
-    def _end(self, number: int, length: int, input_reader: InputReader) -> None:
-        raise NotImplementedError
+        def _record(self, number: int, index: int, ok: bool, value: Any) -> None: ...
 
-    def _complete(self, job: Job) -> None:
-        raise NotImplementedError
+        def _end(self, number: int, length: int, input_reader: InputReader) -> None: ...
 
-    def _fail_jobs(self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True) -> int:
-        raise NotImplementedError
+        def _complete(self, job: Job) -> None: ...
+
+        def _fail_jobs(
+            self, jobs: Iterable[Job], exc: BaseException, call_back: bool = True
+        ) -> int: ...
 
 
 def _task(
