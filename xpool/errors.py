@@ -32,15 +32,17 @@ no two callers add their frames to the same traceback.
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import signal
+from importlib import import_module
 from multiprocessing import TimeoutError
 from typing import TYPE_CHECKING, Any
 
+from xpool._python.base_error import XPoolError
+
 if TYPE_CHECKING:
-    from xpool.pool_errors import RemoteTraceback as RemoteTraceback
-    from xpool.pool_errors import ResultNotPicklable as ResultNotPicklable
+    from xpool._python.pool_errors import RemoteTraceback as RemoteTraceback
+    from xpool._python.pool_errors import ResultNotPicklable as ResultNotPicklable
 
 __all__ = [
     "DeviceError",
@@ -75,10 +77,6 @@ def exit_reason(exitcode: int | None) -> str:
         return f"killed by {signal.Signals(-exitcode).name}"
     except ValueError:
         return f"killed by signal {-exitcode}"
-
-
-class XPoolError(Exception):
-    """Base of everything that xpool itself raises."""
 
 
 class PoolClosed(XPoolError, ValueError):
@@ -324,6 +322,6 @@ def __getattr__(name: str) -> Any:
     if name in ("RemoteTraceback", "ResultNotPicklable"):
         # Their bases are in `multiprocessing.pool`, a tenth of what a worker would have to import
         # before its first task.
-        value = globals()[name] = getattr(importlib.import_module("xpool.pool_errors"), name)
+        value = globals()[name] = getattr(import_module("xpool._python.pool_errors"), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "xpool"
 
 # Lower first; a room may import from lower rows and, where no circle arises, from its own.
 ROWS = [
-    {"errors", "pool_errors", "_python"},
+    {"errors", "_python"},
     {"_calls", "_memory", "devices"},
     {"_wire", "_pickling"},
     {"pickle"},

@@ -87,7 +87,8 @@ BUSY = """
     if __name__ == "__main__":
         last = server.PATIENCE + 2
         with xpool.Pool(2, maxtasksperchild=1) as pool:
-            found = pool.starmap(has, [("xpool.pool_errors", i) for i in range(2 * last)], 1)
+            wanted = [("xpool._python.pool_errors", i) for i in range(2 * last)]
+            found = pool.starmap(has, wanted, 1)
         assert found[-1], found
 """
 

@@ -101,7 +101,7 @@ PRELOAD = ("xpool._worker.loop",)
 
 LATER = (
     "traceback",
-    "xpool.pool_errors",
+    "xpool._python.pool_errors",
     "xpool._worker.tracker",
     "dill",
     "xpool._pickling.tensors.handles",

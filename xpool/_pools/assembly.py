@@ -6,7 +6,7 @@ imports what a worker needs, the program imports the parent's side of it.
 
 from __future__ import annotations
 
-import xpool.pool_errors  # noqa: F401 - when a task has failed, no descriptor may be left for it
+import xpool._python.pool_errors  # noqa: F401 - when a task has failed, no descriptor may be left for it
 from xpool._engine.engine import Engine
 from xpool._engine.relay import Relay
 from xpool._engine.replacement import Recipe

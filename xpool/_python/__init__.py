@@ -2,5 +2,5 @@
 
 At-fork hooks, the shield against asynchronous exceptions, waiters, event loops, exits of processes,
 the fork server.  Used in programs, workers and fork servers alike.  Waiters block; the rest does
-not.  Imports `xpool.errors` at most.
+not.  Imports nothing of xpool.
 """

@@ -14,7 +14,7 @@ from types import TracebackType
 
 __all__ = ["prepare", "ready", "text_of"]
 
-_MODULES = ("traceback", "xpool.pool_errors")
+_MODULES = ("traceback", "xpool._python.pool_errors")
 
 _spare: int | None = None  # a descriptor; None: everything is imported
 _path: list[str] = []
