@@ -8,7 +8,6 @@
 #   make check      ruff, mypy, and the tests that start no process: about a minute
 #   make test-all   all tests there are: make test, make rest, make cores, Ray, real torch_xla and torch_tpu
 #   make rest       the exhaustive tests, which make test leaves out: more kinds, methods and faults
-#   make faults     tests/faults, whole: the fault matrix of docs/reliability.md
 #   make suites     the tests of joblib, loky and CPython over xpool's pools: ten minutes
 #   make cores      the core without torch, on every other Python from 3.10 on that is found here
 #   make nightly    many seeds, the slow tests, all of tests/conformance on a Ray cluster, mixed load
@@ -16,9 +15,6 @@
 #   make coverage   what make test runs of the package, in workers too; with floors
 #   make docs       the site, in docs/_build: Sphinx, with what pip needs for it in DOCS_VENV
 #   make dist       wheel and sdist, checked
-#   make notes      what the changelog says of TAG=v1.2.3, for the text of a release
-#   make soak       mixed load while workers are killed, for MINUTES=10
-#   make soak-ray   the same over the hosts of a Ray cluster, while hosts come and go
 #   make test-ray   pools over the hosts of a Ray cluster, which runs here: RAY_VENV
 #   make test-xla   real torch_xla on its CPU client: an environment of 7 GB in XLA_VENV
 #   make test-loader  torchdata's tests of its loader over ours: their source in TORCHDATA
@@ -32,7 +28,7 @@
 #   PYTHON   the interpreter to make the environment with; PYTHONS, those of make cores.
 #   VENV     the environment's folder; `make clean` removes it.
 #   JOBS     how many tests are run at a time: they wait more than they work.
-#   ARGS     more arguments, for pytest, ruff (lint) or the benchmark (bench).
+#   ARGS     more arguments, for pytest or the benchmark (bench).
 
 PYTHON ?= python3
 TORCH  ?= torch
@@ -70,12 +66,12 @@ ray_venv := $(call escaped,$(RAY_VENV))
 xla_venv := $(call escaped,$(XLA_VENV))
 tpu_site := $(call escaped,$(TPU_SITE))
 
-.PHONY: help run test check faults rest suites cores test-all nightly coverage soak soak-ray test-ray test-xla test-tpu test-loader lint core \
-	bench dist notes docs docs-states clean
+.PHONY: help run test check rest suites cores test-all nightly coverage test-ray test-xla test-tpu \
+	test-loader core bench dist docs clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
-	@echo "More: make lint, core, bench, docs-states, clean"
+	@echo "More: make core, bench, clean"
 
 run: $(venv)/.run
 	"$(VENV)/bin/python" examples/tour.py $(ARGS)
@@ -83,11 +79,12 @@ run: $(venv)/.run
 test: $(venv)/.test
 	$(PYTEST) $(ARGS)
 
-check: lint
+check: $(venv)/.lint
+	"$(VENV)/bin/python" -m ruff check
+	"$(VENV)/bin/python" -m ruff format --check
+	"$(VENV)/bin/python" -m mypy
+	"$(VENV)/bin/python" -m codespell_lib
 	$(PYTEST) -m pure $(ARGS)
-
-faults: $(venv)/.test
-	$(PYTEST) --all tests/faults $(ARGS)
 
 rest: $(venv)/.test
 	$(PYTEST) --all -m exhaustive $(ARGS)
@@ -125,8 +122,9 @@ nightly: $(venv)/.test
 		$(PYTEST) --all $(ARGS)
 	$(MAKE) suites
 	$(MAKE) test-ray OVER_HOSTS="--all tests/conformance"
-	$(MAKE) soak
-	$(MAKE) soak-ray
+	"$(VENV)/bin/python" -m bench.soak --minutes $(MINUTES)
+	$(call PIP,$(RAY_VENV)) $(TORCH)
+	"$(RAY_VENV)/bin/python" -m bench.soak_hosts --minutes $(MINUTES)
 	$(MAKE) bench ARGS=
 
 # Of all processes.  What has no clock, threads or system calls has no excuse.
@@ -137,13 +135,6 @@ coverage: $(venv)/.test
 	"$(VENV)/bin/python" -m coverage combine --quiet
 	"$(VENV)/bin/python" -m coverage report
 	"$(VENV)/bin/python" -m coverage report --include="xpool/_engine/jobs/*" --fail-under=$(FLOOR)
-
-soak: $(venv)/.test
-	"$(VENV)/bin/python" -m bench.soak --minutes $(MINUTES) $(ARGS)
-
-soak-ray: $(ray_venv)/.ray
-	$(call PIP,$(RAY_VENV)) $(TORCH)
-	"$(RAY_VENV)/bin/python" -m bench.soak_hosts --minutes $(MINUTES) $(ARGS)
 
 # One cluster of two hosts for all of them: one test at a time.  XPOOL_TEST_AGAINST=ray has what is
 # promised of each kind of pool tried over hosts: these files here, all by make nightly.
@@ -169,12 +160,6 @@ test-loader: $(venv)/.test
 	XPOOL_TORCHDATA="$(TORCHDATA)" XPOOL_TEST_TIMEOUT=3600 \
 		"$(VENV)/bin/python" -m pytest --all tests/ecosystem/test_torchdata.py $(ARGS)
 
-lint: $(venv)/.lint
-	"$(VENV)/bin/python" -m ruff check
-	"$(VENV)/bin/python" -m ruff format --check
-	"$(VENV)/bin/python" -m mypy
-	"$(VENV)/bin/python" -m codespell_lib
-
 # The core's tests, installed from a built wheel, where neither torch nor numpy exists.
 core: $(CORE_VENV)/.core
 	$(call PIP,$(CORE_VENV)) --no-deps --no-build-isolation --force-reinstall .
@@ -195,12 +180,6 @@ dist: $(DIST_VENV)/.dist
 	"$(DIST_VENV)/bin/python" -m build --outdir dist
 	"$(DIST_VENV)/bin/python" -m twine check --strict dist/*
 	"$(DIST_VENV)/bin/check-wheel-contents" dist/*.whl
-
-notes:
-	@"$(PYTHON)" tests/support/release_notes.py "$(TAG)"
-
-docs-states: $(venv)/.run
-	"$(VENV)/bin/python" -m xpool._engine.jobs.states > docs/dev/states.md
 
 clean:
 	rm -rf "$(VENV)" .venv-core .venv-bench "$(DIST_VENV)" "$(DOCS_VENV)" "$(RAY_VENV)" "$(XLA_VENV)" \

@@ -24,7 +24,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "dev" / "states.md"
 
 
 def test_the_page_is_made_from_the_tables():
-    """docs/dev/states.md is what `make docs-states` writes."""
+    """docs/dev/states.md is what `python -m xpool._engine.jobs.states` prints."""
     assert PAGE.read_text(encoding="utf-8") == states.document()
 
 

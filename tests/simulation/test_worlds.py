@@ -17,7 +17,7 @@ from .scheduler import SchedulerWorld
 from .seeds import SimulationFailed, World, search
 
 DEEP = int(os.environ.get("XPOOL_TEST_DEEP", "1"))
-"""How many times the usual number of histories to run; `make soak` runs many."""
+"""How many times the usual number of histories to run; `make nightly` runs many."""
 
 HISTORIES = {"scheduler": 2_000, "engine": 600, "hosts": 400}
 
