@@ -154,7 +154,7 @@ test-tpu: $(venv)/.test $(tpu_site)/.tpu
 
 # No package has torchdata's tests.  Where their source cannot be had, they are skipped, with a word.
 test-loader: $(venv)/.test
-	$(call PIP,$(VENV)) parameterized
+	$(call PIP,$(VENV)) parameterized expecttest
 	test -d "$(TORCHDATA)" || git clone --quiet --depth 1 --branch v0.11.0 \
 		https://github.com/pytorch/data "$(TORCHDATA)" || true
 	XPOOL_TORCHDATA="$(TORCHDATA)" XPOOL_TEST_TIMEOUT=3600 \

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(os.environ.get("XPOOL_TORCHDATA") or ".torchdata") / "test" / "stateful_dataloader"
-MISSING = [name for name in ("torch", "parameterized") if not importlib.util.find_spec(name)]
+NEEDED = ("torch", "parameterized", "expecttest")  # the last by torch's own helpers for tests
+MISSING = [name for name in NEEDED if not importlib.util.find_spec(name)]
 FILES = ("test_state_dict.py", "test_dataloader.py")
 
 pytestmark = [
@@ -32,6 +33,11 @@ pytestmark = [
 # These may pass by chance.
 BINDS = "expects batch i of worker i modulo n; here any worker that is idle makes it"
 
+DEATH = (
+    "makes the error anew of its message alone, as a RuntimeError; a death is `WorkerDied` here, "
+    "which has the process, the signal and the batch as fields"
+)
+
 EXCLUDED: dict[str, str] = {
     # Tests that cannot pass, and why.  Each must go on failing: one that passes has to leave.
     "TestNumWorkersMismatch_shard3.test_num_workers_mismatch": (
@@ -40,6 +46,8 @@ EXCLUDED: dict[str, str] = {
     "TestDataLoader.test_get_worker_info": "reads the iterator's _workers, which are processes",
     "TestDataLoader.test_iterable_style_dataset": "reads the iterator's _workers",
     "TestDataLoader.test_partial_workers": "reads the iterator's _workers",
+    "TestDataLoader.test_segfault": DEATH,
+    "TestDataLoaderPersistentWorkers.test_segfault": DEATH,
     "TestDataLoaderPersistentWorkers.test_partial_workers": "reads the iterator's _workers",
     "TestDataLoaderPersistentWorkers.test_get_worker_info": "reads the iterator's _workers",
     "TestDataLoaderPersistentWorkers.test_iterable_style_dataset": "reads the iterator's _workers",
