@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import concurrent.futures.process
+import gc
 import importlib
 import importlib.util
 import os
@@ -126,6 +127,20 @@ class LookedInto(Executor):
 LookedInto.__name__ = "Executor"  # the name by which their scripts import it
 
 
+class Outcomes(Told):
+    """Tells the outcomes; ends the executors that a test left in a circle of references.
+
+    A test that fails before it shuts its executor down leaves it to the traceback.  Its spawned
+    workers would hold the pipe of multiprocessing's resource tracker, for whose end the cleanup of
+    a module of theirs waits.
+    """
+
+    def stopTest(self, test: Any) -> None:
+        """Collect what the test left."""
+        super().stopTest(test)
+        gc.collect()
+
+
 def over_processes(method: str) -> dict[str, type[unittest.TestCase]]:
     """Return their classes for processes that start so, with executors of ours."""
     home = importlib.import_module(HOME)
@@ -193,7 +208,7 @@ def main(names: list[str]) -> None:
             suite.addTests(unittest.defaultTestLoader.loadTestsFromTestCase(cls))
         elif hasattr(cls, test):
             suite.addTest(cls(test))
-    suite.run(Told())
+    suite.run(Outcomes())
 
 
 if __name__ == "__main__":
