@@ -361,6 +361,24 @@ def test_programs_that_begin_a_journal_at_once(tmp_path):
         assert all("is the journal of support.work." in text for text in other)
 
 
+def test_a_journal_waits_for_another_that_begins(tmp_path, monkeypatch):
+    """SQLite refuses one of two that change a new file's mode at once: that one tries again."""
+    refusals = iter(["database is locked"] * 2)
+
+    class Refusing(sqlite3.Connection):
+        def execute(self, sql, *args):
+            if "WAL" in sql:
+                for text in refusals:
+                    raise sqlite3.OperationalError(text)
+            return super().execute(sql, *args)
+
+    connect = functools.partial(sqlite3.connect, factory=Refusing)
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with ThreadPool(1) as pool:
+        assert pool.map(work.square, [3], journal=tmp_path / "new") == [9]
+    assert next(refusals, None) is None
+
+
 def test_special_names_of_sqlite_are_files(tmp_path, monkeypatch):
     """A path that SQLite takes for a database without a file is one like any other."""
     monkeypatch.chdir(tmp_path)

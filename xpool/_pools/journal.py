@@ -14,8 +14,10 @@ import hashlib
 import json
 import os
 import queue
+import random
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,7 +173,7 @@ class Journal:
             self._check_kind()
         # Commits wait for no disk: a crash of the program loses none of them, one of the machine
         # maybe the last (sqlite.org/pragma.html#pragma_synchronous).
-        base.execute("PRAGMA journal_mode=WAL")
+        self._use_wal()
         base.execute("PRAGMA synchronous=NORMAL")
         # At once for writing: of two programs that begin it, one finds what the other has made.
         with self._transaction():
@@ -184,6 +186,19 @@ class Journal:
             said = _digest(parts) if version is None else str(version)
             base.execute("INSERT INTO function VALUES (?, ?)", (self._name, said))
             self._add_parts(parts, False)
+
+    def _use_wal(self) -> None:
+        # Of two programs that change the mode of a new file at once, SQLite refuses one without
+        # waiting for `timeout`: each reads the file and waits for the other to stop reading it.
+        until = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                self._base.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as exc:
+                if "locked" not in str(exc) or time.monotonic() >= until:
+                    raise
+            time.sleep(random.uniform(0.001, 0.01))
 
     def _check_kind(self) -> bool:
         """Whether it is a journal already, not a new file; anything else is refused."""

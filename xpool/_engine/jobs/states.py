@@ -172,7 +172,7 @@ def document() -> str:
     return "\n\n".join(
         [
             "# States",
-            "Made from the tables in `xpool/_engine/jobs/states.py` by `python -m xpool._engine.jobs.states`.",
+            "Printed by `python -m xpool._engine.jobs.states`, from the tables there.",
             _markdown("A pool", POOL),
             _markdown("A worker's slot", WORKER),
             "",
