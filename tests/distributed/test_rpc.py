@@ -31,7 +31,7 @@ from xpool.distributed import (
     get_world,
     is_world_initialized,
 )
-from xpool.errors import OptionError, RemoteTraceback, TaskNotPicklable
+from xpool.errors import OptionError, RemoteTraceback, ResultNotPicklable, TaskNotPicklable
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
@@ -104,19 +104,16 @@ def errors(world: World) -> None:
         with pytest.raises(ValueError, match="invalid literal") as error:
             group.remote("w1", int, args=("x",)).to_here()
         assert "Traceback" in str(error.value)
-        for raised in (
-            group.remote("w1", fail).to_here,
-            group.remote("w1", Counter).rpc_sync().fail,
-        ):
-            with pytest.raises(RuntimeError, match="of its own") as error:
-                raised()
-            assert type(error.value) is RuntimeError and error.value.__cause__ is None
+        with pytest.raises(RuntimeError, match="of its own") as error:
+            group.remote("w1", fail).to_here()
+        assert type(error.value) is RuntimeError and error.value.__cause__ is None
+        with pytest.raises(RuntimeError, match="^of its own$") as error:
+            group.remote("w1", Counter).rpc_sync().fail()
+        assert isinstance(error.value.__cause__, RemoteTraceback)
         with pytest.raises(GroupError, match=r"SystemExit\(3\)"):
             group.rpc_sync("w1", leave)
         with pytest.raises(TaskNotPicklable, match="a thread's lock"):
             group.rpc_sync("w1", abs, args=(threading.Lock(),))
-        with pytest.raises(RuntimeError, match="pickle"):
-            group.rpc_sync("w1", threading.Lock)
         assert group.rpc_sync("w1", abs, args=(-1,)) == 1
     group.barrier()
 
@@ -459,3 +456,68 @@ def divmod_of(a: Any, b: Any, c: Any) -> tuple[int, int, int]:
 def test_arguments_that_torch_cannot_pickle(ranks: Ranks):
     """They go by value, references among them by torch; a lock is refused by name."""
     ranks.good_world(2, unusual_arguments)
+
+
+class Locked:
+    """Has a lock, which nothing can pickle."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return "<a Locked>"
+
+    def itself(self) -> Locked:
+        return self
+
+    def square(self) -> Any:
+        return lambda x: x * x
+
+
+class Hopeless(Exception):
+    """Its class has a ``__reduce__`` that raises."""
+
+    def __reduce__(self) -> Any:
+        raise ValueError("is not pickled")
+
+
+def raise_hopeless() -> None:
+    raise Hopeless(Locked())
+
+
+def unusual_results(world: World) -> None:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    if world.rank == 1:
+        group.register("locked", Locked)
+        group.pair("value", Locked())
+    group.barrier()
+    if world.rank == 0:
+        there = group.remote("w1", Locked)
+        for what, call in (
+            ("Locked", lambda: group.rpc_sync("w1", Locked)),
+            ("Locked", lambda: group.rpc_async("w1", Locked).wait()),
+            ("service 'locked'", lambda: group.registered_sync("locked")),
+            ("a reference", there.to_here),
+            ("a reference", group.get_paired("value").to_here),
+            ("method itself", there.rpc_sync().itself),
+            ("method itself", lambda: there.rpc_async().itself().wait()),
+            ("a reference", lambda: there.remote().itself().to_here()),
+        ):
+            with pytest.raises(ResultNotPicklable, match=f"<a Locked> of {what}") as error:
+                call()
+            assert "lock" in error.value.exc
+        with pytest.raises(Hopeless) as raised:  # without the lock
+            group.rpc_sync("w1", raise_hopeless)
+        assert raised.value.args == ("<a Locked>",)
+        made = group.rpc_sync("w1", lambda: {"square": lambda x: x * x, "tensor": torch.ones(2)})
+        assert made["square"](3) == 9 and made["tensor"].tolist() == [1, 1]
+        assert there.rpc_sync().square()(4) == 16
+        assert group.remote("w1", lambda: lambda x: -x).to_here()(5) == -5
+        both = group.rpc_sync("w1", lambda: [torch.arange(3), {"two": torch.ones(1)}])
+        assert both[0].tolist() == [0, 1, 2] and both[1]["two"].item() == 1
+    group.barrier()
+
+
+def test_results_that_torch_cannot_pickle(ranks: Ranks):
+    """They go by value; one that cannot is refused with the names of function and object."""
+    ranks.good_world(2, unusual_results)

@@ -8,7 +8,9 @@ from pickle import PicklingError
 from types import FunctionType
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.distributed import rpc
+from torch.distributed.rpc.internal import deserialize, serialize
 from torch.futures import Future
 
 from xpool._pickling.by_value.names import goes_by_name
@@ -16,10 +18,13 @@ from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
 from xpool.distributed.faults import connection_lost, first_line
 from xpool.distributed.rendezvous import check_timeout
-from xpool.errors import RemoteTraceback
+from xpool.errors import RemoteTraceback, ResultNotPicklable, TaskNotPicklable
 from xpool.pickle import decode, dumps, encode_exception, loads
 
-__all__ = ["DIED", "Raised", "call", "portable", "raised", "send", "settle", "transport_error"]
+__all__ = [
+    "DIED", "Raised", "call", "portable", "raised", "send", "sendable", "settle",
+    "transport_error",
+]  # fmt: skip
 
 
 T = TypeVar("T")
@@ -52,12 +57,56 @@ def raised(exc: BaseException) -> Raised:
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the callee runs."""
+    """Call a function for another process, and return what torch can send: a result or `Raised`."""
     try:
-        return portable(func(*args, **kwargs))
+        value = func(*args, **kwargs)
+        return sendable(getattr(func, "__qualname__", repr(func)), value)
     except BaseException as exc:
         # SystemExit and the like too: `Raised.error` wraps them for the caller.
         return raised(exc)
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
+
+
+def sendable(what: str, value: Any) -> Any:
+    """Return a form of a result that torch can send; ``what`` names the function or service.
+
+    The result is pickled here, in the function's thread: where torch's own pickling of an answer
+    fails, the caller gets a text without the function and the object.
+
+    Raises:
+        ResultNotPicklable: the result can be sent neither by torch nor by value.
+    """
+    value = portable(value)
+    if type(value) in _PLAIN or isinstance(value, (_Pickled, _ByValue)):
+        return value
+    try:
+        return _Pickled(value)
+    except Exception:  # whatever the object's own code raises
+        try:
+            return _ByValue(value)
+        except Exception as exc:
+            reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
+            raise ResultNotPicklable(reason or exc, f"{_short_repr(value)} of {what}") from None
+
+
+def _short_repr(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as exc:
+        text = f"<{type(value).__name__}, whose repr raised {exc!r}>"
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+class _Pickled:
+    """A result that torch's pickler has pickled: the pickle, and the tensors beside it."""
+
+    def __init__(self, value: Any) -> None:
+        self._parts = serialize(value)
+
+    def __reduce__(self) -> Any:
+        return deserialize, self._parts
 
 
 class _ByValue:
@@ -108,13 +157,18 @@ def call(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
     timeout: float = -1,
+    *,
+    what: str | None = None,
 ) -> Future[Any]:
     """Have ``func`` run in the process named ``to``; the future raises what it raised.
 
     ``timeout`` is in seconds, as torch has it: 0 is none, -1 is the world's ``rpc_timeout``.
+    ``what`` names the call in errors; None takes the function's name.
 
     Raises:
         TaskNotPicklable: the function or an argument cannot be sent.
+
+    The future raises `ResultNotPicklable` for a result that cannot be sent back.
     """
     # A rank that is known to be lost costs no call, and the error says what became of it.
     the_world().peers.check(to)
@@ -122,12 +176,12 @@ def call(
     outer: Future[Any] = Future()
 
     # torch takes this one object for the arguments of `run`; it pickles here, in the caller.
-    def start(*what: Any) -> Future[Any]:
-        future: Future[Any] = rpc.rpc_async(to, run, args=what, timeout=timeout)
+    def start(*parts: Any) -> Future[Any]:
+        future: Future[Any] = rpc.rpc_async(to, run, args=parts, timeout=timeout)
         return future
 
     inner = send(start, func, args, kwargs)
-    inner.add_done_callback(lambda done: settle(outer, done, to, func, timeout))
+    inner.add_done_callback(lambda done: settle(outer, done, to, what or func, timeout))
     return outer
 
 

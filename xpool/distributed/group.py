@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.distributed import rpc
 from torch.futures import Future
 
-from xpool.distributed.calls import call, send
+from xpool.distributed.calls import call, send, sendable
 from xpool.distributed.current import get_cur_name, get_world, the_world
 from xpool.distributed.errors import GroupError, GroupKeyError, NotAMember
 from xpool.distributed.peers import meet
@@ -41,6 +41,8 @@ class RpcGroup:
         PeerLost: the process has died, before or during the call.
         GroupTimeout: there was no answer within the timeout.
         TaskNotPicklable: the function or an argument cannot be sent.
+        ResultNotPicklable: the function has run, and its result cannot be sent back; the message
+            names both. A result that torch cannot pickle travels by value, as arguments do.
     """
 
     def __init__(self, group_name: str, group_members: Sequence[str]) -> None:
@@ -166,7 +168,9 @@ class RpcGroup:
     ) -> Future[Any]:
         """As `registered_sync`, and return a future; an unknown key still raises at once."""
         holder = self._must_hold("service", key)
-        return call(holder, _serve, (self.group_name, key, args, kwargs or {}), None, timeout)
+        return call(
+            holder, _serve_and_send, (self.group_name, key, args, kwargs or {}), None, timeout
+        )
 
     def registered_remote(
         self,
@@ -359,6 +363,12 @@ def _offered(group_name: str, kind: Kind, key: Any) -> Any:
 
 def _serve(group_name: str, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _offered(group_name, "service", key)(*args, **kwargs)
+
+
+def _serve_and_send(
+    group_name: str, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return sendable(f"service {key!r}", _serve(group_name, key, args, kwargs))
 
 
 # -- what runs in the first member --------------------------------------------------------------

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch.futures import Future
-
-from xpool.distributed.calls import transport_error
+from xpool.distributed.calls import call, sendable, transport_error
+from xpool.distributed.errors import GroupError
 from xpool.distributed.rendezvous import check_timeout
 
 __all__ = ["RRef"]
@@ -27,8 +26,10 @@ class RRef:
     All calls raise:
         PeerLost: the process with the value has died.
         GroupTimeout: there was no answer within the timeout.
-        Exception: what the function or method raised, of its class where that takes one text:
-            torch makes it anew, with the remote traceback in its message.
+        ResultNotPicklable: the value, or the method's result, cannot be sent.
+        Exception: what a method raised, as it was. What the function that made the value raised is
+            of its class where that takes one text: torch makes it anew, with the remote traceback
+            in its message.
     """
 
     def __init__(self, rref: Any) -> None:
@@ -36,8 +37,15 @@ class RRef:
 
     def to_here(self, timeout: float = -1) -> Any:
         """Fetch a copy of the value."""
-        with self._explained("to_here", timeout):
-            return self._rref.to_here(timeout)
+        try:
+            with self._explained("to_here", timeout):
+                return self._rref.to_here(timeout)
+        except GroupError as exc:
+            if type(exc) is not GroupError:
+                raise
+        # torch could not pickle the value: it travels by value, or the error names it.
+        owner = self._rref.owner_name()
+        return call(owner, _value_of, (self._rref,), None, timeout, what="to_here").wait()
 
     def rpc_sync(self, timeout: float = -1) -> Any:
         """Return a stand-in whose methods are called where the value is; they return results."""
@@ -85,22 +93,21 @@ class _Methods:
         return partial(self._call, name)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        with self._rref._explained(name, self._timeout):
-            calls = getattr(self._rref._rref, self._how)(self._timeout)
-            result = getattr(calls, name)(*args, **kwargs)
+        rref = self._rref._rref
         if self._how == "remote":
-            return RRef(result)
-        return self._explained_future(name, result) if self._how == "rpc_async" else result
+            with self._rref._explained(name, self._timeout):
+                return RRef(getattr(rref.remote(self._timeout), name)(*args, **kwargs))
+        future = call(rref.owner_name(), _invoke, (rref, name, args, kwargs), timeout=self._timeout)
+        return future if self._how == "rpc_async" else future.wait()
 
-    def _explained_future(self, name: str, inner: Future[Any]) -> Future[Any]:
-        outer: Future[Any] = Future()
 
-        def settle(done: Future[Any]) -> None:
-            try:
-                with self._rref._explained(name, self._timeout):
-                    outer.set_result(done.value())
-            except Exception as exc:
-                outer.set_exception(exc)
+def _value_of(rref: Any) -> Any:
+    return sendable("a reference", rref.local_value())
 
-        inner.add_done_callback(settle)
-        return outer
+
+def _invoke(rref: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    method = getattr(rref.local_value(), name)
+    result = method(*args, **kwargs)
+    if hasattr(method, "_wrapped_async_rpc_function"):  # of `rpc.functions.async_execution`
+        result = result.wait()
+    return sendable(f"method {name}", result)
