@@ -223,6 +223,34 @@ def test_bad_tensors(ranks: Ranks):
     assert ranks.good_world(2, bad_tensors) == [2, 2]
 
 
+def different_sizes(rank: int, address: str, operation: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+        torch.distributed.set_debug_level_from_env()
+        world = World(f"w{rank}", rank, 2, dist_init_method=address)
+        tensor = torch.zeros(2 + rank)
+        with pytest.raises(RuntimeError) as error:
+            if operation == "broadcast":
+                world.group.broadcast(tensor, 0)
+            elif operation == "all_reduce":
+                world.group.all_reduce(tensor)
+            elif operation == "scatter":
+                world.group.scatter(tensor, None if rank else [tensor.clone()] * 2, 0)
+            else:
+                world.group.gather(tensor, None if rank else [tensor.clone()] * 2, 0)
+        world.stop()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("operation", ["broadcast", *also("all_reduce", "scatter", "gather")])
+def test_torch_names_different_sizes(ranks: Ranks, operation: str):
+    """torch's own check, which docs/distributed.md advises, works in groups of a world."""
+    for text in ranks.run(2, different_sizes, ranks.address(), operation):
+        assert isinstance(text, str), text
+        assert "Detected mismatch between collectives" in text
+        assert "TensorShape=[2]" in text and "TensorShape=[3]" in text
+
+
 def sizes(world: World) -> int:
     total = torch.tensor(1)
     world.create_collective_group(world.get_ranks()).all_reduce(total)

@@ -39,9 +39,10 @@ class CollectiveGroup:
     The methods are those of ``torch.distributed``, with its arguments; ranks are those of the
     world. ``async_op=True`` returns a `Pending` instead of waiting. Complex tensors are sent as
     pairs of reals; only sums and means reduce them. All members must call the same operations in
-    the same order; tensors are to be contiguous, of one shape and dtype in all members. That is not
-    checked: gloo ends the process (SIGABRT) of a member whose tensor is smaller than what comes,
-    and fills only the beginning of one that is larger (`broadcast`, `recv`).
+    the same order, with contiguous tensors of one shape and dtype. That is not checked. With gloo,
+    a tensor that is larger than the sender's is filled in part without an error (`broadcast`,
+    `recv`, `scatter`, `gather`), and a smaller one ends its process (SIGABRT). Set
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` in all processes to have torch refuse such collectives.
 
     All raise:
         NotAMember: this process is not in the group.
