@@ -22,9 +22,13 @@ from xpool.errors import PoolClosed
 VERBS = ["map", "starmap", "map_async", "starmap_async", "imap", "imap_unordered"]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def tqdm_is_warm():
-    """The first bar makes a lock and a thread that the program keeps; no test is charged."""
+    """The first bar makes a lock and a thread that the program keeps; no test is charged.
+
+    Of the session, so it comes before what the leak guard knows of the module: from Python 3.14 on,
+    the semaphore of the lock keeps its name.
+    """
     if importlib.util.find_spec("tqdm"):
         importlib.import_module("tqdm").tqdm(range(0), file=io.StringIO()).close()
 
