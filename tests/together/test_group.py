@@ -22,8 +22,7 @@ from xpool.distributed import get_world
 
 pytestmark = [pytest.mark.torch, pytest.mark.xpool_only]
 
-SECONDS = 20.0  # far below the group's timeout, far above what a loaded machine needs
-TIMEOUT = 300
+TIMEOUT = 3600  # seconds: far above the limit of a test, so no operation ends by it
 
 
 def total(value: float = 1.0) -> float:
@@ -72,12 +71,11 @@ def test_context_pools(make_pool):
 @pytest.mark.parametrize("by_torch", [False, True], ids=["group", "torch"])
 @pytest.mark.parametrize("how", ["die", "raise"])
 def test_a_failure_ends_what_is_pending(make_pool, how, by_torch):
-    """Within seconds, with the failed worker's error; the others live on, in a new group."""
+    """Not at its timeout, with the failed worker's error; the others live on, in a new group."""
     pool = make_pool(P2PPool, 4)
     group = pool.create_group(timeout=TIMEOUT)
     for turn in range(1, 4):
         pids = pool.run_all(work.pid)
-        begin = time.monotonic()
         if how == "die":
             with pytest.raises(WorkerDied) as caught:
                 pool.run_all(fails, how, by_torch)
@@ -85,7 +83,6 @@ def test_a_failure_ends_what_is_pending(make_pool, how, by_torch):
         else:
             with pytest.raises(KeyError, match="of worker 1"):
                 pool.run_all(fails, how, by_torch)
-        assert time.monotonic() - begin < SECONDS
         assert group.broken
         assert group.generation == turn
         assert pool.run_all(total) == [10.0] * 4
@@ -94,6 +91,29 @@ def test_a_failure_ends_what_is_pending(make_pool, how, by_torch):
         after = pool.run_all(work.pid)
         if not by_torch:  # else one may have to be killed in torch's code
             assert [pids[i] == after[i] for i in (0, 2, 3)] == [True] * 3
+
+
+class PickledLate(KeyError):
+    """An error that leaves its worker later than the others notice that this one has failed."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(1.5)  # as of a large error, or of a worker that gets no processor
+        return super().__reduce__()
+
+
+def fails_late() -> Any:
+    if current_worker().index == 1:
+        raise PickledLate("of worker 1")
+    return total()
+
+
+def test_the_cause_comes_last(make_pool):
+    """The others' `PeerLost` comes first, and gives way to the error that it follows from."""
+    pool = make_pool(P2PPool, 3)
+    pool.create_group(timeout=TIMEOUT)
+    with pytest.raises(PickledLate, match="of worker 1"):
+        pool.run_all(fails_late)
+    assert pool.run_all(total) == [6.0] * 3
 
 
 def test_a_death_between_calls(make_pool):

@@ -30,9 +30,13 @@ __all__ = ["AllWorkers", "limit_of"]
 
 T = TypeVar("T")
 
-HINDSIGHT = 1.0
-"""Seconds that an error which only follows from another worker's (`PeerLost`) waits for that."""
+CAUSE_SECONDS = 30.0
+"""Longest wait for the error or death that a `PeerLost` follows from.  That one comes later where
+its worker still pickles it, or gets no processor."""
 
+LEAVE_SECONDS = 5.0
+"""Longest wait for the other members of a group to end by themselves after one has failed: its
+connections are closed, which ends their operations.  Who does not is interrupted."""
 
 STOPPING = 5.0
 """Seconds that the other workers have to leave a call that has failed; the engine kills those that
@@ -85,7 +89,7 @@ class AllWorkers(BasePool):
         with self._order:
             wrapped = group.wrap(func)
         try:
-            return self._run_on_all(wrapped, args, timeout, label(func), HINDSIGHT)
+            return self._run_on_all(wrapped, args, timeout, label(func), LEAVE_SECONDS)
         except BaseException:
             group.note_failure()
             raise
@@ -266,7 +270,7 @@ class AllWorkersResult(Job):
 
     def _explanation(self) -> BaseException:
         """The first error that does not follow from another, which may be the later one to come."""
-        until = time.monotonic() + HINDSIGHT
+        until = time.monotonic() + CAUSE_SECONDS
         known: dict[int, BaseException] = {}
         while True:
             for worker, error in self._new_errors(known):
