@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import tracemalloc
 
 import pytest
@@ -306,7 +307,6 @@ def test_a_task_that_moves_its_own_clock(make_pool):
 def scribble_and_wait(word: int, value: int) -> None:
     """Store a number in the page, and wait for ever."""
     import gc
-    import threading
 
     (box,) = (obj for obj in gc.get_objects() if isinstance(obj, Outbox))
     box.words[word] = value
@@ -373,7 +373,6 @@ def test_junk_where_the_fork_server_reports(make_pool, junk):
 def write_to_the_status(junk: bytes) -> None:
     """Write to the socket on which the fork server reports, of which each worker has a copy."""
     import socket
-    import threading
     from multiprocessing.resource_tracker import _resource_tracker
 
     with socket.socket(fileno=os.dup(_resource_tracker._parent)) as sock:  # type: ignore[attr-defined]
@@ -391,23 +390,37 @@ def test_an_answer_opens_no_files():
         frame.adopt(message)
 
 
-def test_part_of_a_message_after_the_answer(make_pool):
+@pytest.mark.parametrize("verb", ["apply", "map"])
+@pytest.mark.parametrize("receiver", ["caller", "engine"])
+def test_part_of_a_message_after_the_answer(make_pool, tmp_path, receiver, verb):
     """What a task's thread writes when all is answered costs no later task its answer."""
     pool = make_pool(Pool, 1)
-    pool.apply(write_later)
+    pool.apply(abs, (-1,))  # a worker that is ready is idle: the caller of `apply` receives from it
+    written = tmp_path / "written"
+    if receiver == "caller":
+        pool.apply(write_later, (str(written),))
+        eventually(written.exists, "the task's thread has written")
+    else:  # the engine's thread hears it
+        pool.apply_async(write_later, (str(written),)).get(WAIT)
+        eventually(lambda: pool.statistics()["deaths"] == 1, "the worker is ended")
+    # In a thread of its own: if the answer were lost, `apply` would wait for ever.
+    later: list[object] = []
+    call = {"apply": lambda: pool.apply(abs, (-3,)), "map": lambda: pool.map(abs, [-3], 1)}[verb]
+    caller = threading.Thread(target=lambda: later.append(call()), daemon=True)
+    caller.start()
+    eventually(lambda: bool(later), "the next task is answered")
+    assert later == [3 if verb == "apply" else [3]]
     eventually(lambda: pool.statistics()["deaths"] == 1, "the worker is replaced")
-    assert pool.map(abs, range(4), 1) == list(range(4))
 
 
-def write_later() -> None:
-    """Write part of a message when the parent has the answer."""
-    import threading
-
+def write_later(written: str) -> None:
+    """Write part of a message when the parent has the answer, then make a file."""
     fd = pipe_to_the_parent()
 
     def write() -> None:
         threading.Event().wait(0.3)  # the answer goes first
         os.write(fd, TO_PARENT.pack(ANSWER, 0, 1, 2**20, 0, 0))
+        os.close(os.open(written, os.O_CREAT))
 
     threading.Thread(target=write, daemon=True).start()
 
@@ -442,8 +455,6 @@ def nonsense_once(flag: str) -> str:
 def write_to_the_parent(garbage: bytes) -> None:
     """Write to the pipe of the answers."""
     os.write(pipe_to_the_parent(), garbage)
-    import threading
-
     threading.Event().wait()
 
 

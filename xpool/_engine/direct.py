@@ -2,8 +2,9 @@
 
 That saves the turn of the engine's thread: two context switches of the three that an answer costs
 beyond the pipe itself.  The worker's pipe is muted for the engine's thread meanwhile, and stays so
-while the worker is idle, since nothing is expected from it; what must be seen at any time, its
-death, comes by the sentinel, and is the engine's thread's to see.
+while the worker is idle, since nothing is expected from it.  Before such a worker gets a task, its
+pipe is polled: what a task has written there unasked must not be read as the next answer.  What
+must be seen at any time, its death, comes by the sentinel, and is the engine's thread's to see.
 
 Called with the engine's lock held.
 """

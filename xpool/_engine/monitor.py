@@ -312,6 +312,9 @@ class Service:
             if any(in_flight.size for in_flight in self._sched.in_flight):
                 return
             most = 1  # so that there is an end to it
+        if self._direct.muted and self._sched.queued:
+            for w in self._direct.muted.intersection(self._sched.idle):
+                self._hear(self._slots[w])
         for w, batch in self._sched.next_batches(direct_job != 0, most):
             slot = self._slots[w]
             # Before it is given: `_give` has the engine's thread hear a pipe that nobody polls.
@@ -321,13 +324,26 @@ class Service:
 
     def give_direct(self, call: TaskRange) -> Slot | None:
         """Send an idle worker a call, whose answer the calling thread receives; None: it waits."""
-        given = None if self.guard.short else self._sched.start(call)
+        if self.guard.short:
+            return None
+        if self._sched.idle:
+            self._hear(self._slots[next(reversed(self._sched.idle))])
+        given = self._sched.start(call)
         if given is None:
             return None
         slot = self._slots[given[0]]
         self._direct.begin(slot, call.first)
         self._give(slot, given[1])
         return slot
+
+    def _hear(self, slot: Slot) -> None:
+        """Take what an idle worker has sent that the engine's thread has not heard.
+
+        A thread of a task may have written to the pipe after the answer.  Found here, that ends
+        the worker; found later, it would be read as the beginning of the next answer.
+        """
+        if slot.poller.poll(0):
+            self.receive(slot)
 
     def _give(self, slot: Slot, batch: Batch) -> None:
         if slot.index in self._direct.muted:
