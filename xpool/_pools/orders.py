@@ -79,7 +79,7 @@ class Orders:
     ) -> None:
         self._spec, self._arena, self._limit, self._main = spec, arena, limit, main
         self._first, self._host = first, host
-        self._bare, self._forked = launcher.bare, launcher.forks
+        self._launcher = launcher
 
     def __call__(self, index: int, generation: int, attachment: int | None) -> bytes:
         spec, arena, main = self._spec, self._arena, self._main()
@@ -98,7 +98,7 @@ class Orders:
             "pid": os.getpid(),
             "path": search_path(),
             "argv": main.argv,
-            "bare": self._bare,
+            "bare": self._launcher.bare,
             "main": main.location,
             "units": main.units,
             "package": main.package,
@@ -109,7 +109,7 @@ class Orders:
             # A replacement draws other numbers than the worker that it replaces.
             "seed": spec.seed + f"/{index}/{generation}".encode(),
             "threads": spec.threads,
-            "forked": self._forked,
+            "forked": self._launcher.forks,
             "initializer": _plain(spec.initializer, attachment),
             "arena": None if arena is None else arena.facts(attachment or 0, self._limit),
             "copy_tensor": spec.copy_tensor,

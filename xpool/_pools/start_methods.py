@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 from multiprocessing.context import BaseContext
+from typing import cast
 
 from xpool._engine.launch import (
     ForkServer,
@@ -28,6 +29,8 @@ def _has_own_server(context: BaseContext | str | None) -> bool:
 
 def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
     """Return what starts the workers of a pool with this ``context=``."""
+    if hasattr(context, "launch"):  # a loader brings its own
+        return cast(Launcher, context)
     if _has_own_server(context):
         modules = wanted_modules()
         # A program that has called `preload` waits for its server's imports.

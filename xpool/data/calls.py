@@ -9,7 +9,6 @@ import multiprocessing.context
 from collections.abc import Callable
 from typing import Any
 
-from xpool._calls.results import AsyncResult
 from xpool._worker.context import current_worker
 from xpool.data.worker import WorkerCopy
 
@@ -47,8 +46,8 @@ def in_thread(func: Callable[..., Any], copies: list[WorkerCopy], *args: Any) ->
     return func(copies[current_worker().index], *args)
 
 
-def after(before: AsyncResult[Any] | None, func: Callable[..., Any], *args: Any) -> Any:
-    """Call ``func(*args)`` when ``before`` is done."""
+def after(before: Any, func: Callable[..., Any], *args: Any) -> Any:
+    """Call ``func(*args)`` when the result ``before`` is there; None: at once."""
     if before is not None:
         before.wait()
     return func(*args)

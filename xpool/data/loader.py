@@ -11,12 +11,12 @@ import torch.utils.data
 
 from xpool import pickle
 from xpool._pools.base import BasePool
-from xpool._pools.preloading import preload
 from xpool._pools.thread import ThreadPool
 from xpool.data.epoch import Before, Epoch
 from xpool.data.generators import Generators, decoded
 from xpool.data.pinning import warn_of_pinning
 from xpool.data.report import LoaderReport, Times
+from xpool.data.start import prepare
 from xpool.data.state import Progress, between, check_state, facts
 from xpool.data.worker import Base, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, check_pool
@@ -110,8 +110,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         elif self.num_workers and not self._is_threaded:
             # What `worker_init_fn` seeds is drawn from in the same order each time.
             self._has_parts = self._has_parts or worker_init_fn is not None
-            if multiprocessing_context in (None, "forkserver"):
-                preload()  # the server imports torch while the program makes its model
+            prepare(multiprocessing_context)
         self._kept: Processes | Threads | None = None
         # Of the epoch that runs, or ran last.  Not the epoch itself: it ends when it is dropped.
         self._progress: Progress | None = None

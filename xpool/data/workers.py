@@ -23,6 +23,7 @@ from xpool._pools.p2p import P2PPool
 from xpool._pools.process import Pool
 from xpool._pools.thread import ThreadPool
 from xpool.data.calls import AtStart, after, call, in_thread, receive, with_copy, without_context
+from xpool.data.start import CLEANER, find_context
 from xpool.data.worker import WorkerCopy, is_pipe
 from xpool.data.worker_info import own_generators, use_threads
 from xpool.errors import OptionError
@@ -106,7 +107,10 @@ class Processes:
         context, size = loader._context, loader.num_workers
         if not _forks(context):
             # With an initializer no worker begins before it has torch, which each batch needs.
-            pool = pool_class(size, torch.set_num_threads, (1,), context=context, name="DataLoader")
+            pool = pool_class(
+                size, torch.set_num_threads, (1,), context=find_context(context, size),
+                name="DataLoader",
+            )  # fmt: skip
             try:
                 self._ref = pool.broadcast(made)
                 return pool
@@ -231,7 +235,7 @@ def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
             pool.terminate()
             pool.join()
 
-    threading.Thread(target=clean, name="xpool-DataLoader-cleaner", daemon=True).start()
+    threading.Thread(target=clean, name=CLEANER, daemon=True).start()
     return orders.put
 
 

@@ -1,0 +1,107 @@
+"""How a loader's own worker processes start: forked from the program, or from the fork server."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+from xpool._engine.launch import (
+    ForkServer,
+    Handle,
+    ProcessLauncher,
+    import_for_arrays,
+    wanted_modules,
+)
+from xpool._pools.preloading import preload
+from xpool.devices.frameworks import running_runtime
+
+__all__ = ["CLEANER", "find_context", "prepare"]
+
+_NEEDED = (
+    "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.loop", "xpool.data.calls",
+)  # fmt: skip
+"""What a pool and its forked workers import, beside what the program has by then."""
+
+CLEANER = "xpool-DataLoader-cleaner"
+"""The name of the thread that ends pools."""
+
+
+def prepare(context: Any) -> None:
+    """Start and import what workers with this ``multiprocessing_context`` will need.
+
+    The fork server imports torch while the program makes its model.
+    """
+    if context in (None, "forkserver"):
+        preload()
+    # Without a collection of garbage, which takes 150 ms where torch has many objects.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        import_for_arrays()
+        for name in _NEEDED:
+            importlib.import_module(name)
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")  # its state is asked for, and it is seeded
+    finally:
+        if collects:
+            gc.enable()
+
+
+def find_context(context: Any, size: int) -> Any:
+    """Return the ``context=`` of a pool of ``size`` workers that starts now."""
+    if context is None and sys.platform == "linux":
+        server = ForkServer.get(wanted_modules())
+        if not server.ready() and _may_fork():
+            return _ForkedFirst(server, size)
+    return context
+
+
+def _may_fork() -> bool:
+    """Whether torch's loader would fork this program, and no thread of it can hold a lock then."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    if (method or multiprocessing.get_all_start_methods()[0]) != "fork":
+        return False
+    if multiprocessing.current_process().daemon or running_runtime() is not None:
+        return False
+    if sys.version_info >= (3, 12) and len(os.listdir("/proc/self/task")) > 1:
+        return False  # Python warns of such a fork, also where the threads are OpenMP's
+    # The cleaner waits without a lock.
+    others = {thread for thread in threading.enumerate() if thread.name != CLEANER}
+    return others == {threading.current_thread()}
+
+
+class _ForkedFirst:
+    """Starts a pool's first workers as forks of the program, and those in their places by a server.
+
+    Forks begin at once.  When one dies, the program has threads, and may have started a device.
+    """
+
+    inherits = False
+
+    def __init__(self, server: ForkServer, size: int) -> None:
+        self._server, self._left = server, size
+        self._forking = ProcessLauncher(multiprocessing.get_context("fork"))
+
+    @property
+    def forks(self) -> bool:
+        """Whether the next worker is a fork of the program."""
+        return self._left > 0
+
+    @property
+    def bare(self) -> bool:
+        """Whether the next worker must be made a process of `multiprocessing`."""
+        return not self.forks
+
+    def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
+        """Start a worker."""
+        if not self.forks:
+            return self._server.launch(boot, name, daemon, inherited)
+        handle = self._forking.launch(boot, name, daemon, inherited)
+        self._left -= 1
+        return handle
