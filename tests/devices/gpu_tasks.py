@@ -9,23 +9,13 @@ from typing import Any
 
 from support import gpu
 
-from xpool._pickling.tensors import cuda, cuda_ipc
-from xpool._pickling.tensors.handles import Keeper
-
 kept: dict[str, Any] = {}
 """What tasks have put aside in this worker."""
 
 
-class Bound:
-    """A context that masks its worker."""
-
-    def __init__(self, mask: str | None = None, **more: str) -> None:
-        self.env = {**({} if mask is None else {"CUDA_VISIBLE_DEVICES": mask}), **more}
-
-
 def put(tensor: Any) -> Any:
     """Return a tensor with these elements, views of views too, on the GPU of this process."""
-    if type(cuda.calls) is gpu.Calls:
+    if gpu.FOLDER in os.environ:
         return gpu.on_gpu(tensor)
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = tensor.as_strided((count,), (1,), 0)
@@ -105,18 +95,9 @@ def model_facts(model: Any) -> tuple[str, bool, str, list[Any]]:
     return type(weight).__name__, weight.requires_grad, weight.label, weight.detach().cpu().tolist()
 
 
-def counts() -> tuple[int, int, int]:
-    """How many tensors this worker keeps, storages it exports, and storages it has imported."""
-    keeper = Keeper.here.get()
-    assert keeper is not None
-    cuda_ipc.collect(everything=True)
-    keeper.collect(everything=True)
-    return len(keeper), len(cuda_ipc._exported), len(cuda_ipc._imported)
-
-
 def waited() -> int:
     """How often this worker has waited for its GPU (the stand-in knows)."""
-    return cuda.calls.waited  # type: ignore[attr-defined, no-any-return]
+    return len(gpu.waited)
 
 
 def set_variable(name: str, value: str) -> None:
@@ -129,16 +110,6 @@ def pid(*_: Any) -> int:
 
 def kill_oneself(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fail_to_share(reason: str | None) -> None:
-    """Have CUDA's IPC fail from now on in this worker (the stand-in does)."""
-    cuda.calls.fails = reason  # type: ignore[attr-defined]
-
-
-def raw_storage(x: Any) -> int:
-    """Write to a storage as it came."""
-    return int(x.nbytes())
 
 
 def with_context(context: Any, func: Any, *args: Any) -> Any:

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from xpool._pools.sight import Sight
-from xpool.devices import DeviceContext, Gpu, Host, devices, nvml
-from xpool.devices.cuda import identities
+from xpool.devices import DeviceContext, Gpu, Host, devices
 from xpool.errors import DeviceError, OptionError
 
 from .hosts import gpu_host
@@ -155,52 +153,3 @@ def test_no_group_of_gpus():
 
 
 # -- which GPUs a process sees -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, ["GPU-00000000", "GPU-11111111", "GPU-22222222"]),
-        ({MASK: "GPU-1"}, ["GPU-11111111"]),
-        ({MASK: "2,GPU-0", ORDER: "PCI_BUS_ID"}, ["GPU-22222222", "GPU-00000000"]),
-        ({MASK: "2,0"}, None),  # in CUDA's own order, which nobody knows without starting it
-        ({MASK: ""}, []),
-        ({MASK: "7", ORDER: "PCI_BUS_ID"}, []),
-    ],
-)
-def test_identities(environ: dict[str, str], expected: list[str] | None):
-    """By UUID, as far as that is known for certain."""
-    found = identities(gpu_host(3, environ=environ))
-    assert found == (None if expected is None else frozenset(expected))
-
-
-def test_identities_of_instances():
-    """A MIG instance is a device of its own; without NVML nothing is known."""
-    host = gpu_host(2, mig={0: ("MIG-a", "MIG-b")})
-    assert identities(host) == {"MIG-a", "MIG-b", "GPU-11111111"}
-    assert identities(replace(host, gpus=None)) is None
-
-
-def test_what_the_workers_see(monkeypatch: pytest.MonkeyPatch):
-    """By what each is told to set, and the rest from here; looked at once, when it matters."""
-    asked: list[int] = []
-    monkeypatch.setattr(nvml, "find_gpus", lambda: asked.append(1) or gpu_host(2).gpus)
-    monkeypatch.setenv(MASK, "0")
-    by_bus = {ORDER: "PCI_BUS_ID"}
-    sight = Sight([{**by_bus, MASK: "1"}, {**by_bus, MASK: None}, {**by_bus, MASK: ""}, {}])
-    assert not asked
-    # The last has this process's mask, a number in an order of CUDA's: it sees what we see.
-    seen = {gpu: sight.able({gpu}) for gpu in ("00000000", "11111111", "other")}
-    assert seen == {"00000000": [1, 3], "11111111": [0, 1, 3], "other": [3]}
-    assert sight.able({"00000000", "11111111"}) == [1, 3]
-    assert sight.reach("11111111", None) and sight.workers == 4
-    assert len(asked) == 1
-
-
-def test_what_the_workers_see_without_nvml(monkeypatch: pytest.MonkeyPatch):
-    """Then those that have this process's mask see what it sees."""
-    monkeypatch.setattr(nvml, "find_gpus", lambda: None)
-    monkeypatch.setenv(MASK, "3")
-    sight = Sight([{}, {MASK: "3"}, {MASK: "2"}, {MASK: None}])
-    assert sight.able({"any"}) == [0, 1]
-    assert not Sight([{MASK: "2"}]).reach("any", None)

@@ -1,8 +1,8 @@
 """A stand-in for GPUs that this machine does not have: their memory is files, which processes map.
 
-It takes the place of `xpool._pickling.tensors.cuda.calls`, and refuses what CUDA and torch would:
-to open memory in the process that made it, to export what was received or what a process does not
-see.
+It takes the place of what torch does in `torch.multiprocessing.reductions`, refuses what CUDA would
+(to open memory twice, or in the process that made it, and to export what was received), and counts
+handles: each must be opened once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ import uuid
 from typing import Any
 
 import torch
+from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_map
 
 from xpool._pickling.reducers import REDUCERS
-from xpool._pickling.tensors import cuda, devices, pinned
+from xpool._pickling.tensors import cuda
 from xpool._pickling.tensors.dense import reduce_any
 from xpool.pickle import dumps
 
-__all__ = ["Calls", "OnGpu", "install", "on_gpu", "uninstall"]
+__all__ = ["FAILS", "OnGpu", "install", "on_gpu", "unopened", "waited", "uninstall"]
 
 FOLDER = "XPOOL_TEST_GPU"
 """The variable that names the folder of the memory."""
+
+FAILS = "XPOOL_TEST_GPU_FAILS"
+"""The variable with what CUDA says when it can share nothing."""
+
+waited: list[int] = []
+"""The GPUs that this process has waited for."""
 
 
 class OnGpu(torch.Tensor):
@@ -48,9 +55,6 @@ class OnGpu(torch.Tensor):
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-
-    def untyped_storage(self) -> Any:
-        return self.inner.untyped_storage()
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.inner.clone()
@@ -80,56 +84,39 @@ def on_gpu(tensor: torch.Tensor) -> OnGpu:
     return OnGpu(there)
 
 
-class Calls:
-    """As `xpool._pickling.tensors.cuda.Calls`."""
+def _reduce_tensor(tensor: OnGpu) -> Any:
+    storage = tensor.inner.untyped_storage()
+    if FAILS in os.environ:
+        raise RuntimeError(os.environ[FAILS])
+    if hasattr(storage, "received"):
+        raise RuntimeError("Attempted to send CUDA tensor received from another process; ...")
+    handle = f"{storage.path}.{uuid.uuid4().hex}"
+    with open(handle, "x") as file:
+        file.write(str(os.getpid()))
+    inner = tensor.inner
+    place = inner.dtype, inner.storage_offset(), tuple(inner.shape), inner.stride()
+    return _rebuild, (0, handle, storage.path, storage.nbytes(), place)
 
-    def __init__(self) -> None:
-        self.torch = "2.13.0"
-        self.collected = 0
-        self.waited = 0
-        self.fails: str | None = None
 
-    def version(self) -> str:
-        return os.environ.get("XPOOL_TEST_TORCH", self.torch)
+def _rebuild(storage_device: int, handle: str, path: str, nbytes: int, place: Any) -> OnGpu:
+    if FAILS in os.environ:
+        raise RuntimeError(os.environ[FAILS])
+    with open(handle) as file:
+        assert int(file.read()) != os.getpid(), "opened by the process that made it"
+    os.unlink(handle)
+    storage = torch.UntypedStorage.from_file(path, True, nbytes)
+    storage.received = True
+    dtype, *where = place
+    return OnGpu(torch.empty(0, dtype=dtype).set_(storage, *where))
 
-    def identities(self) -> list[str]:
-        mask = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-one")
-        return [cuda.plain_identity(one) for one in mask.split(",")]
 
-    def identity(self, ordinal: int) -> str:
-        return self.identities()[ordinal]
+def unopened() -> list[str]:
+    """Return the handles that nobody has opened."""
+    return [name for name in os.listdir(os.environ[FOLDER]) if "." in name]
 
-    def ordinal(self, storage: Any) -> int:
-        return 0
 
-    def export(self, storage: Any) -> tuple[bytes, int, int]:
-        if self.fails:
-            raise RuntimeError(self.fails)
-        if hasattr(storage, "received"):
-            raise RuntimeError("Attempted to send CUDA tensor received from another process")
-        storage.exports = getattr(storage, "exports", 0) + 1
-        return f"{os.getpid()} {storage.path}".encode(), storage.nbytes(), 0
-
-    def open(self, ordinal: int, handle: bytes, nbytes: int, offset: int) -> Any:
-        pid, path = handle.decode().split(" ", 1)
-        assert int(pid) != os.getpid(), "opened by the process that made it"
-        if self.fails:
-            raise RuntimeError(self.fails)
-        storage = torch.UntypedStorage.from_file(path, True, nbytes)
-        storage.received = True
-        return storage
-
-    weak = cuda.Calls.weak
-
-    def tensor(self, storage: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
-        made = torch.empty(0, dtype=getattr(torch, name))
-        return OnGpu(made.set_(storage, offset, shape, strides))
-
-    def synchronize(self, ordinal: int) -> None:
-        self.waited += 1
-
-    def collect(self) -> None:
-        self.collected += 1
+def _identities() -> list[str]:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "one").split(",")
 
 
 _before: list[Any] = []
@@ -140,14 +127,15 @@ def install(folder: str | None = None) -> None:
     os.environ[FOLDER] = folder or os.environ.get(FOLDER) or tempfile.mkdtemp()
     dumps(torch.nn.Parameter(torch.ones(1)))  # reducers of torch's own types come first
     REDUCERS[OnGpu] = reduce_any
-    _before[:] = [cuda.calls, devices._flat, devices._without_gaps, pinned.download]
-    cuda.calls = Calls()  # type: ignore[assignment]
-    devices._flat = lambda torch, tensor: _before[1](torch, _inner(tensor))
-    devices._without_gaps = lambda torch, tensor: OnGpu(_before[2](torch, _inner(tensor)))
-    pinned.download = lambda source, target: target.copy_(source)
+    _before[:] = reductions.reduce_tensor, cuda.identity, cuda._identities, torch.cuda.synchronize
+    reductions.reduce_tensor = _reduce_tensor
+    cuda.identity = lambda ordinal: _identities()[ordinal]
+    cuda._identities = _identities
+    torch.cuda.synchronize = waited.append
 
 
 def uninstall() -> None:
     """Take it away again."""
     REDUCERS.pop(OnGpu, None)
-    cuda.calls, devices._flat, devices._without_gaps, pinned.download = _before
+    reductions.reduce_tensor, cuda.identity, cuda._identities, torch.cuda.synchronize = _before
+    cuda._shared.clear()

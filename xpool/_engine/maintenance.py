@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xpool._engine.reactor import Reactor
 from xpool._memory.arena import IDLE, Arena
-from xpool._pickling.tensors import cuda_ipc, mapped
+from xpool._pickling.tensors import mapped
 
 __all__ = ["Tidying"]
 
@@ -63,17 +63,13 @@ class Tidying:
         """Do what is due, without the lock; return whether `again` is to be called, with it."""
         while self._pending_reclaim and self._arena is not None:
             self._arena.reclaim(self._pending_reclaim.pop())
-        # A few of what is exported at each turn; all of them when it is due.
-        cuda_ipc.collect()
         mapped.collect()
         if not self._due:
             return False
         arena = self._arena
         self._due = self._planned = False  # first: what comes into use from here on is planned anew
-        exported = cuda_ipc.collect(everything=True)
-        # The memory of a GPU is scarce: whether it is exported still is looked at more often.
-        self._pause = IDLE if exported else min(2 * self._pause, 60.0)
-        return bool((arena is not None and arena.trim()) or exported)
+        self._pause = min(2 * self._pause, 60.0)
+        return arena is not None and arena.trim()
 
     def again(self) -> None:
         """There is more to give back: look once more, after a longer pause."""
@@ -87,7 +83,6 @@ class Tidying:
         arena, self._arena = self._arena, None
         if arena is not None:
             arena.end()
-            cuda_ipc.collect(everything=True)
             mapped.collect()
 
     def forget(self) -> None:

@@ -29,9 +29,6 @@ class Block:
     stands_for: tuple[int, int]
     """Where it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
 
-    gpu: str
-    """Where it stands for memory that this process lends to others: the GPU that has it."""
-
     former: Any
     """Memory that must live as long as this does."""
 
@@ -69,7 +66,7 @@ def make_block_type(capacity: int) -> Any:
 
         # `arena` keeps the mapping: what `from_address` makes owns no memory.
         bases = Block, ctypes.c_char * capacity
-        slots = "arena", "filled", "former", "gpu", "number", "stands_for"
+        slots = "arena", "filled", "former", "number", "stands_for"
         space = {"__slots__": slots, "capacity": capacity}
         # Two threads may make the same type at once: either does.
         made = block_types[capacity] = type(f"Block{capacity}", bases, space)

@@ -76,11 +76,6 @@ class Leased(bytes):
                 found[worker] = found.get(worker, 0) + nbytes
         return found
 
-    @property
-    def gpus(self) -> set[str]:
-        """The GPUs of which this process lends memory in it."""
-        return {block.gpu for block in self.blocks.values() if hasattr(block, "gpu")}
-
 
 def addressed(message: Leased) -> Leased:
     """Return the message with the addresses of its arenas, for any process of this user."""

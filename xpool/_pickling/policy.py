@@ -52,11 +52,8 @@ class Layout(NamedTuple):
     keep: Callable[[Any, Any], Any] | None = None
     """Share mode, in a worker: reduces a tensor on a device, which it keeps, to a handle."""
 
-    exports: Arena | None = None
-    """Share mode: where the tokens are that stand for memory of GPUs (`cuda_ipc`)."""
-
-    reach: Callable[[str, int | None], bool] | None = None
-    """In the pool's process: whether a worker, or any (None), sees a GPU."""
+    gpus: bool = False
+    """Share mode, in the pool's process: whether tensors on GPUs are shared; False: copied."""
 
     pool: str | None = None
     """Whose handles may be sent: the token of a pool."""
@@ -90,7 +87,6 @@ def share(layout: Layout, arena: Arena, method: str | None) -> Layout:
     """Return a layout for share mode; ``method``: only tensors of this kind, None: each."""
     return layout._replace(
         arena=arena if method in (None, "cpu") else None,
-        exports=arena if method in (None, "cuda") else None,
         method=method,
     )
 

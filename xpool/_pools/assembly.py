@@ -11,10 +11,8 @@ from xpool._engine.engine import Engine
 from xpool._engine.relay import Relay
 from xpool._engine.replacement import Recipe
 from xpool._pickling.policy import pools
-from xpool._pickling.tensors import cuda_ipc
 from xpool._pools.orders import Main, Orders, WorkerSpec
 from xpool._pools.packing import Packer, find_arena
-from xpool._pools.sight import Sight
 
 __all__ = [
     "Engine",
@@ -23,9 +21,7 @@ __all__ = [
     "Packer",
     "Recipe",
     "Relay",
-    "Sight",
     "WorkerSpec",
     "find_arena",
-    "cuda_ipc",
     "pools",
 ]

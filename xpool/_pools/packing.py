@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ from xpool._pickling.by_value.main_globals import Book
 from xpool._pickling.frame import Leased
 from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
-from xpool._pools.sight import Sight
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._worker.launch_shared import File
 from xpool.errors import OptionError, TaskNotPicklable
@@ -30,13 +28,6 @@ class Packer:
     def __init__(self, recurse: bool, layout: Layout) -> None:
         self.recurse = recurse
         self.layout = layout
-        self._sight = Sight([])
-        self._turns = itertools.count()
-
-    def see(self, sight: Sight) -> None:
-        """Note which GPUs the workers see."""
-        self._sight = sight
-        self.layout = self.layout._replace(reach=sight.reach)
 
     def pack(self, obj: Any, kept: bool = False) -> Payload:
         """Pickle something for a worker; ``kept``: it may be sent more than once."""
@@ -51,9 +42,7 @@ class Packer:
         """Pickle a task for a worker (None: any, -1: the least loaded); return with it which.
 
         With handles to tensors on devices that is their worker.  Of several it is the one that has
-        most of their bytes; what lies elsewhere, or where another was asked for, is shared there
-        if it lies on a GPU which that worker sees, and copied if not.  With tensors on GPUs of
-        this process it is one that sees these, and one that does not is refused.
+        most of their bytes; what lies elsewhere, or where another was asked for, is copied.
         """
         if pending:
             deliver()
@@ -62,37 +51,23 @@ class Packer:
         # Handles to tensors on devices are blocks: a message without any has none.
         if type(payload) is not Leased:
             return payload, worker
-        owners, gpus = payload.owners, payload.gpus
-        if not owners and not gpus:
+        owners = payload.owners
+        if not owners:
             return payload, worker
-        chosen = self._choose(owners, gpus, worker)
-        if chosen is None or chosen < 0:
-            return payload, chosen
-        if owners.keys() - {chosen} or not all(self._sight.reach(gpu, chosen) for gpu in gpus):
+        if worker is None or worker < 0:
+            worker = min(owners, key=lambda i: (-owners[i], i))
+        if owners.keys() - {worker}:
             # Once more, now that it is known for whom.
-            layout = self.layout._replace(target=chosen, kept=kept)
+            layout = self.layout._replace(target=worker, kept=kept)
             payload = encode(task, recurse=self.recurse, layout=layout)
-        return payload, chosen
-
-    def _choose(self, owners: dict[int, int], gpus: set[str], worker: int | None) -> int | None:
-        if worker is not None and worker >= 0:
-            return worker
-        able = self._sight.able(gpus)
-        if owners:
-            among = [i for i in owners if i in able] or able or list(owners)
-            return min(among, key=lambda i: (-owners.get(i, 0), i))
-        if len(able) == self._sight.workers:
-            return worker
-        # If no worker sees all of them, the first will be refused with the tensor that it lacks.
-        return able[next(self._turns) % len(able)] if able else 0
+        return payload, worker
 
     @interruptible
     def pack_option(self, name: str, obj: Any) -> bytes:
         """Pickle what every worker gets when it starts, and each that replaces one."""
         if pending:
             deliver()
-        # Each copies what it gets, from one block, whichever GPU it sees.
-        layout = self.layout._replace(kept=True, exports=None)
+        layout = self.layout._replace(kept=True)  # each copies what it gets, from one block
         try:
             payload = encode(obj, recurse=self.recurse, layout=layout)
         except TaskNotPicklable as exc:
@@ -138,4 +113,6 @@ def find_arena(
     lessor = functools.partial(arena.lease, limit=limit)
     publisher = functools.partial(_publish, token, lessor if limit else None)
     layout = Layout(lessor=lessor, pool=token, book=Book(), publisher=publisher)
-    return arena, limit, layout if copy_tensor else share(layout, arena, method)
+    if not copy_tensor:
+        layout = share(layout, arena, method)._replace(gpus=method in (None, "cuda"))
+    return arena, limit, layout

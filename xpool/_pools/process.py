@@ -200,8 +200,6 @@ class Pool(AllWorkers):
 
         self._token, self._arena, self._memory_limit = token, arena, limit
         self._packer = assembly.Packer(self._recurse, layout)
-        self._collect = assembly.cuda_ipc.collect
-        self._exports = assembly.cuda_ipc.exports
 
     def _worker_spec(self, initializer: bytes | None) -> WorkerSpec:
         """Return what the workers are told to be, by the options of the pool."""
@@ -262,7 +260,6 @@ class Pool(AllWorkers):
                 "pool, or to this one neither a context nor what only a context can pass on"
             )
         spec = self._worker_spec(blob)
-        self._packer.see(assembly.Sight(spec.binds))
         orders = assembly.Orders(spec, launcher, self._arena, self._memory_limit)
         engine = assembly.Engine(
             self._size,
@@ -369,10 +366,6 @@ class Pool(AllWorkers):
                 self._engine.call(task_range)
                 if self._engine.results:
                     self._pump()
-                # What it holds was lent for this call, and can be collected now.
-                del task_range
-                if leased or self._exports:
-                    self._collect()
             else:
                 self._engine.submit(task_range)
         else:

@@ -185,8 +185,8 @@ class _Worker:
         self._objects = Objects(arena, orders["token"])
         self._peers: Peers | None = None
         if control >= 0 and arena is not None:
-            # Handles and exports are for the parent; between peers, tensors of devices are copied.
-            layout = self._layout._replace(keep=None, exports=None)
+            # Handles are for the parent; between peers, tensors of devices are copied.
+            layout = self._layout._replace(keep=None)
             self._peers = Peers(orders["index"], orders["peers"], control, layout)
         self._waits_for_others = False  # for the end of holds, by what `_release` found last
         self._tidy_at = 0.0  # when to look for memory that was unused for long

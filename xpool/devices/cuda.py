@@ -14,7 +14,7 @@ from xpool.devices.host import Host
 from xpool.devices.nvml import Gpu
 from xpool.errors import DeviceError, OptionError
 
-__all__ = ["Seen", "cuda_env", "identities", "see"]
+__all__ = ["Seen", "cuda_env", "see"]
 
 MASK = "CUDA_VISIBLE_DEVICES"
 
@@ -49,26 +49,6 @@ def see(host: Host) -> list[Seen]:
     for one in seen:
         _check_usable(one)
     return seen
-
-
-def identities(host: Host) -> frozenset[str] | None:
-    """Return the UUIDs of the GPUs, or MIG instances, that a process with these variables sees.
-
-    None: that cannot be known for certain, for want of NVML or by numbers in an order of CUDA's.
-    """
-    if host.gpus is None:
-        return None
-    try:
-        seen = see(host)
-    except DeviceError:
-        return frozenset()
-    found = set()
-    for one in seen:
-        if one.gpu is None:
-            return None
-        # As torch tells it in the process: of an instance, its own UUID.
-        found.add(one.name if one.name.startswith("MIG-") else one.gpu.uuid)
-    return frozenset(found)
 
 
 def cuda_env(devices: Sequence[Seen], environ: dict[str, str]) -> dict[str, str | None]:

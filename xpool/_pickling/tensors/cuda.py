@@ -1,104 +1,142 @@
-"""The few calls of torch that sharing the memory of a GPU takes: all of them, and no policy.
+"""Share mode for memory of GPUs: `torch.multiprocessing.reductions`, and when it is used.
 
-`cuda_ipc` decides; a test puts a stand-in into the place of `calls`.  Identities of GPUs, not their
-numbers, go between processes, since each may be masked to others.
+torch counts the readers of the handles that it writes: each must be opened once, by one process.
+So each message has its own handles, and a message that may be opened several times has copies.
+Processes may number GPUs differently: a GPU is named by its UUID.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
-__all__ = ["Calls", "calls", "plain_identity"]
+from xpool._pickling.reducers import Context, builder
+from xpool._pickling.tensors.extents import Seen
+from xpool.errors import DeviceError, TaskNotPicklable
+
+__all__ = ["export", "identity", "open_exported", "reduce_shared", "synchronize"]
+
+_WAY_OUT = (
+    "Copies can always be sent: is_copy_tensor=True, or share_method='cpu', which shares only what "
+    "lies in the host's memory."
+)
+
+_RECEIVED = "received from another process"
+"""In torch's error for memory that another process owns, which CUDA cannot export again."""
+
+_shared: set[int] = set()
+"""The numbers of the GPUs whose memory this process shares with others."""
 
 
-def plain_identity(uuid: str) -> str:
-    """Return a UUID as torch writes it; NVML and masks have ``GPU-`` or ``MIG-`` before it."""
-    return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
+def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> Any:
+    """Return what opens a tensor's memory in another process; None: this message has a copy.
+
+    Args:
+        about: says which tensor it is, for the message of the error.
+
+    Raises:
+        TaskNotPicklable: CUDA cannot share the memory; the message says why and what to do.
+    """
+    layout = pickler.layout
+    if not layout.gpus or layout.kept or not tensor.numel():
+        return None
+    seen = pickler.tensors
+    if seen is None:
+        seen = pickler.tensors = Seen()
+    # The second run alone exports: what the first one wrote is thrown away, and nobody opens it.
+    if seen.plan is None:
+        seen.exports = True
+        return _nothing, ()
+    return export(tensor, about)
 
 
-class Calls:
-    """What torch can do, of 2.4 or later: before, it does not tell identities."""
+def export(tensor: Any, about: Callable[[], str]) -> Any:
+    """Return what opens a tensor's memory once in another process, and its arguments.
 
-    def version(self) -> str:
-        """Return torch's version, on which the form of its handles depends."""
-        import torch
+    None: the memory was received from another process, and cannot be exported again.
 
-        return str(torch.__version__)
+    Raises:
+        TaskNotPicklable: CUDA cannot share the memory; the message says why and what to do.
+    """
+    from torch.multiprocessing.reductions import reduce_tensor
 
-    def identity(self, ordinal: int) -> str:
-        """Return the UUID of a GPU.
-
-        Raises:
-            AttributeError: this torch does not tell.
-        """
-        properties = sys.modules["torch"].cuda.get_device_properties(ordinal)
-        return plain_identity(str(properties.uuid))
-
-    def identities(self) -> list[str]:
-        """Return the UUIDs of all GPUs that this process sees.  Starts CUDA."""
-        import torch
-
-        return [self.identity(i) for i in range(torch.cuda.device_count())]
-
-    def ordinal(self, storage: Any) -> int:
-        """Return the number of the GPU that a storage lies on."""
-        return int(storage.device.index)
-
-    def export(self, storage: Any) -> tuple[bytes, int, int]:
-        """Return what another process opens a storage with: handle, size, offset, in bytes.
-
-        torch counts who has opened it in a file of its own, in which a killed process stays
-        counted; then the memory is never used again.  Here blocks of the arena tell that, and
-        nobody forgets to.  So the count is taken back at once, and none is handed on.
-
-        Raises:
-            RuntimeError: CUDA or torch cannot do that; it says why.
-        """
-        _, handle, nbytes, offset, counter, place, _, _ = storage._share_cuda_()
-        storage._release_ipc_counter(counter, place, device=storage.device.type)
-        return handle, nbytes, offset
-
-    def open(self, ordinal: int, handle: bytes, nbytes: int, offset: int) -> Any:
-        """Return the storage that another process has exported.
-
-        Raises:
-            RuntimeError: CUDA or torch cannot do that; it says why.
-        """
-        import torch
-
-        torch.cuda.init()
-        # No count: torch is content to find no such file, as after the producer's death.  And no
-        # event to wait for: the producer has waited.
-        nowhere = b"/xpool-counts-itself"
-        return torch.UntypedStorage._new_shared_cuda(
-            ordinal, handle, nbytes, offset, nowhere, 0, b"", False
+    ordinal = tensor.device.index
+    gpu = identity(ordinal)
+    if gpu is None:
+        version = sys.modules["torch"].__version__
+        raise TaskNotPicklable(
+            f"{about()} cannot be shared: torch {version} does not tell GPUs apart; 2.4 does. "
+            f"{_WAY_OUT}"
         )
+    try:
+        rebuild, args = reduce_tensor(tensor)
+    except RuntimeError as exc:
+        if _RECEIVED in str(exc):
+            return None
+        raise TaskNotPicklable(
+            f"{about()} cannot be shared: CUDA's IPC fails here ({exc}). {_WAY_OUT}"
+        ) from exc
+    _shared.add(ordinal)
+    return open_exported, (gpu, rebuild, args)
 
-    def weak(self, storage: Any) -> Callable[[], Any]:
-        """Return what gives a storage as long as any tensor uses it, and then None."""
-        import torch
-        from torch.multiprocessing.reductions import StorageWeakRef
 
-        # The function keeps it: with it, the weak reference would be given back.
-        weak = StorageWeakRef(storage)
-        return lambda: torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+@builder
+def open_exported(gpu: str, rebuild: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the tensor whose memory another process has exported.
 
-    def tensor(self, storage: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
-        """Return the tensor that has these elements of a storage."""
-        import torch
+    Args:
+        gpu: UUID of the GPU.
+        rebuild, args: what torch has made of the tensor.
 
-        made = torch.empty(0, dtype=getattr(torch, name), device=storage.device)
-        return made.set_(storage, offset, shape, strides)
+    Raises:
+        DeviceError: this process does not see the GPU, or CUDA cannot open the memory.
+    """
+    seen = _identities()
+    if gpu not in seen:
+        raise DeviceError(
+            f"A tensor on the GPU {gpu} cannot be opened: this process sees {seen or 'no GPU'}. "
+            f"Give the task to a worker that sees it (worker= of a P2PPool). {_WAY_OUT}"
+        )
+    ordinal = seen.index(gpu)
+    call = inspect.signature(rebuild).bind(*args)
+    call.arguments["storage_device"] = ordinal
+    try:
+        tensor = rebuild(*call.args)
+    except RuntimeError as exc:
+        raise DeviceError(
+            f"A tensor on the GPU {gpu} cannot be opened: {exc}. The process that made it may have "
+            f"ended. {_WAY_OUT}"
+        ) from exc
+    _shared.add(ordinal)
+    return tensor
 
-    def synchronize(self, ordinal: int) -> None:
-        """Wait until a GPU has done what this process has asked of it so far."""
+
+@builder
+def _nothing() -> None:
+    """Stand in the first run of a pickler, which nobody opens."""
+
+
+def identity(ordinal: int) -> str | None:
+    """Return the UUID of a GPU; None: this torch (before 2.4) does not tell."""
+    properties = sys.modules["torch"].cuda.get_device_properties(ordinal)
+    uuid = getattr(properties, "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+@lru_cache(1)  # CUDA reads the mask once
+def _identities() -> list[str | None]:
+    import torch
+
+    return [identity(i) for i in range(torch.cuda.device_count())]
+
+
+def synchronize() -> None:
+    """Wait until the GPUs whose memory this process shares have done what it asked of them.
+
+    So the answer of a task comes after the task's writes.
+    """
+    for ordinal in _shared:
         sys.modules["torch"].cuda.synchronize(ordinal)
-
-    def collect(self) -> None:
-        """Have torch close the file of its counts, which nobody uses any more."""
-        sys.modules["torch"].cuda.ipc_collect()
-
-
-calls = Calls()

@@ -29,12 +29,10 @@ from xpool._pickling.reducers import (
     REDUCERS,
     Context,
     builder,
-    in_place,
     register,
 )
-from xpool._pickling.tensors import composite
-from xpool._pickling.tensors.cuda_ipc import export, import_, tensor_on_gpu
-from xpool._pickling.tensors.devices import fetch, is_kept, on_own_device
+from xpool._pickling.tensors import composite, cuda
+from xpool._pickling.tensors.devices import is_kept, on_own_device
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
 from xpool._pickling.tensors.sharing import move, reduce_shared
 from xpool.errors import TaskNotPicklable
@@ -257,27 +255,19 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
             "another process. Send x.rename(None), and the names beside it."
         )
     if not tensor.is_cpu:
-        return _on_device(pickler, tensor, name)
+        return _on_device(pickler, tensor)
     if tensor.numel() == 0:
         return _empty, (name, tuple(tensor.shape), tensor.stride())
     return _dense(pickler, torch, tensor, name)
 
 
-def _on_device(pickler: Context, tensor: Any, name: str) -> Any:
+def _on_device(pickler: Context, tensor: Any) -> Any:
     """A tensor on a device: where it is, if that can be shared in this message, or copied."""
     if tensor.is_cuda:
-        # Share mode, if the message's layout has it for GPUs.
-        exported = export(pickler, tensor.untyped_storage(), partial(composite.about, tensor))
-        if exported is not None:
-            place = tensor.storage_offset(), name, tuple(tensor.shape), tensor.stride()
-            return tensor_on_gpu, (*exported, *place)
-    # A large one goes from the GPU into its block; small ones, and other devices, by `cpu()`.
-    fetched = fetch(pickler.layout, tensor)
-    if fetched is None:
-        return on_own_device, (tensor.cpu(),)
-    block, strides = fetched
-    buffer = in_place(pickler, block, tensor.nbytes)
-    return _landed, (buffer, name, tuple(tensor.shape), strides)
+        shared = cuda.reduce_shared(pickler, tensor, partial(composite.about, tensor))
+        if shared is not None:
+            return shared
+    return on_own_device, (tensor.cpu(),)
 
 
 def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
@@ -340,10 +330,6 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
     """As a tensor of bytes, since torch's own pickle of a storage does not load."""
     if pickler.layout.arena is not None and storage.device.type == "cpu":
         return reduce_shared(pickler, storage)
-    if storage.device.type == "cuda":
-        exported = export(pickler, storage, lambda: f"A storage of {storage.nbytes()} bytes")
-        if exported is not None:
-            return import_, exported
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return _storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)
@@ -377,11 +363,6 @@ def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> A
 
 
 _head = Head(_tensor)
-
-
-@builder
-def _landed(buffer: Any, name: str, shape: Any, strides: Any) -> Any:
-    return on_own_device(_tensor(buffer, name, shape, strides))
 
 
 @builder

@@ -119,6 +119,7 @@ class Seen(list[Entry]):
     plan: dict[Extent, Piece] | None = None
     arrays: tuple[Any, ...] | list[Any] = ()  # of numpy: their addresses cost more than they do
     maps: list[Any] | None = None  # of this process, once they were asked for: see `mapped`
+    exports = False  # whether the second run exports memory of GPUs: see `cuda`
 
     def note_array(self, array: Any) -> None:
         """Note an array that is not empty."""
@@ -131,9 +132,11 @@ class Seen(list[Entry]):
     def again(self) -> bool:
         """Whether the message has to be pickled once more."""
         # The second run is the last.
-        if self.plan is not None or len(self) + len(self.arrays) < 2:
+        if self.plan is not None:
             return False
-        return bool(self._pieces())
+        if self.exports:
+            return True
+        return len(self) + len(self.arrays) >= 2 and bool(self._pieces())
 
     def merged(self) -> Seen:
         """What the second run has to know."""

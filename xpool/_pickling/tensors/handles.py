@@ -8,8 +8,8 @@ How long the worker keeps a tensor is told by a block of the arena, a few bytes 
 whoever has the handle, or a message with it, holds that block.  So all that is true of blocks (a
 message that nobody opens, a process that is killed) is true of handles.
 
-Another process that sees the same GPU can use the tensor in place (`cuda_ipc`).  Its owner, asked
-for that, pickles it so (`Sealed`); the pool's process passes that on, or opens it on request.
+The pool's process can use a tensor on a GPU in place: asked for that, its worker exports the memory
+(see `cuda`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ from math import prod
 from typing import Any
 
 from xpool._memory.arena import Arena, Block
-from xpool._pickling.frame import Leased
-from xpool._pickling.pickler import decode, encode
-from xpool._pickling.policy import Layout, pools
+from xpool._pickling.policy import pools
 from xpool._pickling.reducers import Context, builder, in_place, register
-from xpool._pickling.tensors import cuda_ipc
-from xpool._pickling.tensors.cuda_ipc import gpu_of
+from xpool._pickling.tensors import composite, cuda
 from xpool._pickling.tensors.devices import copy_to, on_own_device
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
@@ -42,10 +39,9 @@ class TensorHandle:
 
     Given to the pool as (part of) an argument, it takes the task to that worker, where the function
     gets the tensor itself, the same object, and nothing is copied.  For another worker
-    (``worker=i``, or handles of two workers in one task) it is the tensor itself, too, if that
-    worker sees the same GPU; else it is copied, through the memory of this machine, and arrives on
-    the device that that worker is bound to, else on the CPU.  The worker keeps the tensor until all
-    handles are gone.
+    (``worker=i``, or handles of two workers in one task) it is copied, through the memory of this
+    machine, and arrives on the device that that worker is bound to, else on the CPU.  The worker
+    keeps the tensor until all handles are gone.
 
     Attributes:
         shape: tuple of int.
@@ -87,8 +83,8 @@ class TensorHandle:
         """Return the tensor itself, in this process: both sides see each other's writes.
 
         For tensors on a GPU that this process sees.  It starts CUDA here, which nothing else of
-        a pool does.  The worker keeps the tensor as long as this process uses it; when the worker
-        ends, the values are lost.
+        a pool does.  torch keeps the memory in the worker as long as this process uses it; when the
+        worker ends, the values are lost.  Attributes that were set on the tensor stay there.
 
         Raises:
             OptionError: it lies on a device whose memory no other process can see.
@@ -100,12 +96,8 @@ class TensorHandle:
                 f"{self!r}: only what lies on a GPU, with torch 2.4 or later, can be seen by "
                 "another process; use handle.cpu()"
             )
-        return self.seal().open()
-
-    def seal(self) -> Sealed:
-        """Return what opens the tensor in other processes that see its GPU."""
-        sealed: Sealed = self._ask(_seal)
-        return sealed
+        rebuild, args = self._ask(_export)
+        return rebuild(*args)
 
     def _ask(self, question: Any) -> Any:
         pool = pools.get(self._pool)
@@ -133,53 +125,28 @@ def _reduce(pickler: Context, handle: TensorHandle) -> Any:
     layout = pickler.layout
     if layout.pool != handle._pool:
         return handle.__reduce__()
-    # For another worker than its own: in place, where that sees the same GPU, else a copy.
+    # For another worker than its own.
     if layout.target is not None and layout.target != handle.worker:
-        gpu, reach = handle.gpu, layout.reach
-        if gpu and layout.exports is not None and reach is not None and reach(gpu, layout.target):
-            return _reduce_sealed(pickler, handle.seal())
         return on_own_device, (handle.cpu(),)
     return open_handle, (in_place(pickler, handle._block), handle._block.name, *handle._about)
 
 
-def _seal(*args: Any) -> Any:
-    keeper = Keeper.here.get()
-    assert keeper is not None
-    return keeper.seal(args[-1])  # a context may come before it
-
-
-class Sealed:
-    """A tensor, pickled for processes that see its GPU: there it arrives as the tensor.
-
-    The pool's process only passes it on, unless `open` is called.
-    """
-
-    def __init__(self, pool: str, message: bytes, blocks: list[Block]) -> None:
-        self.pool, self.message, self.blocks = pool, message, blocks
-
-    def open(self) -> Any:
-        """Return the tensor."""
-        return decode(self.message)
-
-
-@register(Sealed)
-def _reduce_sealed(pickler: Context, sealed: Sealed) -> Any:
-    buffers = [in_place(pickler, block) for block in sealed.blocks]
-    return unseal, (sealed.pool, sealed.message, *buffers)
-
-
-@builder
-def unseal(pool: str, message: bytes, *buffers: Any) -> Any:
-    """Return the tensor in a worker, what was sealed in the pool's process."""
-    sealed = Sealed(pool, message, [buffer.obj for buffer in buffers])
-    keeper = Keeper.here.get()
-    return sealed.open() if keeper is not None and keeper.pool == pool else sealed
+def _export(*args: Any) -> Any:
+    tensor = args[-1]  # a context may come before it
+    exported = cuda.export(tensor, lambda: composite.about(tensor))
+    if exported is None:
+        raise TaskNotPicklable(
+            f"{composite.about(tensor)} cannot be opened: another process made it, and CUDA shares "
+            "no memory that was received. Use handle.cpu(), or return a clone() of it."
+        )
+    return exported
 
 
 class Keeper:
     """What a worker keeps for those who have handles."""
 
     here: WorkerLocal[Keeper] = WorkerLocal()
+    synchronize = staticmethod(cuda.synchronize)
 
     def __init__(self, arena: Arena, pool: str, worker: int, pid: int) -> None:
         self.pool = pool
@@ -208,16 +175,8 @@ class Keeper:
             self.pool,
             *self._who,
             *about,
-            gpu_of(tensor),
+            cuda.identity(tensor.device.index) if tensor.is_cuda else None,
         )
-
-    def seal(self, tensor: Any) -> Sealed:
-        """Pickle a tensor for processes that see its GPU."""
-        # Several may open it: each has a copy of what is beside the tensor.
-        layout = Layout(self._arena.lease, exports=self._arena, kept=True)
-        message = encode(tensor, layout=layout)
-        blocks = list(message.blocks.values()) if type(message) is Leased else []
-        return Sealed(self.pool, bytes(message), blocks)
 
     def get(self, name: int) -> Any:
         """Return a tensor that is kept, or None."""
@@ -225,7 +184,7 @@ class Keeper:
         return None if kept is None else kept[1]
 
     def collect(self, everything: bool = False) -> bool:
-        """Let go of tensors and exports that nobody uses; return whether any are left.
+        """Let go of tensors to which there are no handles; return whether any are left.
 
         Looks at some of them in turn, or at ``everything``.
         """
@@ -235,11 +194,7 @@ class Keeper:
             kept = self._kept.pop(name)
             if not self._arena.alone(kept[0]):
                 self._kept[name] = kept
-        return cuda_ipc.collect(everything) or bool(self._kept)
-
-    def synchronize(self) -> None:
-        """Wait for the GPUs whose memory this process shares."""
-        cuda_ipc.synchronize()
+        return bool(self._kept)
 
     def __len__(self) -> int:
         return len(self._kept)
