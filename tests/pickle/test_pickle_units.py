@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 from support import scripts
 
-from xpool._pickling.by_value.units import ACTS, BINDS, COMPUTES, WAITS, Unit, read_units
+from xpool._pickling.by_value.units import (
+    ACTS,
+    BINDS,
+    COMPUTES,
+    LIBRARY,
+    WAITS,
+    Unit,
+    read_units,
+)
 
 
 def units(folder: Path, text: str, **given: object) -> list[Unit]:
@@ -221,7 +230,39 @@ def test_what_acts_in_torch_waits_for_it(tmp_path: Path, monkeypatch: pytest.Mon
         WAITS,
         ACTS,
     ]
-    assert [unit.torch for unit in found[:3]] == [True, True, False]
+    assert [unit.imports for unit in found[:3]] == [("torch",), ("torch",), ()]
+    assert {unit.awaits for unit in found if unit.kind == WAITS} == {("torch",)}
+
+
+@pytest.mark.pure
+def test_imports_of_installed_packages_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those whose names the script uses, and what it sets in numpy, pandas and the like."""
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    for name in ("pandas", "patches", "effect"):
+        (installed / f"{name}.py").write_text("def set_option(*args): pass\n")
+    (tmp_path / "near.py").write_text("")
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("pandas", "patches", "effect", "near"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    text = """
+        import pandas as pd
+        from patches import set_option
+        import patches
+        import effect
+        import near
+        pd.set_option("display.width", 80)
+        patches.set_option("all", 1)
+        def f(): pass
+    """
+    found = units(tmp_path, text)
+    kinds = [unit.kind for unit in found]
+    assert kinds == [WAITS, WAITS, WAITS, ACTS, ACTS, WAITS, ACTS, BINDS]
+    assert {unit.awaits for unit in found if unit.kind == WAITS} == {(LIBRARY,)}
+    said = read_units(str(tmp_path / "script.py"), {})
+    assert said is not None and {"pandas", "patches", "effect"} <= set(said.packages)
+    assert not {"near", "sys", "pytest", "xpool"} & set(said.packages)
 
 
 @pytest.mark.pure
@@ -418,3 +459,61 @@ def test_a_statement_that_failed_is_run_again(tmp_path: Path, monkeypatch: pytes
     scripts.write(tmp_path / "probe.py", PROBE)
     path = scripts.write(tmp_path / "script.py", FAILING)
     assert scripts.run_ok([path]).splitlines() == ["not yet", "[1]"]
+
+
+LIBRARIES = {
+    "lib/site-packages/tables.py": """
+        settings = {}
+        def register(name):
+            settings[name] = True
+    """,
+    "lib/site-packages/extends.py": "import tables\ntables.register('extended')\n",
+    "lib/site-packages/other.py": "",
+    "helper.py": "def nothing(): pass\n",
+    "script.py": """
+        import os, sys
+        sys.path.insert(0, os.path.dirname(__file__) + "/lib/site-packages")
+        import tables as tb
+        from extends import tables as same
+        import helper
+        from xpool import Pool
+
+        def light(x):
+            return sorted({"tables", "extends", "helper"} & sys.modules.keys())
+
+        def reads(x):
+            return dict(tb.settings)
+
+        def imports(x):
+            import tables
+            return dict(tables.settings)
+
+        def unrelated(x):
+            import other
+            return light(x)
+
+        if __name__ == "__main__":
+            tb.register("mine")
+            import other
+            for function, expected in (
+                (light, ["helper"]), (reads, {"extended": True}), (imports, {"extended": True}),
+                (unrelated, ["extends", "helper", "tables"]),
+            ):
+                with Pool(1) as pool:
+                    assert pool.map(function, [1]) == [expected], function
+                pool.join()
+            with Pool(1) as pool:
+                assert pool.map(light, [1]) == [["helper"]]
+                assert pool.map(reads, [1]) == [{"extended": True}]
+            pool.join()
+    """,
+}
+
+
+@pytest.mark.xpool_only
+def test_a_function_without_libraries_does_not_import_them(tmp_path: Path):
+    """One that uses any has all that the script imports, as a change may be in another package."""
+    (tmp_path / "lib/site-packages").mkdir(parents=True)
+    for name, text in LIBRARIES.items():
+        scripts.write(tmp_path / name, text)
+    assert scripts.run_ok([tmp_path / "script.py"]) == ""

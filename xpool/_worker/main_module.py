@@ -17,6 +17,7 @@ import sys
 import threading
 import types
 import zlib
+from collections.abc import Collection
 from types import FrameType
 from typing import Any
 
@@ -71,7 +72,8 @@ class _Main(types.ModuleType):
 
 
 _Unit = tuple[
-    int, int, tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...], int, bool
+    int, int, tuple[str, ...], tuple[int, ...], tuple[str, ...], tuple[str, ...], int,
+    tuple[str, ...], tuple[str, ...],
 ]  # fmt: skip
 """The fields of an `xpool._pickling.by_value.units.Unit`."""
 
@@ -91,6 +93,7 @@ class _Script:
         self._flags = 0
         self._todo: dict[int, _Unit] | None = None  # what has not been run, by number
         self._begun = False
+        self._packages: tuple[str, ...] = ()  # of `LIBRARY` in `units`, not imported here before
         self._listens = False
 
     def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
@@ -104,21 +107,23 @@ class _Script:
         assert self._todo is not None
         chosen = self._chosen(name, namespace)
         waiting = [n for n, unit in self._todo.items() if unit[6] == _WAITS and n not in chosen]
-        # What is imported may bring torch, and what waits for it comes next then.
         for one in waiting:
-            if self._with_torch(chosen):
-                break
-            before = {n for n in chosen if n < one}
-            self._execute(before, namespace)
-            chosen -= before
-        if self._with_torch(chosen):
-            chosen |= self._closed(waiting, namespace)
+            if self._is_due(one, chosen):
+                chosen |= self._closed([one], namespace)
+            else:
+                # What these import may bring the library that the next one waits for.
+                before = {n for n in chosen if n < one}
+                self._execute(before, namespace)
+                chosen -= before
         self._execute(chosen, namespace)
-        if waiting and "torch" in sys.modules:
-            self._execute(self._closed(waiting, namespace), namespace)
-        elif waiting and not self._listens:
+        while due := [n for n in waiting if n in self._todo and self._is_due(n, ())]:
+            self._execute(self._closed(due, namespace), namespace)
+        if not self._listens:
             self._listens = True
-            when_imported("torch", _run_what_waits)
+            awaited = {label for n in waiting if n in self._todo for label in self._todo[n][8]}
+            for label in awaited:
+                for package in self._modules_of(label):
+                    when_imported(package, _run_what_waits)
         return self if self._todo else None
 
     def leaves_out(self, name: str) -> bool:
@@ -126,9 +131,16 @@ class _Script:
         todo = self._todo or {}
         return any(name in unit[2] for unit in todo.values() if unit[6] == _COMPUTES)
 
-    def _with_torch(self, chosen: set[int]) -> bool:
+    def _is_due(self, number: int, chosen: Collection[int]) -> bool:
+        """Whether a library that a unit waits for is here, or is imported by the chosen units."""
         assert self._todo is not None
-        return "torch" in sys.modules or any(self._todo[n][7] for n in chosen)
+        awaited = self._todo[number][8]
+        if any(label in self._todo[n][7] for n in chosen for label in awaited):
+            return True
+        return any(name in sys.modules for label in awaited for name in self._modules_of(label))
+
+    def _modules_of(self, label: str) -> tuple[str, ...]:
+        return self._packages if label == "library" else (label,)
 
     def _execute(self, chosen: set[int], namespace: dict[str, Any]) -> None:
         assert self._todo is not None
@@ -160,7 +172,7 @@ class _Script:
         """Read what can be run by parts; False: all of it is to be run."""
         if self._units is None:
             return False
-        check, flags, units = pickle.loads(self._units)
+        check, flags, units, packages = pickle.loads(self._units)
         with io.open_code(self._file) as file:
             text = file.read()
         if zlib.crc32(text) != check:
@@ -168,6 +180,7 @@ class _Script:
         # Lines as the compiler counts them, which has given the units their numbers.
         self._lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines(True)
         self._flags, self._todo = flags, dict(enumerate(units))
+        self._packages = tuple(name for name in packages if name not in sys.modules)
         return True
 
     def _chosen(self, name: str, namespace: dict[str, Any]) -> set[int]:
@@ -204,7 +217,7 @@ class _Script:
             if number not in todo or number in chosen:
                 continue
             chosen.add(number)
-            _, _, binds, needs, wants, reads, kind, _ = todo[number]
+            _, _, binds, needs, wants, reads, kind, _, _ = todo[number]
             pending += needs
             names += wants
             # What a function reads when it is called: a message with it has brought the values.
@@ -242,9 +255,9 @@ class _Script:
             return compile(file.read(), self._place, "exec")
 
 
-def _run_what_waits(torch: Any) -> None:
+def _run_what_waits(library: Any) -> None:
     main = sys.modules["__main__"]
-    # Not while the script is run, which has imported torch: it goes on with what waits itself.
+    # Not while the script is run, which has imported it: it goes on with what waits itself.
     if isinstance(main, _Main) and "_xpool_script" in main.__dict__:
         with contextlib.suppress(_NoSuchName):
             main._run_for(TOP)

@@ -13,7 +13,9 @@ whole lines, of four kinds:
   such a value alone (``data.sort()``, ``data["x"] = 1``), and what only prints.  Its values come
   from the program, with the functions that read them (`main_globals`).  It is run where a value
   cannot be sent, or where a statement that is run uses the name;
-* what acts in torch alone **waits** until torch is imported in that worker.
+* what acts in torch or numpy alone **waits** until that is imported in the worker; so do imports
+  of installed packages whose names the script uses, with what it sets in some of these, until the
+  worker imports any installed package.  An import whose name nothing uses is there for its effect.
 
 Values that share an object with each other are made by running the statements, whose objects may be
 compared by identity; as long as they are small: large ones are copies in any case.
@@ -33,6 +35,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from xpool._pickling.by_value.libraries import (
+    LIBRARY,
+    SELF_CONTAINED,
+    is_installed,
+    is_silent,
+    library_of,
+)
 from xpool._pickling.by_value.source import is_guard
 from xpool._pickling.by_value.top_level import (
     Names,
@@ -45,7 +54,7 @@ from xpool._pickling.by_value.top_level import (
 )
 from xpool._pickling.by_value.top_values import held_alone, sharing
 
-__all__ = ["ACTS", "BINDS", "COMPUTES", "WAITS", "Unit", "Units", "read_units"]
+__all__ = ["ACTS", "BINDS", "COMPUTES", "LIBRARY", "WAITS", "Unit", "Units", "read_units"]
 
 BINDS, ACTS, COMPUTES, WAITS = range(4)
 """Kinds of units."""
@@ -61,7 +70,8 @@ class Unit(NamedTuple):
     wants: tuple[str, ...]  # computed names that it uses
     reads: tuple[str, ...]  # computed names that functions in it use, when they are called
     kind: int
-    torch: bool  # it imports torch
+    imports: tuple[str, ...]  # of "torch", "numpy", and `LIBRARY` for other installed packages
+    awaits: tuple[str, ...]  # of the same, where it waits: it runs when one of them is imported
 
 
 class Units(NamedTuple):
@@ -70,19 +80,12 @@ class Units(NamedTuple):
     check: int  # CRC-32 of the file: of another text nothing is known
     flags: int  # of the compiler: those of its ``from __future__ import``
     units: tuple[Unit, ...]
+    packages: tuple[str, ...]  # that the program has imported: `LIBRARY`, as far as units await it
 
-    def plain(self) -> tuple[int, int, tuple[tuple[Any, ...], ...]]:
+    def plain(self) -> tuple[Any, ...]:
         """Return the same without these classes."""
-        return self.check, self.flags, tuple(map(tuple, self.units))
+        return self.check, self.flags, tuple(map(tuple, self.units)), self.packages
 
-
-# Those three print, open a browser, and change how the terminal is read.
-_SILENT = (sys.stdlib_module_names - {"this", "antigravity", "readline"}) | {
-    "numpy",
-    "torch",
-    "xpool",
-}
-"""Modules that change nothing when they are imported but what belongs to them."""
 
 _CODING = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)", re.MULTILINE)  # PEP 263
 
@@ -111,10 +114,13 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
         return None
     flags, statements = _statements(tree)
     groups = list(_groups(statements))
-    units = _Script(groups, reads, values, os.path.dirname(path)).units()
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    units = _Script(groups, reads, values, os.path.dirname(path), named).units()
     if all(unit.kind == ACTS for unit in units):
         return None
-    return Units(zlib.crc32(text), flags, tuple(units))
+    awaited = any(LIBRARY in unit.awaits for unit in units)
+    packages = tuple(filter(is_installed, list(sys.modules))) if awaited else ()
+    return Units(zlib.crc32(text), flags, tuple(units), packages)
 
 
 def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt]]:
@@ -174,8 +180,10 @@ class _Script:
         reads: Mapping[str, set[str]],
         values: Mapping[str, Any],
         folder: str,
+        named: set[str],
     ) -> None:
         self._reads, self._values, self._folder = reads, values, folder
+        self._named = named  # all names that are used anywhere in the script
         self._groups = groups
         self._alone: dict[str, bool] = {}
         self._names = [Names.all_of(map(names_of, group)) for group in groups]
@@ -258,26 +266,19 @@ class _Script:
             return COMPUTES
         if all(map(self._only_binds, group)):
             return BINDS
-        wait = all(self._only_binds(one) or self._acts_in_torch(one) for one in group)
+        wait = all(self._only_binds(one) or self._libraries_of(one) for one in group)
         return WAITS if wait else ACTS
 
     def _only_binds(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Import):
-            return all(self._is_silent(alias.name) for alias in node.names)
+            return all(is_silent(alias.name, self._folder) for alias in node.names)
         if isinstance(node, ast.ImportFrom):
-            return node.level == 0 and self._is_silent(node.module or "")
+            return node.level == 0 and is_silent(node.module or "", self._folder)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return not node.decorator_list and not any(calls_of(node))
         if isinstance(node, ast.ClassDef):
             return self._is_plain_class(node)
         return isinstance(node, ast.Pass) or _is_text(node)
-
-    def _is_silent(self, module: str) -> bool:
-        top = module.partition(".")[0]
-        file = getattr(sys.modules.get(top), "__file__", None) or ""
-        # One of the program's own may hide the one meant.
-        own = os.path.dirname(file) in (self._folder, os.path.join(self._folder, top))
-        return top in _SILENT and (not own or top == "xpool")
 
     def _is_plain_class(self, node: ast.ClassDef) -> bool:
         found = self._values.get(node.name)
@@ -299,22 +300,22 @@ class _Script:
             )
         )
 
-    def _acts_in_torch(self, node: ast.stmt) -> bool:
-        """Whether all that a statement calls, changes or derives from is torch's, or built in.
+    def _libraries_of(self, node: ast.stmt) -> set[str]:
+        """Return the libraries that a statement imports, or outside which it changes nothing.
 
-        Or that it imports is a library that imports torch.
+        The empty set: it may change something else, and acts.
         """
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            return all(map(_stands_on_torch, self._tops(node)))
+            return self._imported_libraries(node)
         roots: list[ast.expr] = [*calls_of(node)]
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             roots += [*getattr(node, "bases", ()), *node.decorator_list]
             if getattr(node, "keywords", ()):
-                return False
+                return set()
         elif isinstance(node, (ast.Expr, ast.Assign, ast.AugAssign, *_BLOCKS)):
             inside = [one for one in ast.walk(node) if isinstance(one, ast.stmt)]
             if any(isinstance(one, (*_DEFINE, ast.Raise, ast.Global)) for one in inside):
-                return False
+                return set()
             roots += [
                 target
                 for one in inside
@@ -322,18 +323,37 @@ class _Script:
                 if not isinstance(target, ast.Name)
             ]
         else:
-            return False
-        tops = [self._top_of(one) for one in roots]
-        return "torch" in tops and set(tops) <= {"torch", "builtins"}
+            return set()
+        found = set(map(self._library_of, roots)) - {"builtins"}
+        return set() if None in found else {name for name in found if name is not None}
 
-    def _top_of(self, node: ast.expr) -> str | None:
-        """The package that a name was imported from: "torch" of ``nn.Module``."""
+    def _imported_libraries(self, node: ast.Import | ast.ImportFrom) -> set[str]:
+        """Return what an import statement imports, if it may wait; else the empty set.
+
+        It may not if it imports a module of the program's own, or is ``import name`` of a name that
+        the script never uses: that is there for its effect.
+        """
+        tops = {top for top in self._tops(node) if not is_silent(top, self._folder)}
+        found = {library_of(top) for top in tops} | {None for top in tops if top == "numpy"}
+        used = not isinstance(node, ast.Import) or all(
+            alias.asname or alias.name.partition(".")[0] in self._named for alias in node.names
+        )
+        if None in found or (LIBRARY in found and not used):
+            return set()
+        return {label for label in found if label is not None}
+
+    def _library_of(self, node: ast.expr) -> str | None:
+        """Return the library that a name was imported from: "torch" of ``nn.Module``.
+
+        None: a call of it may change what belongs to no library.
+        """
         root = root_of(node)
         if root is None:
             return None
         if root.id in self._imports:
             top = self._imports[root.id]
-            return "torch" if _stands_on_torch(top) else top
+            label = library_of(top)
+            return label if label != LIBRARY or top in SELF_CONTAINED else None
         return None if root.id in self._owners or root.id == "print" else _built_in(root.id)
 
     # -- units ------------------------------------------------------------------------------
@@ -370,11 +390,12 @@ class _Script:
         else:
             # What acts or computes may call all that it leads to.
             used = self._all_that(used | names.later)
-        torch = any(
-            isinstance(one, (ast.Import, ast.ImportFrom))
-            and any(map(_stands_on_torch, self._tops(one)))
-            for one in group
-        )
+        imports, awaits = set[str](), set[str]()
+        for node in group:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                imports |= {label for top in self._tops(node) if (label := library_of(top))}
+            if self._kinds[i] == WAITS and not self._only_binds(node):
+                awaits |= self._libraries_of(node)
         return Unit(
             first=first,
             last=last,
@@ -383,7 +404,8 @@ class _Script:
             wants=tuple(sorted((used & self._left_out) - self._binds[i])),
             reads=tuple(sorted(reads - used)),
             kind=self._kinds[i],
-            torch=torch,
+            imports=tuple(sorted(imports)),
+            awaits=tuple(sorted(awaits)),
         )
 
     def _tops(self, node: ast.Import | ast.ImportFrom) -> set[str]:
@@ -442,20 +464,6 @@ def _imports(groups: list[list[ast.stmt]]) -> Iterator[tuple[str, str]]:
                 names = {alias.asname or alias.name for alias in node.names}
                 for name in names if "*" not in names else {"*"} | (_all_of(node) or set()):
                     yield name, top
-
-
-def _stands_on_torch(top: str) -> bool:
-    """Whether a package is torch, or an installed one that the program has, and that uses torch."""
-    torch = sys.modules.get("torch")
-    if top == "torch" or torch is None or top not in sys.modules:
-        return top == "torch"
-    if "-packages" not in (getattr(sys.modules[top], "__file__", None) or ""):
-        return False
-    return any(
-        getattr(module, "__dict__", {}).get("torch") is torch  # not `getattr`, which may import
-        for name, module in list(sys.modules.items())
-        if name == top or name.startswith(top + ".")
-    )
 
 
 def _built_in(name: str) -> str | None:
