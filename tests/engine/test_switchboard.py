@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from xpool._engine.switchboard import PATIENCE, Switchboard
+from xpool._engine.switchboard import PEER_WAIT_SECONDS, Switchboard
 from xpool._wire.wire import LINK, WANTED
 
 
@@ -107,7 +107,7 @@ def test_the_replacement_gets_the_channel(clock, workers):
     clock.board.started(workers[1].slot)
     assert workers[0].answer() == (1, 0)
     assert workers[1].answer() == (0, 0)
-    clock.go_on(2 * PATIENCE)
+    clock.go_on(2 * PEER_WAIT_SECONDS)
     assert workers[0].answer() is None
 
 
@@ -123,5 +123,5 @@ def test_junk_is_the_end_of_its_sender(clock, workers, junk):
 
 def test_nobody_waits_for_ever(clock, workers):
     """A worker that lives and has closed its control gets no channel: who asked is told so."""
-    clock.go_on(2 * PATIENCE)
+    clock.go_on(2 * PEER_WAIT_SECONDS)
     assert workers[0].answer() == (1, errno.EPIPE)

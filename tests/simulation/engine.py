@@ -17,7 +17,7 @@ from xpool._engine.jobs.budget import START_ATTEMPTS
 from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.replacement import Recipe
-from xpool._engine.start_limit import TASK_GRACE
+from xpool._engine.start_limit import STOP_GRACE_SECONDS
 from xpool._wire.outbox import entries
 from xpool.errors import OptionError, TaskTimeout, WorkerDied, WorkerStartFailed
 
@@ -611,7 +611,7 @@ class EngineWorld(World):
         if not has_function and self.unanswered.keys() & {(job, index)}:
             self.wrong(f"worker {worker.index} does not have the function of job {job}")
         task.begun += 1
-        lifetime = self.engine._service.lifetime
+        lifetime = self.engine._monitor.lifetime
         worker.started.append((job, index))
         if lifetime is not None and len(worker.started) > lifetime:
             self.wrong(f"worker {worker.index} runs more than {lifetime} tasks in its life")
@@ -720,7 +720,7 @@ class EngineWorld(World):
                 # It does not get its answer out, for so long that it may be taken for stuck.
                 task.finished = None
                 task.over += 1
-            too_long = ran > limit.seconds + TASK_GRACE + 0.05
+            too_long = ran > limit.seconds + STOP_GRACE_SECONDS + 0.05
             if worker.at_work is not None and worker.alive and too_long:
                 self.wrong(f"{which} runs for {ran} s, its limit is {limit.seconds}")
 
@@ -776,7 +776,7 @@ class EngineWorld(World):
             self.wrong(f"worker {idle[0]} is idle while {sits[0][0]} sits on tasks")
         # Answers of a worker that is asked to break a task off come by then, with those before it.
         asked = any(slot.interrupted is not None for slot in slots)
-        patience = PATIENCE + (TASK_GRACE if asked else 0)
+        patience = PATIENCE + (STOP_GRACE_SECONDS if asked else 0)
         for task in self.unanswered:
             finished = self.known[task].finished
             unwanted = task[0] in self.withdrawn

@@ -21,7 +21,7 @@ from xpool._engine.jobs.ranges import piece
 from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
 from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool._engine.jobs.waiting import Waiting
-from xpool._engine.monitor import Service
+from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Replacement
 from xpool._engine.slot import Slot
 from xpool._wire.outbox import Outbox
@@ -271,37 +271,37 @@ def _(patch: Patch) -> None:
 
 @mutant("what a worker may still begin is given to others at once")
 def _(patch: Patch) -> None:
-    def recall(original: Any, service: Service, slot: Slot, began: int) -> None:
-        original(service, slot, began)
-        service._sched.take_back(slot.index, began)
-        service.give_idle()
+    def recall(original: Any, monitor: WorkerMonitor, slot: Slot, began: int) -> None:
+        original(monitor, slot, began)
+        monitor._sched.take_back(slot.index, began)
+        monitor.give_idle()
 
-    wrap(patch, Service, "_recall", recall)
+    wrap(patch, WorkerMonitor, "_recall", recall)
 
 
 @mutant("a silent worker is not looked at")
 def _(patch: Patch) -> None:
-    patch.setattr(Service, "_look", nothing)
+    patch.setattr(WorkerMonitor, "_look", nothing)
 
 
 @mutant("what is asked for is given back from the queue only")
 def _(patch: Patch) -> None:
-    def give_back(original: Any, service: Service, job: int, items: range) -> None:
-        deep, service._deep = service._deep, {}
-        original(service, job, items)
-        service._deep = deep
+    def give_back(original: Any, monitor: WorkerMonitor, job: int, items: range) -> None:
+        deep, monitor._multi_item = monitor._multi_item, {}
+        original(monitor, job, items)
+        monitor._multi_item = deep
 
-    wrap(patch, Service, "give_back", give_back)
+    wrap(patch, WorkerMonitor, "give_back", give_back)
 
 
 @mutant("the limit stays after the worker has emptied its hand")
 def _(patch: Patch) -> None:
-    def emptied(original: Any, service: Service, slot: Slot) -> None:
+    def emptied(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
         limit = slot.box.limit
-        original(service, slot)
+        original(monitor, slot)
         slot.box.limit = limit
 
-    wrap(patch, Service, "_emptied", emptied)
+    wrap(patch, WorkerMonitor, "_emptied", emptied)
 
 
 @mutant("the rest of a message that did not fit is not sent")
@@ -321,16 +321,16 @@ def _(patch: Patch) -> None:
 
 @mutant("a task that does not listen is not killed when its time is over")
 def _(patch: Patch) -> None:
-    patch.setattr(Service, "_kill_overdue", nothing)
+    patch.setattr(WorkerMonitor, "_kill_overdue", nothing)
 
 
 @mutant("limits are looked at once, not again")
 def _(patch: Patch) -> None:
-    def check(original: Any, service: Service, slot: Slot) -> None:
-        original(service, slot)
-        service._checks.cancel(slot)
+    def check(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
+        original(monitor, slot)
+        monitor._checks.cancel(slot)
 
-    wrap(patch, Service, "_check", check)
+    wrap(patch, WorkerMonitor, "_check", check)
 
 
 # -- callers that receive by themselves ----------------------------------------------------------
@@ -431,7 +431,7 @@ def _(patch: Patch) -> None:
     patch.setattr("xpool._engine.jobs.budget.START_ATTEMPTS", 2)
 
 
-# -- messages of workers: `Service` takes what is raised there for a worker's nonsense -------------
+# -- messages of workers: `WorkerMonitor` takes what is raised there for an invalid message -------
 
 
 @mutant("the books fail on four answers at once")
@@ -459,14 +459,14 @@ def _(patch: Patch) -> None:
 
 
 def without(patch: Patch, name: str, spare: Callable[[Slot, Slot], bool]) -> None:
-    """When a process has ended, do not call this method of the service for some of its workers."""
+    """When a process has ended, do not call this method of the monitor for some of its workers."""
 
     def look(original: Any, replacement: Replacement, slot: Slot) -> None:
-        service = replacement._service
-        method = getattr(service, name)
-        setattr(service, name, lambda one, *a: 0 if spare(slot, one) else method(one, *a))
+        monitor = replacement._monitor
+        method = getattr(monitor, name)
+        setattr(monitor, name, lambda one, *a: 0 if spare(slot, one) else method(one, *a))
         original(replacement, slot)
-        delattr(service, name)
+        delattr(monitor, name)
 
     wrap(patch, Replacement, "_look_at_end", look)
 
@@ -484,10 +484,10 @@ def _(patch: Patch) -> None:
 @mutant("after a death nobody is given what waits")
 def _(patch: Patch) -> None:
     def look(original: Any, replacement: Replacement, slot: Slot) -> None:
-        service = replacement._service
-        service.give_idle = nothing  # type: ignore[method-assign]
+        monitor = replacement._monitor
+        monitor.give_idle = nothing  # type: ignore[method-assign]
         original(replacement, slot)
-        del service.give_idle
+        del monitor.give_idle
 
     wrap(patch, Replacement, "_look_at_end", look)
 
@@ -526,7 +526,7 @@ def _(patch: Patch) -> None:
 
 @mutant("a worker that is over goes on getting tasks")
 def _(patch: Patch) -> None:
-    patch.setattr(Service, "dismiss", nothing)
+    patch.setattr(WorkerMonitor, "dismiss", nothing)
 
 
 @mutant("a worker with tasks of its own is dismissed")
@@ -539,25 +539,25 @@ def _(patch: Patch) -> None:
 
 @mutant("what a worker does after it has broken a task off is not looked at")
 def _(patch: Patch) -> None:
-    def after(original: Any, service: Service, slot: Slot) -> None:
-        by, service._checks.by = service._checks.by, nothing  # type: ignore[method-assign]
-        original(service, slot)
-        service._checks.by = by  # type: ignore[method-assign]
+    def after(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
+        by, monitor._checks.schedule_by = monitor._checks.schedule_by, nothing  # type: ignore[method-assign]
+        original(monitor, slot)
+        monitor._checks.schedule_by = by  # type: ignore[method-assign]
 
-    wrap(patch, Service, "_after_answers", after)
+    wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
 @mutant("a worker that ends is not looked at while it has tasks in hand", pinned=2292)
 def _(patch: Patch) -> None:
-    def after(original: Any, service: Service, slot: Slot) -> None:
+    def after(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
         if slot.state is WorkerStates.READY:
-            original(service, slot)
+            original(monitor, slot)
             return
-        by, service._looks.by = service._looks.by, nothing  # type: ignore[method-assign]
-        original(service, slot)
-        service._looks.by = by  # type: ignore[method-assign]
+        by, monitor._looks.schedule_by = monitor._looks.schedule_by, nothing  # type: ignore[method-assign]
+        original(monitor, slot)
+        monitor._looks.schedule_by = by  # type: ignore[method-assign]
 
-    wrap(patch, Service, "_after_answers", after)
+    wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
 @mutant("a place from which a worker was dismissed keeps its failed starts", pinned=178)

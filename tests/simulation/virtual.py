@@ -322,7 +322,9 @@ class SimSlot(Slot):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "protocol_error" and value is not None:
-            self._world.wrong(f"worker {self.index} is taken for one that wrote nonsense: {value}")
+            self._world.wrong(
+                f"worker {self.index} is taken for one that sent an invalid message: {value}"
+            )
         if name == "reason" and not isinstance(value, (_Refused, Refusal, type(None))):
             self._world.wrong(f"worker {self.index} cannot start: {value!r}")
         super().__setattr__(name, value)
@@ -355,7 +357,7 @@ class SimSlot(Slot):
         self.page = page
         self.lifeline = 1
         self.poller: Any = _Poller(world, [self.reader.fd, self.handle.sentinel])
-        self.happens(WorkerEvent.LAUNCH)
+        self.transition(WorkerEvent.LAUNCH)
         self.generation += 1
 
     def kill(self) -> None:
@@ -368,7 +370,7 @@ class SimSlot(Slot):
         if self in self._world.engine._direct:
             self._world.wrong(f"worker {self.index} is put away, and a caller polls its pipe")
         handle, self.handle = self.handle, None
-        self.happens(WorkerEvent.GONE)
+        self.transition(WorkerEvent.GONE)
         for fd in (self.writer.fd, self.reader.fd):
             self._world.kernel.fds.close(fd)
         self._world.kernel.pages.remove(self.page)

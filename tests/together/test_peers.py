@@ -99,7 +99,7 @@ def write_nonsense(data: bytes) -> None:
 def test_nonsense_on_the_control_socket(make_pool, data):
     """A worker that asks for a channel in a garbled message ends, and the pool goes on."""
     pool = make_pool(P2PPool, 2)
-    with pytest.raises(InternalError, match="wrote nonsense to its parent"):
+    with pytest.raises(InternalError, match="sent an invalid message to its parent"):
         pool.apply(write_nonsense, (data,))
     assert pool.map(abs, range(20)) == list(range(20))
 

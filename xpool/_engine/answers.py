@@ -76,9 +76,9 @@ class Answers:
         """Take the answers that a message tells of.
 
         Raises:
-            Exception, of any kind: the worker has written nonsense.
+            Exception, of any kind: the worker has sent an invalid message.
         """
-        # The message counts these, too: `Service._look` took them out before it came.
+        # The message counts these, too: `WorkerMonitor._look` took them out before it came.
         boxed = count - slot.answers_taken_early
         if boxed < 0:
             raise ValueError(f"{count} answers where {slot.answers_taken_early} were taken before")
@@ -186,7 +186,7 @@ class Answers:
         # A signal that arrives after this finds no item named, and raises nothing.
         slot.box.ask(0)
         slot.interrupted = None
-        slot.happens(WorkerEvent.BROKEN_OFF)
+        slot.transition(WorkerEvent.BROKEN_OFF)
         return stack
 
     def _broken_off(self, slot: Slot, batch: Batch, position: int) -> None:
@@ -225,16 +225,16 @@ class Answers:
     # -- workers that have no word any more ------------------------------------------------------
 
     def disown(self, slot: Slot, exc: Exception) -> None:
-        """Fail what a worker has begun and not answered that has written nonsense.
+        """Fail what a worker has begun and not answered that has sent an invalid message.
 
         Whether that was done cannot be known.
         """
-        hand = self._sched.in_flight[slot.index]
-        began = slot.begun(hand.answered)
-        if began > hand.sent:  # nonsense, too: but it cannot have begun two at once
-            began = hand.answered + 1
-        while hand.held and hand.answered < began:
-            batch = hand.held[0]
+        in_flight = self._sched.in_flight[slot.index]
+        began = slot.begun(in_flight.answered)
+        if began > in_flight.sent:  # nonsense, too: but it cannot have begun two at once
+            began = in_flight.answered + 1
+        while in_flight.held and in_flight.answered < began:
+            batch = in_flight.held[0]
             # Asked before `answered` counts it.  What was taken back waits elsewhere already.
             wanted = batch.done < batch.taken and not batch.withdrawn
             index = self._sched.answered(slot.index, 1)[1]
@@ -242,8 +242,8 @@ class Answers:
                 self._again(batch, index - batch.first, killed=True)
             elif wanted:
                 error = InternalError(
-                    f"worker {slot.index} (pid {slot.pid}) was killed since it wrote nonsense to "
-                    f"its parent ({type(exc).__name__}: {exc}), while it ran "
+                    f"worker {slot.index} (pid {slot.pid}) was killed since it sent an invalid "
+                    f"message to its parent ({type(exc).__name__}: {exc}), while it ran "
                     f"{self.describe(*batch.name(index))} or after. If no code of that task, or of "
                     "a library that it uses, writes to memory or descriptors that are not its "
                     "own, this is a bug in xpool"
@@ -252,21 +252,21 @@ class Answers:
                 self._result(batch, index, False, error)
 
     def lost(
-        self, slot: Slot, batch: Batch, position: int, exitcode: int | None, innocent: bool,
+        self, slot: Slot, batch: Batch, position: int, exitcode: int | None, not_counted: bool,
         beside: str, last: bool,
     ) -> None:  # fmt: skip
         """Answer a task whose worker ended, or have it run again.
 
-        ``innocent``: it ended for something that another thread of its process ran.  ``beside``:
+        ``not_counted``: it ended for something that another thread of its process ran.  ``beside``:
         what others have to do with it.  ``last``: no worker will come.
         """
         # It ended by the signal that was to break this off, or by the kill after that.
         if batch.seq + position == slot.interrupted:
             self._broken_off(slot, batch, position)
             return
-        killed = batch.past.killed + (not innocent)
+        killed = batch.past.killed + (not not_counted)
         if batch.retries > 0 and killed < CULPRIT and not last:
-            self._again(batch, position, killed=not innocent)
+            self._again(batch, position, killed=not not_counted)
             return
         index = batch.first + position
         task = self.describe(*batch.name(index))

@@ -71,8 +71,8 @@ class DirectReceive:
             return None
         slot = turn.slot
         del self._jobs[slot.index]
-        held = self._sched.in_flight[slot.index]
-        if held.sent > held.answered or slot.state is not WorkerStates.READY:
+        in_flight = self._sched.in_flight[slot.index]
+        if in_flight.sent > in_flight.answered or slot.state is not WorkerStates.READY:
             # What else it holds is for the engine's thread again.
             self._mute(slot, False)
         return slot if turn.exit_pending else None

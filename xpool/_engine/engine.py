@@ -37,9 +37,9 @@ from xpool._engine.dispatcher import Dispatcher
 from xpool._engine.jobs.budget import RestartBudget
 from xpool._engine.jobs.scheduler import Limit, Scheduler, TaskRange
 from xpool._engine.ledger import Event, Ledger, Slow, Work
-from xpool._engine.maintenance import Tidying
+from xpool._engine.maintenance import ArenaMaintenance
 from xpool._engine.memory import MemoryGuard
-from xpool._engine.monitor import Service
+from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.pickled_results import StartFailure
 from xpool._engine.reactor import Reactor
 from xpool._engine.relay import Relay
@@ -102,35 +102,35 @@ class Engine:
         self.sched = Scheduler(workers)
         self.idle = self.sched.idle
         self._reactor = reactor = reactor or Reactor()
-        self._tidying = Tidying(arena, reactor)
+        self._maintenance = ArenaMaintenance(arena, reactor)
         budget = RestartBudget(restart_budget)
         self.ledger = Ledger(workers, reactor.now, describe)
         self._dispatcher = Dispatcher(reactor)
         self._direct = DirectReceive(reactor, self.sched)
-        # The service needs the answers, and they need it: so it is looked up when it is called.
+        # The monitor needs the answers, and they need it: so it is looked up when it is called.
         self._answers = Answers(
             self.sched,
             reactor,
             budget,
             describe,
             self.ledger,
-            lambda: self._service.give_idle(),
-            self._tidying.later,
+            lambda: self._monitor.give_idle(),
+            self._maintenance.later,
             hands_back,
         )
         self.results = self._answers.results
-        self._service = Service(
+        self._monitor = WorkerMonitor(
             self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
             self.ledger, lifetime, initializer_timeout,
         )  # fmt: skip
         self._replacement = Replacement(
             self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
-            self._service, self._tidying, self.ledger, budget, recipe, together,
-            Switchboard(self.slots, reactor, self._service.distrust) if peers else None,
+            self._monitor, self._maintenance, self.ledger, budget, recipe, together,
+            Switchboard(self.slots, reactor, self._monitor.distrust) if peers else None,
         )  # fmt: skip
-        self._service.guard = MemoryGuard(
+        self._monitor.guard = MemoryGuard(
             reactor, self.slots, worker_memory, memory_high, memory_full,
-            self._service.condemn, self._service.give_idle,
+            self._monitor.condemn, self._monitor.give_idle,
         )  # fmt: skip
         self._spin = Spin()
         if relay is not None:
@@ -177,7 +177,7 @@ class Engine:
                 if one.bound is not None and one.bound < 0:
                     one.bound = self.sched.least_loaded(newest=direct_job != 0)
                 self.sched.put(one)
-            self._service.give_idle(direct_job)
+            self._monitor.give_idle(direct_job)
 
     def submit_call(
         self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
@@ -190,7 +190,7 @@ class Engine:
                 return
             self.sched.put_call(number, payload, retries, limit)
             if self.idle:
-                self._service.give_idle()
+                self._monitor.give_idle()
 
     def feed(self, task_range: TaskRange) -> None:
         """See to it that a range to which items were appended is queued, and the idle get it."""
@@ -199,7 +199,7 @@ class Engine:
                 # The reader looked without the lock: `_dry` may have queued it since.
                 if not task_range.queued and task_range.items:
                     self.sched.put(task_range)
-                self._service.give_idle()
+                self._monitor.give_idle()
 
     def resume(self) -> None:
         """Give out what waits: some that was kept from running may run.  Without the lock."""
@@ -221,13 +221,13 @@ class Engine:
     def withdraw(self, job: int, index: int | None = None) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
         with self.lock:
-            self._service.withdraw(job, index)
+            self._monitor.withdraw(job, index)
 
     def give_back(self, job: int, items: range) -> None:
         """Hand back those of these items that nobody has begun, each as a result without a value
         whose ``ok`` is None: what waits now, what a worker has when it is seen to sit on it."""
         with self.lock:
-            self._service.give_back(job, items)
+            self._monitor.give_back(job, items)
 
     def runs(self, job: int, index: int | None = None) -> bool:
         """Whether a worker is in a task of this job now, or in that task."""
@@ -246,7 +246,7 @@ class Engine:
         """Return how many bytes of memory a message holds; it was made for a worker."""
         if type(payload) is Leased:
             with self.lock:
-                self._tidying.later()
+                self._maintenance.later()
         return weight(payload)
 
     @property
@@ -290,7 +290,7 @@ class Engine:
             if task_range.bound is None and not self._replacement.ending:
                 # An idle worker gets it past the queues.  Else it waits as any other, and this
                 # caller receives its answer only if it comes to a worker in this very step.
-                slot = self._service.give_direct(task_range)
+                slot = self._monitor.give_direct(task_range)
                 if slot is not None:
                     return slot
             self._put((task_range,), number)
@@ -307,7 +307,7 @@ class Engine:
             if slot.protocol_error is not None:
                 return False  # its death is for the engine's thread, too
             if events:
-                self._service.receive(slot)
+                self._monitor.receive(slot)
             held = self.sched.in_flight[slot.index].held
             # It is still the oldest in hand: what has come was something else.
             if held and held[0].name(held[0].first) == (job, 0):
@@ -439,7 +439,7 @@ class Engine:
             self._reactor.close()
         # Both without the lock: the first gives back memory, which takes its time, the second waits
         # for handlers of loggers, which may look at this pool.
-        self._tidying.end()
+        self._maintenance.end()
         if self._relay is not None:
             self._relay.end()
 
@@ -448,8 +448,8 @@ class Engine:
         self.lock = threading.Lock()  # some thread of the parent may have held it
         self._replacement.ending = True
         # Touches no descriptor: the epoll that the child has is the parent's, too.
-        self._service.clear()
-        self._tidying.forget()
+        self._monitor.clear()
+        self._maintenance.forget()
         if self._relay is not None:
             self._relay.after_fork_in_child()
         for slot in self.slots:
@@ -467,11 +467,11 @@ class Engine:
             self._reactor.run_timers()
             if self._resumed:
                 self._resumed = False
-                self._service.give_idle()
+                self._monitor.give_idle()
         # Without the lock: to clear a dead worker's holds takes milliseconds.
-        if self._tidying.after_turn():
+        if self._maintenance.after_turn():
             with self.lock:
-                self._tidying.again()
+                self._maintenance.again()
 
     def wake(self) -> None:
         """Make the engine's thread look at the clock and the pool's state again."""

@@ -6,10 +6,10 @@ from xpool._engine.reactor import Reactor
 from xpool._memory.arena import IDLE, Arena
 from xpool._pickling.tensors import mapped
 
-__all__ = ["Tidying"]
+__all__ = ["ArenaMaintenance"]
 
 
-class Tidying:
+class ArenaMaintenance:
     """The arena's attachments, one for each process of workers, and when it is to be trimmed.
 
     Called with the engine's lock held, except `after_turn` and `end`, which take their time.

@@ -14,10 +14,10 @@ from xpool._memory.system import Scope, fullest_scope
 
 __all__ = ["MemoryGuard"]
 
-INTERVAL = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two looks."""
 
-LARGE = 0.02
+LARGE_PART = 0.02
 """The part of the machine's memory that a worker has at least that is ended for it."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -72,7 +72,7 @@ class MemoryGuard:
                 self._again()  # also while it is short: one task may run where none does
         if scope is not None and self._full is not None and used > self._full:
             self._end_largest(scope)
-        self._reactor.call_at(self._reactor.now() + INTERVAL, self._look)
+        self._reactor.call_at(self._reactor.now() + POLL_SECONDS, self._look)
 
     def _weigh(self, slot: Slot, most: int) -> None:
         pid = slot.pid
@@ -92,7 +92,7 @@ class MemoryGuard:
         sizes = [(private_memory(slot.pid or 0), slot.index, slot) for slot in living]
         bytes_, _, slot = max(sizes, default=(0, 0, None))
         # The end of a small one helps nobody: the memory is someone else's.
-        if slot is not None and bytes_ > scope.total * LARGE:
+        if slot is not None and bytes_ > scope.total * LARGE_PART:
             slot.remark = (
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, more "
                 f"than others, and {self._full:.0%} of the {scope.total / 1e9:.1f} GB that the "

@@ -23,7 +23,7 @@ from xpool._engine.ledger import Ledger
 from xpool._engine.memory import MemoryGuard
 from xpool._engine.reactor import Alarms, Reactor
 from xpool._engine.slot import Slot
-from xpool._engine.start_limit import TASK_GRACE, StartLimit, is_starved, note_asked
+from xpool._engine.start_limit import STOP_GRACE_SECONDS, StartLimit, is_starved, note_asked
 from xpool._wire.outbox import HEAD, LIMIT, NO_LIMIT, STOP_SIGNAL
 from xpool._wire.wire import (
     ANSWER,
@@ -37,19 +37,19 @@ from xpool._wire.wire import (
     stop_frame,
 )
 
-__all__ = ["GRACE", "TASK_GRACE", "Service"]
+__all__ = ["PAGE_SETTLE_SECONDS", "STOP_GRACE_SECONDS", "WorkerMonitor"]
 
 ENDED = -1
 """In the place of the kind of a message: there is none."""
 
-LOOK = 0.010
+OUTBOX_POLL_SECONDS = 0.010
 """Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
 
-GRACE = 0.002
+PAGE_SETTLE_SECONDS = 0.002
 """Seconds until a word written to a shared page is certainly seen: microseconds, in truth."""
 
 
-class Service:
+class WorkerMonitor:
     """Carries out what the scheduler, the deadlines and the workers' own words ask for."""
 
     def __init__(
@@ -72,9 +72,9 @@ class Service:
         self._ledger = ledger
         self._deadlines = {slot.index: Deadlines() for slot in slots}
         # Workers with two or more items in hand: the ones to look at when they are silent.
-        self._deep: dict[int, None] = {}
+        self._multi_item: dict[int, None] = {}
         # What is to be handed back, as job and items, if such a worker is seen to sit on it.
-        self._wanted: dict[int, list[tuple[int, range]]] = {}
+        self._give_back_requests: dict[int, list[tuple[int, range]]] = {}
         self._looks = Alarms(reactor, self._look)
         self._recalls = Alarms(reactor, self._take_back)
         self._checks = Alarms(reactor, self._check)
@@ -109,7 +109,7 @@ class Service:
 
     def retire(self, slot: Slot) -> None:
         """Let a worker end when it has answered what it holds."""
-        slot.happens(WorkerEvent.RETIRE)
+        slot.transition(WorkerEvent.RETIRE)
         self._sched.retire(slot.index)
         # The last of what it is sent: it answers all that came before.
         self._dispatcher.send(slot, stop_frame())
@@ -122,7 +122,7 @@ class Service:
 
     def condemn(self, slot: Slot) -> None:
         """Kill a worker; it gets nothing more, and is looked at no more."""
-        slot.happens(WorkerEvent.CONDEMN)
+        slot.transition(WorkerEvent.CONDEMN)
         self._sched.retire(slot.index)
         # A timer that is left could want a step that a condemned worker's table does not have.
         self._unset(slot)
@@ -135,8 +135,8 @@ class Service:
 
     def gone(self, slot: Slot) -> None:
         """Its process has ended, and all that it sent is taken."""
-        self._deep.pop(slot.index, None)
-        self._wanted.pop(slot.index, None)
+        self._multi_item.pop(slot.index, None)
+        self._give_back_requests.pop(slot.index, None)
         self._ledger.gone(slot.index, slot.writer.sent)
         self._unset(slot)
         # Before the slot closes them.  The writer is there while it has a backlog.
@@ -147,7 +147,7 @@ class Service:
         """The pool is terminated: all is answered, nothing more is taken or given."""
         self.stopped = True
         self._sched.clear()
-        self._deep.clear()
+        self._multi_item.clear()
         for slot in self._slots:
             self._unset(slot)
 
@@ -180,9 +180,9 @@ class Service:
                     self.give_idle()
         reader = slot.reader
         if reader.buffer or reader.body is not None:  # part of a message
-            held = self._sched.in_flight[slot.index]
+            in_flight = self._sched.in_flight[slot.index]
             # Its next answer would be read as the rest of this message.
-            if held.sent == held.answered and slot.state is WorkerStates.READY:
+            if in_flight.sent == in_flight.answered and slot.state is WorkerStates.READY:
                 self.distrust(slot, ValueError("part of a message where nothing is to be answered"))
         # The end of a pipe stays readable.  What it means is for the sentinel to say.
         if reader.ended:
@@ -201,7 +201,7 @@ class Service:
         """Take what one message says into the books of this worker, and do nothing else yet.
 
         Raises:
-            Exception, of any kind: the worker has written nonsense.
+            Exception, of any kind: the worker has sent an invalid message.
         """
         box = slot.box
         # Zeros leave one of them, 0xFF the other.
@@ -218,7 +218,7 @@ class Service:
                 )
                 self.condemn(slot)
             elif slot.reason is None:
-                slot.happens(WorkerEvent.HELLO)  # raises where it has greeted before
+                slot.transition(WorkerEvent.HELLO)  # raises where it has greeted before
         elif kind == SKIPPED:
             self._answers.skipped(slot, count)
         elif kind == FAILED:
@@ -227,7 +227,7 @@ class Service:
             raise ValueError(f"a message of unknown kind {kind}")
 
     def distrust(self, slot: Slot, exc: Exception) -> None:
-        """Kill a worker that has written nonsense, and believe nothing more that comes from it."""
+        """Kill a worker that has sent an invalid message; nothing more of it is believed."""
         if slot.protocol_error is not None:
             return
         slot.protocol_error = exc
@@ -244,21 +244,21 @@ class Service:
         if slot.protocol_error is not None:
             return  # it gets nothing more
         w = slot.index
-        hand = self._sched.in_flight[w]
-        size = hand.sent - hand.answered
+        in_flight = self._sched.in_flight[w]
+        size = in_flight.sent - in_flight.answered
         if size < 2:
-            self._deep.pop(w, None)
+            self._multi_item.pop(w, None)
         waits = slot.state is not WorkerStates.READY
         if waits and slot.interrupted is None and self._overdue.cancel(slot):
             # It has broken off what it was to.  What it runs now may have to end, too.
-            self._checks.by(slot, self._reactor.now())
+            self._checks.schedule_by(slot, self._reactor.now())
         # It has answered, or skipped, all that it held when it was told to begin nothing more.
-        if hand.paused and not size:
+        if in_flight.paused and not size:
             self._emptied(slot)
         if slot.state is not WorkerStates.READY:
             # It goes on with what it holds, and what it answers next may wait in its outbox.
-            if w in self._deep and slot.state is not WorkerStates.CONDEMNED:
-                self._looks.by(slot, self._reactor.now() + LOOK)
+            if w in self._multi_item and slot.state is not WorkerStates.CONDEMNED:
+                self._looks.schedule_by(slot, self._reactor.now() + OUTBOX_POLL_SECONDS)
             return
         if self._sched.queued:
             # Only where nothing else is in flight: one at a time while memory is short.
@@ -267,15 +267,15 @@ class Service:
             else:
                 for batch in self._sched.refill(w):
                     self._give(slot, batch)
-            size = hand.sent - hand.answered
+            size = in_flight.sent - in_flight.answered
         # It has run as many tasks as a process may (`maxtasksperchild`).
-        if not size and hand.left == 0:
+        if not size and in_flight.left == 0:
             self.retire(slot)
-        elif w in self._deep:
+        elif w in self._multi_item:
             if not self._looks.pending(slot):  # it may have been given up looking at
-                self._looks.by(slot, self._reactor.now() + LOOK)
+                self._looks.schedule_by(slot, self._reactor.now() + OUTBOX_POLL_SECONDS)
         # This one may be free, and others have more in hand than what they run.
-        elif self._deep:
+        elif self._multi_item:
             self._look_for_surplus(slot)
 
     def _emptied(self, slot: Slot) -> None:
@@ -283,7 +283,7 @@ class Service:
         # Before it may be given anything: it would answer that as skipped.
         slot.box.limit = NO_LIMIT
         self._recalls.cancel(slot)
-        slot.happens(WorkerEvent.EMPTIED)
+        slot.transition(WorkerEvent.EMPTIED)
         if slot.state is WorkerStates.READY:
             self._sched.resume(slot.index)
 
@@ -314,7 +314,8 @@ class Service:
             most = 1  # so that there is an end to it
         if self._direct.muted and self._sched.queued:
             for w in self._direct.muted.intersection(self._sched.idle):
-                self._hear(self._slots[w])
+                if self._slots[w].poller.poll(0):  # as in `give_direct`
+                    self.receive(self._slots[w])
         for w, batch in self._sched.next_batches(direct_job != 0, most):
             slot = self._slots[w]
             # Before it is given: `_give` has the engine's thread hear a pipe that nobody polls.
@@ -327,7 +328,11 @@ class Service:
         if self.guard.short:
             return None
         if self._sched.idle:
-            self._hear(self._slots[next(reversed(self._sched.idle))])
+            slot = self._slots[next(reversed(self._sched.idle))]
+            # A thread of a task may have written to the pipe after the answer.  Found here, that
+            # ends the worker; found later, it would be read as the beginning of the next answer.
+            if slot.poller.poll(0):
+                self.receive(slot)
         given = self._sched.start(call)
         if given is None:
             return None
@@ -336,36 +341,27 @@ class Service:
         self._give(slot, given[1])
         return slot
 
-    def _hear(self, slot: Slot) -> None:
-        """Take what an idle worker has sent that the engine's thread has not heard.
-
-        A thread of a task may have written to the pipe after the answer.  Found here, that ends
-        the worker; found later, it would be read as the beginning of the next answer.
-        """
-        if slot.poller.poll(0):
-            self.receive(slot)
-
     def _give(self, slot: Slot, batch: Batch) -> None:
         if slot.index in self._direct.muted:
             self._direct.given(slot)
         self._dispatcher.send_batch(slot, batch)
         # Nothing that is given now can be over its time before.
         if batch.limit is not None:
-            self._checks.by(slot, self._reactor.now() + batch.limit.seconds)
-        held = self._sched.in_flight[slot.index]
-        if held.sent - held.answered > 1:
-            self._deep[slot.index] = None
+            self._checks.schedule_by(slot, self._reactor.now() + batch.limit.seconds)
+        in_flight = self._sched.in_flight[slot.index]
+        if in_flight.sent - in_flight.answered > 1:
+            self._multi_item[slot.index] = None
             if not self._looks.pending(slot):
-                self._looks.by(slot, self._reactor.now() + LOOK)
+                self._looks.schedule_by(slot, self._reactor.now() + OUTBOX_POLL_SECONDS)
 
     # -- silent workers ----------------------------------------------------------------------------
 
     def _look_for_surplus(self, slot: Slot) -> None:
         """When a worker has nothing and others have tasks in hand: are they sitting on them?"""
-        if self._deep and not self._sched.in_flight[slot.index].size:
-            when = self._reactor.now() + GRACE
-            for w in self._deep:
-                self._looks.by(self._slots[w], when)
+        if self._multi_item and not self._sched.in_flight[slot.index].size:
+            when = self._reactor.now() + PAGE_SETTLE_SECONDS
+            for w in self._multi_item:
+                self._looks.schedule_by(self._slots[w], when)
 
     def _look(self, slot: Slot) -> None:
         """Look at a worker with tasks in hand that was silent for a while.
@@ -374,11 +370,11 @@ class Service:
         that sits on tasks while another has none is told to begin no more of them.
         """
         w, now = slot.index, self._reactor.now()
-        if w not in self._deep:
-            self._wanted.pop(w, None)
+        if w not in self._multi_item:
+            self._give_back_requests.pop(w, None)
             return
         if slot in self._direct:  # its caller receives all there is
-            self._looks.by(slot, now + LOOK)
+            self._looks.schedule_by(slot, now + OUTBOX_POLL_SECONDS)
             return
         box = slot.box
         # Read before the pipe is drained: the next look takes what this one has seen.
@@ -389,13 +385,13 @@ class Service:
         if seen[1] > box.head and not slot.reader.partial:
             slot.answers_taken_early += self.take_early(slot, seen[1])
             self._after_answers(slot)
-        sits = w in self._wanted and seen == (began, tail)
+        sits = w in self._give_back_requests and seen == (began, tail)
         surplus = slot.state is WorkerStates.READY and self._sched.surplus(w, began)
         if surplus and (self._sched.idle or sits):
             self._recall(slot, began)
-            self._looks.by(slot, now + GRACE)
-        elif w in self._deep and (tail > box.head or seen != (began, tail)):
-            self._looks.by(slot, now + LOOK)
+            self._looks.schedule_by(slot, now + PAGE_SETTLE_SECONDS)
+        elif w in self._multi_item and (tail > box.head or seen != (began, tail)):
+            self._looks.schedule_by(slot, now + OUTBOX_POLL_SECONDS)
 
     def _recall(self, slot: Slot, began: int) -> None:
         """Let a worker begin nothing from item ``began`` on; others get it.
@@ -406,15 +402,15 @@ class Service:
             return  # it is told already
         slot.box.limit = began
         self._sched.pause(slot.index)
-        slot.happens(WorkerEvent.RECALL)
-        self._recalls.by(slot, self._reactor.now() + GRACE)
+        slot.transition(WorkerEvent.RECALL)
+        self._recalls.schedule_by(slot, self._reactor.now() + PAGE_SETTLE_SECONDS)
 
     def _take_back(self, slot: Slot) -> None:
         box = slot.box
         # It may have begun more before it saw the limit.
         self._sched.take_back(slot.index, max(box.limit, box.began))
         self.give_idle()
-        for job, items in self._wanted.pop(slot.index, ()):
+        for job, items in self._give_back_requests.pop(slot.index, ()):
             self.give_back(job, items)  # others may have got some of them just now
 
     def give_back(self, job: int, items: range) -> None:
@@ -422,11 +418,11 @@ class Service:
         # The last first: each is queued in front of all others.
         for index in reversed(self._sched.take_out(job, items)):
             self._answers.handed_back(job, index)
-        for w in self._deep:
+        for w in self._multi_item:
             held = self._sched.in_flight[w].held
             if any(batch.job == job and batch.first in items for batch in held):
-                self._wanted.setdefault(w, []).append((job, items))
-                self._looks.by(self._slots[w], self._reactor.now() + GRACE)
+                self._give_back_requests.setdefault(w, []).append((job, items))
+                self._looks.schedule_by(self._slots[w], self._reactor.now() + PAGE_SETTLE_SECONDS)
 
     # -- deadlines ---------------------------------------------------------------------------------
 
@@ -439,7 +435,7 @@ class Service:
                 self._recall(slot, slot.box.began)
                 self._check(slot)
                 # It may have been about to begin another of them.
-                self._checks.by(slot, self._reactor.now() + GRACE)
+                self._checks.schedule_by(slot, self._reactor.now() + PAGE_SETTLE_SECONDS)
 
     def _check(self, slot: Slot) -> None:
         """End what a worker runs, if it must; have it looked at again when it may have to."""
@@ -454,8 +450,8 @@ class Service:
             self.distrust(slot, ValueError(f"a task that began {seen.since - now:.0f} s from now"))
             return
         running = self._sched.running(slot.index, seen.began)
-        held = self._sched.in_flight[slot.index]
-        act, item, when = self._deadlines[slot.index].judge(held, running, seen, now)
+        in_flight = self._sched.in_flight[slot.index]
+        act, item, when = self._deadlines[slot.index].judge(in_flight, running, seen, now)
         if act is Act.INTERRUPT:
             self._interrupt(slot, item)
         elif act is Act.CONDEMN:
@@ -463,9 +459,9 @@ class Service:
         else:
             if act is Act.RECALL:
                 self._recall(slot, seen.began)
-                when = now + GRACE
+                when = now + PAGE_SETTLE_SECONDS
             if when is not None:
-                self._checks.by(slot, when)
+                self._checks.schedule_by(slot, when)
 
     def _interrupt(self, slot: Slot, item: int) -> None:
         """Ask a worker to break off what it runs, and to begin nothing more."""
@@ -475,10 +471,10 @@ class Service:
         slot.interrupted = item
         slot.box.ask(item + 1)
         self._recall(slot, item + 1)
-        slot.happens(WorkerEvent.INTERRUPT)
+        slot.transition(WorkerEvent.INTERRUPT)
         note_asked(slot, self._reactor.now())
         slot.handle.signal(STOP_SIGNAL)
-        self._overdue.by(slot, self._reactor.now() + TASK_GRACE)
+        self._overdue.schedule_by(slot, self._reactor.now() + STOP_GRACE_SECONDS)
 
     def _kill_overdue(self, slot: Slot) -> None:
         """It was asked a while ago."""
@@ -491,4 +487,4 @@ class Service:
         if slot.box.began == slot.interrupted + 1 and not is_starved(slot, now):
             self.condemn(slot)
         else:  # it has left it, and the answer is on its way; or it is given more time
-            self._overdue.by(slot, now + TASK_GRACE)
+            self._overdue.schedule_by(slot, now + STOP_GRACE_SECONDS)

@@ -1,7 +1,7 @@
-"""What pools need of the workers behind them: the face that an engine has.
+"""What pools need of the workers behind them.
 
-`BasePool` is content with a `WorkerBackend`, which `ThreadWorkers` is too; pools of processes hand
-whole ranges of tasks to an `EngineFace`.  An engine that has its workers elsewhere has this face.
+`BasePool` needs a `WorkerBackend`, which `ThreadWorkers` is; pools of processes give ranges of
+tasks to an `EngineProtocol`, which engines over hosts implement, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from xpool._engine.jobs.scheduler import Limit, TaskRange
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow, Work
 
-__all__ = ["EngineFace", "LocalEngine", "WorkerBackend"]
+__all__ = ["EngineProtocol", "LocalEngine", "WorkerBackend"]
 
 
 class WorkerBackend(Protocol):
@@ -52,7 +52,7 @@ class WorkerBackend(Protocol):
         """Have nothing more to do with workers that are another process's."""
 
 
-class EngineFace(WorkerBackend, Protocol):
+class EngineProtocol(WorkerBackend, Protocol):
     """Workers that take ranges of tasks.  All methods may be called by any thread."""
 
     def terminate(self, at_once: bool = False) -> None:
@@ -119,7 +119,7 @@ class EngineFace(WorkerBackend, Protocol):
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
 
 
-class LocalEngine(EngineFace, Protocol):
+class LocalEngine(EngineProtocol, Protocol):
     """An engine that has its workers here, and may work for a driver elsewhere."""
 
     def give_back(self, job: int, items: range) -> None:

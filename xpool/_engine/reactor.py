@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["Alarms", "Reactor", "Timer"]
 
 
-LONGEST = 86400.0
+MOST_WAIT_SECONDS = 86400.0
 """Seconds of one wait: epoll counts milliseconds in 31 bits, and a timer may be further away."""
 
 _IN, _OUT = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
@@ -161,7 +161,11 @@ class Reactor:
         when = self._next
         if when is not None:
             left = max(0.0, when - self.now())
-            timeout = min(left, LONGEST) if timeout is None else min(left, timeout, LONGEST)
+            timeout = (
+                min(left, MOST_WAIT_SECONDS)
+                if timeout is None
+                else min(left, timeout, MOST_WAIT_SECONDS)
+            )
         return [fd for fd, _ in self._epoll.poll(timeout)]
 
     def handle(self, fd: int) -> None:
@@ -192,7 +196,7 @@ class Alarms:
         self._reactor, self._call = reactor, call
         self._timers: dict[int, Timer] = {}
 
-    def by(self, slot: Any, when: float) -> None:
+    def schedule_by(self, slot: Any, when: float) -> None:
         """Have the call made at ``when``, or sooner where that is set already."""
         timer = self._timers.get(slot.index)
         if timer is not None and timer.pending:

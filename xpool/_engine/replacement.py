@@ -23,8 +23,8 @@ from xpool._engine.jobs.scheduler import Batch, Scheduler
 from xpool._engine.jobs.states import WorkerEvent, WorkerStates
 from xpool._engine.launch import Launcher
 from xpool._engine.ledger import Ledger
-from xpool._engine.maintenance import Tidying
-from xpool._engine.monitor import Service
+from xpool._engine.maintenance import ArenaMaintenance
+from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.pickled_results import StartFailure
 from xpool._engine.reactor import Alarms, Reactor
 from xpool._engine.slot import Slot
@@ -41,11 +41,11 @@ from xpool.errors import (
 
 __all__ = ["Recipe", "Replacement"]
 
-LAST_WORDS = 1.0
+LAST_WORDS_SECONDS = 1.0
 """Seconds of silence after which nothing more is expected of a killed worker whose pipe is open: a
 child that one of its tasks has forked has that end, too."""
 
-STOP_GRACE = 0.3
+TERMINATE_GRACE_SECONDS = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
 
 
@@ -75,8 +75,8 @@ class Replacement:
         dispatcher: Dispatcher,
         answers: Answers,
         direct: DirectReceive,
-        service: Service,
-        tidying: Tidying,
+        monitor: WorkerMonitor,
+        maintenance: ArenaMaintenance,
         ledger: Ledger,
         budget: RestartBudget,
         recipe: Recipe,
@@ -89,7 +89,7 @@ class Replacement:
         self._switchboard = switchboard  # where workers get channels to each other
         self._slots, self._sched, self._reactor = slots, sched, reactor
         self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
-        self._service, self._tidying, self._budget = service, tidying, budget
+        self._monitor, self._maintenance, self._budget = monitor, maintenance, budget
         self._recipe, self._ledger = recipe, ledger
         self._starts = {slot.index: Starts() for slot in slots}
         self._kills = Alarms(reactor, lambda slot: slot.kill())
@@ -116,7 +116,7 @@ class Replacement:
         if self.ending or self._left_over(slot):
             return
         recipe, slots = self._recipe, (slot, *slot.siblings)
-        arena, attachment = self._tidying.take_attachment()
+        arena, attachment = self._maintenance.take_attachment()
         try:
             # Before there is a process: when this fails, the slot is as it was.
             # The generation is that of the process to come: `Slot.start` counts it.
@@ -125,7 +125,7 @@ class Replacement:
             slot.start(recipe.launcher, name, recipe.daemon, recipe.inherited, arena)
         # Whatever came: a place in the arena that nobody frees is lost for the pool's life.
         except BaseException:
-            self._tidying.free_attachment(attachment)
+            self._maintenance.free_attachment(attachment)
             raise
         slot.attachment = attachment
         assert slot.handle is not None
@@ -133,7 +133,7 @@ class Replacement:
         try:
             self._await_end(slot)
             for one, order in zip(slots, orders, strict=True):
-                self._service.started(one)
+                self._monitor.started(one)
                 if self._switchboard is not None:
                     self._switchboard.started(one)
                 self._dispatcher.send(one, boot_frame(order))
@@ -166,7 +166,7 @@ class Replacement:
             self.ending = True
             self.failure = _start_failure(slot, self._starts[slot.index].attempts, exitcode)
         elif pause:
-            self._restarts.by(slot, self._reactor.now() + pause)
+            self._restarts.schedule_by(slot, self._reactor.now() + pause)
         else:
             self._start_again(slot)
 
@@ -177,7 +177,7 @@ class Replacement:
         for slot in self._slots:
             self._starts.setdefault(slot.index, Starts())
             if self._left_over(slot) and (slot.state is WorkerStates.STARTING or slot.state.serves):
-                self._service.dismiss(slot)
+                self._monitor.dismiss(slot)
         self.start_missing()
 
     def _left_over(self, slot: Slot) -> bool:
@@ -188,23 +188,23 @@ class Replacement:
         self.ending = True
         for slot in self._slots:
             if slot.state is WorkerStates.STARTING or slot.state.serves:
-                self._service.retire(slot)
+                self._monitor.retire(slot)
 
     def terminate(self, at_once: bool = False) -> None:
         """Stop all workers now: asked first, and killed a moment later, or at once."""
         self.ending = True
-        self._service.clear()
+        self._monitor.clear()
         # The pool's end calls this again: those who were asked before have their timer.
         for slot in self._slots:
             if slot.handle is not None and not self._kills.pending(slot):
                 if slot.state is WorkerStates.STARTING or slot.state.serves:
-                    slot.happens(WorkerEvent.RETIRE)
+                    slot.transition(WorkerEvent.RETIRE)
                 # None: the server has not forked it yet, and there is nobody to ask.
                 if at_once or slot.pid is None:
                     slot.kill()
                 else:
                     slot.handle.signal(signal.SIGTERM)
-                self._kills.by(slot, self._reactor.now() + STOP_GRACE)
+                self._kills.schedule_by(slot, self._reactor.now() + TERMINATE_GRACE_SECONDS)
 
     @property
     def ended(self) -> bool:
@@ -231,17 +231,17 @@ class Replacement:
             if not handle.ended():
                 return
         except ValueError as exc:
-            self._service.distrust(slot, exc)
+            self._monitor.distrust(slot, exc)
             return
         exitcode = handle.exitcode
         if exitcode is None and not self._finished_off(ended):
             return
         # What was sent comes before what lies in the outbox: answers are in the tasks' order.
         for one in ended:
-            self._service.drain(one)
-            if not self._service.stopped:
+            self._monitor.drain(one)
+            if not self._monitor.stopped:
                 # The worker is dead: its `tail` is final, and all up to that is whole.
-                self._service.take_early(one, one.box.tail)
+                self._monitor.take_early(one, one.box.tail)
             self._look_at_books(one)
         # All this before the accounts, which end an interrupt, and before the slots are emptied.
         died = _story(ended, exitcode)
@@ -279,7 +279,7 @@ class Replacement:
         else:
             self._replace(slot, served, asked, died)
         # What it held waits again, and others may be idle.
-        self._service.give_idle()
+        self._monitor.give_idle()
 
     def _replace(self, slot: Slot, served: list[Slot], asked: bool, died: str) -> None:
         """Start a process in the place of one that has ended after it was ready."""
@@ -307,7 +307,7 @@ class Replacement:
             return
         began, most = slot.box.began, self._sched.in_flight[slot.index].answered + 1
         nonsense = f"{began} tasks begun where {most} can be" if began > most else ""
-        nonsense = nonsense or self._tidying.nonsense(slot.attachment)
+        nonsense = nonsense or self._maintenance.nonsense(slot.attachment)
         if nonsense:
             slot.remark = f"It had written over memory that it shares with its parent ({nonsense})."
 
@@ -330,14 +330,14 @@ class Replacement:
                     # Their ends of the pipes close with them.
                     self._reactor.remove(one.reader.fd)
                     self._reactor.add(one.reader.fd, partial(self._hear, slot, one))
-            self._silences.by(slot, self._reactor.now() + LAST_WORDS)
+            self._silences.schedule_by(slot, self._reactor.now() + LAST_WORDS_SECONDS)
         return False
 
     def _hear(self, slot: Slot, one: Slot, fd: int) -> None:
         """Take the last words of a worker; ``slot``: the sibling that stands for all of them."""
-        self._service.receive(one)
+        self._monitor.receive(one)
         self._silences.cancel(slot)
-        self._silences.by(slot, self._reactor.now() + LAST_WORDS)
+        self._silences.schedule_by(slot, self._reactor.now() + LAST_WORDS_SECONDS)
         if one.reader.ended:
             self._look_at_end(slot)
 
@@ -348,7 +348,7 @@ class Replacement:
     def _put_away(self, slot: Slot) -> None:
         """Let go of a worker whose accounts are made."""
         # Out of the reactor first: `slot.gone` closes the descriptors.
-        self._service.gone(slot)
+        self._monitor.gone(slot)
         self._direct.gone(slot)
         self._kills.cancel(slot)
         self._silences.cancel(slot)
@@ -357,7 +357,7 @@ class Replacement:
             self._switchboard.ended(slot)
         slot.gone()
         # All that it has sent is held here by now.
-        self._tidying.free_attachment(slot.attachment)
+        self._maintenance.free_attachment(slot.attachment)
         slot.attachment = None
 
     def _make_accounts(self, ended: list[Slot], exitcode: int | None) -> None:
@@ -368,7 +368,7 @@ class Replacement:
             # All that it has answered is taken in, so it was in the next one at most.
             answered = self._sched.in_flight[one.index].answered
             began = one.begun(answered)
-            # What had begun was failed when it wrote nonsense.
+            # What had begun was failed when it sent an invalid message.
             if one.protocol_error is not None and not one.box.intact:
                 began = answered
             found = self._sched.gone(one.index, min(began, answered + 1))
@@ -376,11 +376,11 @@ class Replacement:
                 lost[one] = found
         describe = self._answers.describe
         ran = {one: describe(*batch.name(batch.first + k)) for one, (batch, k) in lost.items()}
-        guilty = next((one for one in ended if _told_to_end(one)), None)
+        ended_by_us = next((one for one in ended if _told_to_end(one)), None)
         for one, (batch, position) in lost.items():
-            innocent = guilty is not None and guilty is not one
-            beside = one.remark or (_beside(one, guilty, ran) if one.siblings else "")
-            self._answers.lost(one, batch, position, exitcode, innocent, beside, self.ending)
+            not_counted = ended_by_us is not None and ended_by_us is not one
+            beside = one.remark or (_beside(one, ended_by_us, ran) if one.siblings else "")
+            self._answers.lost(one, batch, position, exitcode, not_counted, beside, self.ending)
 
 
 def _served(slot: Slot) -> bool:
@@ -400,7 +400,7 @@ def _story(ended: list[Slot], exitcode: int | None) -> str:
     died = f"{workers} (pid {ended[0].pid}), {exit_reason(exitcode)}"
     for one in ended:
         if one.protocol_error is not None:
-            died += f", for it wrote nonsense ({one.protocol_error})"
+            died += f", for it sent an invalid message ({one.protocol_error})"
     return died
 
 
@@ -428,14 +428,14 @@ def _start_failure(
     return error
 
 
-def _beside(slot: Slot, guilty: Slot | None, ran: dict[Slot, str]) -> str:
+def _beside(slot: Slot, ended_by_us: Slot | None, ran: dict[Slot, str]) -> str:
     """Say what other threads of a worker's process have to do with its end; empty: nothing."""
-    if guilty is not None and guilty is not slot:
-        why = "wrote nonsense to its parent"
-        if guilty.protocol_error is None:
-            task = ran.get(guilty, "what it was given")
+    if ended_by_us is not None and ended_by_us is not slot:
+        why = "sent an invalid message to its parent"
+        if ended_by_us.protocol_error is None:
+            task = ran.get(ended_by_us, "what it was given")
             why = f"ran {task}, which did not stop when its time was over or it was cancelled"
-        other = f"worker {guilty.index}, another thread of it,"
+        other = f"worker {ended_by_us.index}, another thread of it,"
         return f"The pool ended the process, since {other} {why}."
     others = [f"worker {one.index} ran {task}" for one, task in ran.items() if one is not slot]
     if not others:

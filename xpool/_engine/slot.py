@@ -86,7 +86,7 @@ class Slot:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.state = WorkerStates.ABSENT  # changed by `happens` alone
+        self.state = WorkerStates.ABSENT  # changed by `transition` alone
         self.generation = 0  # processes started here so far
         self.siblings: tuple[Slot, ...] = ()  # those whose workers are threads of the same process
         self.has_control = False
@@ -115,7 +115,7 @@ class Slot:
         # When it was asked to break it off, and how long it had run and waited (`processor`) then.
         self.asked = 0.0, 0.0, 0.0
 
-    def happens(self, event: WorkerEvent) -> None:
+    def transition(self, event: WorkerEvent) -> None:
         """Go to the state that follows."""
         self.state = step(WORKER, self.state, event)
 
@@ -158,7 +158,7 @@ class Slot:
         for slot in slots:
             slot.handle = handle
             slot.poller.register(handle.sentinel, select.POLLIN)
-            slot.happens(WorkerEvent.LAUNCH)
+            slot.transition(WorkerEvent.LAUNCH)
             slot.generation += 1
 
     def _open(self, arena: Arena | None) -> socket.socket:
@@ -288,7 +288,7 @@ class Slot:
         """Let go of everything of a process that has ended."""
         assert self.handle is not None
         handle, self.handle = self.handle, None
-        self.happens(WorkerEvent.GONE)
+        self.transition(WorkerEvent.GONE)
         self._shut()
         # The last of the siblings closes what is the process's.
         if all(mate.handle is None for mate in self.siblings):

@@ -13,12 +13,12 @@ from xpool._engine.slot import Slot
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL
 from xpool.errors import TaskTimeout
 
-__all__ = ["TASK_GRACE", "StartLimit", "is_starved", "note_asked"]
+__all__ = ["STOP_GRACE_SECONDS", "StartLimit", "is_starved", "note_asked"]
 
-TASK_GRACE = 0.1
+STOP_GRACE_SECONDS = 0.1
 """Seconds between asking a worker to break off what it does and killing it."""
 
-STARVED = 0.5
+STARVED_SECONDS = 0.5
 """Seconds after which a worker is killed that was asked, though it has waited for a processor."""
 
 
@@ -30,12 +30,12 @@ def note_asked(slot: Slot, now: float) -> None:
 def is_starved(slot: Slot, now: float) -> bool:
     """Whether a worker that was asked has hardly run since: it could not even answer."""
     when, ran_then, waited_then = slot.asked
-    if now >= when + STARVED:
+    if now >= when + STARVED_SECONDS:
         return False
     ran, waited, is_runnable = slot.processor()
     # The second: the first wait may go on still, and is not counted then.
-    return waited - waited_then > TASK_GRACE / 2 or (
-        is_runnable and ran - ran_then < TASK_GRACE / 2
+    return waited - waited_then > STOP_GRACE_SECONDS / 2 or (
+        is_runnable and ran - ran_then < STOP_GRACE_SECONDS / 2
     )
 
 
@@ -55,7 +55,7 @@ class StartLimit:
     def started(self, slot: Slot) -> None:
         """A process was started."""
         if self._seconds is not None:
-            self._checks.by(slot, self._reactor.now() + self._seconds)
+            self._checks.schedule_by(slot, self._reactor.now() + self._seconds)
 
     def over(self, slot: Slot) -> None:
         """It is ready, or starts no more."""
@@ -67,18 +67,18 @@ class StartLimit:
         since, now = slot.box.since, self._reactor.now()
         # Not at its first line yet: the time until then is the fork server's, or the system's.
         if since is None or now < since + self._seconds:
-            self._checks.by(slot, (now if since is None else since) + self._seconds)
+            self._checks.schedule_by(slot, (now if since is None else since) + self._seconds)
         else:
             slot.box.ask(NO_LIMIT)  # no item: it is asked for its stack only
             note_asked(slot, now)
             slot.handle.signal(STOP_SIGNAL)
-            self._overdue.by(slot, now + TASK_GRACE)
+            self._overdue.schedule_by(slot, now + STOP_GRACE_SECONDS)
 
     def _kill(self, slot: Slot) -> None:
         assert self._seconds is not None
         stack, now = own_part(slot.box.stack()), self._reactor.now()
         if not stack and is_starved(slot, now):
-            self._overdue.by(slot, now + TASK_GRACE)
+            self._overdue.schedule_by(slot, now + STOP_GRACE_SECONDS)
             return
         task = "The start of the worker, with its initializer,"
         # Said first: the pool asks for it when the process has ended.

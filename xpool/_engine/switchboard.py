@@ -18,7 +18,7 @@ from xpool._wire.wire import LINK, WANTED
 
 __all__ = ["Switchboard"]
 
-PATIENCE = 1.0
+PEER_WAIT_SECONDS = 1.0
 """Seconds that a worker whose peer is said to be dead has to be seen dead here too.  Then the peer
 is given a channel anew: what has closed the old one was something else."""
 
@@ -40,7 +40,7 @@ class Switchboard:
         distrust: Callable[[Slot, Exception], object],
     ) -> None:
         self._slots, self._reactor = slots, reactor
-        self._distrust = distrust  # what is done with a worker that writes nonsense
+        self._distrust = distrust  # what is done with a worker that sends an invalid message
         self._links: dict[tuple[int, int], _Link] = {}  # the last of each pair, lower index first
         self._serials = 0
         # Who asked for a channel to whom, and gets it with the peer's replacement, or then.
@@ -70,7 +70,7 @@ class Switchboard:
     def _wait(self, asker: int, peer: int) -> None:
         """Have a worker wait for a peer's replacement, as long as that may take to be there."""
         self._forget(asker, peer)
-        when = self._reactor.now() + PATIENCE
+        when = self._reactor.now() + PEER_WAIT_SECONDS
         self._waiting[asker, peer] = self._reactor.call_at(when, self._enough, asker, peer)
 
     def _forget(self, asker: int, peer: int) -> None:

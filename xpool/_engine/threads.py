@@ -37,10 +37,10 @@ __all__ = ["Entry", "Source", "ThreadWorkers"]
 SYSTEM_ATTEMPTS = 6
 """Times that the system may refuse to start a thread, at intervals that grow to three seconds."""
 
-_LOOK = object()
+_WAKE = object()
 """In the queue: what wakes a thread so that it sees whether it is still wanted."""
 
-LONGEST = 86400.0
+MOST_WAIT_SECONDS = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
 
 _ROOT = os.path.dirname(os.path.dirname(__file__))
@@ -274,7 +274,7 @@ class ThreadWorkers:
                 task = tasks.get()
                 if task is None:
                     return None
-                if task is _LOOK:
+                if task is _WAKE:
                     continue
                 entry = None
                 if type(task) is Source:
@@ -371,7 +371,7 @@ class ThreadWorkers:
                 surplus = len(self._threads) - self._over - self._size
             for _ in range(surplus):
                 # One that waits in `get` looks at the size only when something comes.
-                self.tasks.put(_LOOK)
+                self.tasks.put(_WAKE)
         if size > before:
             self._spread(running, size - before)
 
@@ -408,7 +408,7 @@ class ThreadWorkers:
         # Without the lock: who sets a sooner one puts into `_signal` after that.
         alarm = self._alarm
         if alarm is not None:
-            left = min(max(0.0, alarm - time.monotonic()), LONGEST)
+            left = min(max(0.0, alarm - time.monotonic()), MOST_WAIT_SECONDS)
             timeout = left if timeout is None else min(left, timeout)
         try:
             self._signal.get(timeout=timeout)

@@ -11,7 +11,7 @@ from xpool import errors
 from xpool._calls.options import TaskOptions, label
 from xpool._calls.results import Job, Parcel, Unopened, exception_in, local
 from xpool._engine.jobs.scheduler import Limit, TaskRange
-from xpool._engine.protocols import EngineFace
+from xpool._engine.protocols import EngineProtocol
 from xpool._pools.base import BasePool
 from xpool._python.interrupt import shielded
 from xpool.errors import PeerLost, PoolClosed, TaskTimeout
@@ -46,7 +46,7 @@ do not within a tenth of one."""
 class AllWorkers(BasePool):
     """What `Pool` and those made of it have beyond the standard verbs."""
 
-    _engine: EngineFace
+    _engine: EngineProtocol
     _packer: Packer
     _token: str
     _memory_limit: int

@@ -11,7 +11,7 @@ from xpool._pools.all_workers import limit_of
 from xpool._pools.input_reader import FlowControl
 
 if TYPE_CHECKING:
-    from xpool._engine.protocols import EngineFace
+    from xpool._engine.protocols import EngineProtocol
     from xpool._pools.packing import Packer
 
 __all__ = ["TaskStream"]
@@ -25,7 +25,7 @@ class TaskStream:
 
     def __init__(
         self,
-        engine: EngineFace,
+        engine: EngineProtocol,
         packer: Packer,
         job: Job,
         flow: FlowControl,

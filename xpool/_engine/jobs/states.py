@@ -104,7 +104,7 @@ WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
         WorkerEvent.CONDEMN: WorkerStates.CONDEMNED,
         WorkerEvent.GONE: WorkerStates.ABSENT,
     },
-    # No INTERRUPT: a recall comes first, so that nothing else is begun (`Service._interrupt`).
+    # No INTERRUPT: a recall comes first, so that nothing else is begun.
     WorkerStates.READY: {
         WorkerEvent.RECALL: WorkerStates.RECALLING,
         WorkerEvent.RETIRE: WorkerStates.RETIRING,
