@@ -372,17 +372,19 @@ def sleeps(world: World) -> None:
     signal.pause()
 
 
-STAGES = ["torch.distributed.init_process_group", "torch.distributed.rpc.init_rpc", "watch"]
+STAGES = [
+    "torch.distributed.init_process_group",
+    "torch.distributed.rpc.init_rpc",
+    "xpool.distributed.world.watch",
+]
 
 
 def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple[str, str, float]:
     from xpool.distributed import get_world
-    from xpool.distributed.peers import Peers
 
     if rank == 1:
         where, _, name = stage.rpartition(".")
-        module = Peers if not where else importlib.import_module(where)
-        setattr(module, name, lambda *_, **__: die())
+        setattr(importlib.import_module(where), name, lambda *_, **__: die())
     limits = {"dist_timeout": 3, "rpc_timeout": 3}
     try:
         with World(f"w{rank}", rank, 3, dist_init_method=address, **limits) as world:

@@ -313,15 +313,15 @@ def disagree(world: World) -> str:
         return ""
     try:
         group = world.create_rpc_group("group", members)
-    except (OptionError, GroupTimeout) as exc:
-        return f"{type(exc).__name__}: {exc}"
+    except OptionError as exc:
+        return str(exc)
     return repr(group)
 
 
 def test_members_disagree(ranks: Ranks):
-    """Members that make a group of different members are told so."""
-    texts = ranks.good_world(3, disagree, rpc_timeout=1)
-    assert any("OptionError" in text and "give the same members" in text for text in texts)
+    """Members that make a group of different members are both told so, not one at its timeout."""
+    texts = ranks.good_world(3, disagree, rpc_timeout=3600)
+    assert ["give the same members" in text for text in texts] == [True, True, False]
 
 
 def many_threads(world: World) -> int:

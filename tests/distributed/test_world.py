@@ -8,7 +8,9 @@ import pickle
 import resource
 import signal
 import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.limits import PROGRAM_LIMIT
@@ -16,10 +18,12 @@ from support.limits import PROGRAM_LIMIT
 pytest.importorskip("torch", reason="xpool.distributed stands on torch.distributed")
 
 import torch
+import torch.distributed.rpc as rpc
 from support.ranks import Ranks
 from support.scripts import popen, write
 from support.tiers import also
 
+import xpool.distributed.agent as agent
 import xpool.distributed.rendezvous as rendezvous
 from xpool import WorkerDied
 from xpool.distributed import (
@@ -61,6 +65,25 @@ def at_tcp(rank: int, address: str) -> float:
 def test_tcp(ranks: Ranks):
     """Ranks meet at a TCP address, which both kinds of group share."""
     assert ranks.run(3, at_tcp, f"tcp://127.0.0.1:{free_port()}") == [3, 3, 3]
+
+
+def starts_late(rank: int, address: str) -> float:
+    """Rank 1 starts its RPC later than a call may take."""
+    start = agent.start
+    if rank == 1:
+
+        def late(*args: Any) -> None:
+            time.sleep(1.5)  # as a rank that gets no processor
+            start(*args)
+
+        agent.start = late
+    with World(f"w{rank}", rank, 2, dist_init_method=address, rpc_timeout=1):
+        return rpc.get_rpc_timeout()
+
+
+def test_joining_takes_longer_than_calls_may(ranks: Ranks):
+    """``dist_timeout`` is for joining; ``rpc_timeout`` is for calls only."""
+    assert ranks.run(2, starts_late, ranks.address()) == [1.0, 1.0]
 
 
 def loses_the_store(rank: int, address: str) -> str:

@@ -5,7 +5,7 @@ Importing this imports torch.
 """
 
 from xpool.distributed.collective import CollectiveGroup
-from xpool.distributed.current import get_cur_name, get_cur_rank, get_world, is_world_initialized
+from xpool.distributed.current import get_cur_name, get_cur_rank
 from xpool.distributed.errors import (
     GroupError,
     GroupKeyError,
@@ -14,8 +14,8 @@ from xpool.distributed.errors import (
     PeerLost,
 )
 from xpool.distributed.group import RpcGroup
-from xpool.distributed.pending import Pending
-from xpool.distributed.world import World, join
+from xpool.distributed.operations import Pending
+from xpool.distributed.world import World, get_world, is_world_initialized, join
 
 __all__ = [
     "CollectiveGroup",

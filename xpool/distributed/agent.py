@@ -40,18 +40,24 @@ def check_rank(rank: int) -> None:
 
 
 def start(
-    name: str, rank: int, world_size: int, address: str, earlier: int, timeout: float
+    name: str,
+    rank: int,
+    world_size: int,
+    address: str,
+    earlier: int,
+    timeout: float,
+    rpc_timeout: float,
 ) -> None:
     """Start the agent; returns when all ranks have.
 
-    ``earlier`` is how many worlds there were at the address before; ``timeout`` is in seconds.
-    Raises what torch raises.
+    ``earlier`` is the number of worlds that there were at the address before, ``timeout`` the
+    seconds for all ranks to come, ``rpc_timeout`` the default limit of later calls.
     """
     global _rank
     # Before torch is called: it keeps the rank also where its start fails.
     _rank = rank
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=address, rpc_timeout=timeout, **_transports(world_size)
+        init_method=address, rpc_timeout=rpc_timeout, **_transports(world_size)
     )
     # torch puts this number before the keys of its store; a replacement would count from 0.
     rpc._init_counter = earlier

@@ -17,19 +17,14 @@ from xpool._pickling.by_value.names import goes_by_name
 from xpool.distributed.current import the_world
 from xpool.distributed.errors import GroupError, GroupTimeout, PeerLost
 from xpool.distributed.faults import connection_lost, first_line
+from xpool.distributed.peers import DIED
 from xpool.distributed.rendezvous import check_timeout
 from xpool.errors import RemoteTraceback, ResultNotPicklable, TaskNotPicklable
 from xpool.pickle import decode, dumps, encode_exception, loads
 
-__all__ = [
-    "DIED", "Raised", "call", "portable", "raised", "send", "sendable", "settle",
-    "transport_error",
-]  # fmt: skip
-
+__all__ = ["Raised", "call", "raised", "send", "sendable", "settle", "transport_error"]
 
 T = TypeVar("T")
-
-DIED = "has died or cannot be reached"
 
 
 class Raised:

@@ -1,35 +1,22 @@
-"""`CollectiveGroup`: collective communication that ends, one way or the other."""
+"""`CollectiveGroup`: the collective operations and messages of some ranks."""
 
 from __future__ import annotations
 
-import threading
-import time
-import warnings
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from xpool.distributed.errors import GroupError, GroupTimeout, NotAMember, PeerLost
-from xpool.distributed.faults import connection_lost, first_line, timed_out
-from xpool.distributed.pending import Pending, ReceivingAny, Watch
+from xpool.distributed.current import CurrentWorld
+from xpool.distributed.errors import GroupError
+from xpool.distributed.operations import Operations, Pending, ReceivingAny
 from xpool.errors import OptionError
 
-if TYPE_CHECKING:
-    from xpool.distributed.world import World
+__all__ = ["CollectiveGroup"]
 
-__all__ = ["CollectiveGroup", "explain"]
-
-_ABORT_TAG = 0x7AB0  # of a message that nobody sends
-_HEARSAY = 0.5  # seconds for the news of a death to come, so that the error can name who died
-_PATIENCE = 5.0  # seconds for threads that wait for torch, when the group has ended
-_MESSAGES = ("isend", "irecv")
 _SUMS = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
@@ -53,37 +40,30 @@ class CollectiveGroup:
     """
 
     def __init__(
-        self, world: World, ranks: list[int], group: Any, timeout: float, number: int = 0
+        self,
+        world: CurrentWorld,
+        ranks: list[int],
+        group: Any,
+        timeout: float,
+        number: int,
+        on_end: Callable[[CollectiveGroup], None],
     ) -> None:
-        self.group = group
         # The same in all members: the ranks, and which group of these ranks it is.
         self.key = tuple(ranks), number
+        self.ranks = ranks
         self.current_rank = ranks.index(world.rank) if world.rank in ranks else None
-        self.destroyed = False
-        self._world, self._ranks, self._timeout = world, ranks, timeout
-        # Held for moments only.  Nobody waits for torch under it, or closes connections: threads of
-        # torch's RPC take it to break the group, and must get through while others wait.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # of _begun and _aborted
-        # Guarded by _lock: why the group is of no use any more, and who waits for any message.
-        self._broken: GroupError | None = None
-        self._events: set[threading.Event] = set()
-        # Guarded by _lock: collectives with a lower number go on in a broken group, for whoever
-        # is lost had done their part of them; and whether the connections have been closed.
-        self._unharmed = 0
-        self._aborted = False
-        # Guarded by _lock: how many collectives were begun, and how many of the first of them have
-        # succeeded.  All members begin the same ones in the same order, and they end in it.
-        self._begun = self._succeeded = 0
-        # Guarded by _lock: what may be going on.  torch works at collectives of which nobody
-        # holds the `Pending` any more; messages end with it.
-        self._works: deque[Any] = deque()
-        self._pending: weakref.WeakSet[Pending] = weakref.WeakSet()
-        # Guarded by _lock, a set in order: messages that were sent, and not waited for.  torch
-        # drops a message of which nobody holds the work, and the next one then goes astray.
-        self._sent: dict[Pending, None] = {}
-        # Guarded by _lock: threads of ours that wait for torch, and end when the group does.
-        self._threads: list[threading.Thread] = []
+        self.operations = Operations(world, ranks, group, timeout)
+        self._rank, self._on_end = world.rank, on_end
+
+    @property
+    def group(self) -> Any:
+        """torch's process group; None where this process is no member, and after `destroy`."""
+        return self.operations.group
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether the group has been destroyed here."""
+        return self.operations.destroyed
 
     # -- two ranks --------------------------------------------------------------------------
 
@@ -103,10 +83,10 @@ class CollectiveGroup:
         or `World.stop`: these wait for it.
         """
         self._check_rank("dst", dst)
-        pending = self._launch("isend", lambda: dist.isend(_input(tensor), dst, self.group, tag))
+        pending = self.operations.launch(
+            "isend", lambda: dist.isend(_input(tensor), dst, self.group, tag)
+        )
         pending._dst = dst
-        with self._lock:
-            self._sent[pending] = None
         return pending
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Pending:
@@ -114,10 +94,14 @@ class CollectiveGroup:
         into = _output(tensor)
         if src is not None:
             self._check_rank("src", src)
-            pending = self._launch("irecv", lambda: dist.irecv(into, src, self.group, tag))
+            pending = self.operations.launch(
+                "irecv", lambda: dist.irecv(into, src, self.group, tag)
+            )
             pending._src = src
             return pending
-        return self._launch("irecv", lambda: self.group.recv_anysource([into], tag), ReceivingAny)
+        return self.operations.launch(
+            "irecv", lambda: self.group.recv_anysource([into], tag), ReceivingAny
+        )
 
     # -- all ranks --------------------------------------------------------------------------
 
@@ -172,7 +156,7 @@ class CollectiveGroup:
 
     def barrier(self, async_op: bool = False) -> Pending | None:
         """Wait until all members have called this."""
-        pending = self._launch("barrier", lambda: dist.barrier(self.group, async_op=True))
+        pending = self.operations.launch("barrier", lambda: dist.barrier(self.group, async_op=True))
         return pending if async_op else pending.wait() and None
 
     # -- several tensors in each process, which torch has taken out -----------------------------
@@ -221,7 +205,7 @@ class CollectiveGroup:
         total = _reduce_here(tensor_list, op)
 
         def keep() -> None:
-            if self._world.rank == dst:
+            if self._rank == dst:
                 target.copy_(total)
 
         return self._and_then(self.reduce(total, dst, op, True), async_op, keep)
@@ -245,7 +229,7 @@ class CollectiveGroup:
                 f"{n * self.size()} tensors; there are {[len(one) for one in output_tensor_lists]}."
             )
         packed = torch.stack([one.to(input_tensor_list[0].device) for one in input_tensor_list])
-        gathered = [torch.empty_like(packed) for _ in self._ranks]
+        gathered = [torch.empty_like(packed) for _ in self.ranks]
 
         def spread() -> None:
             for outputs in output_tensor_lists:
@@ -258,246 +242,51 @@ class CollectiveGroup:
 
     def size(self) -> int:
         """Number of members."""
-        return len(self._ranks)
+        return len(self.ranks)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Around what all members do: an error of torch's in it becomes the group's, and any error
-        breaks the group, so that the others do not wait for this one."""
+        """Surround what all members do: any error in it breaks the group, so that the others do not
+        wait for this member.  An error of torch's becomes the group's."""
         try:
-            with self._watched(what, launching=True):
+            with self.operations.watched(what, launching=True):
                 yield
         except BaseException as exc:
-            self._break(GroupError(f"{type(exc).__name__} in {self._world.name!r}"))
+            error = GroupError(f"rank {self._rank} raised {type(exc).__name__}")
+            self.operations.break_for(error)
             raise
 
     def destroy(self) -> None:
-        """Let go of the group's connections; the group is of no use afterwards.
+        """Close the group's connections; the group cannot be used afterwards.
 
-        First it waits, for the group's timeout at most, until the others have received what was
-        sent; a `ResourceWarning` says what they have not.
+        Waits until the others have received what was sent, for the group's timeout at most; a
+        `ResourceWarning` names what they have not.
         """
         try:
-            self._send_out(self._timeout)
+            self.operations.send_out(self.operations.timeout)
         finally:
             # Also after a warning that is an error, or a signal handler that raises.
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
-        """Destroy the group as it is: what was sent and not received is lost."""
-        busy = self._is_busy()
-        self._break(GroupError(f"{self!r} was destroyed; make a new one."), abort=False)
-        # Without anything pending, torch's own destruction closes the connections.
-        self._close(abort=busy)
-        if not self.destroyed:
-            self.destroyed = True
-            # The end of torch's default group, that of `World.group`, takes all others along.
-            if self.current_rank is not None and dist.is_initialized():
-                dist.destroy_process_group(self.group)
-            self.group = None
-        with self._lock:
-            # Not while it is connected: torch drops messages of which nobody holds the work.
-            self._sent.clear()
-            threads, self._threads = self._threads, []
-        # One that is in torch's code when Python ends aborts the process: Python has such threads
-        # end by pthread_exit(3), which C++ takes for an exception where there may be none.
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(_PATIENCE)
-        self._world._forget_group(self)
+    def end(self) -> None:
+        """Destroy the group without waiting: messages that were not received are lost."""
+        self.operations.end()
+        self._on_end(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("A group belongs to its process and cannot be sent; make one in each.")
 
     def __repr__(self) -> str:
-        return f"<CollectiveGroup of ranks {', '.join(map(str, self._ranks))}>"
-
-    # -- the group's end ----------------------------------------------------------------------
-
-    def _lost(self, rank: int, error: GroupError, completed: int = 0) -> None:
-        """A rank of the world is gone, after it had ``completed`` that many collectives."""
-        if rank in self._ranks:
-            self._break(error, completed=completed)
-
-    def completed(self) -> int:
-        """How many collectives have succeeded here, of those that were begun first."""
-        with self._lock:
-            self._retire()
-            return self._succeeded
-
-    def _break(self, error: GroupError, abort: bool = True, completed: int = 0) -> None:
-        """End everything that is pending here, for this reason.
-
-        But for the first ``completed`` collectives: whoever is lost has completed these, so they
-        can end well here.  The news of a loss may come before what that rank sent for them.
-        """
-        with self._changed:
-            first = self._broken is None
-            if first:
-                self._broken, self._unharmed = error, completed
-            elif completed < self._unharmed:  # somebody else is lost, who had done less
-                self._unharmed = completed
-                self._changed.notify_all()
-            else:
-                return
-            events, self._events = self._events, set()
-            self._retire()
-            over = self._succeeded >= self._unharmed
-        # From here on without the lock: `_close` takes it, and waits for torch.
-        for event in events:
-            event.set()
-        if abort and over:
-            self._close()
-        elif abort and first:
-            # Some collectives are to end first.  A thread waits for these: this one may be torch's,
-            # which brings the news of a loss and has other calls to answer.
-            self._start("xpool-group-end", self._close_later)
-
-    def _start(self, name: str, target: Callable[[], None]) -> None:
-        """Run something in a thread, for whose end that of the group waits."""
-        thread = threading.Thread(target=target, name=name, daemon=True)
-        thread.start()
-        with self._lock:
-            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
-
-    def _close(self, abort: bool = True) -> None:
-        """Close the group's connections, once, so that whatever waits on them ends."""
-        with self._changed:
-            # Of several threads that come here, one closes them.
-            abort, self._aborted = abort and not self._aborted, True
-            self._changed.notify_all()
-        if abort and self.current_rank is not None:
-            _abort(self.group)
-
-    def _close_later(self) -> None:
-        """Close them when the collectives that the loss does not harm have ended."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._aborted or self._begun >= self._unharmed)
-                self._retire()
-                # The rest of them, if there are any, ends when the connections are closed.
-                if self._aborted or self._begun - len(self._works) >= self._unharmed:
-                    break
-                # There is one: of those begun, fewer than `_unharmed` have ended.
-                work = self._works[0]
-            try:
-                work.wait()
-            except RuntimeError:
-                break  # whoever waits for it is told so
-        self._close()
-
-    def _taken(self, pending: Pending) -> None:
-        """Its message has been received, if it was one."""
-        if pending._dst is not None:
-            with self._lock:
-                self._sent.pop(pending, None)
-
-    def _send_out(self, seconds: float) -> None:
-        """Wait until what was sent is received, before the connections end; say what is not."""
-        end = time.monotonic() + seconds
-        with self._lock:
-            # A broken group closes its connections: there is nothing to wait for.
-            sent = list(self._sent) if self._broken is None else []
-        try:
-            for pending in sent:
-                # torch cannot be asked: what was not waited for never counts as completed.
-                pending.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
-        except GroupError:
-            with self._lock:
-                lost = [str(one._dst) for one in self._sent]
-            warnings.warn(
-                f"{self!r} ends in {self._world.name!r}, and what was sent there and not received "
-                f"is lost: {len(lost)} messages, to rank {', '.join(sorted(set(lost)))}.",
-                ResourceWarning,
-                stacklevel=3,
-            )
-
-    def _retire(self) -> None:
-        """Take out the works that have ended; under the lock."""
-        # To wait for a completed work takes no time, and raises if it has failed.
-        while self._works and self._works[0].is_completed():
-            before = self._begun - len(self._works)
-            try:
-                self._works.popleft().wait()
-            except RuntimeError:
-                continue  # it failed, and none after it counts as a success
-            if self._succeeded == before:
-                self._succeeded += 1
-
-    def _explain(self, what: str, exc: RuntimeError) -> GroupError:
-        """Break the group for what torch says; return the error to raise."""
-        names = tuple(self._world.names[rank] for rank in self._ranks)
-        # While `explain` waits for news, a loss may break the group with the name of who died.  The
-        # first reason stays.
-        self._break(explain(self._world, names, exc, self._timeout))
-        return self._error(what)
-
-    def _error(self, what: str) -> GroupError:
-        """The reason of the group's end, for one caller."""
-        # Without the lock, which `_launch` holds: the reason is set once, and stays.
-        reason = self._broken
-        if self.destroyed:
-            return GroupError(str(reason))
-        # An error of its own for each caller, so that tracebacks do not grow into each other.
-        return type(reason or GroupError())(
-            f"{what} in {self!r} failed: {reason}. The group is broken: destroy() it in all who "
-            "are left, and make a new one of them."
-        )
-
-    def _watched(self, what: str, launching: bool = False) -> Watch:
-        return Watch(self, what, launching)
-
-    def _over_event(self) -> threading.Event:
-        event = threading.Event()
-        with self._lock:
-            if self._broken is None:
-                self._events.add(event)
-            else:
-                event.set()
-        return event
-
-    def _forget(self, event: threading.Event) -> None:
-        with self._lock:
-            self._events.discard(event)
+        return self.operations.label
 
     # -- running ----------------------------------------------------------------------------
 
     def _check_rank(self, what: str, rank: int) -> None:
-        if rank not in self._ranks:
-            raise OptionError(f"{what}={rank!r} is not in the group; its ranks: {self._ranks}.")
-
-    def _launch(
-        self, what: str, start: Callable[[], Any], kind: type[Pending] = Pending
-    ) -> Pending:
-        if self.current_rank is None:
-            raise NotAMember(
-                f"Rank {self._world.rank} is not in the group, whose ranks are {self._ranks}."
-            )
-        with self._lock:
-            # A collective that whoever is lost has done its part of may still begin.
-            if self._broken is not None and (what in _MESSAGES or self._begun >= self._unharmed):
-                raise self._error(what)
-        # Without the lock: an error of torch's breaks the group, which takes it.
-        with self._watched(what, launching=True):
-            pending = kind(self, what, start())
-        with self._changed:
-            if what in _MESSAGES:
-                self._pending.add(pending)
-            else:
-                self._retire()
-                self._works.append(pending._work)
-                self._begun += 1
-                self._changed.notify_all()
-        return pending
-
-    def _is_busy(self) -> bool:
-        """Whether something is pending, which would keep the connections open."""
-        with self._lock:
-            works = [*self._works, *(one._work for one in self._pending)]
-            return any(not work.is_completed() for work in works)
+        if rank not in self.ranks:
+            raise OptionError(f"{what}={rank!r} is not in the group; its ranks: {self.ranks}.")
 
     def _run(self, what: str, async_op: bool, op: Callable[..., Any], *args: Any) -> Pending | None:
-        pending = self._launch(what, lambda: op(*args, group=self.group, async_op=True))
+        pending = self.operations.launch(what, lambda: op(*args, group=self.group, async_op=True))
         return pending if async_op else pending.wait() and None
 
     def _and_then(
@@ -506,39 +295,6 @@ class CollectiveGroup:
         assert pending is not None
         pending._then = then
         return pending if async_op else pending.wait() and None
-
-
-def explain(world: World, names: tuple[str, ...], exc: RuntimeError, timeout: float) -> GroupError:
-    """Say in our words why torch gave up something among these members."""
-    # After a timeout, or without RPC, no news of a death is on its way.
-    late = timed_out(exc)
-    lost = world.peers.wait_lost(list(names), 0 if late or not world.has_rpc else _HEARSAY)
-    if lost:
-        return PeerLost("; ".join(world.peers.describe(name) for name in lost))
-    members = ", ".join(names)
-    if late:
-        return GroupTimeout(
-            f"not all of {members} took part within {timeout:g} s, or the timeout that was given"
-        )
-    story = first_line(exc)
-    if connection_lost(exc):
-        return PeerLost(f"a member (of {members}) has died, or left the group ({story[:200]})")
-    return GroupError(story)
-
-
-def _abort(group: Any) -> None:
-    """Close the connections of a process group, so that whatever waits on them ends."""
-    try:
-        if dist.get_backend(group) == "gloo":
-            # gloo has no call for it, but closes them after a receive that timed out.
-            nothing = torch.empty(1)
-            group.recv_anysource([nothing], _ABORT_TAG).wait(timedelta(milliseconds=1))
-        else:
-            group.abort()
-    except RuntimeError:
-        pass  # it timed out, as was meant, or they are closed already
-    except ValueError:
-        pass  # torch has destroyed the group
 
 
 def _input(tensor: Tensor) -> Tensor:

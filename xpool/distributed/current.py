@@ -1,30 +1,42 @@
-"""The world of this process: there is one at a time."""
+"""The world that this process is in, for modules that `world` imports."""
 
 from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from xpool._python import at_fork
 from xpool.distributed.errors import GroupError
+from xpool.distributed.peers import Peers
 
-if TYPE_CHECKING:
-    from xpool.distributed.world import World
+__all__ = ["CurrentWorld", "claim", "current", "free", "get_cur_name", "get_cur_rank", "the_world"]
 
-__all__ = [
-    "claim", "free", "get_cur_name", "get_cur_rank", "get_world", "is_world_initialized",
-    "the_world",
-]  # fmt: skip
+
+class CurrentWorld(Protocol):
+    """What the parts of a `World` use of it, and functions that run here for other ranks."""
+
+    name: str
+    rank: int
+    names: list[str]  # by rank
+    has_rpc: bool
+    started: bool
+    peers: Peers
+    # Objects of modules that import this one:
+    watchers: Any
+    meetings: Any
+    register: Any
+    groups: dict[str, Any]  # RPC groups, by name
+
 
 _lock = threading.Lock()
 at_fork.renew(globals(), _lock=threading.Lock)
 # Guarded by _lock: the world, and the process that made it (a forked child has none).
-_world: World | None = None
+_world: CurrentWorld | None = None
 _pid = 0
 
 
-def claim(world: World) -> None:
+def claim(world: CurrentWorld) -> None:
     """Make ``world`` the one of this process; `GroupError` when there is one already."""
     global _world, _pid
     with _lock:
@@ -33,11 +45,11 @@ def claim(world: World) -> None:
                 f"This process is {_world.name!r} of a world already, and can be in one at a time:"
                 " use get_world(), or stop() that world first."
             )
-        # The world first: `get_world` looks at the process first.
+        # The world first: `current` reads the process first.
         _world, _pid = world, os.getpid()
 
 
-def free(world: World) -> None:
+def free(world: CurrentWorld) -> None:
     """Forget ``world``, if it is this process's."""
     global _world
     with _lock:
@@ -46,20 +58,15 @@ def free(world: World) -> None:
             _world = None
 
 
-def get_world() -> World | None:
-    """Return the world that this process is in, or None."""
-    # Without the lock: each of the two is read at once, in the order opposite to `claim`'s.
+def current() -> CurrentWorld | None:
+    """Return the world of this process, or None."""
+    # Without the lock: each read is atomic, and their order is opposite to `claim`'s.
     return _world if _pid == os.getpid() else None
 
 
-def is_world_initialized() -> bool:
-    """Whether this process is in a world."""
-    return get_world() is not None
-
-
-def the_world() -> World:
+def the_world() -> CurrentWorld:
     """Return the world; `GroupError` where there is none."""
-    world = get_world()
+    world = current()
     if world is None:
         raise GroupError(
             "This process is in no world: make one with xpool.distributed.World(name, rank, "

@@ -10,9 +10,9 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 from xpool.distributed.calls import call, send, sendable
-from xpool.distributed.current import get_cur_name, get_world, the_world
+from xpool.distributed.current import current, get_cur_name, the_world
 from xpool.distributed.errors import GroupError, GroupKeyError, NotAMember
-from xpool.distributed.peers import meet
+from xpool.distributed.meetings import meet
 from xpool.distributed.rendezvous import check_timeout
 from xpool.distributed.rref import RRef
 
@@ -339,7 +339,7 @@ def _not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupK
 
 def _arrived(name: str, members: list[str]) -> RpcGroup:
     """A group that was sent: the receiver's own of this name, else a view from outside."""
-    world = get_world()
+    world = current()
     # By name: the sender's object and the receiver's are one group.
     own = world.groups.get(name) if world is not None else None
     return own if own is not None else RpcGroup(name, members)
@@ -416,7 +416,8 @@ class Register:
 
 def _enter(group_name: str, kind: Kind, key: Any, name: str) -> str | None:
     world = the_world()
-    return world.register.enter(group_name, kind, key, name, world.peers.lost())
+    register: Register = world.register
+    return register.enter(group_name, kind, key, name, world.peers.lost())
 
 
 def _strike(group_name: str, kind: Kind, key: Any, name: str) -> None:
@@ -424,4 +425,5 @@ def _strike(group_name: str, kind: Kind, key: Any, name: str) -> None:
 
 
 def _look_up(group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
-    return the_world().register.look_up(group_name, kind, key)
+    register: Register = the_world().register
+    return register.look_up(group_name, kind, key)

@@ -10,9 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from xpool._worker.context import current_worker
-from xpool.distributed.current import get_world
 from xpool.distributed.errors import PeerLost
-from xpool.distributed.world import join
+from xpool.distributed.world import get_world, join
 
 __all__ = ["InGroup", "Join"]
 

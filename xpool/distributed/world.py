@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -15,13 +15,16 @@ import xpool.distributed.agent as agent
 import xpool.distributed.current as current
 import xpool.distributed.rendezvous as rendezvous
 from xpool.distributed.backends import check_backend
-from xpool.distributed.collective import CollectiveGroup, explain
+from xpool.distributed.collective import CollectiveGroup
 from xpool.distributed.errors import GroupError, NotAMember, PeerLost
 from xpool.distributed.group import Register, RpcGroup
-from xpool.distributed.peers import MOMENT, Farewell, Meetings, Peers, meet
+from xpool.distributed.meetings import Meetings, meet
+from xpool.distributed.operations import explain
+from xpool.distributed.peers import Peers
+from xpool.distributed.watching import FAREWELL_SECONDS, Farewell, Watchers, watch
 from xpool.errors import OptionError
 
-__all__ = ["World", "join"]
+__all__ = ["World", "get_world", "is_world_initialized", "join"]
 
 _joined: dict[str, int] = {}  # how many worlds this process has joined at an address
 
@@ -88,7 +91,7 @@ class World:
         self._running: list[str] = []  # what of torch's has been started
         self._store: Any = None
         self.groups: dict[str, RpcGroup] = {}
-        self.register, self.meetings = Register(), Meetings()
+        self.register, self.meetings, self.watchers = Register(), Meetings(), Watchers()
         self._lock = threading.Lock()
         # Guarded by _lock: open collective groups, and how many of each there have been.
         self._collective: list[CollectiveGroup] = []
@@ -141,11 +144,10 @@ class World:
                 )
             if self.has_rpc:
                 self._running.append("rpc")
-                limit = self.rpc_timeout
-                agent.start(self.name, *place, rpc_address, earlier, limit)
+                agent.start(self.name, *place, rpc_address, earlier, limit, self.rpc_timeout)
                 # Before the meeting, so that a death ends it.
-                self.peers.watch()
-                # Nobody begins, and perhaps leaves again, while others still connect.
+                watch(self.peers, limit)
+                # No rank begins, and perhaps leaves again, while others still connect.
                 meet(self.names[0], ("join", "the world"), tuple(self.names), limit)
         except GroupError:
             raise
@@ -181,7 +183,8 @@ class World:
             groups = list(self._collective)
         error = PeerLost(self.peers.describe(name))
         for group in groups:
-            group._lost(self.names.index(name), error, completed.get(group.key, 0))
+            if self.names.index(name) in group.ranks:
+                group.operations.break_for(error, completed=completed.get(group.key, 0))
 
     @property
     def group(self) -> CollectiveGroup:
@@ -195,7 +198,9 @@ class World:
             everyone, first = self._everyone, self._everyone is None
             if everyone is None:
                 ranks = self.get_ranks()
-                everyone = CollectiveGroup(self, ranks, dist.group.WORLD, self.dist_timeout, -1)
+                everyone = CollectiveGroup(
+                    self, ranks, dist.group.WORLD, self.dist_timeout, -1, self._forget_group
+                )
                 self._everyone = everyone
                 self._collective.append(everyone)
         if first:
@@ -206,9 +211,9 @@ class World:
     def _tell_losses(self, made: CollectiveGroup) -> None:
         """Tell a new group of those that were lost while it was made, or before."""
         lost = self.peers.lost()
-        for rank in made._ranks:
+        for rank in made.ranks:
             if self.names[rank] in lost:
-                made._lost(rank, PeerLost(self.peers.describe(self.names[rank])))
+                made.operations.break_for(PeerLost(self.peers.describe(self.names[rank])))
 
     # -- groups -------------------------------------------------------------------------------
 
@@ -256,7 +261,7 @@ class World:
                     f"The group of {', '.join(names)} could not be made: {error}. All of them have "
                     "to make it, with as many other groups open as each other."
                 ) from exc
-        made = CollectiveGroup(self, ranks, group, timeout, number)
+        made = CollectiveGroup(self, ranks, group, timeout, number, self._forget_group)
         if group is not None:
             with self._lock:
                 self._collective.append(made)
@@ -350,8 +355,9 @@ class World:
         try:
             if graceful:
                 for group in list(self._collective):
-                    # Whoever has come to the last meeting receives no more.
-                    group._send_out(MOMENT if self.has_rpc else group._timeout)
+                    # After the last meeting no rank receives any more.
+                    operations = group.operations
+                    operations.send_out(FAREWELL_SECONDS if self.has_rpc else operations.timeout)
         finally:
             self.started = False
             self._tear_down(graceful)
@@ -373,11 +379,11 @@ class World:
         try:
             if "rpc" in self._running:
                 # While the groups are still there: the farewell says how far each has come.
-                self.peers.leave(None if graceful else self._farewell)
+                self.watchers.leave(self.peers, None if graceful else self._farewell)
                 agent.shut_down(graceful)
             # A copy: each group takes itself out of the list.
             for group in list(self._collective):
-                group._end()
+                group.end()
             # `World.group`, if it was used, has taken torch's default group along.
             if "dist" in self._running and dist.is_initialized():
                 dist.destroy_process_group()
@@ -389,7 +395,7 @@ class World:
         """What ``name`` is to know of this process, which leaves."""
         with self._lock:
             groups = list(self._collective)
-        completed = {group.key: group.completed() for group in groups}
+        completed = {group.key: group.operations.completed() for group in groups}
         return Farewell(completed, self.meetings.answers(name))
 
     def __enter__(self) -> World:
@@ -407,6 +413,16 @@ class World:
         return f"<World {self.name!r}, rank {self.rank} of {self.world_size}{state}>"
 
 
+def get_world() -> World | None:
+    """Return the world that this process is in, or None."""
+    return cast("World | None", current.current())
+
+
+def is_world_initialized() -> bool:
+    """Whether this process is in a world."""
+    return get_world() is not None
+
+
 def join(
     rank: int,
     world_size: int,
@@ -422,7 +438,7 @@ def join(
     A world that this process is in is left first, without waiting for its members: so a pool makes
     its world anew, at a new address, when a worker has been replaced.
     """
-    before = current.get_world()
+    before = get_world()
     if before is not None:
         before.stop(graceful=False)
     return World(
@@ -451,6 +467,6 @@ def _forget_failed_starts() -> None:
 @atexit.register
 def _leave() -> None:
     """A process that ends leaves its world, so that torch's threads do not outlive Python's."""
-    world = current.get_world()
+    world = get_world()
     if world is not None and world.started:
         world.stop(graceful=False)

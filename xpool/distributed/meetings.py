@@ -1,0 +1,216 @@
+"""Meetings: several ranks wait for each other, but not for those that are lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import rpc
+from torch.futures import Future
+
+from xpool.distributed.calls import Raised, call, raised, settle
+from xpool.distributed.current import the_world
+from xpool.distributed.errors import GroupTimeout, PeerLost
+from xpool.distributed.watching import FAREWELL_SECONDS
+from xpool.errors import OptionError
+
+__all__ = ["Meetings", "meet"]
+
+_Answer = list[str] | Raised
+"""The error of a meeting, or the names of those that are lost, for a meeting of survivors."""
+
+
+@dataclass
+class _Meeting:
+    expected: tuple[str, ...]
+    of_survivors: bool  # goes on without those who are lost
+    arrived: dict[str, Future[Any]] = field(default_factory=dict)
+
+    def missing(self, lost: Container[str] = ()) -> list[str]:
+        return [name for name in self.expected if name not in self.arrived and name not in lost]
+
+    def answer(self, value: Any) -> None:
+        for future in self.arrived.values():
+            future.set_result(value)
+
+
+class Meetings:
+    """Meetings that take place in this process: each ends when all have come, or cannot.
+
+    The host of a meeting is one of its members, the others are its guests.  A host that leaves
+    right after a meeting may close a connection before an answer is sent.  So it keeps answers
+    until they are acknowledged, in the guest's next arrival, and repeats them in its farewell.
+    """
+
+    def __init__(self) -> None:
+        # Taken before the lock of `Peers`, never after it.  No future is set under it: a host is
+        # also its own guest, and its answer may call `settle` in this thread.
+        self._lock = threading.Lock()
+        # Guarded by _lock, in the host: open meetings, and by name the answers to be acknowledged.
+        self._open: dict[Any, _Meeting] = {}
+        self._unacknowledged: dict[str, dict[Any, Any]] = {}
+        # Guarded by _lock, in a guest: by host, answers waited for, and those to acknowledge.
+        self._awaited: dict[str, dict[Any, Future[Any]]] = {}
+        self._received: dict[str, list[Any]] = {}
+
+    # -- in the host ----------------------------------------------------------------------------
+
+    def arrive(
+        self,
+        key: Any,
+        name: str,
+        expected: tuple[str, ...],
+        of_survivors: bool,
+        received: list[Any],
+    ) -> Future[Any]:
+        """Note that ``name`` has come, and acknowledges the answers ``received``; return the future
+        of its answer."""
+        future: Future[Any] = Future()
+        with self._lock:
+            for earlier in received:
+                self._unacknowledged.get(name, {}).pop(earlier, None)
+            meeting = self._open.setdefault(key, _Meeting(expected, of_survivors))
+            meeting.arrived[name] = future
+            if meeting.expected != expected:
+                text = (
+                    f"{key[1]!r} is being made with the members {list(meeting.expected)}, and by "
+                    f"{name!r} with {list(expected)}: give the same members, in the same order."
+                )
+                # For all who have come: else the others would wait for their timeout.
+                answer: _Answer | None = self._end(key, meeting, raised(OptionError(text)))
+            else:
+                # The last arrival ends it; so does any after a member was lost.
+                answer = self._end_if_due(key, meeting)
+        if answer is not None:
+            meeting.answer(answer)
+        return future
+
+    def _end_if_due(self, key: Any, meeting: _Meeting) -> _Answer | None:
+        """End a meeting if it can; under the lock."""
+        gone = the_world().peers.lost()
+        lost = [one for one in meeting.expected if one in gone]
+        if lost and not meeting.of_survivors:
+            return self._end(key, meeting, raised(_lost_error(key, lost)))
+        return None if meeting.missing(lost) else self._end(key, meeting, lost)
+
+    def _end(self, key: Any, meeting: _Meeting, answer: _Answer) -> _Answer:
+        # From here on no other call finds it, so it is answered once.
+        del self._open[key]
+        # Kept until it is acknowledged: the connection may end before the answer gets through.
+        for name in meeting.arrived:
+            self._unacknowledged.setdefault(name, {})[key] = answer
+        return answer
+
+    def answers(self, name: str) -> dict[Any, Any]:
+        """Return the answers that ``name`` may not have."""
+        with self._lock:
+            return dict(self._unacknowledged.get(name, {}))
+
+    def withdraw(self, key: Any, name: str) -> list[str]:
+        """End a meeting that ``name`` gives up; return the members that had not come."""
+        with self._lock:
+            meeting = self._open.pop(key, None)
+        # It has ended meanwhile: the answer was late.
+        if meeting is None:
+            return []
+        missing = meeting.missing()
+        text = f"{name!r} gave up {key[0]} of {key[1]!r}: {', '.join(missing)} did not come."
+        meeting.answer(raised(GroupTimeout(text)))
+        return missing
+
+    def lose(self, name: str) -> None:
+        """End the meetings that waited for ``name``, which is lost."""
+        with self._lock:
+            concerned = [(key, one) for key, one in self._open.items() if name in one.expected]
+            # A list of them is made first, since `_end` takes meetings out.
+            answers = [(one, self._end_if_due(key, one)) for key, one in concerned]
+        for meeting, answer in answers:
+            if answer is not None:
+                meeting.answer(answer)
+
+    # -- in a guest -----------------------------------------------------------------------------
+
+    def expect(self, host: str, key: Any) -> tuple[Future[Any], list[Any]]:
+        """Begin to wait for an answer; return its future, and the answers to acknowledge."""
+        future: Future[Any] = Future()
+        with self._lock:
+            self._awaited.setdefault(host, {})[key] = future
+            return future, self._received.pop(host, [])
+
+    def settle(self, host: str, key: Any, done: Future[Any], timeout: float) -> None:
+        """Pass on the host's answer, or the failure of the call to it."""
+        with self._lock:
+            future = self._awaited[host].pop(key, None)
+            self._received.setdefault(host, []).append(key)
+        # None: the farewell was earlier, and `deliver` has settled it.
+        if future is not None:
+            settle(future, done, host, meet, timeout)
+
+    def deliver(self, host: str, answers: dict[Any, Any]) -> None:
+        """Take the answers that a host repeats when it leaves."""
+        with self._lock:
+            awaited = self._awaited.get(host, {})
+            found = [(awaited.pop(key), answers[key]) for key in answers if key in awaited]
+        for future, answer in found:
+            done: Future[Any] = Future()
+            done.set_result(answer)
+            settle(future, done, host, meet, 0)
+
+
+def _lost_error(key: Any, lost: list[str]) -> PeerLost:
+    peers = the_world().peers
+    what = "; ".join(peers.describe(name) for name in lost)
+    return PeerLost(f"{key[0]} of {key[1]!r} cannot complete: {what}.")
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _arrive(*arrival: Any) -> Future[Any]:
+    return the_world().meetings.arrive(*arrival)
+
+
+def _withdraw(key: Any, name: str) -> list[str]:
+    missing: list[str] = the_world().meetings.withdraw(key, name)
+    return missing
+
+
+def meet(
+    host: str,
+    key: tuple[Any, ...],
+    expected: tuple[str, ...],
+    timeout: float = -1,
+    *,
+    of_survivors: bool = False,
+) -> list[str]:
+    """Wait until all of ``expected`` have called this; ``host`` is one of them.
+
+    ``key`` is what is done, on what, and optionally a number that tells this meeting from the next.
+    A meeting of survivors does not wait for lost members, and returns their names, the same in all.
+
+    Raises:
+        PeerLost: one of them has died; in a meeting of survivors, the host.
+        GroupTimeout: one of them did not come within ``timeout`` seconds (as in `call`).
+        OptionError: the others expect other members.
+    """
+    world = the_world()
+    world.peers.check(host)
+    # Before the call: its answer, or a farewell, may come at any time after it.
+    outer, received = world.meetings.expect(host, key)
+    arrival = key, world.name, expected, of_survivors, received
+    inner = rpc.rpc_async(host, _arrive, args=arrival, timeout=timeout)
+    inner.add_done_callback(lambda done: world.meetings.settle(host, key, done, timeout))
+    try:
+        lost: list[str] = outer.wait()
+        return lost
+    except GroupTimeout:
+        # The host ends the meeting for all, and names the members that had not come.
+        missing = call(host, _withdraw, (key, world.name), timeout=FAREWELL_SECONDS).wait()
+        # All had come: only the answer was late.
+        if not missing:
+            raise
+        seconds = rpc.get_rpc_timeout() if timeout < 0 else timeout
+        raise GroupTimeout(
+            f"{key[0]} of {key[1]!r}: {', '.join(missing)} did not come within {seconds:g} s. "
+            f"All of {', '.join(expected)} have to call it."
+        ) from None
