@@ -579,3 +579,31 @@ def test_torch_that_cannot() -> None:
     with pytest.raises(sharing_module._Refused, match="newer torch"):
         sharing_module._swap(torch, Storage(), Storage())
     assert not any(words)
+
+
+def test_whatever_uses_it_first(make_pool: Any) -> None:
+    """One storage of a message is one there, be it first met in a tensor, a view or by itself."""
+    pool = make_pool(xpool.Pool, 1, is_copy_tensor=False)
+    x = torch.arange(12.0).reshape(3, 4)
+    odd = torch.zeros(7, dtype=torch.uint8).untyped_storage()
+    for _ in range(2):  # the second time it is in shared memory already
+        for message in (
+            [x, x[1:], x.t(), torch.nn.Parameter(x), x.untyped_storage()],
+            [x.untyped_storage(), x.detach(), x],
+            [torch.empty(0, dtype=torch.uint8).set_(odd), odd],
+            [torch.empty(0, dtype=torch.int16).set_(odd, 0, (3,)), odd],
+        ):
+            assert pool.apply(storages, (message,)) == 1
+    assert pool.apply(tensor_facts, (x[1:, ::2],)) == (4, (4, 2), [[4.0, 6.0], [8.0, 10.0]], 48)
+
+
+def storages(parts: list[Any]) -> int:
+    found = {
+        (one if isinstance(one, torch.UntypedStorage) else one.untyped_storage())._cdata
+        for one in parts
+    }
+    return len(found)
+
+
+def tensor_facts(x: Any) -> Any:
+    return x.storage_offset(), x.stride(), x.tolist(), x.untyped_storage().nbytes()

@@ -17,7 +17,6 @@ from pickle import PickleBuffer
 from typing import Any, Protocol
 
 from xpool._memory.arena import Block
-from xpool._memory.buffers import buffer_at
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork
 from xpool._python.forking_pickler import reducer_for
@@ -49,11 +48,9 @@ class Context(Protocol):
     shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is already
 
 
-def in_place(pickler: Context, block: Block, nbytes: int = 1) -> PickleBuffer:
-    """Return the first bytes of a block as what a message names, and does not copy."""
-    import ctypes  # only here: most messages have no such thing
-
-    buffer = PickleBuffer(buffer_at(ctypes.addressof(block), nbytes, block))  # type: ignore[arg-type]
+def in_place(pickler: Context, block: Block) -> PickleBuffer:
+    """Return a block as a buffer whose place a message names, and whose bytes it does not copy."""
+    buffer = PickleBuffer(block)  # type: ignore[arg-type]
     # The pickler keeps the buffer in a list, so its `id` stays its own.
     pickler.shared[id(buffer)] = block
     return buffer

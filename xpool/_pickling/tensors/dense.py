@@ -29,12 +29,13 @@ from xpool._pickling.reducers import (
     REDUCERS,
     Context,
     builder,
+    in_place,
     register,
 )
 from xpool._pickling.tensors import composite, cuda
 from xpool._pickling.tensors.devices import is_kept, on_own_device
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
-from xpool._pickling.tensors.sharing import move, reduce_shared
+from xpool._pickling.tensors.sharing import first_user, move, reduce_shared
 from xpool.errors import TaskNotPicklable
 
 __all__ = ["Memory", "bytes_of", "piece_of"]
@@ -172,8 +173,17 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     if name is None:
         return reduce_any(pickler, tensor)
     start = tensor.data_ptr()
+    arena = pickler.layout.arena
     # Share mode.
-    if pickler.layout.arena is not None and start:
+    if arena is not None and start:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        count, odd = divmod(storage.nbytes(), tensor.element_size())
+        block = arena.holding(address)
+        # Shared before, or received.
+        if block is not None and not odd and first_user(pickler, address, tensor) is tensor:
+            place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+            return _shared, (in_place(pickler, block), name, count, *place)
         return _dense(pickler, sys.modules["torch"], tensor, name)
     seen = pickler.tensors
     if seen is None:
@@ -279,7 +289,8 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
     if pickler.layout.arena is not None:
         # Share mode: the storage travels by name, and the tensor as a place in it.
         storage = _storage_in_arena(pickler, tensor)
-        return _at, (storage, tensor.storage_offset(), name, shape, strides)
+        user = first_user(pickler, storage.data_ptr(), storage)
+        return _at, (user, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
     # None in the first run, and for what aliases nothing.
     piece = piece_of(pickler, found, tensor)
@@ -338,14 +349,17 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 # -- the receiving side ----------------------------------------------------------------------------
 
 
-def _from_buffer(name: str, buffer: Any) -> Any:
-    make = _FROM_BUFFER.get(name)
-    if make is None:
+def _from_buffer_of(name: str) -> Any:
+    """What makes a flat tensor of a buffer."""
+    if name not in _FROM_BUFFER:
         import torch
 
         _learn(torch)
-        make = _FROM_BUFFER[name]
-    return make(buffer)
+    return _FROM_BUFFER[name]
+
+
+def _from_buffer(name: str, buffer: Any) -> Any:
+    return _from_buffer_of(name)(buffer)
 
 
 @builder
@@ -381,9 +395,18 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
 
 
 @builder
-def _at(storage: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
+def _shared(buffer: Any, name: str, count: int, offset: int, shape: Any, strides: Any) -> Any:
+    """A tensor in shared memory, which has ``count`` elements."""
+    made = (_FROM_BUFFER.get(name) or _from_buffer_of(name))(buffer, count=count)
+    return made.as_strided_(shape, strides, offset)
+
+
+@builder
+def _at(user: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
+    """A tensor that uses a storage, which is given, or that of another tensor."""
     import torch
 
+    storage = user if isinstance(user, torch.UntypedStorage) else user.untyped_storage()
     return torch.empty(0, dtype=getattr(torch, name)).set_(storage, offset, shape, strides)
 
 

@@ -119,6 +119,8 @@ class Seen(list[Entry]):
     plan: dict[Extent, Piece] | None = None
     arrays: tuple[Any, ...] | list[Any] = ()  # of numpy: their addresses cost more than they do
     maps: list[Any] | None = None  # of this process, once they were asked for: see `mapped`
+    # By address: the first object of the message that uses a shared storage, for the others.
+    users: dict[int, Any] | None = None
     exports = False  # whether the second run exports memory of GPUs: see `cuda`
 
     def note_array(self, array: Any) -> None:

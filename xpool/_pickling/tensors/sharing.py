@@ -19,10 +19,11 @@ from xpool._memory.arena import Arena, Block
 from xpool._pickling.policy import Layout
 from xpool._pickling.reducers import Context, builder, in_place
 from xpool._pickling.tensors import mapped
+from xpool._pickling.tensors.extents import Seen
 from xpool._python import at_fork
 from xpool.errors import TaskNotPicklable
 
-__all__ = ["move", "reduce_shared"]
+__all__ = ["first_user", "move", "reduce_shared"]
 
 # Reentrant: a signal handler may share something in the midst of that.
 # One thread at a time: of two that move the same storage, the second finds it in the arena.
@@ -41,16 +42,32 @@ def reduce_shared(pickler: Context, storage: Any) -> Any:
     layout = pickler.layout
     arena = layout.arena
     assert arena is not None
-    nbytes = storage.nbytes()
+    nbytes, address = storage.nbytes(), storage.data_ptr()
     if not nbytes:
-        return _open_storage, (None,)
+        return _open_storage, (None, 0)
+    other = first_user(pickler, address, storage)
+    if other is not storage:
+        return _storage_of, (other,)
     about = f"A storage of {nbytes} bytes"
-    if not arena.holds(storage.data_ptr()) and not Arena.elsewhere(storage.data_ptr(), arena):
+    if not arena.holds(address) and not Arena.elsewhere(address, arena):
         place = mapped.place_of(pickler, storage)
         if place is not None:
             return mapped.open_file, mapped.lend(pickler, storage, place, lambda: about)
     block = move(arena, layout, storage, lambda: about)
-    return _open_storage, (in_place(pickler, block, nbytes),)
+    return _open_storage, (in_place(pickler, block), nbytes)
+
+
+def first_user(pickler: Context, address: int, user: Any) -> Any:
+    """Return the first tensor or storage of this message that uses the memory at an address.
+
+    The receiver opens the memory for that one, and what shares a storage here shares one there.
+    """
+    seen = pickler.tensors
+    if seen is None:
+        seen = pickler.tensors = Seen()
+    if seen.users is None:
+        seen.users = {}
+    return seen.users.setdefault(address, user)
 
 
 def move(
@@ -83,13 +100,18 @@ class _Refused(Exception):
 
 
 @builder
-def _open_storage(buffer: Any) -> Any:
-    """Return the storage whose memory this is."""
+def _open_storage(buffer: Any, nbytes: int) -> Any:
+    """Return the storage that has the first bytes of this memory."""
     import torch
 
     if buffer is None:
         return torch.UntypedStorage(0)
-    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes).untyped_storage()
+
+
+@builder
+def _storage_of(tensor: Any) -> Any:
+    return tensor.untyped_storage()
 
 
 def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, tensor: Any) -> Block:
