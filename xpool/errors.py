@@ -10,7 +10,7 @@
     |-- the task ----------------------------------------------------------------
     |   |-- TaskNotPicklable    also PicklingError it cannot be sent to a worker
     |   |-- ResultNotPicklable  also MaybeEncodingError, PicklingError  it cannot be sent back
-    |   |-- TaskTimeout         also multiprocessing.TimeoutError
+    |   |-- TaskTimeout         also TimeoutError, multiprocessing.TimeoutError
     |   `-- TaskCancelled
     |-- the worker --------------------------------------------------------------
     |   |-- WorkerDied          it ended while it ran the task
@@ -35,10 +35,9 @@ from __future__ import annotations
 import pickle
 import signal
 from importlib import import_module
-from multiprocessing import TimeoutError
 from typing import TYPE_CHECKING, Any
 
-from xpool._python.base_error import XPoolError
+from xpool._python.base_error import TimeoutError, XPoolError
 
 if TYPE_CHECKING:
     from xpool._python.pool_errors import RemoteTraceback as RemoteTraceback

@@ -168,10 +168,39 @@ def test_good_timeout(pool, timeout):
 
 @pytest.mark.parametrize("verb", ["map", "map_async", "imap", "imap_unordered", "starmap"])
 def test_an_option_that_there_is_not(pool, verb):
-    """It is refused with those that there are; what a verb is told in private, too."""
-    for option in ("retry", "worker", "waits"):
-        with pytest.raises(TypeError, match=f"no option '{option}' here; there are timeout, retri"):
+    """It is refused by the verb's name; what a verb is told in private, too."""
+    for option in ("worker", "waits"):
+        with pytest.raises(TypeError, match=rf"^{verb}\(\) has no keyword '{option}'"):
             getattr(pool, verb)(work.square, (1,), **{option: 1})
+    with pytest.raises(TypeError, match=rf"^{verb}\(\) .*'max_retries'; did you mean retries=\?$"):
+        getattr(pool, verb)(work.square, (1,), max_retries=1)
+
+
+@pytest.mark.parametrize("verb", ["apply", "apply_async"])
+def test_a_keyword_of_the_called_function(pool, verb):
+    """`apply` says where its keywords go, and names the keyword that was meant."""
+    with pytest.raises(TypeError, match=rf"^{verb}\(\) has no keyword 'x'; .*go into args=\(\)"):
+        getattr(pool, verb)(work.square, x=1)
+    with pytest.raises(TypeError, match=r"'time_out'; did you mean timeout=\?$"):
+        getattr(pool, verb)(work.square, (1,), time_out=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("n_jobs", "processes"), ("max_tasks_per_child", "maxtasksperchild"), ("names", "name")],
+)
+@pytest.mark.parametrize("name", [*PLAIN, *CONTEXT, "BasePool"])
+def test_a_keyword_of_another_library(name, given, meant):
+    """A constructor names the keyword that was meant."""
+    with pytest.raises(TypeError, match=rf"^{name}\(\) .*'{given}'; did you mean {meant}=\?$"):
+        _class(name)(**{given: 1})
+
+
+def test_a_keyword_of_pools_for_an_executor():
+    """`Executor` has the names of `concurrent.futures`."""
+    for given in ("processes", "n_jobs"):
+        with pytest.raises(TypeError, match=r"^Executor\(\) .*; did you mean max_workers=\?$"):
+            _class("Executor")(**{given: 1})
 
 
 @pytest.mark.parametrize("on", [3, "OSError", [OSError], OSError(), (OSError, int)])

@@ -131,7 +131,7 @@ def test_error_of_a_task_does_not_end_the_iteration(pool, verb):
 def test_error_of_a_task_in_a_chunk(pool, verb):
     """With larger chunks, the error of an item is raised when its chunk is reached."""
     results = getattr(pool, verb)(work.fail_on_three, range(12), chunksize=4)
-    with pytest.raises(ValueError, match="^3$"):
+    with pytest.raises(ValueError, match=r"^3\b"):
         for _ in range(12):
             next(results)
 

@@ -201,7 +201,7 @@ def test_sequence_that_raises(pool):
 @pytest.mark.parametrize("chunksize", [None, 1, 4])
 def test_error_of_a_task(pool, chunksize):
     """`map` raises the error of the task that failed."""
-    with pytest.raises(ValueError, match="^3$"):
+    with pytest.raises(ValueError, match=r"^3\b"):
         pool.map(work.fail_on_three, range(10), chunksize)
     assert pool.map(work.square, range(3)) == [0, 1, 4]
 
@@ -227,7 +227,7 @@ def test_error_waits_for_all_chunks(pool, kind, gate):
     assert pool.apply(work.square, (2,)) == 4
     assert not result.ready()
     gate.open()
-    with pytest.raises(ValueError, match="^0$"):
+    with pytest.raises(ValueError, match=r"^0\b"):
         result.get()
     assert result.ready() and not result.successful()
 

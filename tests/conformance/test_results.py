@@ -127,11 +127,17 @@ def test_classes_of_the_results(pool):
 
 
 @pytest.mark.xpool_only
-def test_timeout_errors_are_one_class():
-    """`xpool.TimeoutError` is `multiprocessing.TimeoutError`."""
-    import xpool
+@pytest.mark.parametrize("caught", [TimeoutError, multiprocessing.TimeoutError])
+def test_timeout_errors_are_pythons_too(pool, gate, mailbox, caught):
+    """What `get(timeout=)` and a task's limit raise is a `TimeoutError` of both libraries."""
+    from xpool.errors import TaskTimeout
 
-    assert xpool.TimeoutError is multiprocessing.TimeoutError
+    result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 1))
+    with pytest.raises(caught, match="no result after 0.01 s"):
+        result.get(timeout=0.01)
+    gate.open()
+    result.get()
+    assert issubclass(TaskTimeout, caught)
 
 
 @pytest.mark.xpool_only

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
+import functools
 import math
 import os
 import reprlib
@@ -12,14 +13,17 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from xpool.errors import OptionError
 
 __all__ = [
+    "MANY_HELP",
     "CallOptions",
     "Exceptions",
     "ManyOptions",
     "MapOptions",
+    "ProgressOption",
     "TaskOptions",
     "check_args",
     "check_bytes",
     "check_callable",
+    "check_can_iterate",
     "check_chunksize",
     "check_count",
     "check_exceptions",
@@ -41,6 +45,10 @@ Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 """One class of exceptions, or several, as in an ``except`` clause."""
 
 
+ProgressOption = bool | str | Callable[[int, int | None], object]
+"""True, a title, or what is called with the items that are done and all."""
+
+
 class CallOptions(TypedDict, total=False):
     """What all verbs that start work take by keyword; `BasePool.apply` says what it means."""
 
@@ -52,16 +60,34 @@ class CallOptions(TypedDict, total=False):
 class ManyOptions(CallOptions, total=False):
     """What the verbs of many tasks take by keyword; `BasePool.map` says what it means."""
 
-    progress: bool | str | Callable[[int, int | None], object]
+    progress: ProgressOption
     journal: str | os.PathLike[str] | None
     key: Callable[[Any], str | bytes | int] | None
     version: str | int | None
+    seed: int | None
 
 
 class MapOptions(ManyOptions, total=False):
     """With what the type of their results depends on."""
 
     on_error: Literal["raise", "return"]
+
+
+MANY_HELP = """\
+timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+                ``task_timeout``; infinity: no limit.
+            retries: how often a task runs again when its worker dies, or when it raises one of
+                ``retry_on`` (an exception class or a tuple of them), after a pause.
+            progress: True or a title shows how many items are done, by tqdm or rich where one is
+                installed, else on stderr.  A callable is called with the number of items done and
+                that of all (None: the input has no length), at most ten times a second, in a
+                thread of its own.
+            on_error: "raise", or "return": the exception of an item stands in the place of its
+                result, and each item is a task.
+            seed: an int.  Each item finds the generators of `random`, numpy and torch seeded by it
+                and by the item's number, whatever worker runs it.  Not for threads."""
+"""Of the verbs of many tasks, in their docstrings: what these keywords mean."""
 
 
 class TaskOptions(NamedTuple):
@@ -77,6 +103,7 @@ class TaskOptions(NamedTuple):
     journal: Any = None  # the path of one
     key: Any = None
     version: Any = None
+    seed: int | None = None  # from which, and its number, each item's generators are seeded
 
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)
@@ -219,6 +246,12 @@ def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def check_can_iterate(iterable: Any) -> None:
+    """Raise `TypeError` when the input of a stream is not iterable."""
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
+
+
 def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> int:
     """Return how many workers are wanted."""
     if contexts is not None:
@@ -293,4 +326,6 @@ def check_seed(seed: Any) -> None:
 def label(func: Callable[..., Any]) -> str:
     """Return a function's name for messages."""
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None)
+    if name is None and type(func) is functools.partial:
+        return label(func.func)
     return f"{name}()" if isinstance(name, str) else f"a {type(func).__name__}"

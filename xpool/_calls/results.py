@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from xpool._calls.options import TaskOptions
 from xpool._calls.progress import Progress
 from xpool._python.interrupt import by_handler
+from xpool._python.item_notes import number_item
 from xpool._python.waiters import Waiters
 from xpool.errors import TaskCancelled, TimeoutError
 
@@ -357,6 +358,8 @@ class MapResult(AsyncResult[list[T]]):
         super().__init__(number, label, pool, callback, error_callback)
         self._left = tasks
         self._chunked = chunked
+        self.chunksize = 1
+        self._failed = 0  # the task whose error is raised
         self._pieces: dict[int, Any] = {}
 
     def describe(self, index: int) -> str:
@@ -371,7 +374,7 @@ class MapResult(AsyncResult[list[T]]):
             self._pieces[index] = value if isinstance(value, Parcel) else Unopened(value)
         elif not ok:
             if self._success:
-                self._success, self._value = False, value
+                self._success, self._value, self._failed = False, value, index
             # One failed: what the others have returned is not asked for, and its memory goes.
             self._pieces.clear()
         elif self._success:
@@ -382,7 +385,10 @@ class MapResult(AsyncResult[list[T]]):
 
     def _unpack(self, value: Any) -> Any:
         if not self._success:
-            return super()._unpack(value)
+            error = super()._unpack(value)
+            if isinstance(error, BaseException):
+                number_item(error, self._failed * self.chunksize, self.label)
+            return error
         out: list[Any] = []
         for index in sorted(self._pieces):
             piece = self._pieces[index]
@@ -390,6 +396,8 @@ class MapResult(AsyncResult[list[T]]):
             for value in piece.open() if isinstance(piece, Parcel) else (piece,):
                 if self.terms.returns_errors:
                     out.append(value.exc if type(value) is Unopened else value)
+                    if isinstance(out[-1], BaseException):
+                        number_item(out[-1], len(out) - 1, self.label)
                     continue
                 task = _opened(value)
                 if self._chunked:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from xpool._calls.progress import Progress
 from xpool._calls.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
+from xpool._python.item_notes import number_item
 from xpool._python.waiters import Waiters
 from xpool.errors import TimeoutError
 
@@ -83,7 +84,8 @@ class IMapIterator(Iterator[T]):
         self.shelf = Shelf()
         # Filled by whoever delivers, emptied under `_taking`, with no common lock: an operation on
         # a dict is atomic, and each key comes once.
-        self._arrived: dict[int, tuple[bool, Any, int]] = {}
+        # Values: whether it succeeded, the answer, its weight, and the number of its task.
+        self._arrived: dict[int, tuple[bool, Any, int, int]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
         self._failure: BaseException | Parcel | None = None
@@ -95,6 +97,8 @@ class IMapIterator(Iterator[T]):
         # Called when answers were opened, where their memory is to be kept small.
         self.opened: Callable[[], object] | None = None
         self.chunksize = 1
+        self.items_per_task = 1
+        self.with_index = False
         self.total: int | None = None  # items of the input, where that has a length
         self.progress: Progress | None = None
         self.returns_errors = False
@@ -246,25 +250,25 @@ class IMapIterator(Iterator[T]):
         them, how many items they stand for, and their weight.
         """
         arrived = self._arrived
-        ok, value, weight = arrived[first]
+        ok, value, weight, number = arrived[first]
         if isinstance(value, Parcel):
             keys, beyond = [first], first + value.count
-            values, errors = self._unpacked(ok, value.open(), self.returns_errors)
+            values, errors = self._unpacked(ok, value.open(), self.returns_errors, number)
         else:
             # Values that came one by one, as far as the next parcel.
             beyond, weight, values, errors = first, 0, [], 0
             while beyond - first < AT_ONCE and beyond in arrived:
-                ok, value, more = arrived[beyond]
+                ok, value, more, number = arrived[beyond]
                 if isinstance(value, Parcel):
                     break
                 beyond += 1
                 weight += more
-                if ok and not self._chunked:
+                if ok and not self._chunked and not self.with_index:
                     values.append(value)
                     continue
                 # What the input has raised is raised in any case.
                 returns = self.returns_errors and type(value) is not Unopened
-                got, failed = self._unpacked(ok, [value], returns)
+                got, failed = self._unpacked(ok, [value], returns, number)
                 values += got
                 errors += failed
             keys = list(range(first, beyond))
@@ -272,15 +276,36 @@ class IMapIterator(Iterator[T]):
         moved = len(values) + errors * (self.chunksize - 1) * self._chunked
         return Shelf(values), keys, beyond, moved, weight
 
-    def _unpacked(self, ok: bool, values: list[Any], returns: bool) -> tuple[list[Any], int]:
-        """Return items for the values of tasks, `Unopened` for errors, and how many failed."""
-        if returns:
-            return [v.exc if type(v) is Unopened else v for v in values], 0
-        if not ok:
-            return [v if type(v) is Unopened else Unopened(v) for v in values], len(values)
+    def _unpacked(
+        self, ok: bool, values: list[Any], returns: bool, number: int
+    ) -> tuple[list[Any], int]:
+        """Return items for the values of tasks, `Unopened` for errors, and how many failed.
+
+        ``number``: that of the first task.
+        """
+        if returns or not ok:
+            errors = [v.exc if type(v) is Unopened else v for v in values]
+            for task, error in enumerate(errors, number):
+                if isinstance(error, BaseException):
+                    number_item(error, task * self.items_per_task, self.label)
+            if returns:  # each item is a task
+                return list(enumerate(errors, number)) if self.with_index else errors, 0
+            return [Unopened(error) for error in errors], len(errors)
+        if self.with_index:
+            values = [self._indexed(value, i) for i, value in enumerate(values, number)]
         if self._chunked:
             return [x for v in values for x in ((v,) if type(v) is Unopened else v)], 0
         return values, 0
+
+    def _indexed(self, value: Any, number: int) -> Any:
+        """Return what a task has returned with the index of each item."""
+        if type(value) is Unopened:
+            return value
+        return (
+            list(enumerate(value, number * self.items_per_task))
+            if self._chunked
+            else (number, value)
+        )
 
     def _as_error(self, exc: BaseException) -> BaseException:
         """Return ``exc``; for what would end the caller's loop, RuntimeError, as in PEP 479."""
@@ -297,10 +322,14 @@ class IMapIterator(Iterator[T]):
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
         """Take the answer of task ``index``, or of several from there on."""
+        self._take(index, ok, value, index)
+
+    def _take(self, place: int, ok: bool, value: Any, index: int) -> None:
+        """Take an answer that is handed out at ``place``."""
         weight = weigh(value)
         # Before it can be taken, so that `bytes_out` is never ahead.
         self.shelf.bytes_in += weight
-        self._arrived[index] = ok, value, weight
+        self._arrived[place] = ok, value, weight, index
         # Last, here and below: who wakes looks for what was put there.
         self._waiters.wake()
 
@@ -330,7 +359,7 @@ class IMapUnorderedIterator(IMapIterator[T]):
 
     def arrive(self, index: int, ok: bool, value: Any) -> None:
         came, self._came = self._came, self._came + tasks_in(value)
-        super().arrive(came, ok, value)
+        self._take(came, ok, value, index)
 
 
 class Stream(Job):

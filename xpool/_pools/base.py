@@ -25,6 +25,7 @@ from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from xpool._calls.keywords import names_of_inits, refuse_unknown
 from xpool._calls.options import (
     check_callable,
     check_iterable,
@@ -52,7 +53,7 @@ from xpool.errors import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Never, Self
 
 __all__ = ["BasePool"]
 
@@ -101,7 +102,10 @@ class BasePool(PublicVerbs):
         context: BaseContext | str | None = None,
         *,
         name: str | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
         self.context = context
         self._size = resolve_processes(processes)
         if initializer is not None:

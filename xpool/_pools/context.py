@@ -12,7 +12,7 @@ from xpool._pools.context_verbs import C, ContextVerbs
 from xpool._pools.hooks import Hooks, Result, Task
 from xpool._pools.process import Pool
 from xpool._pools.thread import ThreadPool
-from xpool._worker.callables import each, star, star_each
+from xpool._worker.callables import each, one, star, star_each
 from xpool._worker.context import current_worker
 from xpool._worker.entry import MOST
 from xpool.devices.context import PROCESS
@@ -74,6 +74,7 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
                 "replaced one by one; leave it out"
             )
         if self._processes():
+            self._seeds_items = False
             _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"))
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
 
@@ -177,8 +178,8 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
             if task is None:
                 return None
             job, chunk, func, args, kwds = task
-            if func in (each, star, star_each):
-                # A chunk: its function is the first argument, and that is what gets the context.
+            if func in (one, each, star, star_each):
+                # The caller's function is the first argument, and gets the context.
                 args = (functools.partial(args[0], context), *args[1:])
             else:
                 args = (context, *args)

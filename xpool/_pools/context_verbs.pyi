@@ -163,6 +163,7 @@ class ContextVerbs(Generic[C]):
         chunksize: int = 1,
         buffersize: int | None = None,
         *,
+        with_index: Literal[False] = False,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T]: ...
@@ -174,9 +175,34 @@ class ContextVerbs(Generic[C]):
         chunksize: int = 1,
         buffersize: int | None = None,
         *,
+        with_index: Literal[False] = False,
         on_error: Literal["return"],
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T | BaseException]: ...
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[C, S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        *,
+        with_index: Literal[True],
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[tuple[int, T]]: ...
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[C, S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        *,
+        with_index: Literal[True],
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...
     def run_all(
         self,
         func: Callable[[C, Unpack[Ts]], T],

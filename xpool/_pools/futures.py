@@ -382,7 +382,9 @@ class PoolExecutor(concurrent.futures.Executor):
         with self._lock:
             self._check_open()
             try:
-                results = self._pool.imap(functools.partial(_apply_row, fn), rows, size)
+                call = functools.partial(_apply_row, fn)
+                call.__qualname__ = label(fn).removesuffix("()")  # type: ignore[attr-defined]
+                results = self._pool.imap(call, rows, size)
             except PoolClosed as error:
                 raise concurrent.futures.BrokenExecutor(str(error)) from error
             _Map(self, results, None if source is None else source.fed)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import Exceptions, TaskOptions, check_count
 from xpool._calls.results import AsyncResult, Job
 from xpool._engine.jobs.scheduler import TaskRange
@@ -13,6 +14,9 @@ from xpool._pools.input_reader import FlowControl
 from xpool._pools.process import Pool, limit_of
 from xpool._worker.callables import InCall
 from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["P2PPool"]
 
@@ -44,8 +48,11 @@ class P2PPool(Pool):
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Exceptions = (),
+        **unknown: Never,
     ) -> T:
         """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
+        if unknown:
+            refuse_unknown("apply", names_of(P2PPool.apply.__code__), unknown)
         terms = self._terms(self._bind(worker), True, timeout, retries, retry_on)
         value: T = self._call(func, args, kwds, None, None, terms).get()
         return value
@@ -62,12 +69,15 @@ class P2PPool(Pool):
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Exceptions = (),
+        **unknown: Never,
     ) -> AsyncResult[T]:
         """As `BasePool.apply_async`, on the worker with index ``worker`` if it is given.
 
         Raises:
             OptionError (a `ValueError`): there is no such worker.
         """
+        if unknown:
+            refuse_unknown("apply_async", names_of(P2PPool.apply_async.__code__), unknown)
         terms = self._terms(self._bind(worker), False, timeout, retries, retry_on)
         return self._call(func, args, kwds, callback, error_callback, terms)
 

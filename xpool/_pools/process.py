@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any
 
+from xpool._calls.keywords import names_of_inits, refuse_unknown
 from xpool._calls.options import (
     TaskOptions,
     check_bytes,
@@ -43,6 +44,8 @@ from xpool._worker.main_module import imported_by_worker
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
+    from typing_extensions import Never
+
     from xpool._memory.arena import Arena
     from xpool._pickling.policy import Layout
     from xpool._pools.orders import WorkerSpec
@@ -113,7 +116,10 @@ class Pool(AllWorkers):
         memory_high: float | None = None,
         hosts: Any = None,
         name: str | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
         check_share_method(share_method)
         check_seed(seed)
         check_output(output)
@@ -154,6 +160,7 @@ class Pool(AllWorkers):
         super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
 
     _keeps_terms = True
+    _seeds_items = True
     _has_peers = False  # its workers can send messages to each other
 
     # -- hooks -----------------------------------------------------------------------------------

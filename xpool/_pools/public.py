@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
-from xpool._calls.options import Exceptions, ManyOptions, MapOptions, resolve_processes
+from xpool._calls.keywords import names_of, refuse_unknown
+from xpool._calls.options import (
+    MANY_HELP,
+    Exceptions,
+    ManyOptions,
+    ProgressOption,
+    resolve_processes,
+)
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
 from xpool._pools.verbs import PLAIN, WAITING, Verbs
@@ -20,7 +27,7 @@ from xpool.errors import OptionError
 if TYPE_CHECKING:
     import concurrent.futures
 
-    from typing_extensions import Unpack
+    from typing_extensions import Never, Unpack
 
     from xpool._pools.futures import PoolExecutor, PoolOfFutures
     from xpool._pools.observing import ObservedPool, Report
@@ -42,9 +49,9 @@ class PublicVerbs(Verbs):
     ) -> concurrent.futures.Future[T]:
         """Have ``func(*args, **kwds)`` called in a worker; return a future of `concurrent.futures`.
 
-        Callbacks of the future run in a thread of the pool, one after the other.  When the pool is
-        terminated or fails first, the future fails with `concurrent.futures.BrokenExecutor`, whose
-        cause says why.  With ``timeout`` and ``retries``: `apply_async`.
+        Callbacks of the future run in a thread of the pool, one after the other.  When the pool
+        ends first, the future fails with `concurrent.futures.BrokenExecutor`, whose cause says why.
+        `apply_async` has ``timeout=`` and ``retries=``.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -58,8 +65,6 @@ class PublicVerbs(Verbs):
         from xpool._pools.futures import PoolExecutor  # here: few programs need it
 
         return PoolExecutor(self)
-
-    # -- looking at it -----------------------------------------------------------------------------
 
     @shielded
     def report(self: ObservedPool) -> Report:
@@ -75,11 +80,9 @@ class PublicVerbs(Verbs):
     def trace(self: ObservedPool, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context in which what happens is written to ``path``, at its end.
 
-        Where the name ends in ``.html``, it is a page that any browser shows by itself; else Chrome
-        trace events in JSON, which Perfetto and a browser's ``about:tracing`` open.  Both have a
-        row for each worker, tasks as long as they took, deaths and retries as moments.  Tasks of
-        less than a millisecond are shown by the message in which they were answered, several at a
-        time.
+        A name that ends in ``.html`` makes a page that any browser shows; else Chrome trace events
+        in JSON, for Perfetto and ``about:tracing``.  Both have a row for each worker, with its
+        tasks, deaths and retries.  Tasks of less than a millisecond are shown several at a time.
 
         Raises:
             OptionError: a trace of this pool is being written, or its workers are threads.
@@ -108,6 +111,7 @@ class PublicVerbs(Verbs):
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Exceptions = (),
+        **unknown: Never,
     ) -> T:
         """Call ``func(*args, **kwds)`` in a worker; wait for the result and return it.
 
@@ -124,6 +128,8 @@ class PublicVerbs(Verbs):
             WorkerDied, TaskTimeout: its worker died; it took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
+        if unknown:
+            refuse_unknown("apply", names_of(PublicVerbs.apply.__code__), unknown)
         terms = WAITING
         if timeout is not None or retries or retry_on or self._task_timeout is not None:
             terms = self._terms(None, True, timeout, retries, retry_on)
@@ -141,6 +147,7 @@ class PublicVerbs(Verbs):
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Exceptions = (),
+        **unknown: Never,
     ) -> AsyncResult[T]:
         """Have ``func(*args, **kwds)`` called in a worker; return its result to come.
 
@@ -150,6 +157,8 @@ class PublicVerbs(Verbs):
         Raises:
             PoolClosed: the pool takes no more work.
         """
+        if unknown:
+            refuse_unknown("apply_async", names_of(PublicVerbs.apply_async.__code__), unknown)
         terms = PLAIN
         if timeout is not None or retries or retry_on or self._task_timeout is not None:
             terms = self._terms(None, False, timeout, retries, retry_on)
@@ -182,28 +191,32 @@ class PublicVerbs(Verbs):
         func: Callable[[Any], Any],
         iterable: Iterable[Any],
         chunksize: int | None = None,
-        **options: Unpack[MapOptions],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+        progress: ProgressOption = False,
+        on_error: str = "raise",
+        journal: str | os.PathLike[str] | None = None,
+        key: Callable[[Any], str | bytes | int] | None = None,
+        version: str | int | None = None,
+        seed: int | None = None,
+        **unknown: Any,
     ) -> list[Any]:
         """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
 
         A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
         The error of a task is raised when all have been answered.
 
-        Of all verbs of many tasks, besides ``timeout``, ``retries`` and ``retry_on`` of `apply`:
-
-        * ``progress``: True or a title shows how many items are done, by tqdm or rich where one is
-          installed (``pip install xpool[progress]``), else on stderr; a callable is called with
-          the number of items that are done and that of all (None: the input does not say), at most
-          ten times a second, in a thread of its own, for the last time before the results are had.
-        * ``on_error="return"``: the exception of an item that fails stands in the place of its
-          result, and nothing is raised.  Each item is a task then, whatever the ``chunksize``, so
-          that none takes others with it.
-        * ``journal`` (of `map`, `starmap`, `imap` and `imap_unordered`): path of an SQLite database
-          in which results are written down before they are handed out; what is there is not run
-          again.  Each item is a task.  ``key``: returns a str, bytes or an int that names an item;
-          None: the digest of its value.  ``version``: a str or an int that names, with the name of
-          ``func``, what the results are of; None: its code, that of what it leads to in the
-          program, and the values that they use, all of which must be as they were.
+        Args:
+            {many}
+            journal: path of an SQLite database.  Results are written there before they are handed
+                out, and what is there is not run again.  Each item is a task.
+            key: a function that returns the name of an item in the journal, a str, bytes or an int;
+                None: the name is a digest of the item's value.
+            version: a str or an int that says, with the name of ``func``, what the results are of.
+                None: the code of ``func``, that of the program's functions that it calls, and the
+                values that they use must all be as they were.
 
         Raises:
             Exception: what a task raised, as it is; of several, what arrived first.
@@ -212,7 +225,8 @@ class PublicVerbs(Verbs):
             OptionError: the journal is of another function, or of this one before a change.
             sqlite3.Error: the journal cannot be opened or written.
         """
-        terms = self._terms(None, True, **options)
+        terms = self._terms(None, True, timeout, retries, retry_on, progress, on_error, journal,
+                            key, version, seed, **unknown)  # fmt: skip
         if terms.journal is not None:
             return self._map_recorded(func, iterable, terms, False)
         values: list[Any] = self._map(func, iterable, chunksize, False, None, None, terms).get()
@@ -251,7 +265,14 @@ class PublicVerbs(Verbs):
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        **options: Unpack[MapOptions],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+        progress: ProgressOption = False,
+        on_error: str = "raise",
+        seed: int | None = None,
+        **unknown: Any,
     ) -> MapResult[Any]:
         """Submit ``func(x)`` for each item; return a `MapResult` at once.
 
@@ -259,20 +280,14 @@ class PublicVerbs(Verbs):
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
         Args:
-            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
-                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
-                ``task_timeout``; infinity: no limit.
-            retries: how often a task runs again when its worker dies, or when it raises one of
-                ``retry_on`` (an exception class or a tuple of them).
-            progress: True or a title shows how many items are done; a callable is called with the
-                number of items done and that of all, None where the input has no length.
-            on_error: "raise", or "return": the exception of an item stands in the place of its
-                result, and each item is a task.
+            {many}
 
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(None, False, **options)
+        terms = self._terms(
+            None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
+        )
         return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
 
     @overload
@@ -302,22 +317,24 @@ class PublicVerbs(Verbs):
         func: Callable[..., Any],
         iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
-        **options: Unpack[MapOptions],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+        progress: ProgressOption = False,
+        on_error: str = "raise",
+        journal: str | os.PathLike[str] | None = None,
+        key: Callable[[Any], str | bytes | int] | None = None,
+        version: str | int | None = None,
+        seed: int | None = None,
+        **unknown: Any,
     ) -> list[Any]:
         """Return ``[func(*args) for args in iterable]``, computed by the workers, in order.
 
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
 
         Args:
-            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
-                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
-                ``task_timeout``; infinity: no limit.
-            retries: how often a task runs again when its worker dies, or when it raises one of
-                ``retry_on`` (an exception class or a tuple of them).
-            progress: True or a title shows how many items are done; a callable is called with the
-                number of items done and that of all, None where the input has no length.
-            on_error: "raise", or "return": the exception of an item stands in the place of its
-                result, and each item is a task.
+            {many}
             journal, key, version: as in `map`.
 
         Raises:
@@ -325,7 +342,8 @@ class PublicVerbs(Verbs):
             WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(None, True, **options)
+        terms = self._terms(None, True, timeout, retries, retry_on, progress, on_error, journal,
+                            key, version, seed, **unknown)  # fmt: skip
         if terms.journal is not None:
             return self._map_recorded(func, iterable, terms, True)
         values: list[Any] = self._map(func, iterable, chunksize, True, None, None, terms).get()
@@ -364,7 +382,14 @@ class PublicVerbs(Verbs):
         chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        **options: Unpack[MapOptions],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+        progress: ProgressOption = False,
+        on_error: str = "raise",
+        seed: int | None = None,
+        **unknown: Any,
     ) -> MapResult[Any]:
         """Submit ``func(*args)`` for each ``args``; return a `MapResult` at once.
 
@@ -372,29 +397,22 @@ class PublicVerbs(Verbs):
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
         Args:
-            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
-                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
-                ``task_timeout``; infinity: no limit.
-            retries: how often a task runs again when its worker dies, or when it raises one of
-                ``retry_on`` (an exception class or a tuple of them).
-            progress: True or a title shows how many items are done; a callable is called with the
-                number of items done and that of all, None where the input has no length.
-            on_error: "raise", or "return": the exception of an item stands in the place of its
-                result, and each item is a task.
+            {many}
 
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(None, False, **options)
+        terms = self._terms(
+            None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
+        )
         return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
 
     def resize(self, processes: int | None = None) -> None:
         """Have so many workers from now on, while the pool works; returns at once.
 
-        New workers start like the first.  When there are to be fewer, those with the highest
-        numbers end after the task that they are in, and others get what they have not begun.  A
-        `ThreadPool` lets the threads go that are free first.  Not for pools whose workers differ
-        from each other: a `CtxPool`, a `P2PPool`, or one with a `create_group`.
+        When there are to be fewer, those with the highest numbers end after their present task; of
+        a `ThreadPool`, those that are free first.  Not for pools whose workers differ from each
+        other: a `CtxPool`, a `P2PPool`, or one with a `create_group`.
 
         Args:
             processes: the number of workers; None: as many as the pool would have by default.
@@ -403,8 +421,7 @@ class PublicVerbs(Verbs):
             OptionError (a `ValueError`): the workers of this pool cannot change in number, or it
                 gets smaller while a function of `run_all` waits or runs in a worker that would go.
             PoolClosed: the pool takes no more work.
-            OSError, RuntimeError: the system has no process, or thread, for us; the pool keeps
-                the number of workers that it had.
+            OSError, RuntimeError: the system refuses a process or thread; nothing has changed.
         """
         size = resolve_processes(processes)
         self._check_running()
@@ -445,7 +462,17 @@ class PublicVerbs(Verbs):
         iterable: Iterable[Any],
         chunksize: int = 1,
         buffersize: int | None = None,
-        **options: Unpack[MapOptions],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+        progress: ProgressOption = False,
+        on_error: str = "raise",
+        journal: str | os.PathLike[str] | None = None,
+        key: Callable[[Any], str | bytes | int] | None = None,
+        version: str | int | None = None,
+        seed: int | None = None,
+        **unknown: Any,
     ) -> IMapIterator[Any]:
         """Return an iterator over the results, in order, while the input is still drawn.
 
@@ -461,22 +488,15 @@ class PublicVerbs(Verbs):
         ``len()`` of it is that of the input, where that has one.
 
         Args:
-            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
-                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
-                ``task_timeout``; infinity: no limit.
-            retries: how often a task runs again when its worker dies, or when it raises one of
-                ``retry_on`` (an exception class or a tuple of them).
-            progress: True or a title shows how many items are done; a callable is called with the
-                number of items done and that of all, None where the input has no length.
-            on_error: "raise", or "return": the exception of an item stands in the place of its
-                result, and each item is a task.
+            {many}
             journal, key, version: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
             OptionError: the journal is of another function, or of this one before a change.
         """
-        terms = self._terms(None, False, **options)
+        terms = self._terms(None, False, timeout, retries, retry_on, progress, on_error, journal,
+                            key, version, seed, **unknown)  # fmt: skip
         return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
 
     @overload
@@ -487,6 +507,7 @@ class PublicVerbs(Verbs):
         chunksize: int = 1,
         buffersize: int | None = None,
         *,
+        with_index: Literal[False] = False,
         on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T]: ...
@@ -499,9 +520,36 @@ class PublicVerbs(Verbs):
         chunksize: int = 1,
         buffersize: int | None = None,
         *,
+        with_index: Literal[False] = False,
         on_error: Literal["return"],
         **options: Unpack[ManyOptions],
     ) -> IMapUnorderedIterator[T | BaseException]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        *,
+        with_index: Literal[True],
+        on_error: Literal["raise"] = "raise",
+        **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[tuple[int, T]]: ...
+
+    @overload
+    def imap_unordered(
+        self,
+        func: Callable[[S], T],
+        iterable: Iterable[S],
+        chunksize: int = 1,
+        buffersize: int | None = None,
+        *,
+        with_index: Literal[True],
+        on_error: Literal["return"],
+        **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...
 
     def imap_unordered(
         self,
@@ -509,27 +557,42 @@ class PublicVerbs(Verbs):
         iterable: Iterable[Any],
         chunksize: int = 1,
         buffersize: int | None = None,
-        **options: Unpack[MapOptions],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        retry_on: Exceptions = (),
+        progress: ProgressOption = False,
+        on_error: str = "raise",
+        journal: str | os.PathLike[str] | None = None,
+        key: Callable[[Any], str | bytes | int] | None = None,
+        version: str | int | None = None,
+        with_index: bool = False,
+        seed: int | None = None,
+        **unknown: Any,
     ) -> IMapUnorderedIterator[Any]:
         """Return an iterator over the results in the order in which they arrive.
 
         ``buffersize``: at most so many items are drawn ahead of the consumer; None: as in `imap`.
 
         Args:
-            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
-                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
-                ``task_timeout``; infinity: no limit.
-            retries: how often a task runs again when its worker dies, or when it raises one of
-                ``retry_on`` (an exception class or a tuple of them).
-            progress: True or a title shows how many items are done; a callable is called with the
-                number of items done and that of all, None where the input has no length.
-            on_error: "raise", or "return": the exception of an item stands in the place of its
-                result, and each item is a task.
+            with_index: True: an item of the iterator is ``(index, result)``, where ``index`` is the
+                position in ``iterable``, from 0 on.
+            {many}
             journal, key, version: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
             OptionError: the journal is of another function, or of this one before a change.
         """
-        terms = self._terms(None, False, **options)
-        return self._imap(IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms)
+        terms = self._terms(None, False, timeout, retries, retry_on, progress, on_error, journal,
+                            key, version, seed, **unknown)  # fmt: skip
+        return self._imap(
+            IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms,
+            with_index=with_index,
+        )  # fmt: skip
+
+
+for _name in ("map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"):
+    _verb = vars(PublicVerbs)[_name]
+    # None: under python -OO.
+    _verb.__doc__ = _verb.__doc__ and _verb.__doc__.replace("{many}", MANY_HELP)

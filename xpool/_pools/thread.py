@@ -7,8 +7,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from xpool._calls.keywords import names_of_inits, refuse_unknown
 from xpool._calls.options import (
     TaskOptions,
     check_bytes,
@@ -28,6 +29,9 @@ from xpool._pools.input_reader import FlowControl, Runs
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import applied, each, star_each
 from xpool.errors import OptionError
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
 
 __all__ = ["ThreadPool"]
 
@@ -73,7 +77,10 @@ class ThreadPool(BasePool):
         memory_high: float | None = None,
         hosts: Any = None,
         name: str | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
         check_share_method(share_method)
         check_seed(seed)
         check_output(output)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import (
     Exceptions,
     TaskOptions,
     check_args,
     check_callable,
+    check_can_iterate,
     check_chunksize,
     check_count,
     check_exceptions,
     check_on_error,
     check_progress,
     check_seconds,
+    check_seed,
     default_chunksize,
     label,
 )
@@ -28,7 +33,7 @@ from xpool._engine.jobs.states import PoolStates
 from xpool._pools.hooks import Hooks
 from xpool._pools.input_reader import Fed, FlowControl, InputReader
 from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
-from xpool._worker.callables import applied
+from xpool._worker.callables import Item, Seeded, applied
 from xpool.errors import OptionError, XPoolError
 
 __all__ = ["PLAIN", "WAITING", "Verbs"]
@@ -54,6 +59,8 @@ class Verbs(Hooks):
     _task_timeout: float | None = None
     # Whether this pool knows when its workers begin a task, and can stop them.
     _keeps_terms = False
+    # Whether each worker has random generators of its own.
+    _seeds_items = False
     # The worker that a call goes to which names none; None: any, -1: the one with the least to do.
     _calls_go_to: int | None = None
     # Whether functions get their worker's context in front of their arguments.
@@ -74,15 +81,13 @@ class Verbs(Hooks):
         journal: Any = None,
         key: Any = None,
         version: Any = None,
+        seed: int | None = None,
         **unknown: Any,
     ) -> TaskOptions:
         """Check what the verbs take by keyword: all of them, here."""
         if unknown:
-            raise TypeError(
-                f"no option {next(iter(unknown))!r} here; there are timeout, retries, retry_on, "
-                "progress, on_error, for map, starmap and imap journal, key and version, and for "
-                "apply and apply_async of a P2PPool worker"
-            )
+            verb = sys._getframe(1).f_code
+            refuse_unknown(verb.co_name, names_of(verb), unknown)
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         if retries:
             check_count("retries", retries, least=0)
@@ -101,10 +106,25 @@ class Verbs(Hooks):
             raise OptionError(f"{name} of a journal: give journal= too")
         if version is not None and not isinstance(version, (str, int)):
             raise TypeError(f"version must be a str or an int, not {version!r}")
+        if seed is not None:
+            self._check_item_seed(seed, journal)
         returns = on_error != "raise" and check_on_error(on_error)
         return TaskOptions(
-            retries, worker, waits, timeout, on, progress, returns, journal, key, version
+            retries, worker, waits, timeout, on, progress, returns, journal, key, version, seed
         )
+
+    def _check_item_seed(self, seed: Any, journal: Any) -> None:
+        check_seed(seed)
+        if not self._seeds_items:
+            raise OptionError(
+                f"seed={seed}: several workers of this {type(self).__name__} may be threads of one "
+                "process, whose random generators they share; leave it out, or use xpool.Pool"
+            )
+        if journal is not None:
+            raise OptionError(
+                "seed= does not go with journal=, which takes results by the item alone; have the "
+                "function make a generator from the item, and leave seed= out"
+            )
 
     def _call(
         self,
@@ -172,7 +192,10 @@ class Verbs(Hooks):
         job: MapResult[Any] = MapResult(
             number, label(func), self, tasks, size > 1, callback, error_callback
         )
-        job.terms = terms
+        job.terms, job.chunksize = terms, size
+        if terms.seed is not None:
+            func, numbered, starred = _seeded(func, items, starred, terms.seed)
+            items = list(numbered)
         if terms.progress is not False:
             length = len(items)
             job.progress = Progress(terms.progress, job.label, length, size, lambda: length)
@@ -219,6 +242,7 @@ class Verbs(Hooks):
         buffersize: int | None,
         terms: TaskOptions,
         starred: bool = False,
+        with_index: bool = False,
     ) -> It:
         self._check_running()
         self._check_call(func, None, None)
@@ -227,9 +251,7 @@ class Verbs(Hooks):
             size = min(size, check_count("buffersize", buffersize))
         if terms.returns_errors or terms.journal is not None:
             size = 1
-        if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-            raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
-        # What the caller gets, and how far ahead of it the input is drawn.
+        check_can_iterate(iterable)
         results = kind(label(func), self, size > 1)
         flow = FlowControl(buffersize, self._size, results.shelf)
         if buffersize is not None:
@@ -239,6 +261,8 @@ class Verbs(Hooks):
         if isinstance(iterable, Fed):
             iterable.bind(flow)
         results.total, results.returns_errors = _length(iterable), terms.returns_errors
+        results.items_per_task, results.with_index = size, with_index
+        func, iterable, starred = _seeded(func, iterable, starred, terms.seed)
         # Without a buffersize all of the input is drawn, whether anybody listens or not.
         gone = flow.stop if buffersize is not None else flow.unbind
         job = self._stream(results, func, gone, terms)
@@ -250,8 +274,7 @@ class Verbs(Hooks):
         try:
             self._enter(job, 0)
         except BaseException:
-            # A journal's thread, which the job has started, ends by it.
-            job.release()
+            job.release()  # ends the thread of a journal
             raise
         try:
             # From here on, what fails does so through the results.
@@ -507,6 +530,15 @@ def _task(
     """Return the tuple for one task of a map."""
     call, before = applied(func, starred, chunked)
     return number, index, call, (*before, chunk), {}
+
+
+def _seeded(
+    func: Callable[..., Any], items: Iterable[Any], starred: bool, seed: int | None
+) -> tuple[Callable[..., Any], Iterable[Any], bool]:
+    """Return function and items of a map whose items have random numbers of their own."""
+    if seed is None:
+        return func, items, starred
+    return Seeded(func, seed, starred), starmap(Item, enumerate(items)), False
 
 
 def _length(iterable: Any) -> int | None:

@@ -2,34 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
+from xpool._python.item_notes import note_item
 from xpool._worker.context import current_worker
+from xpool._worker.seeds import seeded
 
 if TYPE_CHECKING:
     from xpool._pickling.by_value.globals_received import Entry
     from xpool._wire.outbox import Outbox
 
 __all__ = [
-    "Exact", "InCall", "Prefixed", "Retried", "Ticking", "applied", "each", "star", "star_each",
+    "Exact", "InCall", "Item", "Prefixed", "Retried", "Seeded", "Ticking", "applied", "each", "one",
+    "star", "star_each",
 ]  # fmt: skip
 
 
-def each(func: Callable[[Any], Any], chunk: Iterable[Any]) -> list[Any]:
+def one(func: Callable[[Any], Any], item: Any) -> Any:
+    """The function of a task that is one item of `map`."""
+    try:
+        return func(item)
+    except Exception as exc:
+        note_item(exc, _value(item))
+        raise
+
+
+def each(func: Callable[[Any], Any], chunk: Sequence[Any]) -> list[Any]:
     """The function of a task that is a chunk of `map`."""
-    # `list(map(...))` would take a StopIteration that func raises for its end.
-    return [func(x) for x in chunk]
+    items = iter(chunk)
+    try:
+        # `list(map(...))` would take a StopIteration that func raises for its end.
+        return [func(x) for x in items]
+    except Exception as exc:
+        _note(exc, chunk, items)
+        raise
 
 
-def star(func: Callable[..., Any], args: Iterable[Any]) -> Any:
+def star(func: Callable[..., Any], args: Any) -> Any:
     """The function of a task that is one item of `starmap`."""
-    return func(*args)
+    try:
+        return func(*args)
+    except Exception as exc:
+        note_item(exc, args)
+        raise
 
 
-def star_each(func: Callable[..., Any], chunk: Iterable[Iterable[Any]]) -> list[Any]:
+def star_each(func: Callable[..., Any], chunk: Sequence[Any]) -> list[Any]:
     """The function of a task that is a chunk of `starmap`."""
-    return [func(*args) for args in chunk]
+    items = iter(chunk)
+    try:
+        return [func(*args) for args in items]
+    except Exception as exc:
+        _note(exc, chunk, items)
+        raise
+
+
+def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> None:
+    """Note the item of a chunk that has raised: the last that was taken."""
+    place = len(chunk) - length_hint(rest) - 1
+    note_item(exc, _value(chunk[place]), place)
+
+
+def _value(item: Any) -> Any:
+    return item.value if type(item) is Item else item
 
 
 def applied(
@@ -38,7 +75,35 @@ def applied(
     """Return what a task of a map calls, and what comes before its item or chunk there."""
     if chunked:
         return star_each if starred else each, (func,)
-    return (star, (func,)) if starred else (func, ())
+    return star if starred else one, (func,)
+
+
+class Item:
+    """An item of a map with ``seed=``, and its number."""
+
+    __slots__ = ("number", "value")
+
+    def __init__(self, number: int, value: Any) -> None:
+        self.number, self.value = number, value
+
+
+class Seeded:
+    """A function that finds the random generators seeded by its item's number.
+
+    They go on afterwards as if there had been no such item.
+    """
+
+    __slots__ = ("_func", "_seed", "_starred")
+
+    def __init__(self, func: Callable[..., Any], seed: int, starred: bool) -> None:
+        self._func, self._seed, self._starred = func, seed, starred
+
+    def __call__(self, *args: Any) -> Any:
+        *prefix, item = args
+        with seeded(f"{self._seed}:{item.number}".encode()):
+            if self._starred:
+                return self._func(*prefix, *item.value)
+            return self._func(*prefix, item.value)
 
 
 class Exact:

@@ -24,6 +24,7 @@ from xpool._pickling.by_value.main import mark_worker
 from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python.exits import flush
 from xpool._python.import_hooks import when_imported
+from xpool._python.item_notes import without_places
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import BlockingFrameReader, write_all
 from xpool._wire.spin import Spin
@@ -38,7 +39,7 @@ from xpool._wire.wire import (
     Refusal,
 )
 from xpool._worker import callables, error_imports, main_module
-from xpool._worker.callables import Exact, Prefixed, Retried, Ticking
+from xpool._worker.callables import Exact, Prefixed, Retried, Ticking, each, one, star, star_each
 from xpool._worker.context import WorkerInfo, enter
 from xpool._worker.peers import Peers
 from xpool._worker.protocol import Inbox, Replies
@@ -354,17 +355,16 @@ class _Worker:
                 func = self._open(func)
             task = decode(payload)
             if mode == Mode.EACH:
-                value = func(task)
+                value = one(func, task)
             elif mode == Mode.CALL:
                 func, args, kwds = task
                 value = func(*self._prefix, *args, **kwds)
             elif mode == Mode.CHUNK:
-                # `list(map(...))` would take a StopIteration that func raises for its end.
-                value = [func(x) for x in task]
+                value = each(func, task)
             elif mode == Mode.STAR:
-                value = func(*task)
+                value = star(func, task)
             else:
-                value = [func(*args) for args in task]
+                value = star_each(func, task)
             if self._keeper is not None:
                 self._keeper.synchronize()
         # It ends the worker, with the code that `run` makes of it.
@@ -411,7 +411,7 @@ def _worker_traceback(exc: BaseException) -> str:
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, callables.__file__):
         tb = tb.tb_next
-    return error_imports.text_of(exc, tb)
+    return without_places(error_imports.text_of(exc, tb))
 
 
 def _short_repr(value: Any) -> str:

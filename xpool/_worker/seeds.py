@@ -7,25 +7,35 @@ all is derived from it, also in a module that a task imports only later.
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from xpool._python.import_hooks import when_imported
 
-__all__ = ["Seeds"]
+__all__ = ["Seeds", "seeded"]
 
 # Python 3.14 imports SHA-512 when it first hashes a seed: now, in the process that workers are
 # forked from, and not in each worker.
 random.Random(b"")
 
 
+_MODULES = ("numpy.random", "torch")
+
+
 class Seeds:
     """Derives the seeds, and sows them as the modules come."""
+
+    here: Seeds | None = None
+    """Those of this worker."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
         random.seed(self._seed + b"random")
-        for name in ("numpy.random", "torch"):
+        for name in _MODULES:
             when_imported(name, self.sow)
+        Seeds.here = self
 
     def _number(self, name: str) -> int:
         # By way of SHA-512; `hashlib` would have a server load OpenSSL for it.
@@ -44,3 +54,54 @@ class Seeds:
             module.default_generator.manual_seed(number)
         else:
             module.manual_seed(number)
+
+    def keep(self, module: Any) -> Callable[[], None]:
+        """Return what sets the generator of a module to where it is now."""
+        if module.__name__ == "numpy.random":
+            state = module.get_state()
+            return lambda: module.set_state(state)
+        of_cpu = module.get_rng_state()
+        cuda = module.cuda if module.cuda.is_initialized() else None
+        of_cuda = cuda.get_rng_state_all() if cuda is not None else []
+
+        def restore() -> None:
+            module.set_rng_state(of_cpu)
+            if cuda is not None:
+                cuda.set_rng_state_all(of_cuda)
+            elif module.cuda.is_initialized():  # the item was the first that used it
+                module.cuda.manual_seed_all(self._number("torch.cuda") >> 1)
+
+        return restore
+
+
+@contextmanager
+def seeded(seed: bytes) -> Iterator[None]:
+    """Seed the generators by ``seed``, those of modules that are imported meanwhile too.
+
+    Afterwards they go on from where they were.
+    """
+    seeds = Seeds.here
+    assert seeds is not None
+    own, state = seeds._seed, random.getstate()
+    there = _imported()
+    restores = [seeds.keep(module) for module in there]
+    try:
+        seeds._seed = seed
+        random.seed(seed + b"random")
+        for module in there:
+            seeds.sow(module)
+        yield
+    finally:
+        seeds._seed = own
+        random.setstate(state)
+        for restore in restores:
+            restore()
+        for module in _imported():
+            if module not in there:
+                seeds.sow(module)
+
+
+def _imported() -> list[Any]:
+    found = [sys.modules[name] for name in _MODULES if name in sys.modules]
+    # Not one that another thread is importing.
+    return [module for module in found if not getattr(module.__spec__, "_initializing", False)]

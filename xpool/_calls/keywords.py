@@ -1,0 +1,70 @@
+"""Keywords that a function does not have: the error names the one that was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import CodeType, FunctionType
+from typing import NoReturn
+
+__all__ = ["names_of", "names_of_inits", "refuse_unknown"]
+
+_ELSEWHERE = {
+    "batch_size": "chunksize",
+    "chunk_size": "chunksize",
+    "init_args": "initargs",
+    "initializer_args": "initargs",
+    "kwargs": "kwds",
+    "max_tasks_per_child": "maxtasksperchild",
+    "max_workers": "processes",
+    "max_retries": "retries",
+    "method": "context",
+    "mp_context": "context",
+    "n_jobs": "processes",
+    "n_workers": "processes",
+    "nprocs": "processes",
+    "num_workers": "processes",
+    "prefetch": "buffersize",
+    "start_method": "context",
+    "time_limit": "timeout",
+    "tqdm": "progress",
+    "workers": "processes",
+    "worker_lifespan": "maxtasksperchild",
+}
+"""What other libraries call an argument, and what it is called here."""
+
+_FOR_EXECUTORS = {
+    "context": "mp_context",
+    "maxtasksperchild": "max_tasks_per_child",
+    "processes": "max_workers",
+}
+
+
+def names_of(*codes: CodeType) -> list[str]:
+    """Return the arguments that functions take by keyword, without ``self``."""
+    found: dict[str, None] = {}
+    for code in codes:
+        end = code.co_argcount + code.co_kwonlyargcount
+        found.update(dict.fromkeys(code.co_varnames[max(1, code.co_posonlyargcount) : end]))
+    return list(found)
+
+
+def names_of_inits(obj: object) -> list[str]:
+    """Return what the constructors of an object's class take by keyword."""
+    inits = (vars(cls).get("__init__") for cls in type(obj).__mro__)
+    return names_of(*(init.__code__ for init in inits if isinstance(init, FunctionType)))
+
+
+def refuse_unknown(function: str, known: list[str], unknown: Iterable[str]) -> NoReturn:
+    """Raise `TypeError` for the first keyword that ``function`` does not have."""
+    from difflib import get_close_matches  # only here: few programs need it
+
+    name = next(iter(unknown))
+    ours = _ELSEWHERE.get(name, name)
+    ours = _FOR_EXECUTORS.get(ours, ours) if "max_workers" in known else ours
+    near = [ours] if ours in known and ours != name else get_close_matches(name, known, 1)
+    meant = f"; did you mean {near[0]}=?" if near else ""
+    if not near:
+        meant = f"; it has {', '.join(known)}"
+        if "kwds" in known:
+            meant += ". Arguments of the called function go into args=() and kwds={}"
+    raise TypeError(f"{function}() has no keyword {name!r}{meant}")

@@ -1,0 +1,72 @@
+"""Notes that say which item of a map an exception is of.
+
+The worker knows the item and its place in the chunk, the caller's process which chunk it was.  The
+worker's note has the place; the caller's process makes the item's number of it.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+__all__ = ["note_item", "number_item", "short", "without_places"]
+
+_PLACE = "item of xpool, at +"
+_SEVERAL = "raised for several items at once, by the same exception object"
+_MOST = 8  # notes of one exception, which a program may raise again and again
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 60
+        self.maxlevel, self.maxlist, self.maxtuple, self.maxdict, self.maxset = 2, 4, 4, 4, 4
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        shape = getattr(x, "shape", None)
+        if type(x).__module__.partition(".")[0] in ("torch", "numpy", "jax") and shape is not None:
+            # Their own reprs compute, on a device for one.
+            return f"<{type(x).__name__} of shape {tuple(shape)}, {getattr(x, 'dtype', '')}>"
+        return super().repr_instance(x, level)
+
+
+_short = _Short()
+
+
+def short(value: Any) -> str:
+    """Return a repr of one line, at most about a hundred characters long."""
+    try:
+        text = " ".join(_short.repr(value).split())
+    except Exception as exc:
+        return f"<{type(value).__name__} whose repr raised {type(exc).__name__}>"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
+    """Note that an item, at this place in its chunk, has raised ``exc``.  Called in the worker."""
+    if type(exc).__setattr__ is not BaseException.__setattr__:
+        return  # it may forbid attributes, and would not unpickle with one
+    # Not by `add_note`, which Python 3.10 does not have, and which calls a `__setattr__`.
+    notes = exc.__dict__.setdefault("__notes__", [])
+    if not isinstance(notes, list) or len(notes) >= _MOST:
+        return
+    for i, note in enumerate(notes):
+        # Threads share the object: the caller could not tell whose item this is.
+        if isinstance(note, str) and note.startswith((_PLACE, _SEVERAL)):
+            notes[i] = _SEVERAL
+            return
+    notes.append(f"{_PLACE}{place}: {short(item)}")
+
+
+def without_places(text: str) -> str:
+    """Return the text of a traceback without the notes that have no number yet."""
+    return "".join(line for line in text.splitlines(True) if not line.startswith(_PLACE))
+
+
+def number_item(exc: BaseException, first: int, label: str) -> None:
+    """Give the note its number; ``first`` is that of the task's first item."""
+    notes = exc.__dict__.get("__notes__")
+    if isinstance(notes, list) and notes and isinstance(notes[-1], str):
+        place, colon, text = notes[-1].removeprefix(_PLACE).partition(": ")
+        if colon and notes[-1].startswith(_PLACE):
+            notes[-1] = f"item {first + int(place)} of {label}: {text}"
