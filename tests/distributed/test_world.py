@@ -23,7 +23,6 @@ from support.ranks import Ranks
 from support.scripts import popen, write
 from support.tiers import also
 
-import xpool.distributed.agent as agent
 import xpool.distributed.rendezvous as rendezvous
 from xpool import WorkerDied
 from xpool.distributed import (
@@ -67,23 +66,25 @@ def test_tcp(ranks: Ranks):
     assert ranks.run(3, at_tcp, f"tcp://127.0.0.1:{free_port()}") == [3, 3, 3]
 
 
-def starts_late(rank: int, address: str) -> float:
-    """Rank 1 starts its RPC later than a call may take."""
-    start = agent.start
+def connects_late(rank: int, address: str) -> float:
+    """Rank 1 connects to the others later than a call may take."""
+    import xpool.distributed.world as module
+
+    watch = module.watch
     if rank == 1:
 
         def late(*args: Any) -> None:
             time.sleep(1.5)  # as a rank that gets no processor
-            start(*args)
+            watch(*args)
 
-        agent.start = late
+        module.watch = late
     with World(f"w{rank}", rank, 2, dist_init_method=address, rpc_timeout=1):
         return rpc.get_rpc_timeout()
 
 
 def test_joining_takes_longer_than_calls_may(ranks: Ranks):
     """``dist_timeout`` is for joining; ``rpc_timeout`` is for calls only."""
-    assert ranks.run(2, starts_late, ranks.address()) == [1.0, 1.0]
+    assert ranks.run(2, connects_late, ranks.address()) == [1.0, 1.0]
 
 
 def loses_the_store(rank: int, address: str) -> str:
