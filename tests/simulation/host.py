@@ -1,6 +1,6 @@
 """One host of the simulated world: an agent's engine on virtual workers, and its clock.
 
-Real are the desk, the link and, in the agent's engine, the scheduler; the workers follow what
+Real are the session, the link and, in the agent's engine, the scheduler; the workers follow what
 `xpool._engine` does with them: they take batches, answer one by one or in runs, die, are stopped in
 what is withdrawn, and end when they are told to.
 """
@@ -15,7 +15,7 @@ from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool._hosts import messages as m
-from xpool._hosts.agent_session import Desk
+from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
 from xpool._hosts.service import GRACE, RETRY
 from xpool.errors import WorkerDied
@@ -83,7 +83,7 @@ class AgentEngine:
         for w in range(workers):
             self._start(w)
 
-    # -- what a desk calls -------------------------------------------------------------------------
+    # -- what a session calls ----------------------------------------------------------------------
 
     @property
     def ended(self) -> bool:
@@ -363,7 +363,7 @@ class Host:
         self.rate = world.one_of([1.0, 1 / 1.02, 1.02])
         self.offset = 1000 * world.draw.random()
         self.engine = AgentEngine(world, self, workers)
-        self.desk = Desk(self.engine, world.lease, self.clock())  # type: ignore[arg-type]
+        self.session = AgentSession(self.engine, world.lease, self.clock())  # type: ignore[arg-type]
         self.over = False
         self._noticed = False
         self._waiting: list[tuple[int, Callable[..., None]]] = []  # calls without a reply
@@ -375,7 +375,7 @@ class Host:
         return self.offset + self.world.now * self.rate
 
     def _look_at_lease(self) -> None:
-        left = self.desk.until - self.clock()
+        left = self.session.until - self.clock()
         if not self.alive or self.engine.ended:
             return
         if left > 1e-9:
@@ -400,21 +400,21 @@ class Host:
     def call(self, call: Call, reply: Callable[..., None]) -> None:
         """Do what a call says; reply when there is something to say, or in a second."""
         if call.beat:
-            self.desk.called(call)
-            reply(*self.desk.reply_to_beat(call, self.clock()))
+            self.session.called(call)
+            reply(*self.session.reply_to_beat(call, self.clock()))
             return
         one = call.number, reply
         self._waiting.append(one)
-        self.desk.called(call)
-        if self.desk.retiring and self.desk._staged and not self.world.early_close:
-            self.world.wrong(f"{self.name} is to end, and keeps {self.desk._staged}")
+        self.session.called(call)
+        if self.session.retiring and self.session._staged and not self.world.early_close:
+            self.world.wrong(f"{self.name} is to end, and keeps {self.session._staged}")
         self._collect()
         self._reply()
         if one in self._waiting:
             self.world.later(PATIENCE, self._nothing, one)
 
     def _reply(self) -> None:
-        while self._waiting and self.desk.may_reply(self._waiting[0][0]):
+        while self._waiting and self.session.may_reply(self._waiting[0][0]):
             self._send(self._waiting[0])
 
     def _nothing(self, one: tuple[int, Callable[..., None]]) -> None:
@@ -424,7 +424,7 @@ class Host:
     def _send(self, one: tuple[int, Callable[..., None]]) -> None:
         self._waiting.remove(one)
         number, reply = one
-        reply(*self.desk.reply(number, self.clock(), REPLY_BYTES, lambda _: 64))
+        reply(*self.session.reply(number, self.clock(), REPLY_BYTES, lambda _: 64))
 
     # -- its own turn ------------------------------------------------------------------------------
 
@@ -446,9 +446,9 @@ class Host:
             self.world.later(lingers * self.world.draw.random(), self.world.dies, self)
 
     def _collect(self) -> None:
-        if self.desk.collect() and self.engine.cost != self._said:
+        if self.session.collect() and self.engine.cost != self._said:
             self._said = self.engine.cost
-            self.desk.say(m.Status(self._said, self.engine.statistics()))
+            self.session.say(m.Status(self._said, self.engine.statistics()))
 
     def longest_idle(self) -> tuple[int, int] | None:
         """Return the worker that has nothing to do for longest, and what it did before."""

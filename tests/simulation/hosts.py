@@ -1,8 +1,8 @@
 """The engine of a pool over many hosts, in a world of hosts that come, go, and are out of reach.
 
-The real driver (`HostEngine`, its scheduler and links) and the real desk of each host, with virtual
-time between them.  The world knows what each task is to become, where it runs and when; so it sees
-a task that runs at two places at once, and one that is begun by whom it was not permitted to.
+The real driver (`HostEngine`, its scheduler and links) and the real `AgentSession` of each host,
+with virtual time between them.  The world knows what each task is to become, where it runs and
+when; so it sees a task that runs at two places at once, and one that was begun without permission.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from typing import Any
 from xpool._engine.answers import CULPRIT
 from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange
 from xpool._hosts import fleet as f
-from xpool._hosts import scheduler as policy
+from xpool._hosts import quotas as policy
 from xpool._hosts.engine import HostEngine
+from xpool._hosts.scheduler import BATCH_BYTES
 from xpool._hosts.service import DRIFT
 from xpool.errors import HostLost, WorkerDied
 
@@ -385,7 +386,7 @@ class HostWorld(World):
             takes = self.one_of([0.02, 0.2, 3.0]) if self.jobs else 1e-4
         bound = None
         if kind == "bound":
-            bound = self.one_of([-1, -1, *range(len(self.engine.sched._of))])
+            bound = self.one_of([-1, -1, *range(len(self.engine.sched.table.host_of))])
         large = self.chance(0.1)
         self.note(self.at, "somebody submits", kind, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "large" if large else "")  # fmt: skip
@@ -592,7 +593,7 @@ class HostWorld(World):
             self.wrong(f"{name} is run again after its answer")
         if self.funcs[name[0]] and function != b"%d" % name[0]:
             self.wrong(f"{name} is run with the function {function!r}")
-        first = self.engine.sched._of.index(host.number)
+        first = self.engine.sched.table.host_of.index(host.number)
         if task.bound is not None and task.bound not in (-1, first + w):
             self.wrong(f"{name} is bound to {task.bound}, not {first + w}")
 
@@ -609,19 +610,23 @@ class HostWorld(World):
         permit, put_again, unbegun = sched._permit, sched.put_again, sched.unbegun
         passing = Passing(self, sched.shared)
 
-        def permitting(host: Any, lot: Any, found: Any) -> None:
-            permit(host, lot, found)
-            if lot.of_stream:
+        def permitting(host: Any, batch: Any, found: Any) -> None:
+            permit(host, batch, found)
+            if batch.of_stream:
                 passing.given()
-            for payload in lot.items.items:
+            for payload in batch.items.items:
                 self.granted.add((host.number, payload.task))
                 if self.theme == "wrong guess":
                     self.unbegun[host.number, payload.task] = self.now
             if host.leaving:
                 self.wrong(f"host {host.number} is going to go, and is permitted something")
-            if lot.items.bound is not None:
+            if batch.items.bound is not None:
                 return
-            extra = 0 if sched.cost > policy.LONG_SECONDS else policy.AHEAD_SECONDS / sched.cost
+            extra = (
+                0
+                if sched.quotas.cost > policy.LONG_SECONDS
+                else policy.AHEAD_SECONDS / sched.quotas.cost
+            )
             most = max(host.workers, min(policy.MOST_AHEAD, host.workers * (1 + math.ceil(extra))))
             if host.ahead > most:
                 self.wrong(f"host {host.number} is permitted {host.ahead} tasks, not {most}")
@@ -648,16 +653,20 @@ class HostWorld(World):
         """The driver says something."""
         kinds = [type(message).__name__ for message in call.messages]
         self.note(self.at, "to host", number, call._replace(messages=kinds))
-        if "Stage" in kinds and not self.ended_violently and number in self.engine.sched.hosts:
-            self.check_bytes(self.engine.sched.hosts[number])
+        if (
+            "Stage" in kinds
+            and not self.ended_violently
+            and number in self.engine.sched.table.hosts
+        ):
+            self.check_bytes(self.engine.sched.table.hosts[number])
 
     def check_bytes(self, host: Any) -> None:
         """What is sent ahead is bounded, but for one task for each worker, and one bound to it."""
-        lots = [*host.staged, *host.lots.values()]
-        shared = sum(lot.nbytes for lot in lots if lot.items.bound is None)
-        bound = sum(lot.nbytes for lot in lots) - shared
-        largest = max((lot.nbytes for lot in lots if len(lot.items.items) == 1), default=0)
-        most = policy.STAGED_BYTES + policy.LOT_BYTES + (1 + host.workers) * largest
+        batches = [*host.staged, *host.batches.values()]
+        shared = sum(batch.nbytes for batch in batches if batch.items.bound is None)
+        bound = sum(batch.nbytes for batch in batches) - shared
+        largest = max((batch.nbytes for batch in batches if len(batch.items.items) == 1), default=0)
+        most = policy.STAGED_BYTES + BATCH_BYTES + (1 + host.workers) * largest
         if shared > most or shared + bound > most + host.workers * largest:
             self.wrong(f"{shared} bytes are at host {host.number}, and {bound} for its workers")
 
@@ -668,12 +677,12 @@ class HostWorld(World):
             return
         fed = {one.job for one in (*self.open.values(), *self.to_feed)}
         waits = [one.job for one in sched.shared if one.items and one.job not in fed]
-        waits += [lot.items.job for host in sched.hosts.values() for lot in host.staged]
-        for host in sched.hosts.values():
+        waits += [batch.items.job for host in sched.table.hosts.values() for batch in host.staged]
+        for host in sched.table.hosts.values():
             if host.accepting and waits and host.ahead < host.workers:
                 self.wrong(f"host {host.number} has room, and job {waits[0]} waits")
             for w in range(host.first, host.first + host.workers):
-                if host.accepting and sched.own[w] and not sched._bound_ahead[w]:
+                if host.accepting and sched.own[w] and not sched.table.bound_ahead[w]:
                     self.wrong(f"worker {w} has nothing, and something waits for it")
 
     def check_starved(self) -> None:
@@ -683,7 +692,7 @@ class HostWorld(World):
         sched = self.engine.sched
         waits = any(one.items for one in sched.shared)
         for number, host in self.hosts.items():
-            its = sched.hosts.get(number)
+            its = sched.table.hosts.get(number)
             if (
                 not waits or its is None or not its.accepting or host.over
                 or self.now < host.good_from
@@ -697,8 +706,8 @@ class HostWorld(World):
                 self.wrong(f"{host.name} has nothing to do since {host.starved[1]:.6f}")
 
     def check_sat_on(self) -> None:
-        """No worker sits on tasks behind a long one for longer than it takes to ask for all lots of
-        its host, while another host has nothing to do."""
+        """No worker holds tasks behind a long one for longer than it takes to ask for all batches
+        of its host, while another host has nothing to do."""
         if self.over or self.losses or self.stalls or self.deaths or self.turns % 8:
             return
         if self.theme == "no room":
@@ -706,7 +715,7 @@ class HostWorld(World):
         sched = self.engine.sched
         idle = None
         for number, host in self.hosts.items():
-            its = sched.hosts.get(number)
+            its = sched.table.hosts.get(number)
             fine = its is not None and its.accepting and not host.over
             if not fine or self.now < host.good_from:
                 host.idle, host.sat_on = None, {}
@@ -720,8 +729,8 @@ class HostWorld(World):
             host.sat_on = {one: host.sat_on.get(one, self.now) for one in sits}
         for host in self.hosts.values():
             for (worker, _), since in host.sat_on.items():
-                lots = len(sched.hosts[host.number].lots)
-                limit = 0.1 + 4 * self.latency * (2 + lots)
+                batches = len(sched.table.hosts[host.number].batches)
+                limit = 0.1 + 4 * self.latency * (2 + batches)
                 if idle is not None and self.now - max(idle, since) > limit:
                     self.wrong(f"worker {worker} of {host.name} sits on tasks since {since:.6f}")
 

@@ -9,10 +9,11 @@ from xpool._engine.jobs.ranges import CALLS, TaskRange
 from xpool._engine.jobs.scheduler import Scheduler
 from xpool._engine.jobs.waiting import Waiting
 from xpool._hosts import messages as m
-from xpool._hosts.agent_session import Desk
+from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.conversation import Conversation
-from xpool._hosts.holdings import Host, Lost
+from xpool._hosts.holdings import Host, HostTable, Lost
 from xpool._hosts.link import Link
+from xpool._hosts.quotas import Quotas
 from xpool._hosts.scheduler import HostScheduler
 from xpool._hosts.service import HostService
 
@@ -34,10 +35,10 @@ def mutant(name: str) -> Callable[[Callable[[Patch], None]], None]:
 @mutant("what was only staged at a lost host counts as permitted")
 def _(patch: Patch) -> None:
     def lost(original: Any, sched: HostScheduler, number: int) -> Any:
-        host = sched.hosts[number]
-        for lot in host.staged:
-            for i in range(lot.items.first, lot.items.first + lot.left):
-                host.permitted[(i, 0) if lot.items.job == CALLS else (lot.items.job, i)] = lot
+        host = sched.table.hosts[number]
+        for batch in host.staged:
+            for i in range(batch.items.first, batch.items.first + batch.left):
+                host.permitted[(i, 0) if batch.items.job == CALLS else (batch.items.job, i)] = batch
         host.staged.clear()
         return original(sched, number)
 
@@ -46,38 +47,38 @@ def _(patch: Patch) -> None:
 
 @mutant("what is staged is begun, without permission")
 def _(patch: Patch) -> None:
-    def do(original: Any, desk: Desk, message: Any) -> None:
-        original(desk, message)
+    def do(original: Any, session: AgentSession, message: Any) -> None:
+        original(session, message)
         if type(message) is m.Stage:
-            desk.engine.submit(desk._range(message.batch))
-            desk._staged[message.batch] = message._replace(items=[])
+            session.engine.submit(session._range(message.batch))
+            session._staged[message.batch] = message._replace(items=[])
 
-    wrap(patch, Desk, "_do", do)
+    wrap(patch, AgentSession, "_do", do)
 
 
 @mutant("more long tasks are permitted than a host has workers")
 def _(patch: Patch) -> None:
-    wrap(patch, HostScheduler, "_extra", lambda original, *given: max(1, original(*given)))
+    wrap(patch, Quotas, "extra", lambda original, *given: max(1, original(*given)))
 
 
 @mutant("what is permitted is not bounded by bytes")
 def _(patch: Patch) -> None:
-    def room(original: Any, sched: HostScheduler, host: Host) -> int:
+    def room(original: Any, quotas: Quotas, host: Host) -> int:
         nbytes, host.nbytes = host.nbytes, 0
-        found: int = original(sched, host)
+        found: int = original(quotas, host)
         host.nbytes = nbytes
         return found
 
-    wrap(patch, HostScheduler, "_room", room)
+    wrap(patch, Quotas, "room", room)
 
 
 @mutant("what is permitted of tasks for one worker is not bounded by bytes")
 def _(patch: Patch) -> None:
     def bound(original: Any, sched: HostScheduler, host: Host, found: Any) -> Any:
         nbytes, host.nbytes = host.nbytes, 0
-        lot = original(sched, host, found)
+        batch = original(sched, host, found)
         host.nbytes += nbytes
-        return lot
+        return batch
 
     wrap(patch, HostScheduler, "_next_bound", bound)
 
@@ -85,7 +86,7 @@ def _(patch: Patch) -> None:
 @mutant("a host that is about to go is permitted more")
 def _(patch: Patch) -> None:
     def drain(original: Any, sched: HostScheduler, number: int) -> Any:
-        sched.hosts[number].leaving = True
+        sched.table.hosts[number].leaving = True
         return []
 
     wrap(patch, HostScheduler, "drain", drain)
@@ -93,14 +94,14 @@ def _(patch: Patch) -> None:
 
 @mutant("what another host has staged is not looked for")
 def _(patch: Patch) -> None:
-    patch.setattr(HostScheduler, "_look_at_wealth", nothing)
+    patch.setattr(HostTable, "update_donors", nothing)
     patch.setattr(HostScheduler, "_from_another", nothing)
 
 
 @mutant("a host is not told what it need not keep")
 def _(patch: Patch) -> None:
-    def drop(original: Any, sched: HostScheduler, host: Host, lots: Any, found: Any) -> None:
-        original(sched, host, lots, found)
+    def drop(original: Any, sched: HostScheduler, host: Host, batches: Any, found: Any) -> None:
+        original(sched, host, batches, found)
         found.pop()
 
     wrap(patch, HostScheduler, "_drop", drop)
@@ -143,24 +144,24 @@ def _(patch: Patch) -> None:
 
 @mutant("a host that has begun nothing in time is permitted as much again")
 def _(patch: Patch) -> None:
-    def most(original: Any, sched: HostScheduler, host: Host) -> int:
+    def most(original: Any, quotas: Quotas, host: Host) -> int:
         pace, host.pace = host.pace, None
-        n: int = original(sched, host)
+        n: int = original(quotas, host)
         host.pace = pace
         return n
 
-    wrap(patch, HostScheduler, "_most_ahead", most)
+    wrap(patch, Quotas, "most_ahead", most)
 
 
 @mutant("what a host is asked for, it keeps")
 def _(patch: Patch) -> None:
-    def do(original: Any, desk: Desk, message: Any) -> None:
+    def do(original: Any, session: AgentSession, message: Any) -> None:
         if type(message) is m.Back:
-            desk.say(m.Given([batch for batch, *_ in message.batches]))
+            session.say(m.Given([batch for batch, *_ in message.batches]))
         else:
-            original(desk, message)
+            original(session, message)
 
-    wrap(patch, Desk, "_do", do)
+    wrap(patch, AgentSession, "_do", do)
 
 
 @mutant("a stream that goes on stays in front of what waits for a host")
@@ -221,7 +222,7 @@ def _(patch: Patch) -> None:
 
 def _front_unbound(sched: HostScheduler, queue: Any) -> Any:
     first = super(HostScheduler, sched).front_of(queue)
-    gone = first is not None and first.bound is not None and not sched.is_there(first.bound)
+    gone = first is not None and first.bound is not None and not sched.table.is_there(first.bound)
     return None if gone else first
 
 
@@ -241,19 +242,19 @@ def _(patch: Patch) -> None:
 
 @mutant("an agent's own reply renews its lease, whether it comes or not")
 def _(patch: Patch) -> None:
-    def reply(original: Any, desk: Desk, number: int, now: float, *more: Any) -> Any:
-        desk.until = now + desk._lease
-        return original(desk, number, now, *more)
+    def reply(original: Any, session: AgentSession, number: int, now: float, *more: Any) -> Any:
+        session.until = now + session._lease
+        return original(session, number, now, *more)
 
-    wrap(patch, Desk, "reply", reply)
+    wrap(patch, AgentSession, "reply", reply)
 
 
 @mutant("the lease is not renewed")
 def _(patch: Patch) -> None:
-    def called(original: Any, desk: Desk, call: Any) -> None:
-        original(desk, call._replace(heard=0))
+    def called(original: Any, session: AgentSession, call: Any) -> None:
+        original(session, call._replace(heard=0))
 
-    wrap(patch, Desk, "called", called)
+    wrap(patch, AgentSession, "called", called)
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -289,11 +290,11 @@ def _(patch: Patch) -> None:
 
 @mutant("more is acknowledged than has come")
 def _(patch: Patch) -> None:
-    def reply(original: Any, desk: Desk, *how: Any) -> tuple[int, int, list[Any]]:
-        taken, first, messages = original(desk, *how)
+    def reply(original: Any, session: AgentSession, *how: Any) -> tuple[int, int, list[Any]]:
+        taken, first, messages = original(session, *how)
         return taken + 1, first, messages
 
-    wrap(patch, Desk, "reply", reply)
+    wrap(patch, AgentSession, "reply", reply)
 
 
 @mutant("news that a failed call took with it are not missed")

@@ -144,7 +144,7 @@ class Cluster:
         self.lost = self.begun = 0
         self.policy = 0.0
         self.sched = HostScheduler()
-        self.sched.cost = length
+        self.sched.quotas.cost = length
         for number in range(hosts):
             self.sched.expect(number, WORKERS)
             self.sched.join(number)
@@ -212,7 +212,7 @@ class Cluster:
         for number, its in messages.items():
             self.driver_free += CALL
             self.at(self.driver_free + self.trip / 2, self.hosts[number].told, its)
-        if not self.drained_at and not self.sched.queued and not self.sched.waiting_ahead:
+        if not self.drained_at and not self.sched.queued and not self.sched.table.with_staged:
             running = (self.now - at for host in self.hosts for at in host.begun.values())
             self.drained_at, self.worked_then = self.now, self.work + sum(running)
 

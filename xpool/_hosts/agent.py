@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from xpool._calls.options import default_processes
 from xpool._engine.launch import ForkServer
 from xpool._hosts import messages as m
-from xpool._hosts.agent_session import Desk
+from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
 from xpool._pickling.frame import lodge
 from xpool._pickling.policy import INLINE_BELOW
@@ -32,7 +32,7 @@ from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
 from xpool.pickle import encode
 
-__all__ = ["Agent", "Charge", "facts", "packed", "unpacked"]
+__all__ = ["Agent", "AgentConfig", "facts", "packed", "unpacked"]
 
 REPLY_BYTES = 8 * 1024 * 1024
 """Bytes of a reply beside its first message, at most."""
@@ -45,7 +45,7 @@ NEWS = 0.05
 """Seconds between two messages about what the workers do, at least."""
 
 
-class Charge(NamedTuple):
+class AgentConfig(NamedTuple):
     """What an agent is to be, as its driver says."""
 
     spec: WorkerSpec
@@ -107,7 +107,7 @@ class Agent:
     """An engine that works for a driver elsewhere.
 
     Args:
-        charge: what it is to be.
+        config: what it is to be.
         host: name of this host.
         first, workers: the pool's number of the first worker here, and how many there are.
         ended: called when it is over: the workers have ended.
@@ -120,19 +120,19 @@ class Agent:
 
     def __init__(
         self,
-        charge: Charge,
+        config: AgentConfig,
         host: str,
         first: int,
         workers: int,
         ended: Callable[[], None],
         memory_full: float | None = None,
     ) -> None:
-        _compare(host, charge.facts)
+        _compare(host, config.facts)
         cores = max(1, default_processes() // workers)
-        spec = charge.spec._replace(threads=cores)
+        spec = config.spec._replace(threads=cores)
         bound: list[DeviceContext] = []
-        if charge.kind is not None:
-            found = devices(charge.kind, workers)
+        if config.kind is not None:
+            found = devices(config.kind, workers)
             bound = [
                 dataclasses.replace(one, ordinal=first + i, host=host)
                 for i, one in enumerate(found)
@@ -142,35 +142,35 @@ class Agent:
                 binds=[{}] * first + [dict(one.env) for one in bound],
                 cpus=[()] * first + [tuple(one.cpus) for one in bound],
             )
-        launcher = ForkServer.get(charge.modules)
+        launcher = ForkServer.get(config.modules)
         launcher.start()
-        arena, limit, layout = find_arena(True, None, charge.memory_limit, os.urandom(8).hex())
+        arena, limit, layout = find_arena(True, None, config.memory_limit, os.urandom(8).hex())
         self._layout = layout._replace(book=None, publisher=None)
-        main = charge.main
-        if charge.script is not None and main.location is not None:
-            self._script = File(charge.script, "xpool-script")
+        main = config.main
+        if config.script is not None and main.location is not None:
+            self._script = File(config.script, "xpool-script")
             main = main._replace(location=(*main.location, self._script.key[0]))
         orders = Orders(spec, launcher, arena, limit, lambda: main, first, host)
         self._engine = Engine(
             workers,
             Recipe(launcher, orders, spec.pool, spec.daemon, None),
             arena=arena,
-            lifetime=charge.lifetime,
+            lifetime=config.lifetime,
             describe=lambda job, index: f"task {index}",
-            restart_budget=charge.restart_budget,
-            initializer_timeout=charge.initializer_timeout,
+            restart_budget=config.restart_budget,
+            initializer_timeout=config.initializer_timeout,
             processes=processes(bound),
             relay=Relay(spec.pool, first),
-            worker_memory=charge.worker_memory,
-            memory_high=charge.memory_high,
+            worker_memory=config.worker_memory,
+            memory_high=config.memory_high,
             memory_full=memory_full,
             hands_back=True,
         )
-        self._news = threading.Condition()  # guards the desk and what follows
-        self._desk = Desk(self._engine, charge.lease, time.monotonic())
+        self._news = threading.Condition()  # guards the session and what follows
+        self._session = AgentSession(self._engine, config.lease, time.monotonic())
         self._said: m.Status | None = None
         self._said_at = 0.0
-        self._at_end, self._host, self._lease = ended, host, charge.lease
+        self._at_end, self._host, self._lease = ended, host, config.lease
         self._thread = threading.Thread(target=self._run, name=f"{spec.pool}-agent", daemon=True)
 
     def start(self) -> None:
@@ -193,23 +193,25 @@ class Agent:
         call, messages = unpacked(parts)
         if call.beat:
             with self._news:
-                self._desk.called(call)
-                taken, first, found = self._desk.reply_to_beat(call, time.monotonic())
+                self._session.called(call)
+                taken, first, found = self._session.reply_to_beat(call, time.monotonic())
             return packed((taken, first), found)
         call = call._replace(messages=[self._lodged(one, fetch) for one in messages])
         with self._news:
-            self._desk.called(call)
+            self._session.called(call)
             self._collect()
             self._news.notify_all()
             until = time.monotonic() + min(PATIENCE, self._lease / 8)
-            while not self._desk.may_reply(call.number) and (left := until - time.monotonic()) > 0:
+            while (
+                not self._session.may_reply(call.number) and (left := until - time.monotonic()) > 0
+            ):
                 self._news.wait(left)
-            if not self._desk.has_news:
+            if not self._session.has_news:
                 self._say(time.monotonic())
-            taken, first, found = self._desk.reply(
+            taken, first, found = self._session.reply(
                 call.number, time.monotonic(), REPLY_BYTES, _weight
             )
-            if self._desk.has_news:
+            if self._session.has_news:
                 self._news.notify_all()
         return packed((taken, first), found)
 
@@ -230,7 +232,7 @@ class Agent:
         engine = self._engine
         over = False
         while not engine.ended:
-            left = self._desk.until - time.monotonic()
+            left = self._session.until - time.monotonic()
             if left <= 0 and not over:
                 over = True
                 print(
@@ -253,7 +255,7 @@ class Agent:
             self._collect()
 
     def _collect(self) -> None:
-        if self._desk.collect():
+        if self._session.collect():
             self._say(time.monotonic())
             self._news.notify_all()
 
@@ -267,7 +269,7 @@ class Agent:
         status = m.Status(cost, self._engine.statistics(), self._engine.report())
         if last is None or status != last:
             self._said, self._said_at = status, now
-            self._desk.say(status)
+            self._session.say(status)
 
 
 def _weight(message: Any) -> int:

@@ -17,13 +17,13 @@ from xpool._hosts import messages as m
 from xpool._hosts.fleet import Call
 from xpool._hosts.link import Link
 
-__all__ = ["Desk"]
+__all__ = ["AgentSession"]
 
 MOST_WAITING = 2
 """Calls that wait for something to say, at most."""
 
 
-class Desk:
+class AgentSession:
     """What a host has been told, and what it has to say.
 
     ``engine`` hands back what is to be tried again, as a result whose ``ok`` is None, and what was

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from xpool._engine.launch import wanted_modules
-from xpool._hosts.agent import Charge, facts
+from xpool._hosts.agent import AgentConfig, facts
 from xpool._hosts.engine import LEASE, HostEngine
 from xpool._hosts.fleet import Fleet
 from xpool._pickling.by_value.main_globals import Book
@@ -23,7 +23,10 @@ __all__ = ["make_engine"]
 
 
 def make_engine(
-    pool: Pool, workers: Sequence[int], fleet: Callable[[Charge], Fleet], kind: str | None = None
+    pool: Pool,
+    workers: Sequence[int],
+    fleet: Callable[[AgentConfig], Fleet],
+    kind: str | None = None,
 ) -> HostEngine:
     """Return the engine of a pool over hosts that have so many workers each.
 
@@ -46,7 +49,7 @@ def make_engine(
         with open(main.location[1], "rb") as file:
             script = file.read()
     modules = wanted_modules()
-    charge = Charge(
+    config = AgentConfig(
         spec=spec._replace(peers=0),  # messages between hosts are not for this version
         main=main,
         script=script,
@@ -61,4 +64,4 @@ def make_engine(
         facts=facts(modules),
         kind=kind,
     )
-    return HostEngine(fleet(charge), functools.partial(describe, pool._jobs), lease=LEASE)
+    return HostEngine(fleet(config), functools.partial(describe, pool._jobs), lease=LEASE)

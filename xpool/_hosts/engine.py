@@ -1,12 +1,12 @@
-"""The engine of a pool whose workers are on many hosts: the face of `xpool._engine.engine.Engine`.
+"""The engine of a pool over hosts: it has the methods of `xpool._engine.engine.Engine`.
 
-An agent on each host has an ordinary engine (`desk`, `agent`); here is what the driver knows of
-them.  What a host may have run is what it was permitted and has not answered (`scheduler`).  A task
-that a lost host may have run is run again elsewhere only when that host's lease is over: its agent
-has ended its workers by then, whoever can still reach it.
+The agent of each host has an ordinary engine (`agent`, `agent_session`); this is the driver's side.
+A host may have run the tasks that it was permitted and has not answered (`scheduler`).  A task that
+a lost host may have run is run again elsewhere only when that host's lease is over: by then its
+agent has ended its workers, also where the driver cannot reach it.
 
-One lock guards all of it.  What becomes of calls to the fleet comes as events, which the engine's
-thread takes in `wait`, and on which `service` acts.
+One lock guards all of it.  The outcome of calls to the fleet comes as events, which the engine's
+thread takes in `wait`, and `service` acts on them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class HostEngine:
         self.service = HostService(fleet, describe, lease, now, self.wake)
         self.results = self.service.results
         self.sched = self.service.sched
-        self.idle: Collection[int] = self.sched.hungry
+        self.idle: Collection[int] = self.sched.table.with_capacity
         self._fleet, self._now = fleet, now
         self._functions = itertools.count(1)
 
@@ -123,13 +123,13 @@ class HostEngine:
         """Keep a function for the workers; return the number that tasks call it by."""
         with self.lock:
             number = next(self._functions)
-            self.sched.learn(number, mode, payload)
+            self.sched.table.learn(number, mode, payload)
             return number
 
     def forget(self, func: int) -> None:
         """Let workers drop a function: its job is done."""
         with self.lock:
-            self.service.send(self.sched.forget(func))
+            self.service.send(self.sched.table.forget(func))
 
     def broadcast(self, payload: bytes | memoryview) -> str:
         """Have all hosts keep an object until the pool ends; return its name there."""
@@ -151,7 +151,7 @@ class HostEngine:
     def runs(self, job: int, index: int | None = None) -> bool:
         """Whether a host has been permitted a task of this job, or that task, and not answered."""
         with self.lock:
-            return self.sched.runs(job, index)
+            return self.sched.table.runs(job, index)
 
     def sent(self, payload: bytes | memoryview) -> int:
         """Return how many bytes of memory a message holds; it was made for a worker."""
@@ -166,9 +166,9 @@ class HostEngine:
                 for number, agent in self.service.agents.items()
                 if not agent.ended
             }
-            held = list(self.sched.hosts.values())
+            held = list(self.sched.table.hosts.values())
             running = sum(one.get("running", 0) for one in each.values())
-            sent = sum(len(h.permitted) + sum(lot.left for lot in h.staged) for h in held)
+            sent = sum(len(h.permitted) + h.staged_items for h in held)
             return {
                 "ready": sum(one.get("ready", 0) for one in each.values()),
                 "waiting": max(0, self.sched.waiting() + sent - running),

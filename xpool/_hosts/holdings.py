@@ -1,15 +1,15 @@
-"""What the driver knows of what one host holds: books of `xpool._hosts.scheduler`, which has the
-words."""
+"""What each host holds, as the driver knows it; `xpool._hosts.scheduler` explains the terms."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of, piece
-from xpool._hosts.messages import Stage
+from xpool._hosts.messages import Forget, Func, Stage
 
-__all__ = ["Host", "Lost", "Lot"]
+__all__ = ["Host", "HostTable", "Lost", "StagedBatch"]
 
 
 class Lost(NamedTuple):
@@ -25,7 +25,7 @@ class Lost(NamedTuple):
         return name_of(self.item.job, self.item.first)
 
 
-class Lot:
+class StagedBatch:
     """Items that were staged at a host.
 
     ``of_stream``: they were cut from a range that an input reader appends to.
@@ -64,28 +64,186 @@ class Host:
     def __init__(self, number: int, first: int, workers: int) -> None:
         self.number = number
         self.first, self.workers = first, workers  # the pool's indices of its workers
-        self.accepting = False  # it has not joined yet, or is about to go
+        self.accepting = False  # it has joined, and is not about to go
         self.leaving = False
         self.known: set[int] = set()  # functions that it has
-        self.staged: deque[Lot] = deque()  # not permitted, oldest first
-        self.ready = 0  # items in these
-        self.lots: dict[int, Lot] = {}  # permitted, and not all answered; oldest first
-        self.permitted: dict[tuple[int, int], Lot] = {}  # items by name
+        self.staged: deque[StagedBatch] = deque()  # not permitted, oldest first
+        self.staged_items = 0
+        self.batches: dict[int, StagedBatch] = {}  # permitted, not all answered; oldest first
+        self.permitted: dict[tuple[int, int], StagedBatch] = {}  # items by name
         self.ahead = 0  # permitted items that any of its workers may run
-        self.nbytes = 0  # of what is staged and what is permitted
-        self.asked: dict[int, Lot] = {}  # lots that it was asked to give back
-        self.unasked: dict[int, Lot] = {}  # lots that it could be asked for, oldest first
-        # For `HostScheduler.look`: whether the next look is under way, the newest lot and the
+        self.nbytes = 0  # of staged and permitted batches
+        self.recalled: dict[int, StagedBatch] = {}  # permitted batches that it was asked for
+        self.recallable: dict[int, StagedBatch] = {}  # those it could be asked for, oldest first
+        # For `HostScheduler.look`: whether the next look is due already, the newest batch and the
         # number of answers at the last one, answers since the host joined, and how many items it
-        # may be permitted at most, since it has not begun in time what it was (None: by cost).
+        # may be permitted at most after it has not begun in time (None: the cost decides).
         self.watched = False
         self.newest_then = self.answers_then = self.answers = 0
         self.pace: int | None = None
 
     def names(self, job: int, index: int | None) -> list[tuple[int, int]]:
-        """Return the names of what it is permitted of a job, or of that item alone."""
+        """Return the names of the permitted items of a job, or of this item alone."""
         return [
             name
-            for name, lot in self.permitted.items()
-            if lot.items.job == job and (index is None or name == name_of(job, index))
+            for name, batch in self.permitted.items()
+            if batch.items.job == job and (index is None or name == name_of(job, index))
         ]
+
+    def clear(self) -> None:
+        """Forget all batches."""
+        for its in (self.staged, self.batches, self.recallable, self.recalled, self.permitted):
+            its.clear()
+        self.ahead = self.staged_items = self.nbytes = 0
+
+
+class HostTable:
+    """All hosts, and which of them an event may concern, so that none is searched for among all."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[int, Host] = {}
+        self.workers = 0  # of all hosts that accept
+        # Hosts that may be permitted something, longest first.  Input readers read its truth
+        # without the lock.
+        self.with_capacity: dict[int, None] = {}
+        self.with_staged: dict[int, None] = {}
+        # Hosts that were permitted more than their workers can run, and not asked for any of it.
+        self.recallable: dict[int, None] = {}
+        self.unfilled: dict[int, None] = {}  # could have more staged
+        self.with_bound: dict[int, None] = {}  # something waits for a certain worker of theirs
+        self.unwatched: dict[int, None] = {}
+        """Hosts that were permitted more than their workers run: `HostScheduler.look` is to be
+        called with each after `Quotas.look_seconds`; the caller takes them out."""
+        self.host_of: list[int] = []
+        """The number of the host that a worker is, or was, on."""
+        self.bound_ahead: list[int] = []  # permitted items that are bound to each worker
+        self._functions: dict[int, tuple[int, Any]] = {}
+
+    def expect(self, number: int, workers: int) -> Host:
+        """Number the workers of a host that is to join, after those that there are."""
+        host = self.hosts[number] = Host(number, len(self.host_of), workers)
+        self.host_of += [number] * workers
+        self.bound_ahead += [0] * workers
+        return host
+
+    def accept(self, host: Host) -> None:
+        """Note that a host has joined."""
+        host.accepting = True
+        self.workers += host.workers
+        self.with_capacity[host.number] = None
+        self.unfilled[host.number] = None
+
+    def refuse(self, host: Host) -> None:
+        """Note that a host is about to go."""
+        host.accepting = False
+        self.workers -= host.workers
+        self.with_capacity.pop(host.number, None)
+
+    def remove(self, number: int) -> Host:
+        """Forget a host that is gone, and return what it held."""
+        for its in (
+            self.with_staged, self.recallable, self.unfilled, self.with_bound, self.unwatched,
+        ):  # fmt: skip
+            its.pop(number, None)
+        host = self.hosts.pop(number)
+        for w in range(host.first, host.first + host.workers):
+            self.bound_ahead[w] = 0
+        return host
+
+    def is_there(self, worker: int) -> bool:
+        """Whether the host of a worker is in service, or is to be."""
+        host = self.hosts.get(self.host_of[worker])
+        return host is not None and not host.leaving
+
+    def least_loaded(self, waiting: Sequence[int]) -> int:
+        """Return the worker with the fewest items bound to it; so many wait for each.
+
+        Raises:
+            LookupError: no host is in service.
+        """
+        there = [w for w in range(len(self.host_of)) if self.is_there(w)]
+        if not there:
+            raise LookupError("no host is in service")
+        return min(there, key=lambda w: (self.bound_ahead[w] + waiting[w], w))
+
+    def update_donors(self, host: Host) -> None:
+        """Note whether others may get batches of a host: staged ones, or those it was permitted."""
+        if host.staged:
+            self.with_staged[host.number] = None
+        else:
+            self.with_staged.pop(host.number, None)
+        if host.ahead > host.workers and not host.recalled and host.recallable:
+            self.recallable[host.number] = None
+        else:
+            self.recallable.pop(host.number, None)
+
+    def permit(self, host: Host, batch: StagedBatch) -> None:
+        """Note that a host may begin a batch."""
+        items = batch.items
+        host.batches[batch.number] = batch
+        for index in range(items.first, items.first + len(items.items)):
+            host.permitted[name_of(items.job, index)] = batch
+        if items.bound is None:
+            host.ahead += batch.left
+            host.recallable[batch.number] = batch
+            self.update_donors(host)
+        else:
+            self.bound_ahead[items.bound] += batch.left
+
+    def watch(self, host: Host, newest: int) -> None:
+        """Note a host that is to be looked at in a while; ``newest``: the last batch's number."""
+        if not host.watched:
+            host.watched = True
+            host.newest_then, host.answers_then = newest, host.answers
+            self.unwatched[host.number] = None
+
+    def settle(self, host: Host, batch: StagedBatch) -> None:
+        """Note that one item of a permitted batch has been answered, or given back."""
+        bound = batch.items.bound
+        if bound is None:
+            host.ahead -= 1
+        else:
+            self.bound_ahead[bound] -= 1
+        batch.left -= 1
+        if not batch.left:
+            del host.batches[batch.number]
+            host.recallable.pop(batch.number, None)
+            host.recalled.pop(batch.number, None)
+            host.nbytes -= batch.nbytes
+            if host.accepting:
+                self.unfilled[host.number] = None
+        self.update_donors(host)
+
+    def runs(self, job: int, index: int | None = None) -> bool:
+        """Whether a host has been permitted an item of a job, or that item, and not answered."""
+        return any(host.names(job, index) for host in self.hosts.values())
+
+    def clear(self) -> None:
+        """Forget all batches: the pool ends."""
+        for its in (self.with_staged, self.recallable, self.unwatched):
+            its.clear()
+        for host in self.hosts.values():
+            host.clear()
+
+    # -- functions ---------------------------------------------------------------------------------
+
+    def learn(self, number: int, mode: int, payload: Any) -> None:
+        """Keep a function for the hosts."""
+        self._functions[number] = mode, payload
+
+    def function_for(self, host: Host, number: int) -> Func | None:
+        """Return the message with a function that a host does not have; None: it needs none."""
+        if not number or number in host.known or number not in self._functions:
+            return None
+        host.known.add(number)
+        return Func(number, *self._functions[number])
+
+    def forget(self, number: int) -> list[tuple[int, Any]]:
+        """Drop a function, here and at the hosts that have it."""
+        self._functions.pop(number, None)
+        found: list[tuple[int, Any]] = []
+        for host in self.hosts.values():
+            if number in host.known:
+                host.known.discard(number)
+                found.append((host.number, Forget(number)))
+        return found

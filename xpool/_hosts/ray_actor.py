@@ -26,12 +26,12 @@ class HostAgent:
     def __init__(self) -> None:
         self._agent: Agent | None = None
 
-    def begin(self, charge: bytes, host: str, first: int, workers: int) -> None:
+    def begin(self, config: bytes, host: str, first: int, workers: int) -> None:
         """Start the workers."""
         _drop_thread_limit()
         ended = functools.partial(os._exit, 0)
         self._agent = Agent(
-            pickle.loads(charge), host, first, workers, ended, _before_rays_monitor()
+            pickle.loads(config), host, first, workers, ended, _before_rays_monitor()
         )
         self._agent.start()
 

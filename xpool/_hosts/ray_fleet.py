@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from xpool._hosts import fleet as f
-from xpool._hosts.agent import Charge, packed, unpacked
+from xpool._hosts.agent import AgentConfig, packed, unpacked
 from xpool._hosts.conversation import CALLS_IN_FLIGHT
 from xpool._hosts.messages import Blob
 from xpool._hosts.ray_actor import HostAgent, as_one, parts_of
@@ -120,11 +120,11 @@ class RayFleet:
     Args:
         where: which hosts.
         nodes: those that there are.
-        charge: what each agent is to be.
+        config: what each agent is to be.
     """
 
-    def __init__(self, where: Where, nodes: list[Node], charge: Charge) -> None:
-        self._where, self._first_nodes, self._charge = where, nodes, pickle.dumps(charge)
+    def __init__(self, where: Where, nodes: list[Node], config: AgentConfig) -> None:
+        self._where, self._first_nodes, self._config = where, nodes, pickle.dumps(config)
         self._tell: Callable[[Any], object] = id
         # Written by whoever makes the pool, and then by the thread that places agents alone.
         self._actors: dict[int, Any] = {}
@@ -178,7 +178,7 @@ class RayFleet:
         node = self._nodes[number]
         first, self._workers = self._workers, self._workers + node.workers
         self._waiting[number] = time.monotonic() + WAITS
-        began = self._actors[number].begin.remote(self._charge, node.name, first, node.workers)
+        began = self._actors[number].begin.remote(self._config, node.name, first, node.workers)
         self._when_done(began, functools.partial(self._began, number, node))
 
     def _add(self, node: Node) -> None:

@@ -115,7 +115,7 @@ class HostService:
         for one in ranges:
             if one.bound is not None and one.bound < 0:
                 one.bound = self._least_loaded()
-            if one.bound is not None and not self.sched.is_there(one.bound):
+            if one.bound is not None and not self.sched.table.is_there(one.bound):
                 self._refuse(one)
                 refused = True
             else:
@@ -132,7 +132,7 @@ class HostService:
     def _refuse(self, one: TaskRange) -> None:
         """Fail what is bound to a worker whose host is gone."""
         assert one.bound is not None
-        host = self.gone.get(self.sched.host_of(one.bound), "")
+        host = self.gone.get(self.sched.table.host_of[one.bound], "")
         for index in range(one.first, one.first + len(one.items)):
             job, item = name_of(one.job, index)
             task = self._describe(job, item)
@@ -143,10 +143,10 @@ class HostService:
         """Permit and stage what there is, and call the hosts that are to hear something."""
         sched = self.sched
         self.send(sched.give())
-        while sched.unwatched:
-            number = sched.unwatched.popitem()[0]
+        while sched.table.unwatched:
+            number = sched.table.unwatched.popitem()[0]
             # What was permitted is under way for some of that time, and so are the answers.
-            patience = sched.patience + 2 * self.agents[number].trip
+            patience = sched.quotas.look_seconds + 2 * self.agents[number].trip
             self.at(self._now() + patience, functools.partial(self._look, number))
         while self._touched:
             self._flush(self._touched.popitem()[0])
@@ -163,9 +163,9 @@ class HostService:
     def _flush(self, number: int) -> None:
         agent = self.agents[number]
         if not agent.ended:
-            host = self.sched.hosts[number]
+            host = self.sched.table.hosts[number]
             # It may have something to say, or must hear that it is not forgotten.
-            expects = bool(host.permitted) or bool(host.asked) or self.retiring
+            expects = bool(host.permitted) or bool(host.recalled) or self.retiring
             # Since the last call, not since the last reply: one that was long under way renews
             # nothing before the agent is told that it has come.
             now = self._now()
@@ -202,7 +202,7 @@ class HostService:
         elif kind is f.Dead:
             self._dead(event.host, event.reason)
         elif kind is f.Draining:
-            if event.host in self.sched.hosts:
+            if event.host in self.sched.table.hosts:
                 self.send(self.sched.drain(event.host))
         elif (agent := self.agents.get(event.host)) is None or agent.ended:
             return
@@ -223,7 +223,7 @@ class HostService:
         if event.host not in self.expected:
             self.sched.expect(event.host, event.workers)
         self.expected.discard(event.host)
-        first = self.sched.hosts[event.host].first
+        first = self.sched.table.hosts[event.host].first
         self.agents[event.host] = Conversation(
             self._fleet, event.host, event.name, first, self._now()
         )
@@ -258,7 +258,7 @@ class HostService:
         elif kind is m.Status:
             agent.status = message
             if message.cost < float("inf"):  # else it has answered nothing yet
-                self.sched.cost = message.cost
+                self.sched.quotas.cost = message.cost
         elif kind is m.Failed:
             self._fail(message.error)
         else:
