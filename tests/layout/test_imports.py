@@ -259,3 +259,32 @@ def test_the_name_of_the_pool_imports_little():
         "ctypes",
     }
     assert not loaded & {"multiprocessing.pool", "multiprocessing.util", "inspect", "dill", "torch"}
+
+
+_DOCUMENTED = {"sys._getframe", "sys._current_frames", "os._exit"}
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Private names of imported modules of the standard library, with their lines."""
+    modules = {name for _, name in imports(tree)} & sys.stdlib_module_names
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in modules:
+                yield node.lineno, f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if module.split(".")[0] in sys.stdlib_module_names:
+                yield from ((node.lineno, f"{module}.{one.name}") for one in node.names)
+
+
+def test_insides_of_python_are_in_one_place():
+    """Private names of the standard library are used in `_python` alone."""
+    wrong = [
+        f"{module_name(path)}:{line}: {name}"
+        for path in FILES
+        if path.parent.name != "_python"
+        for line, name in private_names(ast.parse(path.read_text(encoding="utf-8")))
+        if name.rpartition(".")[2].startswith("_") and not name.endswith("__")
+        if name not in _DOCUMENTED
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)

@@ -102,7 +102,7 @@ PRELOAD = ("xpool._worker.loop",)
 LATER = (
     "traceback",
     "xpool._python.pool_errors",
-    "xpool._worker.tracker",
+    "xpool._python.tracker",
     "dill",
     "xpool._pickling.tensors.handles",
     "xpool._pools.process",

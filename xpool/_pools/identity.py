@@ -18,6 +18,7 @@ import copyreg
 import functools
 import itertools
 import sys
+import threading
 import typing
 import weakref
 from collections import Counter, deque
@@ -490,7 +491,7 @@ _WITHOUT_VALUE: tuple[type, ...] = (
     weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary,
     weakref.WeakSet,
-    type(sys.modules["_thread"]._local()),
+    threading.local,
 )
 """What holds nothing of its own, or something else in each thread."""
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EXIT_LIMIT", "begin", "flush", "run"]
+__all__ = ["EXIT_LIMIT", "begin", "flush", "forget_log_handlers", "run"]
 
 EXIT_LIMIT = 30.0
 """Seconds that finalizers, threads and callbacks may take together.  Then the process writes the
@@ -42,6 +42,11 @@ def begin() -> None:
     # It has registered this when it was imported, and is not imported again.
     if "logging" in sys.modules:
         atexit.register(sys.modules["logging"].shutdown)
+
+
+def forget_log_handlers(logging: Any) -> None:
+    """Have `logging.shutdown` leave alone what the handlers of the parent have buffered there."""
+    del logging._handlerList[:]
 
 
 def run() -> None:

@@ -13,7 +13,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["when_imported"]
+__all__ = ["IMPORTER", "child_prepares", "is_initializing", "when_imported"]
+
+IMPORTER = "<frozen importlib._bootstrap>"
+"""The file of the code that runs an import, in frames and tracebacks."""
 
 _waiting: dict[str, list[Callable[[Any], object]]] = {}
 
@@ -26,6 +29,17 @@ def when_imported(name: str, call: Callable[[Any], object]) -> None:
     _waiting.setdefault(name, []).append(call)
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
+
+
+def is_initializing(namespace: dict[str, Any]) -> bool:
+    """Whether the module with these globals is being imported."""
+    return bool(getattr(namespace.get("__spec__"), "_initializing", False))
+
+
+def child_prepares() -> bool:
+    """Whether this is a child of `multiprocessing` that imports the program's main module."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and getattr(process.current_process(), "_inheriting", False)
 
 
 class _Finder:

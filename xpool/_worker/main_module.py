@@ -11,7 +11,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
-import multiprocessing
 import pickle
 import sys
 import threading
@@ -22,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from xpool._pickling.by_value.main import TOP, is_replica, note_born, settled
-from xpool._python.import_hooks import when_imported
+from xpool._python.import_hooks import child_prepares, is_initializing, when_imported
 from xpool._python.worker_local import process_is_shared
 
 __all__ = ["imported_by_worker", "install"]
@@ -286,8 +285,8 @@ def imported_by_worker() -> str | None:
 
     That is the caller's script, run for its names, or any other module that a task needs.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        return "the program's main module"  # in a child of multiprocessing that just begins
+    if child_prepares():
+        return "the program's main module"
     if not is_replica():
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -297,7 +296,7 @@ def imported_by_worker() -> str | None:
             facts = frame.f_globals
             if facts.get("_xpool_running"):
                 return "the program's main module"
-            if getattr(facts.get("__spec__"), "_initializing", False):
+            if is_initializing(facts):
                 return f"module {facts.get('__name__')}"
         frame = frame.f_back
     return None

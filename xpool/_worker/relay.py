@@ -8,14 +8,16 @@ is room again.
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from xpool._python.at_fork import renew
+from xpool._python.exits import forget_log_handlers
 from xpool._python.import_hooks import when_imported
 from xpool._wire.records import LOG, WARNING, pack
 from xpool._worker.context import current_worker
@@ -30,6 +32,9 @@ PATIENCE = 1.0
 """Seconds that a record may wait for room."""
 
 _relay: _Relay | None = None  # this process's
+
+_dropping = threading.RLock()  # reentrant: a signal handler may log
+renew(globals(), _dropping=threading.RLock)
 
 
 def open_relay(fd: int, orders: dict[str, Any], count_dropped: Callable[[int], object]) -> None:
@@ -61,7 +66,6 @@ class _Channel:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
         self._dropped = 0
-        self._numbers = itertools.count(1)  # `next` is atomic: any thread may drop one
         self._count_dropped = count_dropped
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
@@ -70,10 +74,11 @@ class _Channel:
             self._sock.send(pack(kind, self._dropped, fields), self._flags)
         except OSError:
             # There is no room, or no parent any more.  The next does not wait for it.
-            self._dropped = next(self._numbers)
             self._flags = socket.MSG_DONTWAIT
-            # In the page, the parent sees it also if this worker sends nothing more.
-            self._count_dropped(self._dropped)
+            with _dropping:
+                self._dropped += 1
+                # In the page, the parent sees it also if this worker sends nothing more.
+                self._count_dropped(self._dropped)
         else:
             self._flags = 0
 
@@ -180,5 +185,4 @@ def _remove_handlers(logging: Any) -> None:
         if isinstance(logger, logging.Logger):  # else it is a placeholder
             logger.handlers.clear()
             logger.propagate = True
-    # Of these, `logging.shutdown` would write here, too, what they have buffered in the parent.
-    del logging._handlerList[:]
+    forget_log_handlers(logging)

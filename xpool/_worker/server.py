@@ -251,15 +251,23 @@ def _await_tracker(parent: int) -> None:
     """Have the program's resource tracker be this worker's, once it imports what that is in."""
 
     def borrow(module: Any) -> None:
-        from xpool._worker.tracker import Borrowed
+        from xpool._python.tracker import Borrowed
 
-        Borrowed.become(module, parent)
+        Borrowed.become(module, parent, ask)
+
+    def ask(sock: socket.socket) -> int | None:
+        try:
+            sock.send(entry.TRACKER)
+            _, fds, _, _ = socket.recv_fds(sock, 1, 1, entry.CLOSE_ON_EXEC)
+        except ConnectionError:
+            return None  # the parent has ended, and this process is about to
+        return fds[0] if fds else None
 
     def before_fork() -> None:
         # A child gets the tracker, and not the socket: its end is that of this process.
-        from multiprocessing.resource_tracker import _resource_tracker
+        from xpool._python.tracker import ask_now
 
-        _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - asking is what it is for
+        ask_now()
 
     import_hooks.when_imported("multiprocessing.resource_tracker", borrow)
     at_fork.at_fork(before=before_fork)

@@ -18,13 +18,12 @@ import threading
 import time
 from types import CodeType, FrameType
 
+from xpool._python.import_hooks import IMPORTER
 from xpool._python.interrupt import keeps_clear, may_raise
 from xpool._wire.outbox import STACK_AT, STOP_SIGNAL, Outbox
 from xpool.errors import TaskStopped
 
 __all__ = ["again", "listen", "may_stop", "stack_of"]
-
-_IMPORTER = "<frozen importlib._bootstrap>"
 
 
 def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
@@ -49,7 +48,7 @@ def may_stop(frame: FrameType | None, task: FrameType | None = None) -> bool:
     """
     at = frame
     while at is not None and at is not task:
-        if at.f_code.co_filename == _IMPORTER:
+        if at.f_code.co_filename == IMPORTER:
             return False
         at = at.f_back
     return may_raise(frame)

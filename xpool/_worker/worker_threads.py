@@ -19,7 +19,6 @@ process.
 from __future__ import annotations
 
 import _thread
-import ctypes
 import os
 import queue
 import signal
@@ -29,6 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from xpool._python.async_error import raise_in_thread
 from xpool._python.worker_local import share_process
 from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
 from xpool._worker.loop import become
@@ -141,7 +141,7 @@ class _Member(threading.Thread):
                 # over, or is waited for here, and what he has raised is withdrawn.
                 while self._raising:
                     time.sleep(0)
-                _raise_in(self.ident, None)
+                raise_in_thread(self.ident, None)
 
         return run_inside
 
@@ -171,15 +171,8 @@ class _Member(threading.Thread):
                     return
                 # Should the interpreter have let it go on while we looked, we look again.
                 if sys._current_frames().get(self.ident or 0) is frame and frame.f_lasti == at:
-                    _raise_in(self.ident, TaskStopped)
+                    raise_in_thread(self.ident, TaskStopped)
                     self._raised = began
                     return
         finally:
             self._raising = False
-
-
-def _raise_in(ident: int | None, what: type[BaseException] | None) -> None:
-    """Raise something in a thread, when it next runs Python code; None: withdraw that."""
-    # NULL withdraws what has not been raised yet; the id is an unsigned long (Python/pystate.c).
-    obj = ctypes.c_void_p() if what is None else ctypes.py_object(what)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), obj)

@@ -30,6 +30,7 @@ from xpool._pickling.by_value import main, registry, special_classes
 from xpool._pickling.by_value.names import name_for
 from xpool._pickling.pickler import write_blob
 from xpool._pickling.reducers import Context
+from xpool._python.hidden import registered_classes
 from xpool._python.interrupt import by_handler
 
 __all__ = ["reduce_class"]
@@ -108,10 +109,7 @@ _OF_PROGRAM = main.MAIN_NAMES | {"numpy"}  # and arrays
 
 
 def _registered(cls: type) -> Any:
-    """Weak references to the classes that an abstract base class was told of by `register`."""
-    if not isinstance(cls, abc.ABCMeta):
-        return ()
-    return abc._get_dump(cls)[0]  # type: ignore[attr-defined]
+    return registered_classes(cls) if isinstance(cls, abc.ABCMeta) else ()
 
 
 def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:

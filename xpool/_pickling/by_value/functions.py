@@ -28,6 +28,7 @@ from xpool._pickling.reducers import (
     Context,
     register,
 )
+from xpool._python.hidden import CachedFunction
 
 # -- functions ----------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ def _lru(maxsize: int | None, typed: bool, function: Callable[..., Any]) -> Any:
     return functools.lru_cache(maxsize, typed)(function)
 
 
-@register(functools._lru_cache_wrapper)
+@register(CachedFunction)
 def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
     """The function inside, with a cache of its own in the receiver."""
     name = name_for(pickler, obj)
@@ -296,7 +297,7 @@ def _lazy_dataclasses() -> None:
     """The markers inside ``__dataclass_fields__`` go by name."""
     import dataclasses
 
-    del LAZY["dataclasses"]
+    LAZY.pop("dataclasses", None)
     marks = ("_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR", "MISSING", "KW_ONLY")
     for name in (*marks, "_HAS_DEFAULT_FACTORY"):
         mark = getattr(dataclasses, name, None)
@@ -320,7 +321,7 @@ def _lazy_locks() -> None:
     """A lock in a class definition is one for each process; anywhere else it is refused."""
     import threading
 
-    del LAZY["_thread"]
+    LAZY.pop("_thread", None)
 
     def reduce_lock(pickler: Context, obj: Any) -> Any:
         if not pickler.blob:

@@ -24,7 +24,6 @@ why.
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
-import functools
 import itertools
 import os
 import pickle
@@ -49,6 +48,7 @@ from xpool._pickling.pickler import write_global
 from xpool._pickling.policy import Layout, in_block
 from xpool._pickling.reducers import in_place
 from xpool._python import at_fork
+from xpool._python.hidden import CachedFunction
 from xpool._python.interrupt import by_handler
 
 __all__ = ["Book"]
@@ -164,7 +164,7 @@ def _make_plan(names: frozenset[str]) -> _Plan:
     return _Plan(values, same, owners, data, frozenset(seen))
 
 
-_NAMED = (FunctionType, type, functools._lru_cache_wrapper)
+_NAMED = (FunctionType, type, CachedFunction)
 
 
 def _is_named(name: str, value: Any) -> bool:

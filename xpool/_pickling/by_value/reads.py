@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from xpool._pickling.by_value import main
+from xpool._python.hidden import CachedFunction
 
 __all__ = ["global_names", "reads"]
 
@@ -87,6 +88,6 @@ def _inside(one: Any) -> Iterator[Any]:
 
 
 _WRAPPERS = frozenset(
-    {functools._lru_cache_wrapper, functools.cached_property, functools.partialmethod}
+    {CachedFunction, functools.cached_property, functools.partialmethod}
     | {functools.singledispatchmethod}
 )

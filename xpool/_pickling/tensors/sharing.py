@@ -21,6 +21,7 @@ from xpool._pickling.reducers import Context, builder, in_place
 from xpool._pickling.tensors import mapped
 from xpool._pickling.tensors.extents import Seen
 from xpool._python import at_fork
+from xpool._python.hidden import is_free_threaded
 from xpool.errors import TaskNotPicklable
 
 __all__ = ["first_user", "move", "reduce_shared"]
@@ -133,6 +134,7 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, ten
     target.copy_(storage)
     if (
         not storage.resizable()
+        or is_free_threaded()
         or _has_other_users(torch, storage, tensor)
         or _other_threads_compute()
     ):
@@ -149,8 +151,9 @@ def _other_threads_compute() -> bool:
 
     Such an operation holds no reference that could be seen.
     """
+    threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident in sys._current_frames():
-        thread = threading._active.get(ident)  # type: ignore[attr-defined]
+        thread = threads.get(ident)
         if ident != threading.get_ident() and not getattr(thread, "runs_only_xpool", False):
             return True
     return False

@@ -12,19 +12,27 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from multiprocessing.resource_tracker import ResourceTracker
 from typing import Any
 
 from xpool._python import at_fork
-from xpool._worker.entry import CLOSE_ON_EXEC, TRACKER
 
-__all__ = ["Borrowed"]
+__all__ = ["Borrowed", "ask_now"]
+
+
+def ask_now() -> None:
+    """Ask for the tracker if that has not been done: before a fork, whose child cannot."""
+    from multiprocessing.resource_tracker import _resource_tracker
+
+    _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - asking is what it is for
 
 
 class Borrowed(ResourceTracker):
     """A tracker whose descriptor, which every version of the class keeps in `_fd`, is asked for."""
 
     _parent = -1  # the socket on which to ask; -1: that has been done
+    _ask: Callable[[socket.socket], int | None]
     _got: int | None = None
     _forking = 0  # the thread that is in `os.fork`
 
@@ -33,16 +41,10 @@ class Borrowed(ResourceTracker):
         if self._forking == threading.get_ident():
             return None  # asked by the class's own hook: see `become`
         if self._parent >= 0:
-            # Others who have a copy of the socket may ask at the same time: the answers are equal.
-            fds: list[int] = []
+            # Other processes that have the socket may ask at the same time: the answers are equal.
             # Of a copy: the socket object closes what it has, and `_close` the original.
             with socket.socket(fileno=os.dup(self._parent)) as sock:
-                try:
-                    sock.send(TRACKER)
-                    _, fds, _, _ = socket.recv_fds(sock, 1, 1, CLOSE_ON_EXEC)
-                except ConnectionError:
-                    pass  # the parent has ended, and this process is about to
-            self._got = fds[0] if fds else None  # without one, this process starts its own
+                self._got = self._ask(sock)
             self._close()
         return self._got
 
@@ -57,12 +59,16 @@ class Borrowed(ResourceTracker):
             self._parent = -1
 
     @classmethod
-    def become(cls, module: Any, parent: int) -> None:
-        """Have the tracker of `multiprocessing` asked for on this socket when it is needed."""
+    def become(cls, module: Any, parent: int, ask: Callable[[socket.socket], int | None]) -> None:
+        """Have the tracker of `multiprocessing` asked for when it is needed.
+
+        ``ask`` gets a socket, of the descriptor ``parent``, and returns the descriptor of the
+        program's tracker; None: this process starts its own.
+        """
         tracker = module._resource_tracker
         # A property is a data descriptor: it goes before the `_fd` in the instance's dict.
         tracker.__class__ = cls
-        tracker._parent = parent
+        tracker._parent, tracker._ask = parent, ask
         if hasattr(module, "_fork_intent"):
             # From Python 3.14 on, a child of `os.fork` closes its parent's tracker and starts its
             # own, which would unlink what the child has only attached to.  The hook that does it

@@ -1,0 +1,107 @@
+"""What `xpool._python` takes from the insides of CPython is there, in the Python that runs this."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+
+import pytest
+from support import scripts
+
+from xpool._pickling.by_value.top_values import held_alone
+from xpool._python import import_hooks
+from xpool._python.async_error import raise_in_thread
+from xpool._python.hidden import is_free_threaded
+
+pytestmark = pytest.mark.xpool_only
+
+
+class Broken(Exception):
+    """What is raised in another thread."""
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_an_error_is_raised_in_another_thread(withdrawn):
+    """`raise_in_thread` interrupts a thread that next runs Python code; None withdraws that."""
+    gate, begun, seen = threading.Lock(), threading.Event(), []
+    gate.acquire()
+
+    def run():
+        try:
+            begun.set()
+            with gate:
+                pass
+            seen.append("no error")
+        except Broken:
+            seen.append("an error")
+
+    thread = threading.Thread(target=run, daemon=True)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # that thread does not run between the two calls
+    try:
+        thread.start()
+        begun.wait()
+        raise_in_thread(thread.ident, Broken)
+        if withdrawn:
+            raise_in_thread(thread.ident, None)
+    finally:
+        sys.setswitchinterval(interval)
+        gate.release()
+    thread.join()
+    assert seen == ["no error" if withdrawn else "an error"]
+
+
+@pytest.mark.pure
+def test_reference_counts_are_trusted_with_the_interpreter_lock_only(monkeypatch):
+    """Without it, no global is taken for held by nothing else, and its value is not moved."""
+    values = {"name": [object()]}
+    assert held_alone("name", values) is not is_free_threaded()
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert is_free_threaded() and not held_alone("name", values)
+
+
+MODULE = """""
+import sys
+from xpool._python.import_hooks import is_initializing
+
+during = is_initializing(globals())
+frame, files = sys._getframe(), []
+while frame:
+    files.append(frame.f_code.co_filename)
+    frame = frame.f_back
+"""
+
+
+@pytest.mark.pure
+def test_a_module_is_seen_while_it_is_imported(tmp_path, monkeypatch):
+    """`is_initializing` is true while a module's code runs, and IMPORTER is a file on the stack."""
+    (tmp_path / "half_made.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("half_made")
+    assert module.during
+    assert not import_hooks.is_initializing(vars(module))
+    assert import_hooks.IMPORTER in module.files
+
+
+PREPARES = """
+import multiprocessing
+from xpool._python.import_hooks import child_prepares
+
+print(child_prepares(), flush=True)
+
+def tell():
+    print(child_prepares(), flush=True)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=tell)
+    child.start()
+    child.join()
+"""
+
+
+def test_a_child_knows_that_it_prepares(tmp_path):
+    """`child_prepares` is true in a child that imports the main module, and not in its function."""
+    output = scripts.run_ok([scripts.write(tmp_path / "prepares.py", PREPARES)])
+    assert output.split() == ["False", "True", "False"]
