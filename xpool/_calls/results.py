@@ -315,8 +315,7 @@ class AsyncResult(Job, Generic[T]):
             self._callback = self._error_callback = None
         if self.progress is not None:
             self.progress.end()
-        if self._waiters:
-            self._waiters.wake()
+        self._waiters.wake()
 
     def complete(self) -> None:
         """Finish after the callback: strike it off the pool's list and wake the callers."""

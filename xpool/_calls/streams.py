@@ -61,6 +61,7 @@ class Shelf:
     def __init__(self, values: Iterable[Any] = ()) -> None:
         self.values: deque[Any] = deque(values)
         # Takes one after the other; raises `IndexError` when there is none, and goes on later.
+        # Threads share it: neither `starmap` nor an endless `repeat` has a state of its own.
         self.take: Iterator[Any] = starmap(self.values.popleft, repeat(()))
         self.moved = 0  # how many were here, ever
         self.bytes_in = self.bytes_out = 0
@@ -69,7 +70,10 @@ class Shelf:
 
     @property
     def handed_out(self) -> int:
-        """How many were taken, ever.  Not counted, since a signal handler could come in between."""
+        """How many were taken, ever.  Not counted, since a signal handler could come in between.
+
+        Too low while `_move` stores both, never too high: it stores the values first.
+        """
         return self.moved - len(self.values)
 
 
@@ -205,9 +209,10 @@ class IMapIterator(Iterator[T]):
         return cancelled
 
     def _movable(self) -> bool:
+        # In this order: `_move` fills the shelf before it takes what had arrived out of the dict.
         return bool(
-            self.shelf.values
-            or self._next in self._arrived
+            self._next in self._arrived
+            or self.shelf.values
             or self._failure is not None
             or self._next == self._length
         )

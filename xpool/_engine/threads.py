@@ -21,7 +21,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xpool._calls.options import TaskOptions
@@ -55,11 +55,10 @@ class Source:
     """Consecutive tasks of a job: several threads take from it at once.
 
     ``func(*before, item)`` is to be called for each item, the first of which has index ``first``.
-    They are a list, a tuple or a range, whose iterators run no Python code, so that no two threads
-    get the same.  ``last``: after each task, a thread runs what waits of calls and maps.
+    ``last``: after each task, a thread runs what waits of calls and maps.
     """
 
-    __slots__ = ("_before", "_func", "_items", "job", "last")
+    __slots__ = ("_before", "_first", "_func", "_items", "_places", "job", "last")
 
     def __init__(
         self,
@@ -72,13 +71,17 @@ class Source:
     ) -> None:
         self.job, self.last = job, last
         self._func, self._before = func, before
-        self._items: Iterator[tuple[int, Any]] = enumerate(items, first)
+        self._items, self._first = items, first
+        # `next` of a counter is atomic, so no two threads get the same place.
+        self._places = itertools.count()
 
     def next(self) -> Any:
         """Return the next task; None: there is no more, or nobody wants it."""
         if not self.job.settled:
-            for index, item in self._items:
-                return self.job.number, index, self._func, (*self._before, item), {}
+            place = next(self._places)
+            if place < len(self._items):
+                arguments = (*self._before, self._items[place])
+                return self.job.number, self._first + place, self._func, arguments, {}
         return None
 
 
@@ -205,13 +208,15 @@ class ThreadWorkers:
             self.start_missing()
             self._refused = 0
         except RuntimeError as exc:
-            self._refused += 1
-            if self._refused > SYSTEM_ATTEMPTS:
+            with self._lock:
+                self._refused += 1
+                refused = self._refused
+            if refused > SYSTEM_ATTEMPTS:
                 index = next((i for i in range(self._size) if i not in self._threads), 0)
-                self.failure = WorkerStartFailed(index, self._refused, f"RuntimeError: {exc}")
+                self.failure = WorkerStartFailed(index, refused, f"RuntimeError: {exc}")
                 self.failure.__cause__ = exc
             else:
-                self._start_at = time.monotonic() + 0.05 * 2**self._refused
+                self._start_at = time.monotonic() + 0.05 * 2**refused
                 self._wake_by(self._start_at)
 
     # -- in a worker's thread ----------------------------------------------------------------------
@@ -345,9 +350,11 @@ class ThreadWorkers:
         return True
 
     def _failed(self, index: int, exc: BaseException) -> None:
-        self._failures += 1
-        if self._failures >= START_ATTEMPTS and self.failure is None:
-            failure = WorkerStartFailed(index, self._failures, f"{type(exc).__name__}: {exc}")
+        with self._lock:
+            self._failures += 1
+            failures = self._failures
+        if failures >= START_ATTEMPTS and self.failure is None:
+            failure = WorkerStartFailed(index, failures, f"{type(exc).__name__}: {exc}")
             failure.__cause__ = exc
             self.failure = failure
 

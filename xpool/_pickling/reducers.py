@@ -114,7 +114,7 @@ def lazily(family: str, *modules: str) -> None:
         import_module(family)  # which puts loaders of its own into the table
         for name in modules:
             if LAZY.get(name) is load:
-                del LAZY[name]  # it had done so before
+                LAZY.pop(name, None)  # it had done so before; or another thread has, just now
 
     for name in modules:
         LAZY.setdefault(name, load)

@@ -44,7 +44,7 @@ _CASTABLE = frozenset("@cbB?hHiIlLqQnNefdP")  # what memoryview.cast takes
 def _lazy_array() -> None:
     import array
 
-    del LAZY["array"]
+    LAZY.pop("array", None)
     register(array.array)(_reduce_std_array)
 
 

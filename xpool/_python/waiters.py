@@ -63,7 +63,8 @@ class Waiters(list[Any]):
 
     def wake(self) -> None:
         """Let all who wait look again."""
-        while self:
+        # A copy is made with the list locked, so after what the caller has stored, in any build.
+        while self.copy():
             try:
                 # Taken out: one that has not run yet is not woken by every further result.
                 self.pop().release()

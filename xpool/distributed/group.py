@@ -352,13 +352,17 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*args, **kwargs)
 
 
+_NOTHING = object()
+
+
 def _offered(group_name: str, kind: Kind, key: Any) -> Any:
-    # Without the lock: to look into a dict is atomic, and what is found there was offered.
+    # Without the lock: one look into a dict, and what is found there was offered.
     group = the_world().groups.get(group_name)
     offers = group._offers[kind] if group is not None else {}
-    if key not in offers:
+    found = offers.get(key, _NOTHING)
+    if found is _NOTHING:
         raise _not_found(group_name, kind, key, list(offers))
-    return offers[key]
+    return found
 
 
 def _serve(group_name: str, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,11 +34,12 @@ class ClassEntry:
         self.blobs: dict[bool, bytes] = {}  # definition, by `recurse`
 
 
-# Guards the three below, and is held while a definition is written or loaded, so that no
+# Guards the tables below, and is held while a definition is written or loaded, so that no
 # thread sees a class half filled.  Re-entrant: definitions contain definitions.
 lock = threading.RLock()
 _by_id: dict[int, ClassEntry] = {}
 _by_token: dict[str, ClassEntry] = {}
+_gone: deque[tuple[int, ClassEntry]] = deque()
 
 
 def known(obj: Any) -> ClassEntry | None:
@@ -60,16 +62,30 @@ def token_of(obj: Any) -> str:
         return found.token if found else adopt(obj, os.urandom(16).hex(), own=True).token
 
 
-def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
-    """Register a class under a token; the caller holds the lock."""
-    key = id(obj)
-
-    def forget(_: weakref.ref[Any]) -> None:
+def _sweep() -> None:
+    """Take out the entries of classes that are gone; the caller holds the lock."""
+    while _gone:
+        key, entry = _gone.popleft()
         # Whole entries are compared: the id may belong to another class by now.
         if _by_id.get(key) is entry:
             del _by_id[key]
-        if _by_token.get(token) is entry:
-            del _by_token[token]
+        if _by_token.get(entry.token) is entry:
+            del _by_token[entry.token]
+
+
+def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
+    """Register a class under a token; the caller holds the lock."""
+    _sweep()
+    key = id(obj)
+
+    def forget(_: weakref.ref[Any]) -> None:
+        _gone.append((key, entry))
+        # Not waited for: this may run anywhere.  Who has the lock comes by here, or is in `adopt`.
+        if lock.acquire(blocking=False):
+            try:
+                _sweep()
+            finally:
+                lock.release()
 
     ref: Callable[[], Any]
     try:

@@ -16,6 +16,8 @@ from types import (
 )
 from typing import Any
 
+from xpool._python.hidden import is_free_threaded
+
 __all__ = ["held_alone", "sharing"]
 
 _ATOMS = (
@@ -36,6 +38,8 @@ def held_alone(name: str, values: Mapping[str, Any]) -> bool:
     """
     if name not in values:
         return True  # it was there for a block's time
+    if is_free_threaded():
+        return False  # what other threads hold is not all counted
     if sys.getrefcount(values[name]) <= _ALONE:
         return True
     # Who has what is frozen, or what the collector does not know, cannot be seen.

@@ -18,7 +18,7 @@ _KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 def _lazy_typing() -> None:
     import typing
 
-    del LAZY["typing"]
+    LAZY.pop("typing", None)
     register(*(getattr(typing, kind) for kind in _KINDS if hasattr(typing, kind)))(_reduce)
 
 
