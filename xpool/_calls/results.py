@@ -315,7 +315,8 @@ class AsyncResult(Job, Generic[T]):
             self._callback = self._error_callback = None
         if self.progress is not None:
             self.progress.end()
-        self._waiters.wake()
+        if self._waiters.copy():  # see `wake`; a call less for most results
+            self._waiters.wake()
 
     def complete(self) -> None:
         """Finish after the callback: strike it off the pool's list and wake the callers."""

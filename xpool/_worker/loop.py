@@ -252,7 +252,7 @@ class _Worker:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
                 self._tasks(count, read(size), run)
-                flush()  # what tasks print is seen then, also when the pool is terminated
+                flush()  # where the last were taken back
             elif kind == TIMED:
                 self._tasks(count, read(size), timed)
                 flush()
@@ -332,6 +332,8 @@ class _Worker:
             except TaskStopped:  # it came when the task was over, and was being answered
                 payload, error = _STOPPED, BODY_ERROR
                 replies.box.rest()
+            if last:
+                flush()  # the pool may be terminated as soon as all are answered
             replies.answer(payload, error, last)
             del value  # not before: to free a large tensor takes as long as to send it
 
