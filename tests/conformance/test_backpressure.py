@@ -41,7 +41,7 @@ class Counting:
 
 def _until_full(pool, source):
     """Wait until no more is drawn; return how many were."""
-    (reader,) = pool._input_readers
+    (reader,) = pool._jobs.input_readers
     eventually(lambda: reader.flow._waiting, "the drawing stops")
     return source.drawn
 
@@ -170,7 +170,9 @@ def test_dropped_while_it_waits_for_room(process_kind, make_pool):
     eventually(lambda: _held(pool), "the workers stop")
     all_drawn = pool.imap(_sized, range(150))
     del dropped
-    eventually(lambda: kept.shelf.bytes_in >= ROOM and len(pool._jobs) == 2, "one has ended")
+    eventually(
+        lambda: kept.shelf.bytes_in >= ROOM and len(pool._jobs.unanswered) == 2, "one has ended"
+    )
     pool.close()
     pool.join()
     assert [len(x) for x in kept] == [SIZE] * 400

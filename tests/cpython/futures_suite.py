@@ -117,11 +117,11 @@ class LookedInto(Executor):
 
     @property
     def _broken(self) -> Any:
-        return self._pool._failure
+        return self._pool._life.failure
 
     @property
     def _executor_manager_thread(self) -> Any:
-        return self._pool._thread
+        return self._pool._life.thread
 
 
 LookedInto.__name__ = "Executor"  # the name by which their scripts import it

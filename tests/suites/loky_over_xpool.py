@@ -72,11 +72,11 @@ class Executor(xpool.Executor):
 
     @property
     def _flags(self) -> Any:
-        return types.SimpleNamespace(broken=self._pool._failure, shutdown=self._over)
+        return types.SimpleNamespace(broken=self._pool._life.failure, shutdown=self._over)
 
     @property
     def _executor_manager_thread(self) -> Any:
-        return self._pool._thread
+        return self._pool._life.thread
 
 
 class Context:

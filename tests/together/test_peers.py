@@ -428,8 +428,8 @@ def test_stopped_anywhere(make_pool, mailbox):
         running = threading.Thread(target=run_and_be_cancelled, args=(pool, mailbox.path))
         running.start()
         mailbox.lines(2)
-        for job in list(pool._jobs.values()):
-            pool._cancel(job)
+        for job in list(pool._jobs.unanswered.values()):
+            pool._submitter.cancel(job)
         running.join()
         assert [sender for sender, _ in pool.run_all(ring, 2, torch.ones(LARGE))] == [1, 0]
     assert pool.run_all(work.pid) == pids

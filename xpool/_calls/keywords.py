@@ -51,6 +51,7 @@ def names_of(*codes: CodeType) -> list[str]:
 def names_of_inits(obj: object) -> list[str]:
     """Return what the constructors of an object's class take by keyword."""
     inits = (vars(cls).get("__init__") for cls in type(obj).__mro__)
+    inits = (getattr(init, "__wrapped__", init) for init in inits)
     return names_of(*(init.__code__ for init in inits if isinstance(init, FunctionType)))
 
 

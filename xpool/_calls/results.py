@@ -105,8 +105,8 @@ class Job:
     it for a moment; ``settled`` turns true there, once.
     """
 
-    func = 0
-    """Number of the function that the workers keep for this job; 0: none."""
+    drop_function: Callable[[], object] | None = None
+    """Called once when it is answered: the workers need its function no longer."""
 
     has_callback = False
     """Whether something must be called before the callers wake."""
@@ -251,7 +251,7 @@ class AsyncResult(Job, Generic[T]):
         # Read once: `release` takes it away, in another thread.
         pool = self._pool
         if pool is not None and not self.settled:
-            pool._cancel(self)
+            pool._submitter.cancel(self)
         return self._cancelled
 
     def _open(self) -> None:
@@ -322,7 +322,7 @@ class AsyncResult(Job, Generic[T]):
         """Finish after the callback: strike it off the pool's list and wake the callers."""
         pool = self._pool
         if pool is not None:
-            pool._forget(self)
+            pool._jobs.remove(self)
         self.release()
 
     def call_back(self) -> None:

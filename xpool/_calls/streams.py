@@ -204,7 +204,7 @@ class IMapIterator(Iterator[T]):
         if pool is None or cancelling is None:
             return False
         job, flow = cancelling
-        cancelled: bool = pool._cancel(job)
+        cancelled: bool = pool._submitter.cancel(job)
         flow.stop()
         return cancelled
 

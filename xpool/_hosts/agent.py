@@ -26,7 +26,7 @@ from xpool._hosts.fleet import Call
 from xpool._pickling.frame import lodge
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pools.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
-from xpool._pools.context import processes
+from xpool._pools.context import shared_processes
 from xpool._worker.launch_shared import File
 from xpool.devices import DeviceContext, devices
 from xpool.errors import OptionError
@@ -159,7 +159,7 @@ class Agent:
             describe=lambda job, index: f"task {index}",
             restart_budget=config.restart_budget,
             initializer_timeout=config.initializer_timeout,
-            processes=processes(bound),
+            processes=shared_processes(bound),
             relay=Relay(spec.pool, first),
             worker_memory=config.worker_memory,
             memory_high=config.memory_high,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -36,14 +35,11 @@ def make_engine(
     Raises:
         TaskNotPicklable: the initializer or a context cannot be pickled.
     """
-    pool._pack_by(os.urandom(8).hex(), BY_PIPE._replace(book=Book()))
-    initializer = pool._packer.pack_option(
-        "initializer or initargs", (pool.initializer, pool.initargs)
-    )
+    packer, options = pool._pack_by(BY_PIPE._replace(book=Book())), pool._options
+    initializer = packer.pack_option("initializer or initargs", (pool.initializer, pool.initargs))
     spec = pool._worker_spec(initializer)
     if kind is not None:
         spec = spec._replace(contexts=None)  # each agent makes those of its own workers
-    most = max(workers)
     main, script = assembly.Main.now(), None
     if main.location is not None and main.location[0] == "path":
         with open(main.location[1], "rb") as file:
@@ -55,13 +51,14 @@ def make_engine(
         script=script,
         modules=modules,
         lifetime=pool.maxtasksperchild,
-        restart_budget=pool._restart_budget or max(100, 4 * most),
-        initializer_timeout=pool._initializer_timeout,
-        memory_limit=pool._wanted_limit,
-        worker_memory=pool._memory[0],
-        memory_high=pool._memory[1],
+        restart_budget=options.deaths_a_minute(max(workers)),
+        initializer_timeout=options.initializer_timeout,
+        memory_limit=options.memory_limit,
+        worker_memory=options.worker_memory,
+        memory_high=options.memory_high,
         lease=LEASE,
         facts=facts(modules),
         kind=kind,
     )
-    return HostEngine(fleet(config), functools.partial(describe, pool._jobs), lease=LEASE)
+    describing = functools.partial(describe, pool._jobs.unanswered)
+    return HostEngine(fleet(config), describing, lease=LEASE)

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from xpool import errors
-from xpool._calls.options import TaskOptions, label
+from xpool._calls.options import TaskOptions, check_seconds, label
 from xpool._calls.results import Job, Parcel, Unopened, exception_in, local
-from xpool._engine.jobs.scheduler import Limit, TaskRange
-from xpool._engine.protocols import EngineProtocol
-from xpool._pools.base import BasePool
+from xpool._pools.engine_submitter import EngineSubmitter
+from xpool._pools.lifecycle import Lifecycle
 from xpool._python.interrupt import shielded
-from xpool.errors import PeerLost, PoolClosed, TaskTimeout
+from xpool.errors import OptionError, PeerLost, PoolClosed
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVarTuple, Unpack
-
     from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pools.group import WorkerGroup
-    from xpool._pools.packing import Packer
     from xpool._worker.launch_shared import File
 
-    Ts = TypeVarTuple("Ts")
-
-__all__ = ["AllWorkers", "limit_of"]
-
-T = TypeVar("T")
+__all__ = ["AllWorkers"]
 
 CAUSE_SECONDS = 30.0
 """Longest wait for the error or death that a `PeerLost` follows from.  That one comes later where
@@ -43,74 +35,63 @@ STOPPING = 5.0
 do not within a tenth of one."""
 
 
-class AllWorkers(BasePool):
-    """What `Pool` and those made of it have beyond the standard verbs."""
+class AllWorkers:
+    """Calls on all workers of a pool at once; it does not hold the pool.
 
-    _engine: EngineProtocol
-    _packer: Packer
-    _token: str
-    _memory_limit: int
-    _order: threading.RLock
-    _group: WorkerGroup | None = None
-    _hosts: Any = None  # where the workers are, if not here
-    _files: list[File]  # what was broadcast where there is no arena for it
+    ``hosts``: where the workers are, if not here.
+    """
 
-    def run_all(
-        self, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], timeout: float | None = None
-    ) -> list[T]:
-        """Call ``func(*args)`` once in each worker; return the results, by index of the worker.
+    def __init__(
+        self,
+        submitter: EngineSubmitter,
+        life: Lifecycle,
+        size: int,
+        task_timeout: float | None,
+        hosts: Any,
+    ) -> None:
+        self.name, self.size, self.hosts = life.name, size, hosts
+        self._submitter, self._life, self._task_timeout = submitter, life, task_timeout
+        # Guards the size, and the order of what runs in all workers.
+        self._order = threading.RLock()
+        self._group: WorkerGroup | None = None
+        self._files: list[File] = []  # what was broadcast where there is no arena for it
 
-        A worker that is busy comes to it when it has done what it has in hand; calls of several
-        threads come in the same order in all workers, so the functions may wait for each other.
-        Each worker's arguments are its own copies; a `broadcast` object is the one that it has.
-
-        When one fails, the others are stopped, as by `AsyncResult.cancel`, and when they have left
-        the function, the exception is raised here as it is; its ``__cause__`` names the worker.  A
-        worker that dies in it is an error too, and is replaced; a `PeerLost` that only follows from
-        another worker's failure gives way to that.  With a `create_group`, that is made anew first
-        where it is broken.
-
-        Args:
-            timeout: seconds that each call may take, from when its worker begins it; None: the
-                pool's ``task_timeout``.
-
-        Raises:
-            Exception: what ``func`` raised.
-            WorkerDied, TaskTimeout: with the ``worker`` that died or took too long.
-            TaskNotPicklable: ``func``, an argument or a result cannot be sent.
-            PoolClosed: the pool takes no more work.
-        """
-        self._check_running()
-        self._check_call(func, None, None)
+    def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
+        """Do what `Pool.run_all` says."""
+        self._life.check_running()
+        self._submitter.check(func)
         group = self._group
         if group is None:
-            return self._run_on_all(func, args, timeout)
+            return self.call(func, args, timeout)
         # One thread makes the group anew; re-entrant, since that is a call on all workers itself.
         with self._order:
             wrapped = group.wrap(func)
         try:
-            return self._run_on_all(wrapped, args, timeout, label(func), LEAVE_SECONDS)
+            return self.call(wrapped, args, timeout, label(func), LEAVE_SECONDS)
         except BaseException:
             group.note_failure()
             raise
 
-    def _run_on_all(
+    def call(
         self,
         func: Any,
         args: tuple[Any, ...],
-        timeout: float | None,
+        timeout: float | None = None,
         name: str = "",
         patience: float = 0.0,
     ) -> list[Any]:
-        """``patience``: seconds in which the others may end by themselves when one has failed."""
-        terms = self._terms(None, False, timeout)
+        """Call a function on all workers, without their group.
+
+        ``patience``: seconds in which the others may end by themselves when one has failed.
+        """
+        timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
+        jobs, engine = self._submitter.jobs, self._submitter.engine
         job: AllWorkersResult | None = None
         try:
             with self._order:  # the workers come to the calls by number, and are as many as now
-                number = next(self._job_numbers)
-                job = AllWorkersResult(number, name or label(func), self, self._size)
-                job.terms = terms
-                self._start_on_all(job, (func, args, {}), terms)
+                job = AllWorkersResult(next(jobs.numbers), name or label(func), self.size)
+                job.terms = TaskOptions(timeout=timeout)
+                self._submit(job, (func, args, {}))
             return job.get()
         # Nothing runs any more that could be stopped.
         except PoolClosed:
@@ -121,108 +102,61 @@ class AllWorkers(BasePool):
             # Not for Ctrl-C and its like, which are not to wait for the others.
             if isinstance(exc, Exception):
                 job.wait(patience)
-            self._cancel(job)
+            self._submitter.cancel(job)
             # A worker that has to be killed for this must not be missed in the next call.
             until = time.monotonic() + STOPPING
-            while self._engine.runs(job.number) and time.monotonic() < until:
+            while engine.runs(job.number) and time.monotonic() < until:
                 time.sleep(0.002)
             raise
 
     @shielded
-    def _start_on_all(self, job: AllWorkersResult, call: Any, terms: TaskOptions) -> None:
-        self._enter(job, self._size)
+    def _submit(self, job: AllWorkersResult, call: tuple[Any, ...]) -> None:
+        self._life.enter(job, self.size)
         try:
-            self._engine.submit(*self._ranges_for_all(job, call, terms))
+            self._submitter.on_all(job, call, self.size)
         except BaseException as exc:
-            self._give_up(job, exc)
+            self._submitter.give_up(job, exc)
             raise
 
-    def create_group(self, backend: str = "gloo", *, timeout: float = 60) -> WorkerGroup:
-        """Make the workers one world of `torch.distributed`, so that functions which `run_all` runs
-        can communicate; see `WorkerGroup`.  A pool has one: this makes it anew, if there is one.
+    def resize(self, size: int) -> None:
+        """Have so many workers."""
+        with self._order:  # what is to run in all workers is submitted to all there are
+            if self._group is not None:
+                raise OptionError("a pool with a create_group cannot be resized")
+            self._submitter.engine.resize(size)
+            self.size = size
 
-        Args:
-            backend: ``"gloo"`` on any workers; ``"nccl"`` on those of ``devices("cuda")``;
-                ``"xla"`` on those of one replica group.
-            timeout: seconds for making it, and for each collective operation.
-
-        Raises:
-            OptionError: there is no such backend, or it does not fit these workers.
-            WorkerDied, xpool.distributed.GroupTimeout: as `WorkerGroup.rebuild`.
-            PoolClosed: the pool takes no more work.
-        """
-        from xpool._pools.group import WorkerGroup  # here: few programs need it
-
-        self._check_running()
-        group = WorkerGroup(self, backend, timeout)
+    def create_group(self, group: WorkerGroup) -> WorkerGroup:
+        """Make the workers this group, which replaces the one that they are."""
         with self._order:
             group.generation = 0 if self._group is None else self._group.generation
             group.rebuild()
             self._group = group
         return group
 
-    def _pids(self) -> list[int | None]:
-        """The workers' processes; None where one is missing, or has just been started."""
-        pids: list[int | None] = self._engine.statistics()["pids"]
+    def pids(self) -> list[int | None]:
+        """Return the workers' processes; None where one is missing, or has just been started."""
+        pids: list[int | None] = self._submitter.engine.statistics()["pids"]
         return pids
 
-    def _worker_contexts(self) -> list[Any] | None:
-        """What each worker owns, by index; None: nothing."""
-        return None
-
-    def _processes(self) -> list[list[int]]:
-        """The processes that have several workers, as threads: which, by index."""
-        return []
-
-    def _is_group(self) -> bool:
-        """Whether the workers start and end together."""
-        return False
-
-    def _ranges_for_all(self, job: Job, call: Any, terms: TaskOptions) -> list[TaskRange]:
-        # Pickled once, and marked as kept: each worker copies what lies in blocks.
-        payload, owner = self._packer.pack_task(call, True, None)
-        payloads = [payload] * self._size
-        if owner is not None:  # handles to tensors of single workers: the others get copies
-            payloads = [self._packer.pack_task(call, True, w)[0] for w in range(self._size)]
-        for one in payloads:
-            self._engine.sent(one)
-        limit = limit_of(terms)
-        return [TaskRange(job.number, 0, w, (one,), 0, w, limit) for w, one in enumerate(payloads)]
-
     def broadcast(self, obj: Any) -> Broadcast:
-        """Pickle an object once for all workers; return a reference, to be given to tasks.
-
-        A task that has the reference as an argument, in one, or in its function's closure, gets the
-        object.  Each worker opens it when it first meets it and keeps it as long as the reference
-        lives: all tasks there get the same object, and so does the worker's replacement, anew.  Its
-        tensors and arrays lie in this machine's memory once, for all workers together, until one of
-        them writes to them: then it has a copy of those pages, which no other process sees.
-
-        Raises:
-            TaskNotPicklable: it cannot be pickled, or there is no memory for it.
-            PoolClosed: the pool takes no more work.
-        """
+        """Do what `Pool.broadcast` says."""
         from xpool._pickling.by_value.broadcast import Broadcast, broadcast
         from xpool._worker.launch_shared import File, FileOfAgent
 
-        self._check_running()
-        packer = self._packer
-        if packer.layout.lessor is not None and self._memory_limit:
-            return broadcast(obj, self._token, packer.recurse, packer.layout.lessor)
-        message = packer.pack_option(f"broadcast of a {type(obj).__name__}", obj)
-        if self._hosts is not None:
-            place = FileOfAgent(self._engine.broadcast(message))  # type: ignore[attr-defined]
-            return Broadcast(self._token, place, len(message), None, type(obj).__name__)
+        self._life.check_running()
+        packer = self._submitter.packer
+        lessor, name = packer.layout.lessor, type(obj).__name__
+        if lessor is not None and packer.memory_limit:
+            return broadcast(obj, packer.token, packer.recurse, lessor)
+        message = packer.pack_option(f"broadcast of a {name}", obj)
+        if self.hosts is not None:
+            engine: Any = self._submitter.engine
+            place = FileOfAgent(engine.broadcast(message))
+            return Broadcast(packer.token, place, len(message), None, name)
         file = File(message)
         self._files.append(file)
-        return Broadcast(self._token, file, len(message), None, type(obj).__name__)
-
-
-def limit_of(terms: TaskOptions) -> Limit | None:
-    """Return the limit of each task under these terms; None: there is none."""
-    if terms.timeout is None:
-        return None
-    return Limit(terms.timeout, issubclass(TaskTimeout, terms.retry_on))
+        return Broadcast(packer.token, file, len(message), None, name)
 
 
 class AllWorkersResult(Job):
@@ -231,8 +165,8 @@ class AllWorkersResult(Job):
     There is news as soon as one has failed: the caller does not wait for the others then.
     """
 
-    def __init__(self, number: int, label: str, pool: Any, workers: int) -> None:
-        super().__init__(number, f"{label} on all workers", pool)
+    def __init__(self, number: int, label: str, workers: int) -> None:
+        super().__init__(number, f"{label} on all workers", None)
         self._values: list[Any] = [None] * workers
         self._errors: dict[int, Any] = {}  # by worker, in the order in which they came
         self._left = workers

@@ -12,53 +12,44 @@ A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)`
 from __future__ import annotations
 
 import atexit
-import builtins
 import itertools
 import os
-import queue
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from xpool._calls.keywords import names_of_inits, refuse_unknown
-from xpool._calls.options import (
-    check_callable,
-    check_iterable,
-    resolve_processes,
-)
-from xpool._calls.results import AsyncResult, Job, Parcel, exception_in
-from xpool._calls.streams import Stream
-from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
+from xpool._calls.options import check_callable, check_iterable, resolve_processes
+from xpool._engine.jobs.states import PoolStates
 from xpool._engine.protocols import WorkerBackend
-from xpool._pools.callbacks import Callbacks, join_ended
-from xpool._pools.hooks import Carried
-from xpool._pools.input_reader import InputReader
+from xpool._pools.hooks import Hooks
+from xpool._pools.job_table import JobTable
+from xpool._pools.lifecycle import Lifecycle
 from xpool._pools.public import PublicVerbs
-from xpool._pools.turns import stop_input_readers, take_turns
+from xpool._pools.submitters import HookSubmitter
+from xpool._pools.turns import take_turns
 from xpool._python import at_fork
 from xpool._python.interrupt import interruptible, shielded
-from xpool._python.waiters import Flag
-from xpool.errors import (
-    OptionError,
-    PoolBroken,
-    PoolClosed,
-    TaskCancelled,
-    TimeoutError,
-    XPoolError,
-)
+from xpool.errors import OptionError, TimeoutError
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     from typing_extensions import Never, Self
+
+    from xpool._pools.futures import PoolExecutor, PoolOfFutures
+    from xpool._pools.observing import ObservedPool, Report
 
 __all__ = ["BasePool"]
 
-TURN = 0.1
-"""Seconds for which the engine's thread waits in `pool_outqueue_get` of a pool of people's own."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _numbers = itertools.count(1)
 # Those that have not ended.  Not a WeakSet, which runs Python code when a pool is dropped: what a
@@ -70,7 +61,7 @@ def _living() -> list[BasePool]:
     return [pool for ref in list(_pools.values()) if (pool := ref()) is not None]
 
 
-class BasePool(PublicVerbs):
+class BasePool(PublicVerbs, Hooks):
     """The base of all pools: the verbs of `multiprocessing.pool.Pool`, on overridable hooks.
 
     Args:
@@ -83,8 +74,6 @@ class BasePool(PublicVerbs):
         TypeError, OptionError (a `ValueError`): an argument makes no sense.
     """
 
-    # Until the constructor is through, nothing runs.
-    _state = PoolStates.TERMINATE
     _backend: WorkerBackend | None = None
     # Whether it ends without a warning when nobody holds it any more.
     _may_be_dropped = False
@@ -92,6 +81,8 @@ class BasePool(PublicVerbs):
     _ends_at_once = False
     # Threads cannot be stopped: a pool of threads does not wait for them in `terminate`.
     _terminate_waits = True
+    # Why there cannot be more workers, or fewer.
+    _fixed_size = ""
 
     def __init__(
         self,
@@ -120,50 +111,42 @@ class BasePool(PublicVerbs):
         self.initargs = check_iterable("initargs", initargs)
         self.maxtasksperchild = maxtasksperchild
         self.name = name or f"xpool-{next(_numbers)}"
-        # Guards `_state` and entry into `_jobs`, so that no job enters after the last sweep.
-        self._lock = threading.Lock()
-        # Held while results are delivered: by the engine's thread or a caller that drives it.
-        self._delivering = threading.Lock()
-        self._jobs: dict[int, Job] = {}
-        self._job_numbers = itertools.count(1)
-        self._input_readers: set[InputReader] = set()
-        self._callbacks = Callbacks(self.name)
-        self._failure: BaseException | Parcel | None = None
-        self._drained = False
-        self._finished = Flag()
-        self._counts = {"submitted": 0, "succeeded": 0, "failed": 0}
-        self._maintained = self._started = time.monotonic()
+        self._jobs = JobTable(self.name, _weakly(self))
+        self._life = Lifecycle(self.name, self._jobs)
+        self._submitter = HookSubmitter(self, self._jobs)
+        self._maintained = time.monotonic()
         try:
             self._begin()
         except BaseException:
-            if self._state is PoolStates.RUN:
+            if self._life.state is PoolStates.RUN:
                 self.terminate()  # a signal handler has raised when all was done
             raise
 
     @shielded
     def _begin(self) -> None:
-        there, ref = False, None
+        is_set_up, ref = False, None
         try:
-            self._set_up()
-            there = True
-            self._populate()
+            # Hooks of a subclass may wait; the built-in pools shield theirs again.
+            _call(self.setup_queues)
+            is_set_up = True
+            _call(self.repopulate_pool)
             ref = weakref.ref(self)
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_take_turns,
-                args=(ref, self._backend, self._callbacks, self._input_readers),
+                args=(ref, self._backend, self._jobs),
                 name=f"{self.name}-engine",
                 daemon=True,
             )
             # For `tensors.sharing`: no operation on a tensor is under way in it.
-            self._thread.runs_only_xpool = True  # type: ignore[attr-defined]
-            # First: the thread looks at the state, and strikes the pool off when it ends.
-            self._state = PoolStates.RUN
+            thread.runs_only_xpool = True  # type: ignore[attr-defined]
+            # First: the thread reads the state, and removes the pool from `_pools` when it ends.
+            self._life.begin(thread)
             _pools[id(ref)] = ref
-            self._thread.start()
+            thread.start()
         except BaseException:
             _pools.pop(id(ref), None)
-            self._state = PoolStates.TERMINATE
-            if there or self._backend is not None:
+            self._life.abort()
+            if is_set_up or self._backend is not None:
                 self.terminate_workers()
             if self._backend is not None:
                 while not self._backend.ended:
@@ -171,22 +154,12 @@ class BasePool(PublicVerbs):
                 self._backend.close()
             raise
 
-    # The hooks of a pool of people's own may wait; the built-in pools shield theirs again.
-
-    @interruptible
-    def _set_up(self) -> None:
-        self.setup_queues()
-
-    @interruptible
-    def _populate(self) -> None:
-        self.repopulate_pool()
-
     # -- looking at it -----------------------------------------------------------------------------
 
     @property
     def state(self) -> PoolStates:
         """RUN, CLOSE or TERMINATE."""
-        return self._state
+        return self._life.state
 
     def size(self) -> int:
         """Return the number of workers that the pool keeps."""
@@ -194,8 +167,9 @@ class BasePool(PublicVerbs):
 
     def statistics(self) -> dict[str, Any]:
         """Return counts: of tasks (submitted, succeeded, failed) and of unanswered jobs."""
-        return {"state": self._state.name, "workers": self._size, **self._counts,
-                "jobs": len(self._jobs)}  # fmt: skip
+        jobs = self._jobs
+        return {"state": self.state.name, "workers": self._size, **jobs.counts,
+                "jobs": len(jobs.unanswered)}  # fmt: skip
 
     def __repr__(self) -> str:
         s = self.statistics()
@@ -204,155 +178,109 @@ class BasePool(PublicVerbs):
             f"{s['jobs']} jobs unanswered, {s['succeeded']} tasks succeeded, {s['failed']} failed>"
         )
 
-    # -- jobs --------------------------------------------------------------------------------------
-
-    def _check_running(self) -> None:
-        if self._state is PoolStates.RUN:
-            return
-        if self._failure is not None:
-            cause = exception_in(self._failure)
-            raise PoolClosed(f"The pool has failed: {self._failure}") from cause
-        raise PoolClosed(
-            f"Pool not running: {self.name} was {self._how_ended or self._state.name.lower() + 'd'}"
-            " and takes no more work; make a new pool"
-        )
-
-    def _enter(self, job: Job, tasks: int) -> None:
-        with self._lock:
-            if self._state is PoolStates.RUN:
-                self._jobs[job.number] = job
-                self._counts["submitted"] += tasks
-                return
-        # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
-        self._check_running()
-
-    # -- answers -----------------------------------------------------------------------------------
-
-    def _pump(self, timeout: float = 0.0) -> None:
-        """Deliver what has arrived, waiting at most ``timeout`` seconds for the first."""
-        try:
-            while True:
-                number, index, (ok, value) = self.pool_outqueue_get(timeout)
-                self._deliver(number, index, ok, value)
-                timeout = 0.0
-        except (queue.Empty, builtins.TimeoutError):
-            return
-
-    def _deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
-        with self._delivering:
-            job = self._jobs.get(number)
-            if job is None:
-                return
-            if ok:
-                self._counts["succeeded"] += value.count if isinstance(value, Parcel) else 1
-            else:
-                self._counts["failed"] += 1
-                if isinstance(value, Carried):
-                    value = value.exc
-            if job.deliver(index, ok, value):
-                self._complete(job)
-
-    def _record(self, number: int, index: int, ok: bool, value: Any) -> None:
-        """Hand on an answer that is written in a journal."""
-        with self._delivering:
-            job = self._jobs.get(number)
-            if isinstance(job, Stream) and job.record(index, ok, value):
-                self._complete(job)
-
-    def _end(self, number: int, length: int, input_reader: InputReader) -> None:
-        """The input of a stream has ended."""
-        self._input_readers.discard(input_reader)
-        with self._lock:
-            self._counts["submitted"] += length
-        with self._delivering:
-            job = self._jobs.get(number)
-            if isinstance(job, Stream) and job.end(length):
-                self._complete(job)
-
-    def _complete(self, job: Job) -> None:
-        if job.has_callback:
-            assert isinstance(job, AsyncResult)
-            if job.is_future:
-                self._callbacks.add_future(job)
-            else:
-                self._callbacks.add(job)
-        else:
-            self._forget(job)
-            job.release()
-
-    def _forget(self, job: Job) -> None:
-        """Strike a job off; the engine's thread looks whether it was the last."""
-        self._jobs.pop(job.number, None)
-        if self._state is not PoolStates.RUN:
-            self._wake()
-
     @shielded
-    def _cancel(self, job: Job) -> bool:
-        """Answer a job with `TaskCancelled`, and have its tasks stopped; False: it was answered."""
-        story = f"{job.label} was cancelled before it had a result"
-        if not self._fail_jobs([job], TaskCancelled(story)):
-            return False
-        self._withdraw(job)
-        return True
+    def report(self: ObservedPool) -> Report:
+        """Return what was done so far: by each worker, bytes, the slowest tasks, deaths, retries.
 
-    def _fail_jobs(
-        self, jobs: Iterable[Job], exc: BaseException | Parcel, call_back: bool = True
-    ) -> int:
-        """Answer all these jobs with an error, each with an instance of its own.
-
-        Returns how many had no answer yet.
+        ``print(pool.report())`` shows it as a table.  Of workers and tasks one by one only pools
+        of processes know.
         """
-        failed = 0
-        for job in jobs:
-            with self._delivering:
-                if job.settled:
-                    continue
-                failed += 1
-                job.fail(_own(exc))
-                self._counts["failed"] += 1
-                if call_back or job.is_future:
-                    self._complete(job)
-                else:
-                    self._forget(job)
-                    job.release()
-        return failed
+        from xpool._pools.observing import report_of
+
+        return report_of(self)
+
+    def trace(self: ObservedPool, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context in which what happens is written to ``path``, at its end.
+
+        A name that ends in ``.html`` makes a page that any browser shows; else Chrome trace events
+        in JSON, for Perfetto and ``about:tracing``.  Both have a row for each worker, with its
+        tasks, deaths and retries.  Tasks of less than a millisecond are shown several at a time.
+
+        Raises:
+            OptionError: a trace of this pool is being written, or its workers are threads.
+            OSError: there can be no such file.
+        """
+        from xpool._pools.observing import trace
+
+        return trace(self, path)
+
+    def watch(self: ObservedPool) -> AbstractContextManager[None]:
+        """Return a context in which `report` is shown on the terminal, live.
+
+        Raises:
+            ImportError: rich is not installed (``pip install xpool[progress]``).
+        """
+        from xpool._pools.observing import watch
+
+        return watch(self)
+
+    # -- futures -----------------------------------------------------------------------------------
+
+    def submit(
+        self: PoolOfFutures, func: Callable[P, T], /, *args: P.args, **kwds: P.kwargs
+    ) -> concurrent.futures.Future[T]:
+        """Have ``func(*args, **kwds)`` called in a worker; return a future of `concurrent.futures`.
+
+        Callbacks of the future run in a thread of the pool, one after the other.  When the pool
+        ends first, the future fails with `concurrent.futures.BrokenExecutor`, whose cause says why.
+        `apply_async` has ``timeout=`` and ``retries=``.
+
+        Raises:
+            PoolClosed: the pool takes no more work.
+        """
+        from xpool._pools.futures import submit
+
+        return submit(self, func, args, kwds)
+
+    def executor(self: PoolOfFutures) -> PoolExecutor:
+        """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
+        from xpool._pools.futures import PoolExecutor
+
+        return PoolExecutor(self)
+
+    # -- number of workers -------------------------------------------------------------------------
+
+    def resize(self, processes: int | None = None) -> None:
+        """Have so many workers from now on, while the pool works; returns at once.
+
+        When there are to be fewer, those with the highest numbers end after their present task; of
+        a `ThreadPool`, those that are free first.  Not for pools whose workers differ from each
+        other: a `CtxPool`, a `P2PPool`, or one with a `create_group`.
+
+        Args:
+            processes: the number of workers; None: as many as the pool would have by default.
+
+        Raises:
+            OptionError (a `ValueError`): the workers of this pool cannot change in number, or it
+                gets smaller while a function of `run_all` waits or runs in a worker that would go.
+            PoolClosed: the pool takes no more work.
+            OSError, RuntimeError: the system refuses a process or thread; nothing has changed.
+        """
+        size = resolve_processes(processes)
+        self._life.check_running()
+        if self._fixed_size:
+            raise OptionError(f"a {type(self).__name__} cannot be resized: {self._fixed_size}")
+        self._resize(size)
+
+    def _resize(self, size: int) -> None:
+        raise OptionError(f"a {type(self).__name__} cannot be resized: its class does not say how")
 
     # -- ending ------------------------------------------------------------------------------------
 
     @shielded
     def close(self) -> None:
         """Take no more work; the workers end when all that was submitted is answered."""
-        with self._lock:
-            self._state = step(POOL, self._state, PoolEvent.CLOSE)
-        self._wake()
+        self._life.close()
 
     def terminate(self) -> None:
         """Stop the workers now.  What is not answered yet fails with `PoolClosed`."""
-        if (
-            self._stop()
-            and self._terminate_waits
-            and threading.current_thread() is not self._thread
-        ):
-            self._finished.wait()
+        life = self._life
+        if self._stop() and self._terminate_waits and threading.current_thread() is not life.thread:
+            life.finished.wait()
 
     @shielded
     def _stop(self) -> bool:
-        with self._lock:
-            self._state = step(POOL, self._state, PoolEvent.TERMINATE)
-            jobs = list(self._jobs.values())
-        running = not self._finished.is_set()
-        if running:
-            self.terminate_workers()
-        self._fail_unanswered(jobs)
-        stop_input_readers(self._input_readers)
-        if running:
-            self._wake()
-        return running
-
-    def _fail_unanswered(self, jobs: Iterable[Job]) -> None:
-        how = self._how_ended or "terminated"
-        error = PoolClosed(f"{self.name} was {how} before this was answered{self._instead}")
-        self._fail_jobs(jobs, error, call_back=False)
+        return self._life.stop(self.terminate_workers)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the workers have ended; `close` or `terminate` must have been called.
@@ -362,19 +290,7 @@ class BasePool(PublicVerbs):
             ValueError: the pool still runs.
             RuntimeError: called from a callback of the pool, which would wait for itself.
         """
-        if self._state is PoolStates.RUN:
-            raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
-        if self._callbacks.runs_here():
-            raise RuntimeError("join() in a callback of the same pool would wait for itself")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for job in list(self._jobs.values()):
-            # Else a stream whose results nobody takes would wait for room, and this for its end.
-            if job.flow is not None:
-                job.flow.unbind()
-        ended = self._finished.wait(timeout) and self._callbacks.join(deadline)
-        if ended:
-            join_ended(self._thread)
-        else:
+        if not self._life.join(timeout):
             raise TimeoutError(
                 f"{self.name} has not ended after {timeout} s: {self!r}; terminate() stops what "
                 "its workers do"
@@ -387,10 +303,8 @@ class BasePool(PublicVerbs):
         )
 
     def __enter__(self) -> Self:
-        self._check_running()
+        self._life.check_running()
         return self
-
-    _how_ended = _instead = ""
 
     def __exit__(
         self,
@@ -398,9 +312,7 @@ class BasePool(PublicVerbs):
         exc: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._state is PoolStates.RUN:
-            self._how_ended = "terminated by the end of its with block"
-            self._instead = "; get() results inside the block, or close() and join() the pool there"
+        self._life.leave_block()
         self.terminate()
 
     async def __aenter__(self) -> Self:
@@ -419,11 +331,13 @@ class BasePool(PublicVerbs):
     ) -> None:
         # Called by the garbage collector, at any point of any thread: it may not take a lock.
         # And at the interpreter's end, when this module's names are gone already.
-        if self._state is TERMINATE:
-            return
+        life = self.__dict__.get("_life")
+        if life is None or life.state is TERMINATE:
+            return  # it has ended, or the constructor has failed
+        ended = life.finished.is_set()
         if self._may_be_dropped:
             pass
-        elif self._state == PoolStates.RUN or (self._jobs and not self._finished.is_set()):
+        elif life.state == PoolStates.RUN or (self._jobs.unanswered and not ended):
             warn(
                 f"unclosed running multiprocessing pool {self.name}: it was dropped while it ran; "
                 "close or terminate it, or use it as a context manager",
@@ -431,106 +345,34 @@ class BasePool(PublicVerbs):
                 source=self,
                 stacklevel=2,
             )
-        if self._finished.is_set():
+        if ended:
             return  # the engine has put everything away
         if self._backend is not None:
             self._backend.drop()
         else:
             self.terminate_workers()
 
-    def _wake(self) -> None:
-        if self._backend is not None:
-            self._backend.wake()
-
-    def _break(self, exc: BaseException | Parcel) -> None:
-        """The pool cannot go on: everything unanswered fails with the reason."""
-        with self._lock:
-            self._state = step(POOL, self._state, PoolEvent.FAILED)
-            self._failure = exc
-            jobs = list(self._jobs.values())
-        self.terminate_workers()
-        self._fail_jobs(jobs, exc)
-        stop_input_readers(self._input_readers)
-
-    # -- the engine's thread -----------------------------------------------------------------------
-
-    def _turn(self) -> bool:
-        """Deliver and maintain; False when the pool is at its end."""
-        backend = self._backend
-        self._pump(0.0 if backend is not None else TURN)
-        if backend is not None:
-            failure = backend.failure
-            if self._bookkeeping_error is not None:
-                failure = PoolBroken(
-                    0, 0.0, f"{type(self._bookkeeping_error).__name__}: {self._bookkeeping_error}"
-                )
-            if failure is not None and self._failure is None:
-                # What has come up to now is delivered; only the rest fails.
-                self._pump()
-                self._break(failure)
-        elif time.monotonic() - self._maintained >= TURN:
-            self._maintained = time.monotonic()
-            if self._state is not PoolStates.TERMINATE and self.maintain_pool():
-                self.repopulate_pool()
-        if self._state is PoolStates.CLOSE and not self._jobs:
-            with self._lock:
-                if self._state is PoolStates.CLOSE:
-                    self._state = step(POOL, self._state, PoolEvent.DRAINED)
-                    self._drained = True
-        return self._state is not PoolStates.TERMINATE
-
-    def _finish(self) -> None:
-        try:
-            if self._drained:
-                self._release_workers()
-            else:
-                # Again: this thread may have started workers while another called `terminate`.
-                self.terminate_workers()
-            self.join_workers()
-        finally:
-            # Those that a thread in `terminate` has not come to yet: their futures are completed by
-            # a thread that ends here.
-            self._fail_unanswered(list(self._jobs.values()))
-            self._callbacks.stop()
-            if self._backend is not None:
-                self._backend.close()
-            # Last: whoever waits for it, `__del__` too, takes all else for put away.
-            self._finished.set()
-
     def _release_workers(self) -> None:
         """Ask every worker to end: there is no more work."""
         for _ in range(self._size):
             self.pool_inqueue_put(None)
 
-    def _after_fork_in_child(self) -> None:
-        """This process is a copy: the workers are the parent's, and so are the answers."""
-        self._state = PoolStates.TERMINATE
-        self._failure = PoolClosed(
-            f"{self.name} belongs to process {os.getppid()} that this one was forked from; "
-            "make a pool of your own here"
-        )
-        self._finished.set()
-        # Other threads of the parent may have held these.
-        self._delivering = threading.Lock()
-        self._lock = threading.Lock()
-        self._callbacks = Callbacks(self.name)  # whose threads are the parent's
-        if self._backend is not None:
-            self._backend.after_fork_in_child()
-        self._backend = None
-        jobs = list(self._jobs.values())
-        self._jobs.clear()
-        for job in jobs:
-            job.fail(_own(self._failure))
-            job.release()
+
+@interruptible
+def _call(hook: Callable[[], None]) -> None:
+    hook()
 
 
-def _own(exc: BaseException | Parcel) -> BaseException | Parcel:
-    """Return an instance of its own for one of several callers; a parcel makes one when opened."""
-    if isinstance(exc, XPoolError):
-        copy = type(exc)(*exc.args)
-        copy.__cause__ = exc.__cause__
-        return copy
-    return exc
+def _weakly(pool: BasePool) -> Callable[[], None]:
+    """Return what wakes the engine's thread of a pool, without holding the pool."""
+    ref = weakref.ref(pool)
+
+    def wake() -> None:
+        pool = ref()
+        if pool is not None and pool._backend is not None:
+            pool._backend.wake()
+
+    return wake
 
 
 def _take_turns(ref: weakref.ref[BasePool], *parts: Any) -> None:
@@ -543,7 +385,10 @@ def _take_turns(ref: weakref.ref[BasePool], *parts: Any) -> None:
 
 def _after_fork_in_child() -> None:
     for pool in _living():
-        pool._after_fork_in_child()
+        pool._life.after_fork_in_child()
+        if pool._backend is not None:
+            pool._backend.after_fork_in_child()
+        pool._backend = None
     _pools.clear()
 
 
@@ -554,7 +399,7 @@ at_exit: list[Callable[[], None]] = []
 @atexit.register
 def _at_exit() -> None:
     for pool in _living():
-        if not pool._finished.is_set():
+        if not pool._life.finished.is_set():
             pool.terminate()
     for last in at_exit:
         last()

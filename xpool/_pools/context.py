@@ -63,32 +63,24 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
                     "on its host; what else a worker is to have, make in the initializer"
                 )
             # The hosts decide how many workers there are, which `Pool` asks them.
-            self._contexts = list(worker_contexts or ())
+            self._contexts = list(worker_contexts or ()) or None
             super().__init__(processes, initializer, initargs, maxtasksperchild, context, **options)
             return
         self._contexts = _contexts(worker_contexts, processes)
         n = resolve_processes(processes, self._contexts)
-        if self._is_group() and maxtasksperchild is not None:
+        self._processes = shared_processes(self._contexts)
+        self._is_group = any(getattr(context, "group", 0) for context in self._contexts)
+        if self._is_group and maxtasksperchild is not None:
             raise OptionError(
                 "maxtasksperchild: workers of a replica group (independent=False) cannot be "
                 "replaced one by one; leave it out"
             )
-        if self._processes():
+        if self._processes:
             self._seeds_items = False
             _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"))
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
 
-    def _processes(self) -> list[list[int]]:
-        return processes(self._contexts)
-
-    def _is_group(self) -> bool:
-        return any(getattr(context, "group", 0) for context in self._contexts)
-
     _gives_context = True
-
-    def _worker_contexts(self) -> list[Any] | None:
-        nothing: list[Any] = [None] * self._size
-        return self._contexts or nothing
 
 
 def _contexts(contexts: Iterable[Any] | None, processes: int | None) -> list[Any]:
@@ -97,7 +89,7 @@ def _contexts(contexts: Iterable[Any] | None, processes: int | None) -> list[Any
     return list(check_iterable("worker_contexts", contexts))
 
 
-def processes(contexts: Sequence[Any]) -> list[list[int]]:
+def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
     """Return the processes that these contexts share: the workers of each, by index.
 
     Raises:
@@ -158,9 +150,6 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
 
     _gives_context = True
-
-    def _worker_contexts(self) -> list[Any] | None:
-        return self._contexts
 
     @staticmethod
     def worker(

@@ -9,6 +9,7 @@ from typing import Any
 from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import check_count
 from xpool._pools.futures import PoolExecutor
+from xpool._pools.pool_options import PoolOptions
 from xpool._pools.process import Pool
 from xpool.errors import OptionError
 
@@ -63,7 +64,7 @@ class Executor(PoolExecutor):
                 if options.get(ours) is not None:
                     raise OptionError(f"{theirs} and {ours} are the same: give one of them")
                 options[ours] = given
-        known = names_of(Executor.__init__.__code__, Pool.__init__.__code__)
+        known = names_of(Executor.__init__.__code__, PoolOptions.__init__.__code__)
         unknown = [name for name in options if name not in known or name == "processes"]
         if unknown:
             refuse_unknown("Executor", known, unknown)

@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from xpool._calls.options import TaskOptions, check_count, label
-from xpool._calls.results import AsyncResult, Job, Parcel, about_to_block
+from xpool._calls.options import check_count, label
+from xpool._calls.results import AsyncResult, Parcel, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
-from xpool._pools.callbacks import Callbacks, calling_back
+from xpool._pools.callbacks import calling_back
 from xpool._pools.input_reader import Fed
-from xpool._pools.verbs import PLAIN
+from xpool._pools.verbs import PLAIN, PoolOfVerbs, options_of, start_call
 from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
@@ -32,28 +32,8 @@ T = TypeVar("T")
 _FINISHED = "cannot schedule new futures after shutdown"
 
 
-class PoolOfFutures(Protocol):
+class PoolOfFutures(PoolOfVerbs, Protocol):
     """What futures and executors ask of their pool."""
-
-    _job_numbers: itertools.count[int]
-    _callbacks: Callbacks
-    _state: PoolStates
-    _calls_go_to: int | None
-    _task_timeout: float | None
-
-    def _check_running(self) -> None: ...
-
-    def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None: ...
-
-    def _terms(self, worker: int | None, waits: bool, /) -> TaskOptions: ...
-
-    def _start_call(
-        self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any], terms: TaskOptions
-    ) -> None: ...
-
-    def _runs(self, job: Job) -> bool: ...
-
-    def _cancel(self, job: Job) -> bool: ...
 
     def imap(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1
@@ -72,12 +52,12 @@ class _Call(AsyncResult[Any]):
     _pool_ended = False
 
     def __init__(self, pool: PoolOfFutures, func: Callable[..., Any], future: _Future[Any]) -> None:
-        super().__init__(next(pool._job_numbers), label(func), pool)
+        super().__init__(next(pool._jobs.numbers), label(func), pool)
         self._future: _Future[Any] | None = future
 
     def fail(self, exc: BaseException | Parcel) -> None:
         pool = self._pool
-        self._pool_ended = pool is not None and pool._state is PoolStates.TERMINATE
+        self._pool_ended = pool is not None and pool._life.state is PoolStates.TERMINATE
         super().fail(exc)
 
     def call_back(self) -> None:
@@ -174,7 +154,7 @@ class _Future(concurrent.futures.Future[T]):
         job = self._job
         pool = None if job is None else job._pool
         if pool is not None:
-            pool._callbacks.expect()
+            pool._jobs.callbacks.expect()
         super().add_done_callback(functools.partial(_call_back, fn))
 
     def cancel(self) -> bool:
@@ -183,7 +163,7 @@ class _Future(concurrent.futures.Future[T]):
         if job is not None and not self.done():
             pool = job._pool
             # A future that runs is not cancelled; the pool's result would stop its task.
-            if pool is None or pool._runs(job) or not job.cancel():
+            if pool is None or pool._submitter.runs(job) or not job.cancel():
                 return self.cancelled()
             self._end_cancelled()
         return super().cancel()
@@ -192,7 +172,7 @@ class _Future(concurrent.futures.Future[T]):
         """Return whether a worker runs the call."""
         job = self._job
         pool = None if job is None or self.done() else job._pool
-        return pool is not None and job is not None and pool._runs(job)
+        return pool is not None and job is not None and pool._submitter.runs(job)
 
     def _succeed(self, value: T) -> None:
         self._job = None
@@ -249,7 +229,7 @@ class _Map:
         if self._fed is not None:
             self._fed.end()
         if cancel:
-            self._pool._cancel(self._job)
+            self._pool._submitter.cancel(self._job)
             self._flow.stop()
 
     def _finish(self) -> None:
@@ -277,20 +257,20 @@ def submit(
     Raises:
         PoolClosed: the pool takes no more work.
     """
-    pool._check_running()
-    pool._check_call(func, None, None)
-    terms = PLAIN
+    pool._life.check_running()
+    pool._submitter.check(func)
+    options = PLAIN
     if pool._calls_go_to is not None or pool._task_timeout is not None:
-        terms = pool._terms(pool._calls_go_to, False)
+        options = options_of(pool, pool._calls_go_to, False)
     future: _Future[Any] = _Future()
     future._job = job = _Call(pool, func, future)
-    job.terms = terms
-    pool._callbacks.expect_future()
+    job.terms = options
+    pool._jobs.callbacks.expect_future()
     if owner is not None:
         future._owner = owner
         _unfinished.add(future)
     try:
-        pool._start_call(job, func, args, kwds, terms)
+        start_call(pool, job, func, args, kwds)
     except BaseException:
         _unfinished.discard(future)
         raise

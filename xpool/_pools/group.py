@@ -16,21 +16,16 @@ ATTEMPTS = 3
 BACKENDS = ("gloo", "nccl", "xla")
 
 
-class PoolOfGroup(Protocol):
-    """What a group asks of its pool."""
+class Workers(Protocol):
+    """What a group asks of the workers of its pool: see `AllWorkers`."""
 
     name: str
-    _hosts: Any
+    size: int
+    hosts: Any
 
-    def size(self) -> int: ...
+    def pids(self) -> list[int | None]: ...
 
-    def _pids(self) -> list[int | None]: ...
-
-    def _processes(self) -> list[list[int]]: ...
-
-    def _worker_contexts(self) -> list[Any] | None: ...
-
-    def _run_on_all(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]: ...
+    def call(self, func: Any, args: tuple[Any, ...]) -> list[Any]: ...
 
 
 class WorkerGroup:
@@ -49,27 +44,33 @@ class WorkerGroup:
         generation: how often it was made.
     """
 
-    def __init__(self, pool: PoolOfGroup, backend: str, timeout: float) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        contexts: list[Any],
+        share_processes: bool,
+        backend: str,
+        timeout: float,
+    ) -> None:
         self.backend, self.generation = backend, 0
         seconds = check_seconds("timeout", timeout)
         if seconds is None:
             raise OptionError("timeout must be a number of seconds: torch waits for no longer")
         self.timeout = seconds
-        self._check_backend(pool)
-        self._pool = pool
+        self._check_backend(contexts, share_processes, workers.size)
+        self._workers = workers
         self._members: list[int] = []  # by worker: the process id of the one that is a member
         self._failed = True
         self._store: Any = None  # where they have met
 
-    def _check_backend(self, pool: PoolOfGroup) -> None:
+    def _check_backend(self, contexts: list[Any], share_processes: bool, size: int) -> None:
         if self.backend not in BACKENDS:
             raise OptionError(f"backend must be one of {BACKENDS}, not {self.backend!r}")
-        if pool._processes():
+        if share_processes:
             raise OptionError(
                 "these workers are threads of one process (TPU cores, or per_process=), and a "
                 "process can have one rank in torch.distributed: use devices(..., per_process=1)"
             )
-        contexts = pool._worker_contexts() or []
         if self.backend == "nccl" and not (
             contexts and all(getattr(one, "kind", "") == "cuda" for one in contexts)
         ):
@@ -78,7 +79,7 @@ class WorkerGroup:
                 "CtxPool(worker_contexts=devices('cuda')); on the CPU use 'gloo'"
             )
         if self.backend == "xla" and not (
-            contexts and all(getattr(one, "group", 0) == pool.size() for one in contexts)
+            contexts and all(getattr(one, "group", 0) == size for one in contexts)
         ):
             raise OptionError(
                 "backend='xla' takes the workers of one replica group, on this host: "
@@ -88,7 +89,7 @@ class WorkerGroup:
     @property
     def broken(self) -> bool:
         """Whether a call has failed since it was made, or a worker was replaced."""
-        return self._failed or self._members != self._pool._pids()
+        return self._failed or self._members != self._workers.pids()
 
     def rebuild(self) -> None:
         """Make the group anew, of the workers that are there now.
@@ -104,9 +105,9 @@ class WorkerGroup:
             self._failed = True
             self.generation += 1
             address = self._meet()
-            join = Join(self.generation, self._pool.size(), address, self.backend, self.timeout)
+            join = Join(self.generation, self._workers.size, address, self.backend, self.timeout)
             try:
-                self._members = self._pool._run_on_all(join, (), None)
+                self._members = self._workers.call(join, ())
             # The next attempt is with the worker that replaces the dead one.
             except (WorkerDied, PeerLost):
                 if attempt == ATTEMPTS - 1:
@@ -117,7 +118,7 @@ class WorkerGroup:
 
     def _meet(self) -> str:
         """Open a store for the ranks, which lasts until the next; return its address."""
-        hosts = self._pool._hosts
+        hosts = self._workers.hosts
         if hosts is None:
             self._store = File()
             # One file may have the descriptor of an earlier one; worlds are told apart by address.
@@ -144,6 +145,6 @@ class WorkerGroup:
     def __repr__(self) -> str:
         state = ", broken" if self.broken else ""
         return (
-            f"<WorkerGroup of {self._pool.name}, {self.backend}, generation {self.generation}"
+            f"<WorkerGroup of {self._workers.name}, {self.backend}, generation {self.generation}"
             f"{state}>"
         )

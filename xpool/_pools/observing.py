@@ -20,6 +20,7 @@ from xpool.errors import OptionError
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow
+    from xpool._pools.lifecycle import Lifecycle
 
 __all__ = ["Report", "SlowTask", "WorkerReport", "report_of", "trace", "watch"]
 
@@ -28,7 +29,7 @@ class ObservedPool(Protocol):
     """What is asked of a pool here; a pool of processes has an ``_engine`` besides."""
 
     name: str
-    _started: float
+    _life: Lifecycle
 
     def size(self) -> int: ...
 
@@ -116,7 +117,7 @@ def report_of(pool: ObservedPool) -> Report:
     )
     return Report(
         pool=pool.name,
-        seconds=time.monotonic() - pool._started,
+        seconds=time.monotonic() - pool._life.started,
         submitted=counts["submitted"],
         succeeded=counts["succeeded"],
         failed=counts["failed"],

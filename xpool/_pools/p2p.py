@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import Exceptions, TaskOptions, check_count
-from xpool._calls.results import AsyncResult, Job
-from xpool._engine.jobs.scheduler import TaskRange
-from xpool._pools.input_reader import FlowControl
-from xpool._pools.process import Pool, limit_of
-from xpool._worker.callables import InCall
+from xpool._calls.options import Exceptions, check_count
+from xpool._calls.results import AsyncResult
+from xpool._pools.engine_submitter import EngineSubmitter, PeerSubmitter
+from xpool._pools.process import Pool
+from xpool._pools.verbs import options_of, submit_call
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class P2PPool(Pool):
 
     _fixed_size = "its workers, and who gives them tasks, know them by their numbers"
     _has_peers = sys.platform == "linux"
-    _calls_go_to = -1
+    _calls_go_to: int | None = -1
 
     def apply(
         self,
@@ -53,8 +52,8 @@ class P2PPool(Pool):
         """As `BasePool.apply`, on the worker with index ``worker`` if it is given."""
         if unknown:
             refuse_unknown("apply", names_of(P2PPool.apply.__code__), unknown)
-        terms = self._terms(self._bind(worker), True, timeout, retries, retry_on)
-        value: T = self._call(func, args, kwds, None, None, terms).get()
+        options = options_of(self, self._bind(worker), True, timeout, retries, retry_on)
+        value: T = submit_call(self, func, args, kwds, options).get()
         return value
 
     def apply_async(
@@ -78,10 +77,10 @@ class P2PPool(Pool):
         """
         if unknown:
             refuse_unknown("apply_async", names_of(P2PPool.apply_async.__code__), unknown)
-        terms = self._terms(self._bind(worker), False, timeout, retries, retry_on)
-        return self._call(func, args, kwds, callback, error_callback, terms)
+        options = options_of(self, self._bind(worker), False, timeout, retries, retry_on)
+        return submit_call(self, func, args, kwds, options, callback, error_callback)
 
-    def _bind(self, worker: int | None) -> int:
+    def _bind(self, worker: int | None) -> int | None:
         if worker is None:
             return self._calls_go_to
         if check_count("worker", worker, least=0) >= self._size:
@@ -90,40 +89,7 @@ class P2PPool(Pool):
             )
         return worker
 
-    def _ranges_for_all(self, job: Job, call: Any, terms: TaskOptions) -> list[TaskRange]:
-        # The job's number is the scope of the messages that workers send in this call.
-        func, args, kwds = call
-        return super()._ranges_for_all(job, (InCall(func, job.number), args, kwds), terms)
-
-    def _submit_range(self, task_range: TaskRange) -> None:
-        if task_range.bound is not None:
-            self._engine.submit(task_range)
-            return
-        # The engine binds each item on its own, so they go to it one by one.
-        for i, item in enumerate(task_range.items, task_range.first):
-            self._engine.submit(task_range.beside(i, (item,), -1))
-
-    def _open_stream(
-        self,
-        job: Job,
-        func: Callable[..., Any],
-        starred: bool,
-        chunked: bool,
-        flow: FlowControl,
-        terms: TaskOptions,
-    ) -> Callable[[int, Any], int]:
-        if not self._direct:
-            return super()._open_stream(job, func, starred, chunked, flow, terms)
-        engine, packer = self._engine, self._packer
-        job.func, owner = self._learn(func, starred, chunked, terms)
-        bound = -1 if owner is None else owner
-        begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
-        begin.input_reader, begin.may_run = flow, flow.may_run
-        flow.resume = engine.resume
-
-        def put(index: int, task: Any) -> int:
-            payload, worker = packer.pack_task(task, terms.retries > 0, bound)
-            engine.submit(begin.beside(index, (payload,), worker))
-            return engine.sent(payload)
-
-        return put
+    def _make_submitter(self) -> EngineSubmitter:
+        if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
+            return super()._make_submitter()
+        return PeerSubmitter(self, self._jobs, self._engine, self._packer, one_as_call=False)

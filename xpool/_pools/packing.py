@@ -23,11 +23,21 @@ Payload = bytes | memoryview
 
 
 class Packer:
-    """Recursion and layout of a pool's messages."""
+    """Pickles the messages of a pool, which ``token`` names.
 
-    def __init__(self, recurse: bool, layout: Layout) -> None:
-        self.recurse = recurse
-        self.layout = layout
+    Those of an arena take up to ``memory_limit`` bytes of it.
+    """
+
+    def __init__(
+        self,
+        recurse: bool,
+        token: str,
+        layout: Layout,
+        arena: Arena | None = None,
+        memory_limit: int = 0,
+    ) -> None:
+        self.recurse, self.token, self.layout = recurse, token, layout
+        self.arena, self.memory_limit = arena, memory_limit
 
     def pack(self, obj: Any, kept: bool = False) -> Payload:
         """Pickle something for a worker; ``kept``: it may be sent more than once."""

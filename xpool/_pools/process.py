@@ -8,52 +8,41 @@ import multiprocessing
 import os
 import queue
 import reprlib
-import threading
-from collections.abc import Callable, Iterable
-from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from xpool._calls.keywords import names_of_inits, refuse_unknown
-from xpool._calls.options import (
-    TaskOptions,
-    check_bytes,
-    check_count,
-    check_memory,
-    check_output,
-    check_seconds,
-    check_seed,
-    check_share_method,
-    default_processes,
-    label,
-)
+from xpool._calls.options import default_processes
 from xpool._calls.results import Job
-from xpool._calls.streams import Stream
-from xpool._engine.jobs.scheduler import CALLS, TaskRange
 from xpool._engine.launch import ForkServer, Launcher, StandIns, import_for_arrays
-from xpool._pools.all_workers import AllWorkers, limit_of
-from xpool._pools.base import at_exit
+from xpool._engine.protocols import EngineProtocol
+from xpool._pools.all_workers import AllWorkers
+from xpool._pools.base import BasePool, at_exit
+from xpool._pools.engine_submitter import EngineSubmitter, HookedEngineSubmitter
 from xpool._pools.hooks import Result, Task
-from xpool._pools.input_reader import FlowControl, Runs
+from xpool._pools.pool_options import PoolOptions, takes
 from xpool._pools.start_methods import find_launcher, only_by_inheritance
-from xpool._pools.task_stream import TaskStream
-from xpool._python.interrupt import by_handler, shielded
+from xpool._python.interrupt import shielded
 from xpool._python.server_process import occupy_streams
-from xpool._wire.wire import Mode
-from xpool._worker.callables import Retried, applied
 from xpool._worker.main_module import imported_by_worker
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:
-    from typing_extensions import Never
+    from typing_extensions import TypeVarTuple, Unpack
 
-    from xpool._memory.arena import Arena
+    from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pickling.policy import Layout
+    from xpool._pools.group import WorkerGroup
     from xpool._pools.orders import WorkerSpec
+    from xpool._pools.packing import Packer
 
-__all__ = ["Pool", "describe", "limit_of"]
+    Ts = TypeVarTuple("Ts")
+
+__all__ = ["Pool", "describe"]
+
+T = TypeVar("T")
 
 
-class Pool(AllWorkers):
+class Pool(BasePool):
     """A pool of worker processes, with the verbs of `multiprocessing.pool.Pool`.
 
     Args:
@@ -94,37 +83,19 @@ class Pool(AllWorkers):
         OSError: the system refuses descriptors or processes.
     """
 
-    def __init__(
-        self,
-        processes: int | None = None,
-        initializer: Callable[..., object] | None = None,
-        initargs: Iterable[object] = (),
-        maxtasksperchild: int | None = None,
-        context: BaseContext | str | None = None,
-        *,
-        is_recursive: bool = False,
-        is_daemon: bool = True,
-        is_copy_tensor: bool = True,
-        share_method: str | None = None,
-        memory_limit: int | str | None = None,
-        seed: int | None = None,
-        task_timeout: float | None = None,
-        initializer_timeout: float | None = None,
-        restart_budget: int | None = None,
-        output: str | None = None,
-        worker_memory: int | str | None = None,
-        memory_high: float | None = None,
-        hosts: Any = None,
-        name: str | None = None,
-        **unknown: Never,
-    ) -> None:
-        if unknown:
-            refuse_unknown(type(self).__name__, names_of_inits(self), unknown)
-        check_share_method(share_method)
-        check_seed(seed)
-        check_output(output)
-        self._output = output
-        self._memory = check_memory(worker_memory, memory_high)
+    _engine: EngineProtocol
+    _packer: Packer
+    _tasks: EngineSubmitter
+    _all: AllWorkers
+    _stops_tasks = _seeds_items = True
+    _has_peers = False  # its workers can send messages to each other
+    # Workers that are threads of one process, by index; and whether all start and end together.
+    _processes: Sequence[list[int]] = ()
+    _is_group = False
+
+    @takes(PoolOptions)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        self._options = options = PoolOptions.of(self, args, keywords)
         module = imported_by_worker()
         if module is not None:
             raise OptionError(
@@ -133,35 +104,16 @@ class Pool(AllWorkers):
                 'if __name__ == "__main__":'
             )
         occupy_streams()
-        self._recurse = is_recursive
-        self._daemon = is_daemon
-        self._copy_tensor = is_copy_tensor
-        self._share_method = share_method
-        if memory_limit is not None:
-            memory_limit = check_bytes("memory_limit", memory_limit, least=0)
-        self._wanted_limit = memory_limit
-        self._files = []
-        # Guards the size, and the order of what runs in all workers.
-        self._order = threading.RLock()
-        self._task_timeout = check_seconds("task_timeout", task_timeout)
-        self._initializer_timeout = check_seconds("initializer_timeout", initializer_timeout)
-        if restart_budget is not None:
-            check_count("restart_budget", restart_budget)
-        self._restart_budget = restart_budget
-        self._seeded = seed is not None
-        self._seed = os.urandom(16) if seed is None else str(seed).encode()
-        # Shortcuts are for those who have not put their own hook in the way.
-        self._direct = type(self).pool_inqueue_put is Pool.pool_inqueue_put
-        self._hosts = hosts
+        processes, hosts = options.processes, options.hosts
         if hosts is not None:
-            _check_over_hosts(hosts, processes, context, is_copy_tensor)
+            _check_over_hosts(options)
             self._nodes = hosts.find()
             processes = sum(node.workers for node in self._nodes)
-        super().__init__(processes, initializer, initargs, maxtasksperchild, context, name=name)
-
-    _keeps_terms = True
-    _seeds_items = True
-    _has_peers = False  # its workers can send messages to each other
+        self._task_timeout = options.task_timeout
+        super().__init__(
+            processes, options.initializer, options.initargs, options.maxtasksperchild,
+            options.context, name=options.name,
+        )  # fmt: skip
 
     # -- hooks -----------------------------------------------------------------------------------
 
@@ -172,7 +124,8 @@ class Pool(AllWorkers):
         memory be counted; nor where its process is somebody's: the owner of a context, a peer.
         """
         owned = self._has_peers or self._gives_context
-        counted = self.initializer is not None or self._seeded or self._memory[0] is not None
+        options = self._options
+        counted = bool(options.initializer or options.worker_memory) or options.seed is not None
         return not (owned or counted)
 
     def _start_server(self) -> Launcher:
@@ -191,28 +144,27 @@ class Pool(AllWorkers):
         finally:
             if collects:
                 gc.enable()
-        token = os.urandom(8).hex()
+        options, token = self._options, os.urandom(8).hex()
         arena, limit, layout = assembly.find_arena(
-            self._copy_tensor, self._share_method, self._wanted_limit, token
+            options.is_copy_tensor, options.share_method, options.memory_limit, token
         )
-        self._pack_by(token, layout, arena, limit)
+        self._packer = assembly.Packer(options.is_recursive, token, layout, arena, limit)
         assembly.pools[token] = self
         return launcher
 
-    def _pack_by(
-        self, token: str, layout: Layout, arena: Arena | None = None, limit: int = 0
-    ) -> None:
-        """Pickle messages by this layout, of an arena by up to ``limit`` bytes."""
+    def _pack_by(self, layout: Layout) -> Packer:
+        """Pickle messages by this layout, all through the pipe; return what does it."""
         from xpool._pools import assembly
 
-        self._token, self._arena, self._memory_limit = token, arena, limit
-        self._packer = assembly.Packer(self._recurse, layout)
+        token = os.urandom(8).hex()
+        self._packer = assembly.Packer(self._options.is_recursive, token, layout)
+        return self._packer
 
     def _worker_spec(self, initializer: bytes | None) -> WorkerSpec:
         """Return what the workers are told to be, by the options of the pool."""
         from xpool._pools import assembly
 
-        contexts = self._worker_contexts()
+        options, contexts = self._options, self._contexts
         every = contexts or [None] * self._size
         return assembly.WorkerSpec(
             pool=self.name,
@@ -225,26 +177,39 @@ class Pool(AllWorkers):
             ],
             binds=[dict(getattr(context, "env", None) or {}) for context in every],
             cpus=[tuple(getattr(context, "cpus", None) or ()) for context in contexts or ()],
-            daemon=self._daemon,
-            recurse=self._recurse,
-            seed=self._seed,
-            copy_tensor=self._copy_tensor,
-            share_method=self._share_method,
-            token=self._token,
+            daemon=options.is_daemon,
+            recurse=options.is_recursive,
+            seed=os.urandom(16) if options.seed is None else str(options.seed).encode(),
+            copy_tensor=options.is_copy_tensor,
+            share_method=options.share_method,
+            token=self._packer.token,
             peers=self._size if self._has_peers else 0,
-            output=self._output,
+            output=options.output,
             threads=max(1, default_processes() // self._size),
         )
 
     @shielded
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
-        if self._hosts is not None:
-            self._engine = self._backend = self._hosts.make_engine(self, self._nodes)
-            return
-        launcher = self._start_server()
+        hosts = self._options.hosts
+        if hosts is not None:
+            self._engine = hosts.make_engine(self, self._nodes)
+        else:
+            self._engine = self._make_engine(self._start_server())
+        self._backend = self._engine
+        self._tasks = self._submitter = self._make_submitter()
+        self._all = AllWorkers(self._tasks, self._life, self._size, self._task_timeout, hosts)
+
+    def _make_submitter(self) -> EngineSubmitter:
+        kind = EngineSubmitter
+        if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
+            kind = HookedEngineSubmitter
+        return kind(self, self._jobs, self._engine, self._packer, not self._gives_context)
+
+    def _make_engine(self, launcher: Launcher) -> EngineProtocol:
         from xpool._pools import assembly
 
+        options = self._options
         blob, inherited = None, None
         try:
             blob = self._packer.pack_option(
@@ -267,23 +232,23 @@ class Pool(AllWorkers):
                 "pool, or to this one neither a context nor what only a context can pass on"
             )
         spec = self._worker_spec(blob)
-        orders = assembly.Orders(spec, launcher, self._arena, self._memory_limit)
-        engine = assembly.Engine(
+        arena = self._packer.arena
+        orders = assembly.Orders(spec, launcher, arena, self._packer.memory_limit)
+        return assembly.Engine(
             self._size,
-            assembly.Recipe(launcher, orders, self.name, self._daemon, inherited),
-            arena=self._arena,
+            assembly.Recipe(launcher, orders, self.name, options.is_daemon, inherited),
+            arena=arena,
             lifetime=self.maxtasksperchild,
-            describe=functools.partial(describe, self._jobs),
-            restart_budget=self._restart_budget or max(100, 4 * self._size),
-            initializer_timeout=self._initializer_timeout,
-            processes=self._processes(),
-            together=self._is_group(),
+            describe=functools.partial(describe, self._jobs.unanswered),
+            restart_budget=options.deaths_a_minute(self._size),
+            initializer_timeout=options.initializer_timeout,
+            processes=self._processes,
+            together=self._is_group,
             peers=self._has_peers,
             relay=assembly.Relay(self.name),
-            worker_memory=self._memory[0],
-            memory_high=self._memory[1],
+            worker_memory=options.worker_memory,
+            memory_high=options.memory_high,
         )
-        self._engine = self._backend = engine
 
     def pool_inqueue_put(self, obj: Task | None) -> None:
         """Pickle a task and give it to an idle worker, or queue it; None: let all workers end."""
@@ -291,10 +256,10 @@ class Pool(AllWorkers):
             self._engine.retire_all()
             return
         number, chunk, func, args, kwds = obj
-        job = self._jobs.get(number)
+        job = self._jobs.unanswered.get(number)
         # None: it was cancelled, or failed, meanwhile.
         if job is not None:
-            self._engine.submit(self._call_range(job, chunk, (func, args, kwds), job.terms))
+            self._tasks.put_task(job, chunk, (func, args, kwds))
 
     def pool_outqueue_get(self, timeout: float) -> Result:
         """Return the next result; the value is still pickled, a `Parcel`."""
@@ -329,166 +294,75 @@ class Pool(AllWorkers):
 
     @shielded
     def _resize(self, size: int) -> None:
-        with self._order:  # what is to run in all workers is submitted to all there are
-            if self._group is not None:
-                raise OptionError("a pool with a create_group cannot be resized")
-            self._engine.resize(size)
-            self._size = size
-
-    # -- shortcuts ---------------------------------------------------------------------------------
-
-    def _check_call(self, func: Any, callback: Any, error_callback: Any) -> None:
-        if not callable(func) or callback is not None or error_callback is not None:
-            super()._check_call(func, callback, error_callback)
-        inner = func.func if isinstance(func, functools.partial) else func
-        if getattr(getattr(inner, "__code__", None), "co_flags", 0) & _IS_ASYNC:
-            raise TypeError(
-                f"{label(inner)} is a coroutine function, and a coroutine cannot leave the worker; "
-                f"send a function that runs it, with asyncio.run({label(inner)[:-1]}...))"
-            )
-
-    def _submit_call(
-        self,
-        job: Job,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwds: dict[str, Any],
-        terms: TaskOptions,
-    ) -> None:
-        if not self._direct:
-            super()._submit_call(job, func, args, kwds, terms)
-            return
-        job.is_call = True
-        if terms.retry_on:
-            func = Retried(func, terms.retry_on)
-        retries, limit = terms.retries, None if terms.timeout is None else limit_of(terms)
-        payload, worker = self._packer.pack_task((func, args, kwds), retries > 0, terms.worker)
-        leased = type(payload) is not bytes  # it holds blocks, or is large
-        if leased:
-            self._engine.sent(payload)
-        if terms.waits or worker is not None:
-            task_range = TaskRange(CALLS, 0, job.number, (payload,), retries, worker, limit)
-            del payload  # it holds what was lent for this call, and so does the range
-            if terms.waits:
-                self._engine.call(task_range)
-                if self._engine.results:
-                    self._pump()
-            else:
-                self._engine.submit(task_range)
-        else:
-            self._engine.submit_call(job.number, payload, retries, limit)
-
-    def _submit_each(
-        self,
-        job: Job,
-        func: Callable[..., Any],
-        starred: bool,
-        chunked: bool,
-        chunks: Iterable[Any],
-        terms: TaskOptions,
-    ) -> None:
-        if not self._direct:
-            super()._submit_each(job, func, starred, chunked, chunks, terms)
-            return
-        job.func, owner = self._learn(func, starred, chunked, terms)
-        begin = TaskRange(job.number, job.func, 0, (), terms.retries, None, limit_of(terms))
-        task_ranges = [begin]
-        failed = []
-        for i, chunk in enumerate(chunks):
-            try:
-                payload, worker = self._packer.pack_task(chunk, terms.retries > 0, owner)
-            except Exception as error:
-                if by_handler(error):
-                    raise
-                # It fails alone; what comes after it is a task range of its own.
-                failed.append((i, error))
-                task_ranges.append(begin.beside(i + 1))
-                continue
-            self._engine.sent(payload)
-            if worker is None:
-                task_ranges[-1].items.append(payload)
-            else:
-                task_ranges += begin.beside(i, (payload,), worker), begin.beside(i + 1)
-        for task_range in task_ranges:
-            if task_range.items:
-                self._submit_range(task_range)
-        for i, exc in failed:
-            self._deliver(job.number, i, False, exc)
-
-    def _submit_only(
-        self,
-        job: Job,
-        func: Callable[..., Any],
-        starred: bool,
-        chunked: bool,
-        chunk: Any,
-        terms: TaskOptions,
-    ) -> None:
-        plain = terms.timeout is None and not terms.retries and not terms.retry_on
-        if not (plain and self._direct) or self._gives_context or self._has_peers:
-            super()._submit_only(job, func, starred, chunked, chunk, terms)
-        else:
-            call, before = applied(func, starred, chunked)
-            self._submit_call(job, call, (*before, chunk), {}, terms)
-
-    def _call_range(
-        self, job: Job, index: int, call: tuple[Any, ...], terms: TaskOptions
-    ) -> TaskRange:
-        if terms.retry_on:
-            call = (Retried(call[0], terms.retry_on), *call[1:])
-        payload, worker = self._packer.pack_task(call, terms.retries > 0, terms.worker)
-        self._engine.sent(payload)
-        return TaskRange(job.number, 0, index, (payload,), terms.retries, worker, limit_of(terms))
-
-    def _learn(
-        self, func: Callable[..., Any], starred: bool, chunked: bool, terms: TaskOptions
-    ) -> tuple[int, int | None]:
-        """Have the engine keep a function for the workers, or for one, if it holds handles."""
-        if terms.retry_on:
-            func = Retried(func, terms.retry_on)
-        payload, owner = self._packer.pack_task(func, True, None)
-        return self._engine.learn(_MODES[starred, chunked], payload), owner
-
-    def _beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        from xpool._worker.line_streams import Clearing  # only here: few programs have a terminal
-
-        return Clearing(func)
-
-    def _submit_range(self, task_range: TaskRange) -> None:
-        self._engine.submit(task_range)
-
-    def _open_stream(
-        self,
-        job: Job,
-        func: Callable[..., Any],
-        starred: bool,
-        chunked: bool,
-        flow: FlowControl,
-        terms: TaskOptions,
-    ) -> Callable[[int, Any], int]:
-        if not self._direct:
-            return super()._open_stream(job, func, starred, chunked, flow, terms)
-        job.func, owner = self._learn(func, starred, chunked, terms)
-        stream = TaskStream(self._engine, self._packer, job, flow, terms, owner)
-        if owner is None:
-            assert isinstance(job, Stream)
-            job.runs = Runs(self._packer.pack_atoms, stream.put_run)
-        return stream.put
-
-    def _withdraw(self, job: Job) -> None:
-        self._engine.withdraw(*_place(job))
-
-    @shielded
-    def _runs(self, job: Job) -> bool:
-        return self._engine.runs(*_place(job))
-
-    def _forget(self, job: Job) -> None:
-        if job.func:
-            self._engine.forget(job.func)
-        super()._forget(job)
+        self._all.resize(size)
+        self._size = size
 
     def _release_workers(self) -> None:
         self.pool_inqueue_put(None)
+
+    # -- all workers at once -----------------------------------------------------------------------
+
+    def run_all(
+        self, func: Callable[[Unpack[Ts]], T], *args: Unpack[Ts], timeout: float | None = None
+    ) -> list[T]:
+        """Call ``func(*args)`` once in each worker; return the results, by index of the worker.
+
+        A worker that is busy comes to it when it has done what it has in hand; calls of several
+        threads come in the same order in all workers, so the functions may wait for each other.
+        Each worker's arguments are its own copies; a `broadcast` object is the one that it has.
+
+        When one fails, the others are stopped, as by `AsyncResult.cancel`, and when they have left
+        the function, the exception is raised here as it is; its ``__cause__`` names the worker.  A
+        worker that dies in it is an error too, and is replaced; a `PeerLost` that only follows from
+        another worker's failure gives way to that.  With a `create_group`, that is made anew first
+        where it is broken.
+
+        Args:
+            timeout: seconds that each call may take, from when its worker begins it; None: the
+                pool's ``task_timeout``.
+
+        Raises:
+            Exception: what ``func`` raised.
+            WorkerDied, TaskTimeout: with the ``worker`` that died or took too long.
+            TaskNotPicklable: ``func``, an argument or a result cannot be sent.
+            PoolClosed: the pool takes no more work.
+        """
+        return self._all.run(func, args, timeout)
+
+    def create_group(self, backend: str = "gloo", *, timeout: float = 60) -> WorkerGroup:
+        """Make the workers one world of `torch.distributed`, so that functions which `run_all` runs
+        can communicate; see `WorkerGroup`.  A pool has one: this makes it anew, if there is one.
+
+        Args:
+            backend: ``"gloo"`` on any workers; ``"nccl"`` on those of ``devices("cuda")``;
+                ``"xla"`` on those of one replica group.
+            timeout: seconds for making it, and for each collective operation.
+
+        Raises:
+            OptionError: there is no such backend, or it does not fit these workers.
+            WorkerDied, xpool.distributed.GroupTimeout: as `WorkerGroup.rebuild`.
+            PoolClosed: the pool takes no more work.
+        """
+        from xpool._pools.group import WorkerGroup
+
+        self._life.check_running()
+        contexts, shared = self._contexts or [], bool(self._processes)
+        return self._all.create_group(WorkerGroup(self._all, contexts, shared, backend, timeout))
+
+    def broadcast(self, obj: Any) -> Broadcast:
+        """Pickle an object once for all workers; return a reference, to be given to tasks.
+
+        A task that has the reference as an argument, in one, or in its function's closure, gets the
+        object.  Each worker opens it when it first meets it and keeps it as long as the reference
+        lives: all tasks there get the same object, and so does the worker's replacement, anew.  Its
+        tensors and arrays lie in this machine's memory once, for all workers together, until one of
+        them writes to them: then it has a copy of those pages, which no other process sees.
+
+        Raises:
+            TaskNotPicklable: it cannot be pickled, or there is no memory for it.
+            PoolClosed: the pool takes no more work.
+        """
+        return self._all.broadcast(obj)
 
     # -- looking at it -----------------------------------------------------------------------------
 
@@ -521,36 +395,18 @@ class Pool(AllWorkers):
         )
 
 
-# inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR: to import that takes 10 ms.
-_IS_ASYNC = 0x80 | 0x200
-
-_MODES = {
-    (False, False): Mode.EACH,
-    (False, True): Mode.CHUNK,
-    (True, False): Mode.STAR,
-    (True, True): Mode.STARCHUNK,
-}
-
-
-def _check_over_hosts(hosts: Any, processes: Any, context: Any, copies: bool) -> None:
+def _check_over_hosts(options: PoolOptions) -> None:
+    hosts = options.hosts
     if not hasattr(hosts, "find"):
         raise OptionError(f"hosts must be made by xpool.ray.hosts(), not {reprlib.repr(hosts)}")
+    context = "workers on other hosts start through xpool's fork server"
     for name, is_given, why in (
-        ("processes", processes is not None, "per_host= says how many workers each host has"),
-        (
-            "context",
-            context is not None,
-            "workers on other hosts start through xpool's fork server",
-        ),
-        ("is_copy_tensor=False", not copies, "hosts do not share memory"),
+        ("processes", options.processes is not None, "per_host= says how many each host has"),
+        ("context", options.context is not None, context),
+        ("is_copy_tensor=False", not options.is_copy_tensor, "hosts do not share memory"),
     ):
         if is_given:
             raise OptionError(f"{name} is not for a pool over hosts: {why}; leave it out")
-
-
-def _place(job: Job) -> tuple[int, int | None]:
-    """Return what the engine knows a job by, and which item of that it is; None: all of them."""
-    return (CALLS, job.number) if job.is_call else (job.number, None)
 
 
 def describe(jobs: dict[int, Job], number: int, index: int) -> str:

@@ -7,100 +7,55 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import (
-    MANY_HELP,
-    Exceptions,
-    ManyOptions,
-    ProgressOption,
-    resolve_processes,
-)
+from xpool._calls.options import MANY_HELP, Exceptions, ManyOptions, ProgressOption
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
-from xpool._pools.verbs import PLAIN, WAITING, Verbs
-from xpool._python.interrupt import shielded
-from xpool.errors import OptionError
+from xpool._pools.job_table import JobTable
+from xpool._pools.lifecycle import Lifecycle
+from xpool._pools.submitters import HookSubmitter, Work
+from xpool._pools.verbs import (
+    PLAIN,
+    WAITING,
+    imap,
+    map_recorded,
+    options_of,
+    submit_call,
+    submit_map,
+)
 
 if TYPE_CHECKING:
-    import concurrent.futures
-
     from typing_extensions import Never, Unpack
-
-    from xpool._pools.futures import PoolExecutor, PoolOfFutures
-    from xpool._pools.observing import ObservedPool, Report
 
 __all__ = ["PublicVerbs"]
 
-P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-class PublicVerbs(Verbs):
+class PublicVerbs:
     """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each."""
 
-    _fixed_size = ""  # why there cannot be more workers, or fewer
-
-    def submit(
-        self: PoolOfFutures, func: Callable[P, T], /, *args: P.args, **kwds: P.kwargs
-    ) -> concurrent.futures.Future[T]:
-        """Have ``func(*args, **kwds)`` called in a worker; return a future of `concurrent.futures`.
-
-        Callbacks of the future run in a thread of the pool, one after the other.  When the pool
-        ends first, the future fails with `concurrent.futures.BrokenExecutor`, whose cause says why.
-        `apply_async` has ``timeout=`` and ``retries=``.
-
-        Raises:
-            PoolClosed: the pool takes no more work.
-        """
-        from xpool._pools.futures import submit  # here: few programs need it
-
-        return submit(self, func, args, kwds)
-
-    def executor(self: PoolOfFutures) -> PoolExecutor:
-        """Return a `concurrent.futures.Executor` over this pool; its `shutdown` leaves it open."""
-        from xpool._pools.futures import PoolExecutor  # here: few programs need it
-
-        return PoolExecutor(self)
-
-    @shielded
-    def report(self: ObservedPool) -> Report:
-        """Return what was done so far: by each worker, bytes, the slowest tasks, deaths, retries.
-
-        ``print(pool.report())`` shows it as a table.  Of workers and tasks one by one only pools
-        of processes know.
-        """
-        from xpool._pools.observing import report_of  # here: few programs need it
-
-        return report_of(self)
-
-    def trace(self: ObservedPool, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Return a context in which what happens is written to ``path``, at its end.
-
-        A name that ends in ``.html`` makes a page that any browser shows; else Chrome trace events
-        in JSON, for Perfetto and ``about:tracing``.  Both have a row for each worker, with its
-        tasks, deaths and retries.  Tasks of less than a millisecond are shown several at a time.
-
-        Raises:
-            OptionError: a trace of this pool is being written, or its workers are threads.
-            OSError: there can be no such file.
-        """
-        from xpool._pools.observing import trace
-
-        return trace(self, path)
-
-    def watch(self: ObservedPool) -> AbstractContextManager[None]:
-        """Return a context in which `report` is shown on the terminal, live.
-
-        Raises:
-            ImportError: rich is not installed (``pip install xpool[progress]``).
-        """
-        from xpool._pools.observing import watch
-
-        return watch(self)
+    name: str
+    initializer: Callable[..., object] | None
+    initargs: tuple[Any, ...]
+    # The parts of a pool.
+    _jobs: JobTable
+    _life: Lifecycle
+    _submitter: HookSubmitter
+    _size: int
+    _task_timeout: float | None = None
+    # Whether this pool knows when its workers begin a task, and can stop them.
+    _stops_tasks = False
+    # Whether each worker has random generators of its own.
+    _seeds_items = False
+    # The worker that a call goes to which names none; None: any, -1: the one with the least to do.
+    _calls_go_to: int | None = None
+    # Whether functions get their worker's context in front of their arguments; and the contexts.
+    _gives_context = False
+    _contexts: list[Any] | None = None
 
     def apply(
         self,
@@ -130,10 +85,10 @@ class PublicVerbs(Verbs):
         """
         if unknown:
             refuse_unknown("apply", names_of(PublicVerbs.apply.__code__), unknown)
-        terms = WAITING
+        options = WAITING
         if timeout is not None or retries or retry_on or self._task_timeout is not None:
-            terms = self._terms(None, True, timeout, retries, retry_on)
-        value: T = self._call(func, args, kwds, None, None, terms).get()
+            options = options_of(self, None, True, timeout, retries, retry_on)
+        value: T = submit_call(self, func, args, kwds, options).get()
         return value
 
     def apply_async(
@@ -159,10 +114,10 @@ class PublicVerbs(Verbs):
         """
         if unknown:
             refuse_unknown("apply_async", names_of(PublicVerbs.apply_async.__code__), unknown)
-        terms = PLAIN
+        options = PLAIN
         if timeout is not None or retries or retry_on or self._task_timeout is not None:
-            terms = self._terms(None, False, timeout, retries, retry_on)
-        return self._call(func, args, kwds, callback, error_callback, terms)
+            options = options_of(self, None, False, timeout, retries, retry_on)
+        return submit_call(self, func, args, kwds, options, callback, error_callback)
 
     @overload
     def map(
@@ -225,11 +180,25 @@ class PublicVerbs(Verbs):
             OptionError: the journal is of another function, or of this one before a change.
             sqlite3.Error: the journal cannot be opened or written.
         """
-        terms = self._terms(None, True, timeout, retries, retry_on, progress, on_error, journal,
-                            key, version, seed, **unknown)  # fmt: skip
-        if terms.journal is not None:
-            return self._map_recorded(func, iterable, terms, False)
-        values: list[Any] = self._map(func, iterable, chunksize, False, None, None, terms).get()
+        options = options_of(
+            self,
+            None,
+            True,
+            timeout,
+            retries,
+            retry_on,
+            progress,
+            on_error,
+            journal,
+            key,
+            version,
+            seed,
+            **unknown,
+        )
+        if options.journal is not None:
+            return map_recorded(self, Work(func), iterable, options)
+        work = Work(func)
+        values: list[Any] = submit_map(self, work, iterable, chunksize, options).get()
         return values
 
     @overload
@@ -285,10 +254,11 @@ class PublicVerbs(Verbs):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(
-            None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
+        options = options_of(
+            self, None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
         )
-        return self._map(func, iterable, chunksize, False, callback, error_callback, terms)
+        work = Work(func)
+        return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
 
     @overload
     def starmap(
@@ -342,11 +312,25 @@ class PublicVerbs(Verbs):
             WorkerDied, TaskTimeout: a worker died in a task; a task took longer than ``timeout``.
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(None, True, timeout, retries, retry_on, progress, on_error, journal,
-                            key, version, seed, **unknown)  # fmt: skip
-        if terms.journal is not None:
-            return self._map_recorded(func, iterable, terms, True)
-        values: list[Any] = self._map(func, iterable, chunksize, True, None, None, terms).get()
+        options = options_of(
+            self,
+            None,
+            True,
+            timeout,
+            retries,
+            retry_on,
+            progress,
+            on_error,
+            journal,
+            key,
+            version,
+            seed,
+            **unknown,
+        )
+        if options.journal is not None:
+            return map_recorded(self, Work(func, starred=True), iterable, options)
+        work = Work(func, starred=True)
+        values: list[Any] = submit_map(self, work, iterable, chunksize, options).get()
         return values
 
     @overload
@@ -402,35 +386,11 @@ class PublicVerbs(Verbs):
         Raises:
             PoolClosed: the pool takes no more work.
         """
-        terms = self._terms(
-            None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
+        options = options_of(
+            self, None, False, timeout, retries, retry_on, progress, on_error, seed=seed, **unknown
         )
-        return self._map(func, iterable, chunksize, True, callback, error_callback, terms)
-
-    def resize(self, processes: int | None = None) -> None:
-        """Have so many workers from now on, while the pool works; returns at once.
-
-        When there are to be fewer, those with the highest numbers end after their present task; of
-        a `ThreadPool`, those that are free first.  Not for pools whose workers differ from each
-        other: a `CtxPool`, a `P2PPool`, or one with a `create_group`.
-
-        Args:
-            processes: the number of workers; None: as many as the pool would have by default.
-
-        Raises:
-            OptionError (a `ValueError`): the workers of this pool cannot change in number, or it
-                gets smaller while a function of `run_all` waits or runs in a worker that would go.
-            PoolClosed: the pool takes no more work.
-            OSError, RuntimeError: the system refuses a process or thread; nothing has changed.
-        """
-        size = resolve_processes(processes)
-        self._check_running()
-        if self._fixed_size:
-            raise OptionError(f"a {type(self).__name__} cannot be resized: {self._fixed_size}")
-        self._resize(size)
-
-    def _resize(self, size: int) -> None:
-        raise OptionError(f"a {type(self).__name__} cannot be resized: its class does not say how")
+        work = Work(func, starred=True)
+        return submit_map(self, work, iterable, chunksize, options, callback, error_callback)
 
     @overload
     def imap(
@@ -495,9 +455,22 @@ class PublicVerbs(Verbs):
             PoolClosed: the pool takes no more work.
             OptionError: the journal is of another function, or of this one before a change.
         """
-        terms = self._terms(None, False, timeout, retries, retry_on, progress, on_error, journal,
-                            key, version, seed, **unknown)  # fmt: skip
-        return self._imap(IMapIterator, func, iterable, chunksize, buffersize, terms)
+        options = options_of(
+            self,
+            None,
+            False,
+            timeout,
+            retries,
+            retry_on,
+            progress,
+            on_error,
+            journal,
+            key,
+            version,
+            seed,
+            **unknown,
+        )
+        return imap(self, IMapIterator, Work(func), iterable, chunksize, buffersize, options)
 
     @overload
     def imap_unordered(
@@ -584,12 +557,23 @@ class PublicVerbs(Verbs):
             PoolClosed: the pool takes no more work.
             OptionError: the journal is of another function, or of this one before a change.
         """
-        terms = self._terms(None, False, timeout, retries, retry_on, progress, on_error, journal,
-                            key, version, seed, **unknown)  # fmt: skip
-        return self._imap(
-            IMapUnorderedIterator, func, iterable, chunksize, buffersize, terms,
-            with_index=with_index,
-        )  # fmt: skip
+        options = options_of(
+            self,
+            None,
+            False,
+            timeout,
+            retries,
+            retry_on,
+            progress,
+            on_error,
+            journal,
+            key,
+            version,
+            seed,
+            **unknown,
+        )
+        kind, work = IMapUnorderedIterator, Work(func)
+        return imap(self, kind, work, iterable, chunksize, buffersize, options, with_index)
 
 
 for _name in ("map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"):

@@ -99,9 +99,6 @@ class Replicas(P2PPool):
         pids: list[int | None] = self._engine.statistics()["pids"]
         return pids
 
-    def _worker_contexts(self) -> list[Any] | None:
-        return self._contexts
-
 
 class ReplicaDied(WorkerDied):
     """The process of a replica has ended, and with it what it ran, for good.

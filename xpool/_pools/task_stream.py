@@ -5,43 +5,47 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.options import TaskOptions
-from xpool._calls.results import Job
-from xpool._engine.jobs.scheduler import TaskRange
-from xpool._pools.all_workers import limit_of
+from xpool._engine.jobs.scheduler import Limit, TaskRange
 from xpool._pools.input_reader import FlowControl
+from xpool.errors import TaskTimeout
 
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
     from xpool._pools.packing import Packer
 
-__all__ = ["TaskStream"]
+__all__ = ["TaskStream", "limit_of"]
+
+
+def limit_of(options: TaskOptions) -> Limit | None:
+    """Return the limit of each task with these options; None: it has none."""
+    if options.timeout is None:
+        return None
+    return Limit(options.timeout, issubclass(TaskTimeout, options.retry_on))
 
 
 class TaskStream:
     """Puts the tasks of one `imap` where the workers take them.
 
-    ``owner``: the worker to which all are bound; None: where each item's tensors lie, or any.
+    ``task_range``: of its job, still empty.  ``owner``: the worker to which all are bound (-1: each
+    to the one with the least to do); None: to where its tensors lie, or to none.
     """
 
     def __init__(
         self,
         engine: EngineProtocol,
         packer: Packer,
-        job: Job,
+        task_range: TaskRange,
         flow: FlowControl,
-        terms: TaskOptions,
         owner: int | None,
     ) -> None:
-        # The pool's, and not the pool itself: the input reader must not keep it from going.
+        # The pool's, and not the pool itself, which the input reader must not keep.
         self._engine = engine
-        self._task_range = TaskRange(
-            job.number, job.func, 0, (), terms.retries, None, limit_of(terms)
-        )
-        self._task_range.input_reader = flow
-        self._task_range.may_run, flow.resume = flow.may_run, engine.resume
+        self._task_range = task_range
+        task_range.input_reader = flow
+        task_range.may_run, flow.resume = flow.may_run, engine.resume
         self._next = 0
         self._packer = packer
-        self._kept = terms.retries > 0
+        self._kept = task_range.retries > 0
         self._owner = owner
 
     def put(self, index: int, task: Any) -> int:

@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Protocol, TypeVar
 
-from xpool._calls.results import Parcel
+from xpool._engine.jobs.states import PoolStates
 from xpool._engine.protocols import WorkerBackend
-from xpool._pools.callbacks import Callbacks
-from xpool._pools.input_reader import InputReader
-from xpool.errors import InternalError
+from xpool._pools.hooks import Result
+from xpool._pools.job_table import JobTable
+from xpool._pools.lifecycle import Lifecycle
+from xpool.errors import InternalError, PoolBroken
 
-__all__ = ["stop_input_readers", "take_turns"]
+__all__ = ["TURN", "take_turns"]
 
-
-class _Pool(Protocol):
-    """What is called of a pool."""
-
-    name: str
-
-    def _turn(self) -> bool: ...
-
-    def _break(self, exc: BaseException | Parcel) -> None: ...
-
-    def _finish(self) -> None: ...
+TURN = 0.1
+"""Seconds for which this thread waits in `pool_outqueue_get` of a pool without a backend."""
 
 
-Some = TypeVar("Some", bound=_Pool)
+class TurningPool(Protocol):
+    """What this thread uses of its pool."""
+
+    _jobs: JobTable
+    _life: Lifecycle
+    _backend: WorkerBackend | None
+    _maintained: float
+
+    def pool_outqueue_get(self, timeout: float) -> Result: ...
+
+    def maintain_pool(self) -> bool: ...
+
+    def repopulate_pool(self) -> None: ...
+
+    def terminate_workers(self) -> None: ...
+
+    def join_workers(self) -> None: ...
+
+    def _release_workers(self) -> None: ...
 
 
-def take_turns(
-    ref: weakref.ref[Some],
-    backend: WorkerBackend | None,
-    callbacks: Callbacks,
-    input_readers: set[InputReader],
-) -> None:
+Some = TypeVar("Some", bound=TurningPool)
+
+
+def take_turns(ref: weakref.ref[Some], backend: WorkerBackend | None, jobs: JobTable) -> None:
     """Take turns until the end.  Between two of them, no pool is held: so one can be dropped."""
     go_on = True
     while go_on:
@@ -49,35 +58,71 @@ def take_turns(
         # life again; hence the flag.
         if pool is None or (backend is not None and backend.dropped):
             del pool
-            stop_input_readers(input_readers)
+            jobs.stop_input_readers()
             _disband(backend)
-            callbacks.stop()
+            jobs.callbacks.stop()
             return
         try:
             if trouble is not None:
                 raise trouble
-            go_on = pool._turn()
+            go_on = _turn(pool, backend)
         except BaseException as exc:
             story = InternalError(
-                f"{type(exc).__name__} in the engine of {pool.name}: {exc}. If the pool has hooks "
+                f"{type(exc).__name__} in the engine of {jobs.name}: {exc}. If the pool has hooks "
                 "of your own, look at the cause first; else this is a bug in xpool"
             )
             story.__cause__ = exc
-            pool._break(story)
+            pool._life.fail(story, pool.terminate_workers)
             go_on = False
         if not go_on:
-            pool._finish()
+            _finish(pool, backend)
         del pool
 
 
-def stop_input_readers(input_readers: set[InputReader]) -> None:
-    """Draw no more of any input."""
-    for input_reader in list(input_readers):
-        input_reader.flow.stop()
+def _turn(pool: TurningPool, backend: WorkerBackend | None) -> bool:
+    """Deliver and maintain; return False when the pool is at its end."""
+    jobs, life = pool._jobs, pool._life
+    jobs.receive(pool.pool_outqueue_get, 0.0 if backend is not None else TURN)
+    if backend is not None:
+        failure = backend.failure
+        if jobs.bookkeeping_error is not None:
+            error = jobs.bookkeeping_error
+            failure = PoolBroken(0, 0.0, f"{type(error).__name__}: {error}")
+        if failure is not None and life.failure is None:
+            # What has come up to now is delivered; only the rest fails.
+            jobs.receive(pool.pool_outqueue_get)
+            life.fail(failure, pool.terminate_workers)
+    elif time.monotonic() - pool._maintained >= TURN:
+        pool._maintained = time.monotonic()
+        if life.state is not PoolStates.TERMINATE and pool.maintain_pool():
+            pool.repopulate_pool()
+    if life.state is PoolStates.CLOSE and not jobs.unanswered:
+        life.drain()
+    return life.state is not PoolStates.TERMINATE
+
+
+def _finish(pool: TurningPool, backend: WorkerBackend | None) -> None:
+    life = pool._life
+    try:
+        if life.drained:
+            pool._release_workers()
+        else:
+            # Again: this thread may have started workers while another called `terminate`.
+            pool.terminate_workers()
+        pool.join_workers()
+    finally:
+        # Those that a thread in `terminate` has not come to yet: their futures are completed by
+        # a thread that ends here.
+        life.fail_unanswered()
+        pool._jobs.callbacks.stop()
+        if backend is not None:
+            backend.close()
+        # Last: `join`, and `__del__` too, take everything for put away after this.
+        life.finished.set()
 
 
 def _disband(backend: WorkerBackend | None) -> None:
-    """End the workers of a pool that nobody holds any more."""
+    """End the workers of a pool that was dropped."""
     if backend is not None:
         backend.terminate()
         while not backend.ended:

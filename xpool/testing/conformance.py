@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from xpool._pools.base import TURN, BasePool
+from xpool._pools.base import BasePool
+from xpool._pools.turns import TURN
 from xpool.testing.leaks import Snapshot
 from xpool.testing.tasks import TaskError, perform
 from xpool.testing.waiting import eventually

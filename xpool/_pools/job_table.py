@@ -1,0 +1,168 @@
+"""`JobTable`: the jobs of a pool that are not answered yet."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from xpool._calls.results import AsyncResult, Job, Parcel
+from xpool._calls.streams import Stream
+from xpool._pools.callbacks import Callbacks
+from xpool._pools.hooks import Carried, Result
+from xpool._pools.input_reader import InputReader
+from xpool.errors import XPoolError
+
+__all__ = ["JobTable"]
+
+
+class JobTable:
+    """The unanswered jobs of a pool; it delivers their results, or fails them.
+
+    ``wake`` wakes the engine's thread.  It is called when a job leaves the table of a pool that
+    accepts no more: this job may have been the last.  Neither it nor the table holds the pool.
+    """
+
+    def __init__(self, name: str, wake: Callable[[], object]) -> None:
+        self.name, self.wake = name, wake
+        # Guards `accepting` and entry into `unanswered`: no job enters after the last sweep.
+        self.lock = threading.Lock()
+        self.accepting = False
+        self.unanswered: dict[int, Job] = {}
+        self.numbers = itertools.count(1)
+        # Held while a result is delivered: by the engine's thread, or by a caller that receives.
+        self._delivering = threading.Lock()
+        self.input_readers: set[InputReader] = set()
+        self.callbacks = Callbacks(name)
+        self.counts = {"submitted": 0, "succeeded": 0, "failed": 0}
+        # An exception that was raised amid the pool's bookkeeping: the pool cannot go on.
+        self.bookkeeping_error: BaseException | None = None
+
+    def enter(self, job: Job, tasks: int) -> bool:
+        """Add a job of this many tasks; return False if the pool accepts no more."""
+        with self.lock:
+            if self.accepting:
+                self.unanswered[job.number] = job
+                self.counts["submitted"] += tasks
+                return True
+        return False
+
+    # -- answers -----------------------------------------------------------------------------------
+
+    def receive(self, get: Callable[[float], Result], timeout: float = 0.0) -> None:
+        """Deliver the results that ``get`` returns, waiting ``timeout`` seconds for the first."""
+        try:
+            while True:
+                number, index, (ok, value) = get(timeout)
+                self.deliver(number, index, ok, value)
+                timeout = 0.0
+        except (queue.Empty, builtins.TimeoutError):
+            return
+
+    def deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
+        """Hand the answer of task ``index`` to its job; ignore it if the job is answered."""
+        with self._delivering:
+            job = self.unanswered.get(number)
+            if job is None:
+                return
+            if ok:
+                self.counts["succeeded"] += value.count if isinstance(value, Parcel) else 1
+            else:
+                self.counts["failed"] += 1
+                if isinstance(value, Carried):
+                    value = value.exc
+            if job.deliver(index, ok, value):
+                self.complete(job)
+
+    def deliver_recorded(self, number: int, index: int, ok: bool, value: Any) -> None:
+        """Hand on an answer that is written in a journal."""
+        with self._delivering:
+            job = self.unanswered.get(number)
+            if isinstance(job, Stream) and job.record(index, ok, value):
+                self.complete(job)
+
+    def end_input(self, number: int, length: int, input_reader: InputReader) -> None:
+        """Note that the input of a stream has ended after ``length`` tasks."""
+        self.input_readers.discard(input_reader)
+        with self.lock:
+            self.counts["submitted"] += length
+        with self._delivering:
+            job = self.unanswered.get(number)
+            if isinstance(job, Stream) and job.end(length):
+                self.complete(job)
+
+    def complete(self, job: Job) -> None:
+        """Have the callback of an answered job called, or release its callers now."""
+        if job.has_callback:
+            assert isinstance(job, AsyncResult)
+            if job.is_future:
+                self.callbacks.add_future(job)
+            else:
+                self.callbacks.add(job)
+        else:
+            self.remove(job)
+            job.release()
+
+    def remove(self, job: Job) -> None:
+        """Remove an answered job; the engine's thread checks whether it was the last."""
+        if job.drop_function is not None:
+            job.drop_function()
+            job.drop_function = None
+        self.unanswered.pop(job.number, None)
+        if not self.accepting:
+            self.wake()
+
+    def fail(self, jobs: Iterable[Job], exc: BaseException | Parcel, call_back: bool = True) -> int:
+        """Answer these jobs with an error, each with its own instance.
+
+        Returns how many had no answer yet.
+        """
+        failed = 0
+        for job in jobs:
+            with self._delivering:
+                if job.settled:
+                    continue
+                failed += 1
+                job.fail(_own(exc))
+                self.counts["failed"] += 1
+                if call_back or job.is_future:
+                    self.complete(job)
+                else:
+                    self.remove(job)
+                    job.release()
+        return failed
+
+    # -- ending ------------------------------------------------------------------------------------
+
+    def stop_input_readers(self) -> None:
+        """Draw no more of any input."""
+        for input_reader in list(self.input_readers):
+            input_reader.flow.stop()
+
+    def after_fork_in_child(self, exc: BaseException) -> None:
+        """Fail all jobs: the workers, and the threads, are the parent's."""
+        # Other threads of the parent may have held these.
+        self._delivering = threading.Lock()
+        self.lock = threading.Lock()
+        self.callbacks = Callbacks(self.name)
+        self.accepting = False
+        jobs = list(self.unanswered.values())
+        self.unanswered.clear()
+        for job in jobs:
+            job.fail(_own(exc))
+            job.release()
+
+
+def _own(exc: BaseException | Parcel) -> BaseException | Parcel:
+    """Return an error for one of several callers: a copy, so that each gets its own traceback.
+
+    A parcel makes a copy each time that it is opened.
+    """
+    if isinstance(exc, XPoolError):
+        copy = type(exc)(*exc.args)
+        copy.__cause__ = exc.__cause__
+        return copy
+    return exc

@@ -1,0 +1,146 @@
+"""`Lifecycle`: the state of a pool, why it ended, and the wait for its end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from xpool._calls.results import Job, Parcel, exception_in
+from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
+from xpool._pools.callbacks import join_ended
+from xpool._pools.job_table import JobTable
+from xpool._python.waiters import Flag
+from xpool.errors import PoolClosed
+
+__all__ = ["Lifecycle"]
+
+
+class Lifecycle:
+    """The state of one pool.  It does not hold the pool: the pool gives it hooks to call."""
+
+    def __init__(self, name: str, jobs: JobTable) -> None:
+        self.name = name
+        self._jobs = jobs
+        # Written under the lock of the table, with its `accepting`.  TERMINATE until `begin`.
+        self.state = PoolStates.TERMINATE
+        self.failure: BaseException | Parcel | None = None
+        self.drained = False  # closed, and all jobs are answered
+        self.finished = Flag()  # the workers have ended, and everything is put away
+        self.thread: threading.Thread | None = None
+        self.started = time.monotonic()
+        self._how_ended = self._advice = ""
+
+    def begin(self, thread: threading.Thread) -> None:
+        """Accept jobs from now on; the engine's thread, not started yet, is ``thread``."""
+        self.thread = thread
+        self.state = PoolStates.RUN
+        self._jobs.accepting = True
+
+    def abort(self) -> None:
+        """Accept no jobs: the constructor of the pool has failed."""
+        self.state = PoolStates.TERMINATE
+        self._jobs.accepting = False
+
+    def check_running(self) -> None:
+        """Raise `PoolClosed`, with the reason, unless the pool takes work."""
+        if self.state is PoolStates.RUN:
+            return
+        if self.failure is not None:
+            cause = exception_in(self.failure)
+            raise PoolClosed(f"The pool has failed: {self.failure}") from cause
+        raise PoolClosed(
+            f"Pool not running: {self.name} was {self._how_ended or self.state.name.lower() + 'd'}"
+            " and takes no more work; make a new pool"
+        )
+
+    def enter(self, job: Job, tasks: int) -> None:
+        """Add a job to the table, or raise `PoolClosed`."""
+        if not self._jobs.enter(job, tasks):
+            # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
+            self.check_running()
+
+    def _step(self, event: PoolEvent, failure: BaseException | Parcel | None = None) -> list[Job]:
+        """Take a step of the table of states; return the jobs that are unanswered then."""
+        with self._jobs.lock:
+            self.state = step(POOL, self.state, event)
+            self._jobs.accepting = self.state is PoolStates.RUN
+            if failure is not None:
+                self.failure = failure
+            return list(self._jobs.unanswered.values())
+
+    def close(self) -> None:
+        """Accept no more jobs."""
+        self._step(PoolEvent.CLOSE)
+        self._jobs.wake()
+
+    def leave_block(self) -> None:
+        """Note that a ``with`` block ends the pool, for the errors of unanswered jobs."""
+        if self.state is PoolStates.RUN:
+            self._how_ended = "terminated by the end of its with block"
+            self._advice = "; get() results inside the block, or close() and join() the pool there"
+
+    def stop(self, terminate_workers: Callable[[], None]) -> bool:
+        """Stop the workers and fail all jobs; return False if the pool has ended already."""
+        jobs = self._step(PoolEvent.TERMINATE)
+        running = not self.finished.is_set()
+        if running:
+            terminate_workers()
+        self.fail_unanswered(jobs)
+        self._jobs.stop_input_readers()
+        if running:
+            self._jobs.wake()
+        return running
+
+    def fail(self, exc: BaseException | Parcel, terminate_workers: Callable[[], None]) -> None:
+        """End a pool that cannot go on: everything unanswered fails with the reason."""
+        jobs = self._step(PoolEvent.FAILED, exc)
+        terminate_workers()
+        self._jobs.fail(jobs, exc)
+        self._jobs.stop_input_readers()
+
+    def drain(self) -> None:
+        """End a closed pool whose jobs are all answered."""
+        with self._jobs.lock:
+            if self.state is PoolStates.CLOSE:  # else it was terminated meanwhile
+                self.state = step(POOL, self.state, PoolEvent.DRAINED)
+                self.drained = True
+
+    def fail_unanswered(self, jobs: Iterable[Job] | None = None) -> None:
+        """Fail these jobs, or all, since the pool has ended."""
+        how = self._how_ended or "terminated"
+        error = PoolClosed(f"{self.name} was {how} before this was answered{self._advice}")
+        if jobs is None:
+            jobs = list(self._jobs.unanswered.values())
+        self._jobs.fail(jobs, error, call_back=False)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait until the workers and the pool's threads have ended; return whether they have.
+
+        Raises:
+            ValueError, RuntimeError: as `BasePool.join`.
+        """
+        if self.state is PoolStates.RUN:
+            raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
+        if self._jobs.callbacks.runs_here():
+            raise RuntimeError("join() in a callback of the same pool would wait for itself")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for job in list(self._jobs.unanswered.values()):
+            # A stream whose results nobody takes would wait for room, and this for its end.
+            if job.flow is not None:
+                job.flow.unbind()
+        ended = self.finished.wait(timeout) and self._jobs.callbacks.join(deadline)
+        if ended and self.thread is not None:
+            join_ended(self.thread)
+        return ended
+
+    def after_fork_in_child(self) -> None:
+        """End the copy of a pool in a forked child: the workers are the parent's."""
+        self.state = PoolStates.TERMINATE
+        self.failure = PoolClosed(
+            f"{self.name} belongs to process {os.getppid()} that this one was forked from; "
+            "make a pool of your own here"
+        )
+        self.finished.set()
+        self._jobs.after_fork_in_child(self.failure)

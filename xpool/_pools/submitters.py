@@ -1,0 +1,144 @@
+"""How a verb becomes tasks, through the hooks of `BasePool`; the other submitters build on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+from xpool._calls.options import check_callable
+from xpool._calls.results import Job
+from xpool._calls.streams import Stream
+from xpool._pools.hooks import Result, Task
+from xpool._pools.input_reader import FlowControl
+from xpool._pools.job_table import JobTable
+from xpool._python.interrupt import by_handler, cut_short, deliver, interruptible, pending, shielded
+from xpool._worker.callables import applied
+from xpool.errors import TaskCancelled, XPoolError
+
+__all__ = ["HookSubmitter", "HookedPool", "Put", "Work"]
+
+Put = Callable[[int, Any], int]
+"""Hands on a task of a stream, by its index; returns its size in bytes."""
+
+
+class Work(NamedTuple):
+    """What the workers do with each task of a map or a stream.
+
+    ``starred``: an item holds the arguments of a call; ``chunked``: a task is a list of items.
+    """
+
+    func: Callable[..., Any]
+    starred: bool = False
+    chunked: bool = False
+
+
+class HookedPool(Protocol):
+    """What a submitter calls of its pool."""
+
+    def pool_inqueue_put(self, obj: Task | None) -> None: ...
+
+    def pool_outqueue_get(self, timeout: float) -> Result: ...
+
+
+class HookSubmitter:
+    """Puts each task into the hook `pool_inqueue_put`.  Refers to its pool weakly.
+
+    `call`, `map` and `stream` make the tasks of a job that is entered.
+    """
+
+    def __init__(self, pool: HookedPool, jobs: JobTable) -> None:
+        self._pool = weakref.ref(pool)
+        self.jobs = jobs
+
+    def check(self, func: Any) -> None:
+        """Raise `TypeError` unless workers can call ``func``."""
+        if not callable(func):
+            check_callable("func", func)
+
+    @interruptible
+    def call(self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]) -> None:
+        """Submit the one task of a job."""
+        if pending:
+            deliver()
+        pool = self._pool()
+        assert pool is not None  # its verb was called
+        pool.pool_inqueue_put((job.number, 0, func, args, kwds))
+
+    @interruptible
+    def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
+        """Submit a task for each chunk; a tuple of one chunk is a map of one task."""
+        pool = self._pool()
+        assert pool is not None
+        for i, chunk in enumerate(chunks):
+            try:
+                if pending:
+                    deliver()
+                pool.pool_inqueue_put(_task(job.number, i, work, chunk))
+            except Exception as exc:
+                if by_handler(exc):
+                    raise
+                self.jobs.deliver(job.number, i, False, exc)
+
+    def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
+        """Return what the input reader calls with each task; it must not hold the pool.
+
+        Sets the job's ``runs`` where there is another way for items that are there at once.
+        """
+        job.answers = flow.answered  # the hooks do not tell when a worker takes a task
+        ref, jobs, number = self._pool, self.jobs, job.number
+
+        def put(index: int, task: Any) -> int:
+            pool = ref()
+            if pool is None or number not in jobs.unanswered:
+                flow.stop()
+            else:
+                # Before it is put: a pool of threads may answer it at once.
+                flow.added(0)
+                pool.pool_inqueue_put(_task(number, index, work, task))
+            return 0
+
+        return put
+
+    def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a function whose workers share the terminal of a bar with it."""
+        return func
+
+    # -- taking back -------------------------------------------------------------------------------
+
+    def withdraw(self, job: Job) -> None:
+        """Take back what was submitted of a job, where that can be done."""
+
+    def runs(self, job: Job) -> bool:
+        """Whether a worker is in a task of this job now; False where that cannot be known."""
+        return False
+
+    @shielded
+    def cancel(self, job: Job) -> bool:
+        """Answer a job with `TaskCancelled` and stop its tasks; return False if it was answered."""
+        story = f"{job.label} was cancelled before it had a result"
+        if not self.jobs.fail([job], TaskCancelled(story)):
+            return False
+        self.withdraw(job)
+        return True
+
+    def give_up(self, job: Job, exc: BaseException) -> None:
+        """Fail a job that could not be submitted; raise here what a signal handler raised."""
+        try:
+            self.withdraw(job)
+            self.jobs.fail([job], exc)
+            torn = cut_short(exc) and not isinstance(exc, XPoolError)
+        except BaseException:  # as the first: there is no stack left, for one
+            torn = True
+        if torn:
+            # The engine's thread ends the pool, at the latest when something else wakes it.
+            self.jobs.bookkeeping_error = exc
+            self.jobs.wake()
+        if torn or not isinstance(exc, Exception) or by_handler(exc):
+            raise exc
+
+
+def _task(number: int, index: int, work: Work, chunk: Any) -> Task:
+    """Return the tuple for one task of a map."""
+    call, before = applied(work.func, work.starred, work.chunked)
+    return number, index, call, (*before, chunk), {}

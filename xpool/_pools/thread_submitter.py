@@ -1,0 +1,69 @@
+"""How a verb becomes tasks of threads: sources, from which all threads take at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from xpool._calls.options import TaskOptions
+from xpool._calls.results import Job
+from xpool._calls.streams import Stream
+from xpool._engine.threads import Source, ThreadWorkers
+from xpool._pools.input_reader import FlowControl, Runs
+from xpool._pools.job_table import JobTable
+from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
+from xpool._worker.callables import applied
+
+__all__ = ["HookedThreadSubmitter", "ThreadSubmitter"]
+
+
+class ThreadSubmitter(HookSubmitter):
+    """Puts the tasks of a map, and the items of a stream that are there at once, into sources.
+
+    Single calls, and tasks with a limit of time or with retries, go through the hook.
+    """
+
+    def __init__(self, pool: HookedPool, jobs: JobTable, threads: ThreadWorkers) -> None:
+        super().__init__(pool, jobs)
+        self._threads = threads
+
+    def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
+        """Submit a source of tasks, one for each chunk."""
+        if not _plain(job.terms):
+            super().map(job, work, chunks)
+            return
+        # Snapshots: a list may change while threads take from it, and a generator runs.
+        items = chunks if isinstance(chunks, (range, tuple, list)) else list(chunks)
+        call, before = applied(*work)
+        self._threads.put(Source(job, call, before, items), len(items))
+
+    def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
+        """Return what the input reader calls with each task; it does not hold the pool."""
+        if _plain(job.terms):
+            threads, (call, before) = self._threads, applied(*work)
+
+            def put_run(index: int, items: list[Any]) -> int:
+                threads.put(Source(job, call, before, items, index, last=True), len(items))
+                return 0
+
+            job.runs = Runs(lambda items: items, put_run)
+        return super().stream(job, work, flow)
+
+    def withdraw(self, job: Job) -> None:
+        """Answer what runs of a job, and leave its threads to themselves."""
+        self._threads.withdraw(job.number)
+
+    def runs(self, job: Job) -> bool:
+        """Whether a thread is in a task of this job now."""
+        return self._threads.runs(job.number)
+
+
+class HookedThreadSubmitter(ThreadSubmitter):
+    """For a pool whose subclass overrides `pool_inqueue_put`: each task goes through that."""
+
+    map = HookSubmitter.map
+    stream = HookSubmitter.stream
+
+
+def _plain(options: TaskOptions) -> bool:
+    return options.timeout is None and not options.retries
