@@ -89,7 +89,8 @@ class AllWorkers:
         job: AllWorkersResult | None = None
         try:
             with self._order:  # the workers come to the calls by number, and are as many as now
-                job = AllWorkersResult(next(jobs.numbers), name or label(func), self.size)
+                number = next(jobs.numbers)
+                job = AllWorkersResult(number, name or label(func), self.size)
                 job.terms = TaskOptions(timeout=timeout)
                 self._submit(job, (func, args, {}))
             return job.get()
@@ -104,9 +105,7 @@ class AllWorkers:
                 job.wait(patience)
             self._submitter.cancel(job)
             # A worker that has to be killed for this must not be missed in the next call.
-            until = time.monotonic() + STOPPING
-            while engine.runs(job.number) and time.monotonic() < until:
-                time.sleep(0.002)
+            jobs.at_turns.wait(lambda: not engine.runs(number), STOPPING)
             raise
 
     @shielded

@@ -14,6 +14,7 @@ from xpool._calls.streams import Stream
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
 from xpool._pools.input_reader import InputReader
+from xpool._python.waiters import Waiters
 from xpool.errors import XPoolError
 
 __all__ = ["JobTable"]
@@ -40,6 +41,8 @@ class JobTable:
         self.counts = {"submitted": 0, "succeeded": 0, "failed": 0}
         # An exception that was raised amid the pool's bookkeeping: the pool cannot go on.
         self.bookkeeping_error: BaseException | None = None
+        # Threads that wait for something in the engine which is no answer, woken at each turn.
+        self.at_turns = Waiters()
 
     def enter(self, job: Job, tasks: int) -> bool:
         """Add a job of this many tasks; return False if the pool accepts no more."""
@@ -60,7 +63,8 @@ class JobTable:
                 self.deliver(number, index, ok, value)
                 timeout = 0.0
         except (queue.Empty, builtins.TimeoutError):
-            return
+            if self.at_turns:
+                self.at_turns.wake()
 
     def deliver(self, number: int, index: int, ok: bool, value: Any) -> None:
         """Hand the answer of task ``index`` to its job; ignore it if the job is answered."""
