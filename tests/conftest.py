@@ -238,6 +238,14 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[clusters.Cluster | None]
         yield it
 
 
+@pytest.fixture(scope="session")
+def torch_files() -> None:
+    """torch's server of named shared memory: it, and a connection to it, live as long as we do."""
+    import torch
+
+    torch.UntypedStorage._new_using_filename_cpu(1)
+
+
 def _taken(**which: bool) -> Snapshot:
     before = Snapshot.take(**which)
     if clusters.is_connected():

@@ -7,9 +7,9 @@ import signal
 from typing import Any
 
 from support import work
+from support.tensor_work import arena_here
 
 from xpool import current_worker
-from xpool._memory.arena import Arena
 from xpool._pickling.tensors.handles import Keeper
 
 made: list[Any] = []
@@ -139,10 +139,9 @@ def kept(context: Any, *_: Any) -> int:
 
 def kept_and_blocks(context: Any, *_: Any) -> tuple[int, int]:
     """Return how many tensors this worker keeps, and bytes of shared memory of all."""
-    keeper, arena = Keeper.here.get(), Arena.here()
+    keeper = Keeper.here.get()
     assert keeper is not None
-    assert arena is not None
-    return len(keeper), arena.statistics()["bytes"]
+    return len(keeper), arena_here().statistics()["bytes"]
 
 
 def pid_of(context: Any, *_: Any) -> int:

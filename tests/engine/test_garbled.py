@@ -382,16 +382,6 @@ def write_to_the_status(junk: bytes) -> None:
     threading.Event().wait()
 
 
-def test_an_answer_opens_no_files():
-    """An answer that names memory elsewhere is refused: its parent opens no file at its word."""
-    message = bytearray(encode({"b": bytearray(100_000)}))
-    token, inode, pid, fd = 77, 5, 1, 0
-    head = struct.pack("<BBHIQ", frame.FRAMED, frame.ADDRESSED, 0, 0, token)
-    message = head + struct.pack("<QQII", 3, 8, 0, 0) + struct.pack("<QQI", inode, pid, fd)
-    with pytest.raises(LookupError, match="does not have"):
-        frame.adopt(message)
-
-
 @pytest.mark.parametrize("verb", ["apply", "map"])
 @pytest.mark.parametrize("receiver", ["caller", "engine"])
 def test_part_of_a_message_after_the_answer(make_pool, tmp_path, receiver, verb):

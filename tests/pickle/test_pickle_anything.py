@@ -67,6 +67,7 @@ def test_encode_and_dumps(sent: Any) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("torch_files")
 @THOROUGH
 @given(sent=anything.structures(arrays=False))
 def test_shared(share: Layout, sent: Any) -> None:
@@ -81,8 +82,7 @@ def test_shared(share: Layout, sent: Any) -> None:
     del back, message
     gc.collect(0)
     assert anything.shared(sent, decode(on))
-    held = dumps(sent, copy_tensor=False)
-    back = loads(held)
+    back = loads(dumps(sent, copy_tensor=False))
     check(sent, back, before)
     assert anything.shared(sent, back)
 

@@ -43,7 +43,7 @@ def test_no_memoryview(kind: str, share: bool) -> None:
 
     It takes a cycle, as an error that comes while something is pickled leaves behind.
     """
-    pickler = _FastPickler(Layout(arena=Arena.here() if share else None))
+    pickler = _FastPickler(Layout(arena=Arena.own() if share else None))
     pickler.dump(KINDS[kind]())
     assert pickler.buffers
     for buffer in pickler.buffers:

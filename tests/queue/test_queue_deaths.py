@@ -14,6 +14,7 @@ from support.waiting import LIMIT, eventually
 
 from xpool._memory import foreign
 from xpool._memory.arena import Arena
+from xpool._memory.foreign import ForeignArena
 from xpool._memory.layout import HOLDS
 
 LARGE = 100_000
@@ -103,7 +104,7 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
         expected[who] += 1
     del data
     parts.settled()
-    assert not any(arena.is_foreign for arena in Arena._known.values())
+    assert not any(isinstance(arena, ForeignArena) for arena in Arena._known.values())
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.Mo
     while not q.empty():
         q.get()
     parts.settled()
-    assert not any(arena.is_foreign for arena in Arena._known.values())
+    assert not any(isinstance(arena, ForeignArena) for arena in Arena._known.values())
 
 
 def test_too_many_readers(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from support.waiting import LIMIT, eventually
 
 from xpool import Pool, TaskNotPicklable
 from xpool._memory.arena import Arena
+from xpool._memory.foreign import ForeignArena
 from xpool.queue import SimpleQueue
 
 pytestmark = pytest.mark.torch
@@ -178,7 +179,7 @@ def test_nothing_is_left(make_queue: Any, start: Any, copy: bool):
     assert after[0]["bytes"] <= before[0]["bytes"] + (1 << 20)
     new = [to for to in after[1] - before[1] if not to.startswith("pipe:")]  # the sentinel
     assert not new
-    assert not any(one.is_foreign for one in Arena._known.values())
+    assert not any(isinstance(one, ForeignArena) for one in Arena._known.values())
 
 
 @pytest.mark.exhaustive
@@ -221,7 +222,7 @@ def test_memory_of_a_dead_writer(make_queue: Any, start: Any):
     process = start("spawn", parts.make_tensors, q, 8, 4 << 20)
     taken = [q.get(LIMIT) for _ in range(8)]
     process.join(LIMIT)
-    (theirs,) = [arena for arena in Arena._known.values() if arena.is_foreign]
+    (theirs,) = [arena for arena in Arena._known.values() if isinstance(arena, ForeignArena)]
     assert theirs.file.used() >= 8 * (4 << 20)
     kept = taken[3]
     del taken

@@ -86,13 +86,13 @@ def keep(name: str, tensor: Any) -> None:
 
 
 def kept_pickle(size: int) -> bytes:
-    """Pickle a tensor of ones as a handle, keep it, and return the bytes."""
+    """Pickle a tensor of ones by its name, keep it, and return the bytes."""
     import torch
 
     from xpool import pickle
 
-    _kept["pickle"] = data = pickle.dumps([torch.ones(size, dtype=torch.uint8)], copy_tensor=False)
-    return bytes(bytearray(data))
+    _kept["pickled"] = tensor = torch.ones(size, dtype=torch.uint8)
+    return pickle.dumps([tensor], copy_tensor=False)
 
 
 def kept(name: str) -> Any:
@@ -126,13 +126,16 @@ def with_lock(size: int) -> Any:
     return [torch.zeros(size), threading.Lock()]
 
 
-def held_here() -> tuple[int, int]:
-    """Return how many blocks this worker holds, and how many of its own are out."""
+def arena_here() -> Any:
+    """Return the arena of this process: a worker's is its parent's."""
     from xpool._memory.arena import Arena
 
-    arena = Arena.here()
-    assert arena is not None
-    found = arena.statistics()
+    return next(iter(Arena._known.values()), None) or Arena.own()
+
+
+def held_here() -> tuple[int, int]:
+    """Return how many blocks this worker holds, and how many of its own are out."""
+    found = arena_here().statistics()
     return found["held"], found["out"]
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("torch", reason="most messages have tensors")
 
 import torch
 from support import work
+from support.tensor_work import arena_here
 from support.tiers import also
 from support.waiting import eventually, pass_gate, post, wait_gone
 
@@ -116,14 +117,10 @@ def produce(times: int) -> None:
 
 
 def consume(times: int) -> tuple[float, int]:
-    from xpool._memory.arena import Arena
-
     total = 0.0
     for _ in range(times):
         total += float(current_worker().recv(0, FAR)[0])
-    arena = Arena.here()
-    assert arena is not None
-    return total, arena.statistics()["bytes"]
+    return total, arena_here().statistics()["bytes"]
 
 
 def test_memory_is_used_again(make_pool):
@@ -316,11 +313,7 @@ def test_a_dead_peer_ends_a_send(make_pool, mailbox):
 
 
 def held_blocks() -> int:
-    from xpool._memory.arena import Arena
-
-    arena = Arena.here()
-    assert arena is not None
-    return arena.statistics()["held"]
+    return arena_here().statistics()["held"]
 
 
 def send_and_die(gate: str) -> None:

@@ -68,7 +68,6 @@ class Arena:
     _known: dict[int, Arena] = {}  # by token
     _mapping: type[File] = File
     _allotting: type[Region] = Region
-    is_foreign = False  # it came with a message: see `xpool._memory.foreign`
     _finalizing = staticmethod(sys.is_finalizing)
 
     def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
@@ -154,11 +153,6 @@ class Arena:
         return self.token, attachment, self.file.region, limit
 
     @classmethod
-    def here(cls) -> Arena | None:
-        """Return the arena of the pool that this process works for, else its own."""
-        return next((one for one in cls._known.values() if not one.is_foreign), None) or cls.own()
-
-    @classmethod
     def find(cls, token: int) -> Arena:
         """Return the arena that a message speaks of.
 
@@ -174,7 +168,7 @@ class Arena:
             ) from None
 
     @classmethod
-    def elsewhere(cls, address: int, arena: Arena) -> bool:
+    def elsewhere(cls, address: int, arena: Arena | None) -> bool:
         """Whether an address lies in another arena than this, in a block that others hold too."""
         for other in list(cls._known.values()):
             offset = None if other is arena else other._offset_of(address)

@@ -106,7 +106,6 @@ class ForeignArena(Arena):
     _mapping: type[File] = _Part
     _allotting: type[Region] = _NoRegion
     file: _Part
-    is_foreign = True
 
     def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
         super().__init__(fd, token, attachment, region, limit)

@@ -13,14 +13,12 @@ at a multiple of `ALIGN` from the start of the message.  A message without buffe
 plain pickle: its first byte is `PLAIN`, the PROTO opcode.
 
 `KEPT` among the flags: the sender keeps what lies in blocks, to send it again; so the receiver
-copies it, instead of using it in place.  `ADDRESSED`: the message ends with where each arena's file
-is open (u64 inode, u64 pid, u32 descriptor), for receivers that do not have it.  ``shared`` is 1
-where the block is memory that both sides use (share mode), and never copied.
+copies it, instead of using it in place.  ``shared`` is 1 where the block is memory that both sides
+use (share mode), and never copied.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
@@ -31,7 +29,7 @@ from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
 
 __all__ = [
-    "ALIGN", "FRAMED", "PLAIN", "Leased", "addressed", "adopt", "inline", "lodge", "pack",
+    "ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "inline", "lodge", "pack",
     "tokens", "unpack", "weight", "weight_of_all",
 ]  # fmt: skip
 
@@ -39,12 +37,11 @@ __all__ = [
 PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
-KEPT, ADDRESSED = 1, 2
+KEPT = 1
 
 _HEAD = struct.Struct("<BBHIQ")
 _TOKEN = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQII")
-_ADDRESS = struct.Struct("<QQI")
 
 _Entry = tuple[int, int, int, int]
 
@@ -75,19 +72,6 @@ class Leased(bytes):
             if worker is not None:
                 found[worker] = found.get(worker, 0) + nbytes
         return found
-
-
-def addressed(message: Leased) -> Leased:
-    """Return the message with the addresses of its arenas, for any process of this user."""
-    arenas = {which: block.arena for (which, _), block in message.blocks.items()}
-    address = b""
-    for which in sorted(arenas):
-        fd = arenas[which].file.fd
-        address += _ADDRESS.pack(os.fstat(fd).st_ino, os.getpid(), fd)
-    flags = bytes([message[1] | ADDRESSED])
-    found = Leased(b"".join((message[:1], flags, message[2:], address)))
-    found.blocks = message.blocks
-    return found
 
 
 def weight(message: bytes | memoryview) -> int:
@@ -221,10 +205,7 @@ def tokens(message: bytes | memoryview) -> list[int]:
 
 
 def adopt(message: bytes | memoryview) -> bytes | memoryview:
-    """Take hold of the blocks of a message, if there are any: it will be opened later.
-
-    Of arenas that this process has: a worker's answer does not make its parent open others.
-    """
+    """Take hold of the blocks of a message, if there are any: it will be opened later."""
     if message[0] != FRAMED or type(message) is Leased:
         return message
     known = tokens(message)
@@ -233,58 +214,18 @@ def adopt(message: bytes | memoryview) -> bytes | memoryview:
     # A copy: only a `Leased` carries holds.
     leased = Leased(message)
     leased.blocks = {
-        (which, place): _block(memoryview(message), known, which, place, anywhere=False)
+        (which, place): _block(known, which, place)
         for place, _, which, _ in _table(memoryview(message))[1]
         if place != MISSING
     }
     return leased
 
 
-def _block(
-    message: memoryview, known: list[int], which: int, place: int, anywhere: bool = True
-) -> Block:
-    """Take hold of a block, in an arena that this process has or, ``anywhere``, can come to."""
+def _block(known: list[int], which: int, place: int) -> Block:
+    """Take hold of a block."""
     if which >= len(known):
         raise ValueError("a message of xpool names a block, and no arena")
-    token = known[which]
-    if token in Arena._known or not (anywhere and message[1] & ADDRESSED):
-        return Arena.find(token).adopt(place)
-    from xpool._memory import foreign  # here: few programs need it
-
-    at = len(message) - _ADDRESS.size * (len(known) - which)
-    inode, pid, number = _ADDRESS.unpack_from(message, at)
-    with foreign.passing:  # until something is held there, the arena must stay open
-        block = _come_to(token, inode, pid, number).adopt(place)
-    foreign.call()
-    return block
-
-
-def _come_to(token: int, inode: int, pid: int, number: int) -> Arena:
-    """Have the arena whose file a process has open under this number."""
-    if token in Arena._known or any(
-        os.fstat(arena.file.fd).st_ino == inode for arena in list(Arena._known.values())
-    ):
-        return Arena.find(token)
-    from xpool._memory.foreign import ForeignArena
-
-    try:
-        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as exc:
-        raise LookupError(
-            f"a pickle with shared tensors lies in the memory of process {pid}, which cannot be "
-            f"had: {exc}. That process must live, and keep what dumps() returned, until it is read"
-        ) from exc
-    try:
-        # The process, or its descriptor, may be another by now than the one that the message means.
-        if os.fstat(fd).st_ino != inode:
-            raise LookupError(
-                f"a pickle with shared tensors lies in the memory of process {pid}, which has let "
-                "go of it"
-            )
-        return ForeignArena.enter(fd, token)
-    # `enter` has opened the file for itself.
-    finally:
-        os.close(fd)
+    return Arena.find(known[which]).adopt(place)
 
 
 def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
@@ -324,7 +265,7 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
             parts.append(view[begin:end])
             continue
         # Held already where the message was adopted; else it is taken hold of now.
-        block = held.get((which, place)) or _block(view, known, which, place)
+        block = held.get((which, place)) or _block(known, which, place)
         part = block.view(size)
         if len(part) < size:
             raise ValueError(f"a message names {size} bytes of block {place}, which has less")

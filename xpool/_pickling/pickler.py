@@ -14,7 +14,7 @@ from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from typing import Any
 
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Block
 from xpool._memory.buffers import same_bytes
 from xpool._pickling import diagnose, fallback, frame, reducers
 from xpool._pickling.fastpath import SHORT
@@ -27,13 +27,14 @@ from xpool._pickling.policy import (
     placement,
 )
 from xpool._python.interrupt import by_handler
-from xpool.errors import OptionError, XPoolError
+from xpool.errors import XPoolError
 
 __all__ = ["Pickler", "decode", "dumps", "encode", "encode_atoms", "loads"]
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _LONG = frozenset({str, bytes})
 _PLAIN = Layout(out_of_band=False)
+_NAMED = _PLAIN._replace(named=True)
 _MAIN = b"__main__"
 
 _dumps: Callable[[Any, int], bytes] = pickle.dumps
@@ -253,35 +254,23 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
 
     Args:
         recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        copy_tensor: false: storages of tensors move to shared memory, and a handle is written.
-            Such a pickle is for `loads` in this process or any other of this user on this machine,
-            however it came there, as long as this process lives and keeps what this function
-            returned.
+        copy_tensor: false: storages of CPU tensors move to shared memory of torch's (a file in
+            /dev/shm), and its name is written.  Any process of this user on this machine can load
+            such a pickle, once, also after this process has ended: see docs/tensors.md.
 
     Raises:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
         Exception: what an object's own ``__reduce__`` raised, with a note that says where.
-        OptionError: ``copy_tensor`` is false, and there is no shared memory here.
     """
     write = SHORT.get(type(obj))
     if write is not None and copy_tensor:
         short = write(obj, False)
         if short is not None:
             return short
-    layout = _PLAIN if copy_tensor else _PLAIN._replace(arena=_arena())
+    layout = _PLAIN if copy_tensor else _NAMED
     message = _message(_pickle(obj, layout, recurse, follow=False), layout, True)
     assert isinstance(message, bytes)  # nothing large lies beside it
-    return frame.addressed(message) if type(message) is frame.Leased else message
-
-
-def _arena() -> Arena:
-    arena = Arena.here()
-    if arena is None:
-        raise OptionError(
-            "copy_tensor=False: this process cannot have memory that it shares with others (it "
-            "takes Linux, and no limit on addresses, ulimit -v); use copy_tensor=True"
-        )
-    return arena
+    return message
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
@@ -295,19 +284,15 @@ class Pickler:
     Args:
         file: has ``write(bytes)``.
         recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        copy_tensor: as of `dumps`; what the pickles hold is held as long as this pickler lives.
+        copy_tensor: as of `dumps`.
     """
 
     def __init__(self, file: Any, recurse: bool = False, copy_tensor: bool = True) -> None:
         self._file, self._recurse, self._copy_tensor = file, recurse, copy_tensor
-        self._held: list[bytes] = []
 
     def dump(self, obj: Any) -> None:
-        """Write one object; `pickle.load` reads it, if it holds no handles."""
-        data = dumps(obj, self._recurse, self._copy_tensor)
-        self._file.write(data)
-        if type(data) is frame.Leased:
-            self._held.append(data)
+        """Write one object; `pickle.load` reads it."""
+        self._file.write(dumps(obj, self._recurse, self._copy_tensor))
 
     def __repr__(self) -> str:
         return f"Pickler({self._file!r}, recurse={self._recurse}, copy_tensor={self._copy_tensor})"

@@ -43,6 +43,9 @@ class Layout(NamedTuple):
     arena: Arena | None = None
     """Share mode: where the storages of tensors are moved.  None: copy mode."""
 
+    named: bool = False
+    """Share mode of `dumps`: storages go by the names of files, as torch shares them."""
+
     anywhere: bool = False
     """Share mode: descriptors go along, so what is shared stays in whatever arena it is."""
 

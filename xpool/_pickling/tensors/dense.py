@@ -35,7 +35,7 @@ from xpool._pickling.reducers import (
 from xpool._pickling.tensors import composite, cuda
 from xpool._pickling.tensors.devices import is_kept, on_own_device
 from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
-from xpool._pickling.tensors.sharing import first_user, move, reduce_shared
+from xpool._pickling.tensors.sharing import first_user, move, reduce_named, reduce_shared
 from xpool.errors import TaskNotPicklable
 
 __all__ = ["Memory", "bytes_of", "piece_of"]
@@ -185,6 +185,8 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
             place = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
             return _shared, (in_place(pickler, block), name, count, *place)
         return _dense(pickler, sys.modules["torch"], tensor, name)
+    if pickler.layout.named and start:
+        return _dense(pickler, sys.modules["torch"], tensor, name)
     seen = pickler.tensors
     if seen is None:
         seen = pickler.tensors = Seen()
@@ -286,8 +288,10 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         tensor = _with_memory(tensor)
         start = tensor.data_ptr()
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
+    # Share mode: the storage travels by name, and the tensor as a place in it.
+    if pickler.layout.named:
+        return _at, (tensor.untyped_storage(), tensor.storage_offset(), name, shape, strides)
     if pickler.layout.arena is not None:
-        # Share mode: the storage travels by name, and the tensor as a place in it.
         storage = _storage_in_arena(pickler, tensor)
         user = first_user(pickler, storage.data_ptr(), storage)
         return _at, (user, tensor.storage_offset(), name, shape, strides)
@@ -339,8 +343,11 @@ def _with_memory(tensor: Any) -> Any:
 
 def _reduce_storage(pickler: Context, storage: Any) -> Any:
     """As a tensor of bytes, since torch's own pickle of a storage does not load."""
-    if pickler.layout.arena is not None and storage.device.type == "cpu":
-        return reduce_shared(pickler, storage)
+    if storage.device.type == "cpu":
+        if pickler.layout.named:
+            return reduce_named(pickler, storage)
+        if pickler.layout.arena is not None:
+            return reduce_shared(pickler, storage)
     torch = sys.modules["torch"]
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return _storage_of, (flat,) if flat.is_cpu else (flat.cpu(), True)

@@ -10,6 +10,7 @@ so does one in a file that other processes may have mapped (see `mapped`).
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from xpool._python import at_fork
 from xpool._python.hidden import is_free_threaded
 from xpool.errors import TaskNotPicklable
 
-__all__ = ["first_user", "move", "reduce_shared"]
+__all__ = ["first_user", "move", "reduce_named", "reduce_shared"]
 
 # Reentrant: a signal handler may share something in the midst of that.
 # One thread at a time: of two that move the same storage, the second finds it in the arena.
@@ -56,6 +57,57 @@ def reduce_shared(pickler: Context, storage: Any) -> Any:
             return mapped.open_file, mapped.lend(pickler, storage, place, lambda: about)
     block = move(arena, layout, storage, lambda: about)
     return _open_storage, (in_place(pickler, block), nbytes)
+
+
+_TORCH_FILES = "/dev/shm/torch_"
+"""What the files of torch's "file_system" way are called."""
+
+
+def reduce_named(pickler: Context, storage: Any) -> Any:
+    """Return what opens a storage by the name of its file, for any process of this machine.
+
+    This is `torch.multiprocessing`'s "file_system" way: torch counts who has the file open and the
+    pickles that nobody has read, and a process of torch's removes the file after the last of them.
+
+    Raises:
+        TaskNotPicklable: it cannot be moved to such a file; the message says why and what to do.
+    """
+    from torch.multiprocessing import reductions
+
+    nbytes, address = storage.nbytes(), storage.data_ptr()
+    if not nbytes:
+        return _open_storage, (None, 0)
+    torch = sys.modules["torch"]
+    refused = f"A storage of {nbytes} bytes cannot be shared by name: "
+    with _moving:
+        place = mapped.place_of(pickler, storage)
+        path = "" if place is None else place[0]
+        if Arena.elsewhere(address, None):
+            raise TaskNotPicklable(
+                f"{refused}it is shared with the workers of a pool. Send a clone() of it instead."
+            )
+        if path and not path.startswith((_TORCH_FILES, "/proc/")):
+            raise TaskNotPicklable(f"{refused}it lies in {path}. Send a clone() of it instead.")
+        if not path.startswith(_TORCH_FILES):
+            target = torch.UntypedStorage._new_using_filename_cpu(nbytes)
+            _reserve(target, nbytes, refused)
+            # An attribute lives as long as the storage.
+            storage.xpool_former = _exchange(torch, storage, target, None)
+        manager, name, _ = storage._share_filename_cpu_()
+    # The pickle counts; whoever loads it takes that back.
+    storage._shared_incref()
+    reductions.shared_cache[name] = reductions.StorageWeakRef(storage)
+    return reductions.rebuild_storage_filename, (type(storage), manager, name, nbytes)
+
+
+def _reserve(storage: Any, nbytes: int, refused: str) -> None:
+    """Have the memory of a new file, whose shortage would otherwise be a SIGBUS."""
+    _, name, _ = storage._share_filename_cpu_()
+    try:
+        with open(f"/dev/shm{name.decode()}", "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as exc:
+        raise TaskNotPicklable(f"{refused}{exc}. Send a copy: copy_tensor=True.") from exc
 
 
 def first_user(pickler: Context, address: int, user: Any) -> Any:
@@ -130,20 +182,26 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, ten
             "what is shared, or send copies: is_copy_tensor=True."
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
+    block.former = _exchange(torch, storage, target, tensor)
+    return block
+
+
+def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
+    """Give a storage the memory of another; return what has to live as long, or None.
+
+    Something may know the old address: an array of numpy's, a DLPack capsule, an operation that
+    another thread is in.  It must not find its memory freed.
+    """
     # Before the swap: other tensors of the storage see the new memory from then on.
     target.copy_(storage)
-    if (
+    needed = (
         not storage.resizable()
         or is_free_threaded()
         or _has_other_users(torch, storage, tensor)
         or _other_threads_compute()
-    ):
-        # Something else may know the address: an array of numpy's, a DLPack capsule, an operation
-        # that another thread is in.  It must not find its memory freed: that lives as long as the
-        # block.  After the swap, `target` is what has the old memory.
-        block.former = target
+    )
     _swap(torch, storage, target)
-    return block
+    return target if needed else None
 
 
 def _other_threads_compute() -> bool:
