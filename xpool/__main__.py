@@ -1,5 +1,7 @@
 """``python -m xpool``: what this machine gives to pools, and a self-test of two seconds.
 
+``python -m xpool stacks PID`` says where the workers of a running program are.
+
 ``--json`` prints the same as one JSON object.  The exit status is 1 when the self-test fails.
 """
 
@@ -17,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xpool._engine.stacks import outside
+from xpool._pools.observing import as_stacks
 from xpool._pools.process import Pool
 from xpool.errors import WorkerDied
 
@@ -241,6 +245,23 @@ def _value(value: Any) -> str:
     return str(value)
 
 
+def show_stacks(pid: int) -> int:
+    """Print where the workers of another process are; return the exit status."""
+    if sys.platform != "linux":
+        print("stacks is for Linux, whose /proc leads to the workers", file=sys.stderr)
+        return 1
+    try:
+        found = outside(pid)
+    except (ProcessLookupError, FileNotFoundError):
+        print(f"There is no process {pid}.", file=sys.stderr)
+        return 1
+    except PermissionError:
+        print(f"Process {pid} is another user's: run this as that user.", file=sys.stderr)
+        return 1
+    print(as_stacks(found) if found else f"Process {pid} has no workers of xpool.")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print what was found; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -249,7 +270,15 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--no-test", action="store_true", help="start no workers")
+    parser.add_argument(
+        "command", nargs="?", choices=["stacks"], help="stacks PID: where the workers of PID are"
+    )
+    parser.add_argument("pid", nargs="?", type=int)
     asked = parser.parse_args(arguments)
+    if asked.command:
+        if asked.pid is None:
+            parser.error("stacks needs the process id of the program that has made the pool")
+        return show_stacks(asked.pid)
     found = look()
     found["to do"] = advice(found)
     if not asked.no_test:

@@ -123,7 +123,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
         asked.release()
         return 0.0, 0.0, runnable  # as of one that has been put aside since it was asked
 
-    monkeypatch.setattr(start_limit, "STARVED", WAIT)
+    monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
     monkeypatch.setattr(Slot, "processor", processor)
     pool = make_pool(Pool, 1)
     pid = pool.apply(work.pid)
@@ -435,7 +435,7 @@ def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_po
     from xpool._engine import start_limit
     from xpool._engine.slot import Slot
 
-    monkeypatch.setattr(start_limit, "STARVED", WAIT)
+    monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
     monkeypatch.setattr(start_limit, "TASK_GRACE", 0.001)  # no time at all
     monkeypatch.setattr(Slot, "processor", lambda slot: (0.0, 0.0, True))  # it is in line
     pool = make_pool(Pool, 1, work.count_up, initializer_timeout=LIMIT)

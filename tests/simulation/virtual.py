@@ -179,6 +179,7 @@ class Page:
             "words": _View(self, self._words[me], self._words[1 - me], by_parent),
             "_data": _View(self, self._data[me], self._data[1 - me], by_parent),
             "_map": _Stack(),
+            "_turn": [0],
             "_written": 0,
             "_room": 0,
         }

@@ -222,7 +222,10 @@ class AsyncResult(Job, Generic[T]):
         if not self._ready:
             self.wait(timeout)
             if not self._ready and not self.ready():
-                raise TimeoutError(f"{self.label} has no result after {timeout} s")
+                raise TimeoutError(
+                    f"{self.label} has no result after {timeout} s; print(pool.stacks()) says "
+                    "where each worker is"
+                )
         if not self._opened:
             self._open()
         if self.progress is not None:

@@ -180,7 +180,10 @@ class IMapIterator(Iterator[T]):
             about_to_block()
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):
-                raise TimeoutError(f"no next result of {self.label} after {timeout} s")
+                raise TimeoutError(
+                    f"no next result of {self.label} after {timeout} s; print(pool.stacks()) says "
+                    "where each worker is"
+                )
 
     # The function itself: a call less for each result of a loop.
     __next__ = next  # noqa: A003 - not the builtin

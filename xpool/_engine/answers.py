@@ -24,19 +24,19 @@ from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
 
-__all__ = ["Answers", "own_part"]
+__all__ = ["OURS", "Answers", "own_part"]
 
 CULPRIT = 5
 """Workers that one task may kill, whatever its ``retries``."""
 
 _WORKER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_worker", "")
-_OURS = tuple(f'"{_WORKER}{name}.py"' for name in ("loop", "callables"))
+OURS = tuple(f'"{_WORKER}{name}.py"' for name in ("loop", "callables"))
 
 
 def own_part(stack: str) -> str:
     """Return the task's own part of what faulthandler wrote: without its title, and our frames."""
     lines = [line for line in stack.splitlines() if line.startswith("  ")]
-    ours = [i for i, line in enumerate(lines) if any(o in line for o in _OURS)]
+    ours = [i for i, line in enumerate(lines) if any(o in line for o in OURS)]
     # The last of ours stays where it called a function in C, which has no frame.
     return "\n".join(lines[: max(1, ours[0])] if ours else lines)
 

@@ -28,9 +28,11 @@ receive it himself (`call`): then nothing stands between the caller and the work
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from xpool._engine import stacks
 from xpool._engine.answers import Answers
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
@@ -45,6 +47,7 @@ from xpool._engine.reactor import Reactor
 from xpool._engine.relay import Relay
 from xpool._engine.replacement import Recipe, Replacement
 from xpool._engine.slot import Slot
+from xpool._engine.stacks import Whereabouts
 from xpool._engine.switchboard import Switchboard
 from xpool._memory.arena import Arena
 from xpool._pickling.frame import Leased, weight
@@ -361,6 +364,21 @@ class Engine:
             sent = sum(slot.writer.sent for slot in self.slots if slot.handle is not None)
             out = sent + ledger.bytes_out
             return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
+
+    def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
+        """Return where each worker is, within a second; those that run are asked by a signal."""
+        describe = describe or self._answers.describe
+        begun = time.monotonic()
+        with self.lock:
+            asked = stacks.ask(self.slots)
+        while True:
+            with self.lock:
+                waited = time.monotonic() - begun
+                slots = self.slots[: self.sched.size]
+                found = stacks.collect(slots, asked, self.sched, describe, waited)
+            if found is not None:
+                return found
+            time.sleep(0.005)  # the handlers write to a page, which tells nobody
 
     def begin_trace(self) -> None:
         """Begin to keep events.

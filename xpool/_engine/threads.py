@@ -27,7 +27,9 @@ from typing import Any
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
 from xpool._engine.jobs.budget import START_ATTEMPTS, back_off
+from xpool._engine.stacks import Whereabouts
 from xpool._python.waiters import TaskQueue
+from xpool._worker.callables import item_of
 from xpool._worker.context import WorkerInfo, enter, leave
 from xpool._worker.stopping import stack_of
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
@@ -494,6 +496,21 @@ class ThreadWorkers:
         """Whether a thread is in a task of this job now."""
         with self._lock:
             return any(member.job == job for member in self._threads.values())
+
+    def stacks(self) -> list[Whereabouts]:
+        """Return where each thread is."""
+        frames = sys._current_frames()
+        with self._lock:
+            members = sorted(self._threads.values(), key=lambda member: member.index)
+        found = []
+        for member in members:
+            thread = member.thread
+            job = self._jobs.get(member.job)
+            frame = frames.get(thread.ident or 0) if thread is not None and job else None
+            stack, item = stack_of(frame, _OURS), item_of(frame)
+            task = "" if job is None else job.label
+            found.append(Whereabouts(member.index, os.getpid(), task, item, None, stack, ""))
+        return found
 
     def wake(self) -> None:
         """Make `wait` return."""

@@ -199,6 +199,7 @@ class Agent:
         call = call._replace(messages=[self._lodged(one, fetch) for one in messages])
         with self._news:
             self._session.called(call)
+            self._look()
             self._collect()
             self._news.notify_all()
             until = time.monotonic() + min(PATIENCE, self._lease / 8)
@@ -214,6 +215,20 @@ class Agent:
             if self._session.has_news:
                 self._news.notify_all()
         return packed((taken, first), found)
+
+    def _look(self) -> None:
+        """Answer questions where the workers are, in a thread: they take half a second."""
+        session = self._session
+
+        def answer(number: int) -> None:
+            found = self._engine.stacks(lambda job, index: f"{job} {index}")
+            with self._news:
+                session.say(m.Seen(number, found))
+                self._news.notify_all()
+
+        for number in session.looks:
+            threading.Thread(target=answer, args=(number,), daemon=True).start()
+        session.looks.clear()
 
     def _lodged(self, message: Any, fetch: Callable[[Any], Any]) -> Any:
         kind = type(message)

@@ -33,6 +33,7 @@ class AgentSession:
     def __init__(self, engine: LocalEngine, lease: float, now: float) -> None:
         self.engine = engine
         self.retiring = False
+        self.looks: list[int] = []  # questions where the workers are, for the agent to answer
         self.until = now + lease
         """When the lease is over, if nothing renews it."""
         self._lease = lease
@@ -86,6 +87,8 @@ class AgentSession:
             engine.forget(self._functions.pop(message.number))
         elif kind is m.Blob:
             self._files.append(message.payload)
+        elif kind is m.Look:
+            self.looks.append(message.number)
         elif kind is m.Retire:
             self.retiring = True
             engine.retire_all()

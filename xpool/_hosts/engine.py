@@ -29,11 +29,15 @@ from xpool.errors import OptionError
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow, Work
+    from xpool._engine.stacks import Whereabouts
 
 __all__ = ["LEASE", "HostEngine"]
 
 LEASE = 10.0
 """Seconds for which an agent works on without a word of the driver."""
+
+LOOK_SECONDS = 1.0
+"""Seconds for which `stacks` waits for the hosts."""
 
 END_LIMIT = 5.0
 """Seconds for which `terminate` waits to hear that the agents are dead."""
@@ -192,6 +196,20 @@ class HostEngine:
                     slow += [one._replace(worker=agent.first + one.worker) for one in slowest]
                     out, back, retries = out + sent, back + got, retries + again
         return work, sorted(slow, reverse=True)[:10], out, back, retries
+
+    def stacks(self) -> list[Whereabouts]:
+        """Return where each worker is; of hosts that do not tell in a second, nothing."""
+        service, number = self.service, next(self._functions)
+        with self.lock:
+            living = service.living()
+            service.seen[number] = {}
+            service.send([(host, m.Look(number)) for host in living])
+        until = self._now() + LOOK_SECONDS
+        while len(service.seen[number]) < len(living) and self._now() < until:
+            time.sleep(0.01)  # as in the engine of one machine
+        with self.lock:
+            seen = service.seen.pop(number)
+            return [where for host in sorted(seen) for where in service.placed(host, seen[host])]
 
     def begin_trace(self) -> None:
         """Refuse: each host has a clock of its own.

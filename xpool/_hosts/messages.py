@@ -108,6 +108,22 @@ class Retire(NamedTuple):
 # -- from an agent -----------------------------------------------------------------------------
 
 
+class Look(NamedTuple):
+    """Tell where the workers are."""
+
+    number: int
+
+
+class Seen(NamedTuple):
+    """Where the workers are, as `Look` of this number asked: `Whereabouts`.
+
+    The ``task`` of each is a text of its job and index, or empty.
+    """
+
+    number: int
+    workers: list[Any]
+
+
 class Answer(NamedTuple):
     """What so many consecutive ``tasks`` came to, from ``first`` on.
 

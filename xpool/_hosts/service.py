@@ -18,6 +18,7 @@ from typing import Any
 from xpool._calls.results import Parcel
 from xpool._engine.jobs.budget import back_off
 from xpool._engine.jobs.ranges import TaskRange, name_of
+from xpool._engine.stacks import Whereabouts
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import Conversation
@@ -66,6 +67,8 @@ class HostService:
         self.gone: dict[int, str] = {}
         """Names of hosts that are lost, by number."""
         self.blobs: list[m.Blob] = []
+        self.seen: dict[int, dict[int, list[Whereabouts]]] = {}
+        """Where workers are, as hosts have told: by question and host."""
         self.ending = self.retiring = False
         self._last_to_go = ""
         self.deaths = 0
@@ -259,6 +262,9 @@ class HostService:
             agent.status = message
             if message.cost < float("inf"):  # else it has answered nothing yet
                 self.sched.quotas.cost = message.cost
+        elif kind is m.Seen:
+            if message.number in self.seen:  # else nobody waits for it any more
+                self.seen[message.number][host] = message.workers
         elif kind is m.Failed:
             self._fail(message.error)
         else:
@@ -267,6 +273,16 @@ class HostService:
                 agent.ended = True
             else:  # it has not heard of us for so long that its lease is over
                 self._dead(host, "it was out of reach for too long")
+
+    def placed(self, host: int, workers: list[Whereabouts]) -> list[Whereabouts]:
+        """Return where workers of a host are, by their numbers and tasks in the pool."""
+        agent, found = self.agents[host], []
+        for one in workers:
+            job = one.task.split()
+            task = self._describe(int(job[0]), int(job[1])) if len(job) == 2 else one.task
+            index = agent.first + one.worker
+            found.append(one._replace(worker=index, host=agent.name, task=task))
+        return found
 
     def _pause(self, tries: int) -> float:
         """Return when a task is to be run again that was run so often; be awake then."""

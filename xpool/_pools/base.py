@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never, Self
 
     from xpool._pools.futures import PoolExecutor, PoolOfFutures
-    from xpool._pools.observing import ObservedPool, Report
+    from xpool._pools.observing import ObservedPool, Report, Stacks
 
 __all__ = ["BasePool"]
 
@@ -171,6 +171,19 @@ class BasePool(PublicVerbs, Hooks):
         return {"state": self.state.name, "workers": self._size, **jobs.counts,
                 "jobs": len(jobs.unanswered)}  # fmt: skip
 
+    def stacks(self) -> Stacks:
+        """Return where each worker is now: its task, since when, and the stack of its calls.
+
+        ``print(pool.stacks())`` shows it.  Takes less than a second, and disturbs no task but by a
+        signal, which a system call in C code may report as EINTR.
+
+        Raises:
+            OptionError: the workers are those of a subclass.
+        """
+        from xpool._pools.observing import stacks_of  # here: few programs need it
+
+        return stacks_of(self)
+
     def __repr__(self) -> str:
         s = self.statistics()
         return (
@@ -292,8 +305,8 @@ class BasePool(PublicVerbs, Hooks):
         """
         if not self._life.join(timeout):
             raise TimeoutError(
-                f"{self.name} has not ended after {timeout} s: {self!r}; terminate() stops what "
-                "its workers do"
+                f"{self.name} has not ended after {timeout} s: {self!r}; print(pool.stacks()) says "
+                "where each worker is, and terminate() stops them"
             )
 
     def __reduce__(self) -> Any:

@@ -20,9 +20,20 @@ from xpool.errors import OptionError
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Event, Slow
+    from xpool._engine.stacks import Whereabouts
     from xpool._pools.lifecycle import Lifecycle
 
-__all__ = ["Report", "SlowTask", "WorkerReport", "report_of", "trace", "watch"]
+__all__ = [
+    "Report",
+    "SlowTask",
+    "Stacks",
+    "WorkerReport",
+    "WorkerStack",
+    "report_of",
+    "stacks_of",
+    "trace",
+    "watch",
+]
 
 
 class ObservedPool(Protocol):
@@ -104,6 +115,63 @@ class Report:
             for s in self.slowest
         ]
         return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerStack:
+    """Where one worker is.
+
+    ``task``: what it runs, and ``item``, of that, what is known; both are empty where it waits for
+    work.  ``seconds``: for how long it has run that; None: not known.  ``stack``: the calls of the
+    task, most recent first.  ``waits``: what its process does, by the kernel's word.
+    """
+
+    index: int
+    pid: int | None
+    host: str
+    task: str
+    item: str
+    seconds: float | None
+    stack: str
+    waits: str
+
+    def __str__(self) -> str:
+        where = f" on host {self.host}" if self.host else ""
+        who = f"worker {self.index} (pid {self.pid}){where}"
+        if not self.task:
+            return f"{who} {'waits for a task' if self.pid else 'has no process now'}"
+        since = "" if self.seconds is None else f" for {self.seconds:.1f} s"
+        item = f", item {self.item}" if self.item else ""
+        lines = [f"{who} runs {self.task}{item}{since}"]
+        if self.waits:
+            lines.append(f"  its process: {self.waits}")
+        lines.append(self.stack or "  it has not told where it is")
+        return "\n".join(lines)
+
+
+class Stacks(tuple[WorkerStack, ...]):
+    """Where the workers of a pool are; `str` of it is a text, with the stacks."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
+def stacks_of(pool: ObservedPool) -> Stacks:
+    """Return where each worker is."""
+    backend: Any = getattr(pool, "_backend", None)
+    if not hasattr(backend, "stacks"):
+        raise OptionError(f"stacks() is not for {type(pool).__name__}, whose workers are its own")
+    return as_stacks(backend.stacks())
+
+
+def as_stacks(found: list[Whereabouts]) -> Stacks:
+    """Return for people what an engine has found."""
+    return Stacks(
+        WorkerStack(w.worker, w.pid, w.host, w.task, w.item, w.seconds, w.stack, w.waits)
+        for w in found
+    )
 
 
 def report_of(pool: ObservedPool) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-__all__ = ["note_item", "number_item", "short", "without_places"]
+__all__ = ["note_item", "number_item", "plain", "short", "without_places"]
 
 _PLACE = "item of xpool, at +"
 _SEVERAL = "raised for several items at once, by the same exception object"
@@ -40,6 +40,16 @@ def short(value: Any) -> str:
     except Exception as exc:
         return f"<{type(value).__name__} whose repr raised {type(exc).__name__}>"
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+_PLAIN = frozenset((bool, bytes, complex, float, int, str, type(None)))
+
+
+def plain(value: Any) -> str:
+    """As `short`, by no code of the value's class."""
+    if type(value) is tuple and all(type(part) in _PLAIN for part in value):
+        return short(value)
+    return short(value) if type(value) in _PLAIN else f"<{type(value).__name__}>"
 
 
 def note_item(exc: BaseException, item: Any, place: int = 0) -> None:

@@ -16,6 +16,7 @@ words from here, where a worker that writes to wrong addresses may have changed 
     adopted parent   answers with blocks of the arena of which it has taken hold, ever
     stop    parent   the item that the worker is to break off, plus 1; 0: none
     dropped worker   log records and warnings that it could not send, ever
+    turn    worker   when it began the first task that it has not answered, in ns as `since`
     stack   both     where the worker was when it got `STOP_SIGNAL`, as text
 
 Order between processors: the parent reads `tail` only as far as a message through the pipe said
@@ -42,12 +43,14 @@ from xpool._wire.wire import ENTRY, ERROR_BIT
 
 __all__ = [
     "CAPACITY",
+    "SIZE",
     "HEAD",
     "LIMIT",
     "NO_LIMIT",
     "STACK",
     "STACK_AT",
     "STOP_SIGNAL",
+    "TASK_LINE",
     "Outbox",
     "entries",
     "make_file",
@@ -61,11 +64,15 @@ libraries take SIGUSR1 and SIGUSR2, the C library the first of the real-time one
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
+TASK_LINE = "Item: "
+"""Before what a worker says of its item, behind its stack; it cannot while it is in C code."""
+
 STACK_AT = HEADER + CAPACITY
 STACK = 64 * 1024  # a hundred frames at most, sent whole or cut; only what is used takes memory
 SIZE = STACK_AT + STACK
 # One cache line each, in words of 8 bytes.
 _BEGAN, _TAIL, LIMIT, HEAD, _SINCE, _STOP, _ADOPTED, _DROPPED = 0, 8, 16, 24, 32, 40, 48, 56
+_TURN = 64
 
 
 def make_file() -> int:
@@ -92,6 +99,7 @@ class Outbox:
         self._map = mmap.mmap(fd, SIZE)
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("Q")
+        self._turn = self.words[_TURN : _TURN + 1]
         self._data = view[HEADER:STACK_AT]
         # The worker's own notes: how far it has written, and may without looking again.
         self._written = 0
@@ -100,6 +108,7 @@ class Outbox:
     def close(self) -> None:
         """Unmap; nothing may be used afterwards."""
         # First the views: a mapping to which views lead cannot be closed.
+        self._turn.release()
         self.words.release()
         self._data.release()
         self._map.close()
@@ -126,6 +135,10 @@ class Outbox:
     def rest(self) -> None:
         """Stop the clock: what was timed is over."""
         self.words[_SINCE] = 0
+
+    def begin_turn(self, when: float) -> None:
+        """Say since when the worker is at the first task that it has not answered."""
+        self._turn[0] = int(when * 1e9)
 
     def told_to_stop(self) -> bool:
         """Whether the item that was entered last is the one to break off."""
@@ -200,12 +213,22 @@ class Outbox:
         since = self.words[_SINCE]
         return since * 1e-9 if since else None
 
+    @property
+    def turn(self) -> float | None:
+        """When it began what it has not answered (`time.monotonic`); None: it is not ready yet."""
+        turn = self._turn[0]
+        return turn * 1e-9 if turn else None
+
     def ask(self, began: int) -> None:
         """Name the item to break off: the one that made `began` this; 0: none any more."""
         # Cleared before it is named: what lies there is of an earlier stop.
         if began:
-            self._map[STACK_AT:SIZE] = bytes(STACK)
+            self.clear_stack()
         self.words[_STOP] = began
+
+    def clear_stack(self) -> None:
+        """Forget what the worker wrote when it was asked before."""
+        self._map[STACK_AT:SIZE] = bytes(STACK)
 
     def stack(self) -> str:
         """Return what the worker wrote since it was asked."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import length_hint
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from xpool._python.item_notes import note_item
+from xpool._python.item_notes import note_item, plain
 from xpool._worker.context import current_worker
 from xpool._worker.seeds import seeded
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from xpool._wire.outbox import Outbox
 
 __all__ = [
-    "Exact", "InCall", "Item", "Prefixed", "Retried", "Seeded", "Ticking", "applied", "each", "one",
-    "star", "star_each",
+    "Exact", "InCall", "Item", "Prefixed", "Retried", "Seeded", "Ticking", "applied", "each",
+    "item_of", "one", "star", "star_each",
 ]  # fmt: skip
 
 
@@ -67,6 +68,25 @@ def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> None:
 
 def _value(item: Any) -> Any:
     return item.value if type(item) is Item else item
+
+
+def item_of(frame: FrameType | None) -> str:
+    """Return a short text for the item of a map that a frame is about; "": it is about none.
+
+    Called in a signal handler: runs no code of the program's.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code is one.__code__:
+            return plain(_value(frame.f_locals["item"]))
+        if code is star.__code__:
+            return plain(frame.f_locals["args"])
+        if code in (each.__code__, star_each.__code__) and "items" in frame.f_locals:
+            chunk = frame.f_locals["chunk"]
+            place = len(chunk) - length_hint(frame.f_locals["items"]) - 1
+            return f"{place + 1} of {len(chunk)}: {plain(_value(chunk[max(0, place)]))}"
+        frame = frame.f_back
+    return ""
 
 
 def applied(

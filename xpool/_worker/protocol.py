@@ -72,6 +72,7 @@ class Replies:
 
     def ready(self, mapped: bool) -> None:
         """Say that tasks may come; ``mapped``: their buffers may lie in the arena."""
+        self.box.begin_turn(self._clock())
         self._frame(READY, GREETING.pack(WIRE, mapped))
 
     def refuse(self, refusal: Refusal) -> None:
@@ -81,7 +82,8 @@ class Replies:
     def begin(self) -> None:
         """Note the time before the first of some tasks: the worker has waited for it."""
         if not self._count:
-            self._since = self._clock()
+            self._since = now = self._clock()
+            self.box.begin_turn(now)
 
     def answer(self, payload: bytes | memoryview, error: int, last: bool) -> None:
         """Answer the task in hand; ``last``: the next one has not come yet.
@@ -126,6 +128,7 @@ class Replies:
         head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
         self._count = self._errors = 0
         self._since = self._rung = now
+        self.box.begin_turn(now)
         self._write([b"".join((head, payload))] if len(payload) < self.small else [head, payload])
 
     def skip(self, n: int) -> None:

@@ -20,7 +20,8 @@ from types import CodeType, FrameType
 
 from xpool._python.import_hooks import IMPORTER
 from xpool._python.interrupt import keeps_clear, may_raise
-from xpool._wire.outbox import STACK_AT, STOP_SIGNAL, Outbox
+from xpool._wire.outbox import SIZE, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
+from xpool._worker.callables import item_of
 from xpool.errors import TaskStopped
 
 __all__ = ["again", "listen", "may_stop", "stack_of"]
@@ -61,9 +62,13 @@ def listen(box: Outbox, fd: int, inside: CodeType) -> None:
     """
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        is_told = box.told_to_stop()
+        # Behind the stack, where there is room.
+        if not is_told and os.lseek(fd, 0, os.SEEK_CUR) < SIZE - 1024:
+            os.write(fd, f"{TASK_LINE}{item_of(frame)}\n".encode())
         os.lseek(fd, STACK_AT, os.SEEK_SET)  # for the next stack
-        if not box.told_to_stop():
-            return  # for a task that has ended meanwhile
+        if not is_told:
+            return  # asked where it is; or for a task that has ended meanwhile
         at = frame
         while at is not None and at.f_code is not inside:
             at = at.f_back

@@ -30,7 +30,8 @@ from typing import Any
 
 from xpool._python.async_error import raise_in_thread
 from xpool._python.worker_local import share_process
-from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, Outbox
+from xpool._wire.outbox import STACK, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
+from xpool._worker.callables import item_of
 from xpool._worker.loop import become
 from xpool._worker.loop import run as serve
 from xpool._worker.stopping import again, may_stop, stack_of
@@ -152,8 +153,9 @@ class _Member(threading.Thread):
 
     def tell(self) -> None:
         """Write where the thread is."""
-        stack = stack_of(sys._current_frames().get(self.ident or 0)).encode()[: STACK - 1]
-        os.pwrite(self.fd, stack + b"\0", STACK_AT)
+        frame = sys._current_frames().get(self.ident or 0)
+        text = f"{stack_of(frame)}\n{TASK_LINE}{item_of(frame)}\n"
+        os.pwrite(self.fd, text.encode()[: STACK - 1] + b"\0", STACK_AT)
 
     def break_off(self) -> None:
         """Raise `TaskStopped` in the thread, if it is in the task that is meant."""

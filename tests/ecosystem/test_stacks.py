@@ -1,0 +1,143 @@
+"""``pool.stacks()`` and ``python -m xpool stacks PID``: where each worker is."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support import work
+from support.limits import PROGRAM_LIMIT
+from support.waiting import eventually
+
+from xpool import OptionError, Pool
+from xpool.testing.waiting import pass_gate
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="by way of Linux's /proc")
+
+
+def backtrack(n):
+    """Be in C code, holding the interpreter, for ever."""
+    re.match("(a+)+b", "a" * n)
+
+
+def _those_that(pool, text):
+    """Return where those workers are whose stack has a text, when there are any."""
+    return eventually(lambda: [one for one in pool.stacks() if text in one.stack], text)
+
+
+def test_a_worker_in_python_code(make_pool, kind, mailbox, gate):
+    """The task, its item, since when, and its calls; other workers wait for a task."""
+    pool = make_pool(kind, 2)
+    result = pool.starmap_async(work.post_and_gate, [(mailbox.path, gate.path, 5)], 1)
+    mailbox.lines(1)
+    (busy,) = _those_that(pool, "in pass_gate")
+    assert "post_and_gate()" in busy.task and "in post_and_gate" in busy.stack
+    assert not {"loop.py", "callables.py", "hooks.py"} & set(re.findall(r"\w+[.]py", busy.stack))
+    assert sum(not one.task for one in pool.stacks()) == 1
+    assert "waits for a task" in str(pool.stacks())
+    gate.open()
+    result.get()
+
+
+def test_the_item_of_a_chunk(mailbox, gate):
+    """Which item of its chunk a worker is at, and for how long."""
+    with Pool(1) as pool:
+        assert pool.apply(abs, (-1,)) == 1
+        before = time.monotonic()
+        result = pool.map_async(pass_gate, [gate.path, gate.path], 2)
+        (one,) = eventually(lambda: [one for one in pool.stacks() if one.item], "it tells its item")
+        assert one.item.startswith("1 of 2: '") and one.task == "chunk 0 of pass_gate()"
+        assert one.seconds is not None and 0 <= one.seconds <= time.monotonic() - before
+        gate.open(2)
+        result.get()
+
+
+def test_a_worker_in_c_code():
+    """A task that holds the interpreter in C code tells where it is, too."""
+    with Pool(1) as pool:
+        pool.apply_async(backtrack, (50,))
+        (one,) = _those_that(pool, "in backtrack")
+        assert one.task == "backtrack()" and one.item == ""
+        assert "in match" in one.stack
+        pool.terminate()
+
+
+def test_a_worker_that_is_stopped():
+    """What a stopped process does is said by the kernel; the others tell as ever."""
+    with Pool(1) as pool:
+        (pid,) = pool.statistics()["pids"]
+        pool.apply_async(backtrack, (50,))
+        eventually(lambda: pool.statistics()["running"] == 1, "it runs")
+        os.kill(pid, signal.SIGSTOP)
+        (one,) = eventually(
+            lambda: [one for one in pool.stacks() if "stopped" in one.waits], "it is stopped"
+        )
+        assert one.stack == "" and "has not told where it is" in str(one)
+        pool.terminate()
+
+
+def test_workers_go_on_after_it():
+    """Asked again and again, a pool answers as ever, and time limits end their tasks."""
+    with Pool(2) as pool:
+        results = pool.imap(work.square, range(20_000))
+        for _ in range(20):
+            assert len(pool.stacks()) == 2
+        assert sum(results) == sum(x * x for x in range(20_000))
+        late = pool.apply_async(backtrack, (50,), timeout=0.5)
+        while not late.ready():
+            pool.stacks()
+        with pytest.raises(TimeoutError, match="in match"):
+            late.get()
+
+
+def test_from_outside():
+    """Another process is told the same of a program's workers by its process id."""
+    with Pool(2) as pool:
+        pool.apply_async(backtrack, (50,))
+        _those_that(pool, "in backtrack")
+        told = _program("stacks", str(os.getpid()))
+        assert told.returncode == 0, told.stderr
+        assert "in backtrack" in told.stdout and "waits for a task" in told.stdout
+        for pid in pool.statistics()["pids"]:
+            assert f"pid {pid}" in told.stdout
+        pool.terminate()
+
+
+def test_from_outside_without_workers():
+    """A process that is not there, and one without workers, are said to be so."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as program:
+        told = _program("stacks", str(program.pid))
+        assert told.stdout == f"Process {program.pid} has no workers of xpool.\n"
+        program.communicate(b"\n", timeout=PROGRAM_LIMIT)
+    told = _program("stacks", str(program.pid))
+    assert told.returncode == 1 and told.stderr == f"There is no process {program.pid}.\n"
+
+
+def _program(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "xpool", *arguments],
+        capture_output=True, text=True, timeout=PROGRAM_LIMIT, check=False,
+    )  # fmt: skip
+
+
+def test_a_pool_of_peoples_own():
+    """Of workers that a subclass has made nothing is known."""
+    from hooks.own_pools import QueueThreadPool
+
+    with QueueThreadPool(1) as pool, pytest.raises(OptionError, match="stacks"):
+        pool.stacks()
+
+
+def test_errors_of_waiting_name_it(make_pool, kind, mailbox, gate):
+    """Who has waited in vain is told how to see where the workers are."""
+    pool = make_pool(kind, 1)
+    result = pool.apply_async(work.post_and_gate, (mailbox.path, gate.path, 1))
+    with pytest.raises(TimeoutError, match=r"print\(pool.stacks\(\)\)"):
+        result.get(timeout=0.01)
+    gate.open()
+    result.get()

@@ -1,0 +1,193 @@
+"""Where workers are: asked by a signal, whose handler writes the stack into the shared page.
+
+The handler is faulthandler's, in C, so a worker that is stuck in C code answers too.  A process
+that is stopped, or that the kernel keeps, does not: of those /proc tells.
+"""
+
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from xpool._engine.answers import OURS, own_part
+from xpool._engine.jobs.scheduler import Scheduler
+from xpool._engine.slot import Slot
+from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, TASK_LINE, Outbox
+
+__all__ = ["ANSWER_SECONDS", "Whereabouts", "ask", "collect", "in_kernel", "outside"]
+
+ANSWER_SECONDS = 0.5
+"""For which a worker is waited for that was asked."""
+
+C_CODE_SECONDS = 0.1
+"""For which a worker may take to name its item, which it cannot do while it is in C code."""
+
+_STATES = {
+    "D": "in the kernel, waiting for a device or file",
+    "R": "running",
+    "S": "waiting",
+    "T": "stopped by a signal",
+    "Z": "ended",
+    "t": "stopped by a debugger",
+}
+
+
+class Whereabouts(NamedTuple):
+    """Where one worker is."""
+
+    worker: int
+    pid: int | None
+    task: str  # that it runs; empty: none
+    item: str  # what the worker says of its item, where Python code runs
+    seconds: float | None  # for which it has run that
+    stack: str  # of its task, most recent call first; empty: it has not told
+    waits: str  # what its process does, and what it waits for in the kernel
+    host: str = ""
+
+
+def in_kernel(pid: int, root: Path = Path("/proc")) -> str:
+    """Return what a process does, and where the kernel says that it waits; "": not known."""
+    try:
+        state = (root / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+        place = (root / str(pid) / "wchan").read_text().strip("0 \n")
+    except (OSError, IndexError):
+        return ""
+    found = _STATES.get(state, state)
+    if place:
+        found += f" in the kernel's {place}()"
+    library = _library(root / str(pid))
+    return f"{found}, called by {library}" if library else found
+
+
+def _library(folder: Path) -> str:
+    """Return the file whose code has made the system call in which a process waits."""
+    try:
+        pc = int((folder / "syscall").read_text().split()[-1], 16)
+        maps = (folder / "maps").read_text().splitlines()
+    except (OSError, ValueError, IndexError):
+        return ""  # it runs, or may not be looked into
+    for line in maps:
+        start, _, rest = line.partition("-")
+        if int(start, 16) <= pc < int(rest.split()[0], 16):
+            return os.path.basename(line.split(maxsplit=5)[5]) if line.count("/") else ""
+    return ""
+
+
+def outside(pid: int) -> list[Whereabouts]:
+    """Return where the workers of another process are.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        PermissionError: it is another user's.
+    """
+    pages = _pages(Path("/proc") / str(pid) / "maps")
+    found: list[Whereabouts] = []
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        worker = int(folder.name)
+        try:
+            page = next((fd for fd in (folder / "fd").iterdir() if fd.stat().st_ino in pages), None)
+            # The parent has it too, perhaps.
+            if worker != pid and page is not None:
+                found.append(_outside(worker, page, len(found)))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return found
+
+
+def _pages(maps: Path) -> set[int]:
+    """Return the inodes of the outboxes that a process maps."""
+    lines = maps.read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "/memfd:xpool-outbox" in line}
+
+
+def _outside(pid: int, page: Path, index: int) -> Whereabouts:
+    with open(page, "r+b") as file:
+        box = Outbox(file.fileno())
+    try:
+        turn, stack = box.turn, ""
+        if turn is not None:
+            box.clear_stack()
+            os.kill(pid, STOP_SIGNAL)
+            begun = time.monotonic()
+            while (waited := time.monotonic() - begun) < ANSWER_SECONDS:
+                stack = box.stack()
+                if TASK_LINE in stack or (stack and waited > C_CODE_SECONDS):
+                    break
+                time.sleep(0.005)
+    finally:
+        box.close()
+    # The loop's function that runs tasks is among the calls.
+    runs = f"{OURS[0]}, line " in stack and " in _run\n" in stack
+    task = "a task" if runs else ""
+    item = stack.rpartition(TASK_LINE)[2].strip() if runs and TASK_LINE in stack else ""
+    seconds = time.monotonic() - turn if runs and turn else None
+    return Whereabouts(
+        index, pid, task, item, seconds, own_part(stack) if runs else "", in_kernel(pid)
+    )
+
+
+def ask(slots: list[Slot]) -> dict[Slot, int]:
+    """Ask those workers that can tell; return them, each with its process by number.
+
+    Called with the engine's lock held.
+    """
+    asked = {}
+    for slot in slots:
+        # Not before its signal handler is there, nor while it is to break something off.
+        if slot.handle is None or not (slot.box.turn or slot.box.since) or slot.box.asked:
+            continue
+        slot.box.ask(NO_LIMIT)
+        slot.handle.signal(STOP_SIGNAL)
+        asked[slot] = slot.generation
+    return asked
+
+
+def collect(
+    slots: list[Slot],
+    asked: dict[Slot, int],
+    sched: Scheduler,
+    describe: Callable[[int, int], str],
+    waited: float,
+) -> list[Whereabouts] | None:
+    """Return where the workers are, after so many seconds; None: some may answer yet.
+
+    Called with the engine's lock held.
+    """
+    here = {slot for slot, generation in asked.items() if slot.generation == generation}
+    here = {slot for slot in here if slot.handle is not None and slot.interrupted is None}
+    stacks = [slot.box.stack() for slot in here]
+    if waited < C_CODE_SECONDS and not all(TASK_LINE in stack for stack in stacks):
+        return None
+    if waited < ANSWER_SECONDS and not all(stacks):
+        return None
+    told = dict(zip(here, stacks, strict=True))
+    for slot in here:
+        slot.box.ask(0)
+    return [_whereabouts(slot, told.get(slot, ""), sched, describe) for slot in slots]
+
+
+def _whereabouts(
+    slot: Slot, stack: str, sched: Scheduler, describe: Callable[[int, int], str]
+) -> Whereabouts:
+    task, since = "", None
+    if slot.handle is not None:
+        running = sched.running(slot.index, slot.box.began)
+        if running is not None:
+            batch, position = running
+            task, since = describe(*batch.name(batch.first + position)), slot.box.turn
+        elif slot.box.turn is None:
+            task, since = "its start, with the initializer", slot.box.since
+    pid = slot.pid
+    return Whereabouts(
+        slot.index,
+        pid,
+        task,
+        stack.rpartition(TASK_LINE)[2].strip() if task and TASK_LINE in stack else "",
+        time.monotonic() - since if since else None,
+        own_part(stack) if task else "",
+        in_kernel(pid) if pid is not None and sys.platform == "linux" else "",
+    )
