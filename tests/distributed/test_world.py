@@ -8,6 +8,7 @@ import pickle
 import resource
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -376,3 +377,11 @@ def test_errors_travel(kind: type[Exception]):
     error = pickle.loads(pickle.dumps(kind("what 'it' says")))
     assert type(error) is kind
     assert str(error) == "what 'it' says"
+
+
+def test_a_store_that_is_garbage_after_its_first_key(tmp_path: Path):
+    """torch would read past its end for ever, with the interpreter's lock held."""
+    path = tmp_path / "store"
+    path.write_bytes((5).to_bytes(4, sys.byteorder) + b"/init" + b"\xff" * 20)
+    with pytest.raises(OptionError, match="no store of torch's"):
+        World("w0", 0, 1, dist_init_method=f"file://{path}", dist_timeout=3)

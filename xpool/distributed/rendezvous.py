@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import numbers
 import os
 import socket
@@ -127,15 +128,24 @@ def _is_store(path: str) -> bool:
     """Whether a file is empty or not there, or holds what torch's `FileStore` writes.
 
     That is texts, each after its length in 4 bytes; the first is a key, which begins with "/", or
-    is the name of the count of its users.
+    is the name of the count of its users. torch reads past the end of other files for ever.
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(13)
+            try:
+                # torch locks it too: without a lock, half a text may be there.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True  # another rank is writing
+            size, begin, head = os.fstat(file.fileno()).st_size, 0, b""
+            while begin < size:
+                file.seek(begin)
+                length = int.from_bytes(file.read(4), sys.byteorder)
+                head = head or file.read(8)
+                begin += 4 + length
     except FileNotFoundError:
         return True
-    known = head[4:5] == b"/" or head[4:] == b"refcount/"
-    return not head or (known and int.from_bytes(head[:4], sys.byteorder) < 2**16)
+    return not size or (begin == size and (head[:1] == b"/" or head == b"refcount"))
 
 
 def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
