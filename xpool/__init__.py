@@ -5,6 +5,7 @@ Names are resolved when they are first used: ``import xpool`` imports neither to
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,14 @@ __all__ = [*_where, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _where:
-        value = getattr(importlib.import_module(_where[name]), name)
+        # Without a collection of garbage: that finds nothing, and takes a twentieth of an import.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            value = getattr(importlib.import_module(_where[name]), name)
+        finally:
+            if collects:
+                gc.enable()
         # The next look finds it there, and does not come here.
         globals()[name] = value
         return value

@@ -37,6 +37,7 @@ import signal
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from xpool._python import error_imports
 from xpool._python.base_error import TimeoutError, XPoolError
 
 if TYPE_CHECKING:
@@ -321,6 +322,7 @@ def __getattr__(name: str) -> Any:
     if name in ("RemoteTraceback", "ResultNotPicklable"):
         # Their bases are in `multiprocessing.pool`, a tenth of what a worker would have to import
         # before its first task.
+        error_imports.ready()
         value = globals()[name] = getattr(import_module("xpool._python.pool_errors"), name)
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -288,3 +289,28 @@ def test_insides_of_python_are_in_one_place():
         if name not in _DOCUMENTED
     ]
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
+    """What only some programs need is imported when they need it: it would cost each of them."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom xpool import Pool\n"
+        "def square(x): return x * x\n"
+        "def there(x): return sorted(sys.modules)\n"
+        "if __name__ == '__main__':\n"
+        "    before = set(sys.modules)\n"
+        "    with Pool(1) as pool:\n"
+        "        found, = pool.map(there, [1])\n"
+        "        print(sorted(sys.modules))\n"
+        "        print(found)\n"
+        "    pool.join()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=True, env=environment
+    )
+    for modules in map(set, map(ast.literal_eval, done.stdout.splitlines())):
+        late = {"multiprocessing.pool", "tempfile", "shutil", "lzma", "bz2", "random", "traceback"}
+        assert not late & modules
+        assert sum(name.startswith("xpool") for name in modules) <= 105

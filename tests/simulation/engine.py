@@ -9,6 +9,7 @@ nothing more can happen although something is unanswered, that is a hang, found 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -179,7 +180,7 @@ class EngineWorld(World):
             slot=lambda i: SimSlot(self, i),
             processes=siblings,
         )
-        self.engine._answers._random.seed(seed)
+        self.engine._answers._chance = random.Random(seed).random
         self.spy()
         self.limits: dict[int, Limit] = {}  # of jobs that have one
         self.known: dict[Task, _Known] = {}

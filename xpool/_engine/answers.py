@@ -6,7 +6,6 @@ Called with the engine's lock held.
 from __future__ import annotations
 
 import os
-import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +40,11 @@ def own_part(stack: str) -> str:
     return "\n".join(lines[: max(1, ours[0])] if ours else lines)
 
 
+def _chance() -> float:
+    """Return a random number below 1: not the program's `random`, which may have been seeded."""
+    return int.from_bytes(os.urandom(4), "little") / (1 << 32)
+
+
 class Answers:
     """Moves answers from workers to the results, and books them with the scheduler.
 
@@ -68,7 +72,7 @@ class Answers:
         self._ledger = ledger
         self._give_idle, self._leased = give_idle, leased
         self._hands_back = hands_back
-        self._random = random.Random()  # not the program's: it may have been seeded
+        self._chance = _chance
 
     def announced(
         self, slot: Slot, errors: int, count: int, body: bytes | memoryview, mark: int, nanos: int
@@ -212,7 +216,7 @@ class Answers:
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
             return
-        when = self._reactor.now() + back_off(batch.past.tries + 1, self._random.random())
+        when = self._reactor.now() + back_off(batch.past.tries + 1, self._chance())
         self._sched.again(batch, position, killed=killed, when=when)
         self._ledger.retried(batch, batch.first + position)
         self._reactor.call_at(when, self._queue)

@@ -103,7 +103,10 @@ LATER = (
     "traceback",
     "xpool._python.pool_errors",
     "xpool._python.tracker",
+    "random",
+    *(["_sha2"] if sys.version_info >= (3, 14) else []),  # imported by the first `random.seed`
     "dill",
+    "xpool._worker.peers",
     "xpool._pickling.tensors.handles",
     "xpool._pools.process",
     "xpool._pools.assembly",

@@ -6,13 +6,13 @@ imports what a worker needs, the program imports the parent's side of it.
 
 from __future__ import annotations
 
-import xpool._python.pool_errors  # noqa: F401 - when a task has failed, no descriptor may be left for it
 from xpool._engine.engine import Engine
 from xpool._engine.relay import Relay
 from xpool._engine.replacement import Recipe
 from xpool._pickling.policy import pools
 from xpool._pools.orders import Main, Orders, WorkerSpec
 from xpool._pools.packing import Packer, find_arena
+from xpool._python import error_imports
 
 __all__ = [
     "Engine",
@@ -25,3 +25,5 @@ __all__ = [
     "find_arena",
     "pools",
 ]
+
+error_imports.prepare(keep_path=False)

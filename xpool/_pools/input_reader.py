@@ -4,7 +4,7 @@ In a thread of its own since an iterable may block, even until a result of the s
 there; and pickled there, item by item, so that an item that cannot be pickled fails alone.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import contextlib
 import functools

@@ -13,7 +13,6 @@ from xpool._pickling.frame import Leased
 from xpool._pickling.pickler import encode_atoms
 from xpool._pickling.policy import BY_PIPE, Layout, share
 from xpool._python.interrupt import deliver, interruptible, pending
-from xpool._worker.launch_shared import File
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 
@@ -97,6 +96,8 @@ def _publish(
             return publish(write, token, lessor, what)
         except TaskNotPicklable:
             pass  # no memory is left for it
+    from xpool._worker.launch_shared import File  # only here: few programs need it
+
     message = write(BY_PIPE)
     return Broadcast(token, File(message), len(message), None, what)
 

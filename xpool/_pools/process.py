@@ -23,7 +23,7 @@ from xpool._pools.pool_options import PoolOptions, takes
 from xpool._pools.start_methods import find_launcher, only_by_inheritance
 from xpool._python.interrupt import shielded
 from xpool._python.server_process import occupy_streams
-from xpool._worker.main_module import imported_by_worker
+from xpool._worker.context import imported_by_worker
 from xpool.errors import OptionError
 
 if TYPE_CHECKING:

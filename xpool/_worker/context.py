@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
+from xpool._pickling.by_value.main import is_replica
+from xpool._python.import_hooks import child_prepares, is_initializing
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError
 
-__all__ = ["WorkerInfo", "current_worker", "enter", "leave"]
+__all__ = ["WorkerInfo", "current_worker", "enter", "imported_by_worker", "leave"]
 
 
 class WorkerInfo:
@@ -109,3 +113,25 @@ def current_worker() -> WorkerInfo:
             "the thread in which it runs them"
         )
     return info
+
+
+def imported_by_worker() -> str | None:
+    """Say what this thread is importing if this process is a worker; None: it imports nothing.
+
+    That is the caller's script, run for its names, or any other module that a task needs.
+    """
+    if child_prepares():
+        return "the program's main module"
+    if not is_replica():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    # Up to where the worker begins: the stack of a fork goes on with its parent's frames.
+    while frame is not None and frame.f_globals.get("__name__") != "xpool._worker.entry":
+        if frame.f_code.co_name == "<module>":
+            facts = frame.f_globals
+            if facts.get("_xpool_running"):
+                return "the program's main module"
+            if is_initializing(facts):
+                return f"module {facts.get('__name__')}"
+        frame = frame.f_back
+    return None

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool import errors
 from xpool._memory.arena import IDLE, Arena, Block
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.broadcast import Objects
@@ -22,9 +21,9 @@ from xpool._pickling.by_value.exceptions import encode_exception
 from xpool._pickling.by_value.globals_received import listening
 from xpool._pickling.by_value.main import mark_worker
 from xpool._pickling.policy import BY_PIPE, Layout, share
+from xpool._python import error_imports
 from xpool._python.exits import flush
 from xpool._python.import_hooks import when_imported
-from xpool._python.item_notes import without_places
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import BlockingFrameReader, write_all
 from xpool._wire.spin import Spin
@@ -36,22 +35,22 @@ from xpool._wire.wire import (
     TIMED,
     TO_WORKER,
     Mode,
-    Refusal,
 )
-from xpool._worker import callables, error_imports, main_module
+from xpool._worker import main_module
 from xpool._worker.callables import Exact, Prefixed, Retried, Ticking, each, one, star, star_each
 from xpool._worker.context import WorkerInfo, enter
-from xpool._worker.peers import Peers
+from xpool._worker.failures import refusal, refused, traceback_of
 from xpool._worker.protocol import Inbox, Replies
 from xpool._worker.provisional import stand_in
 from xpool._worker.relay import open_relay
 from xpool._worker.seeds import Seeds
 from xpool._worker.stopping import listen
-from xpool.errors import OptionError, TaskNotPicklable, TaskStopped
+from xpool.errors import OptionError, TaskStopped
 from xpool.pickle import LATE, decode, encode, load_late
 
 if TYPE_CHECKING:
     from xpool._pickling.tensors.handles import Keeper
+    from xpool._worker.peers import Peers
 
 __all__ = ["Member", "become", "run"]
 
@@ -111,10 +110,10 @@ def run(
         shared = _join(others, orders)
         worker = _Worker(orders, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:
-        replies.refuse(_refusal(RuntimeError(f"the initializer called sys.exit({exc.code!r})")))
+        replies.refuse(refusal(RuntimeError(f"the initializer called sys.exit({exc.code!r})")))
         return 1
     except BaseException as exc:
-        replies.refuse(_refusal(exc))
+        replies.refuse(refusal(exc))
         return 1
     # The start has a limit of its own, and ends here; `ready` lets tasks come.
     box.rest()
@@ -140,7 +139,7 @@ def run(
 
 def _prepare() -> None:
     """Be ready for tasks that fail, and for objects of modules that a task imports."""
-    error_imports.prepare()
+    error_imports.prepare(keep_path=True)
     for name in LATE:
         when_imported(name, load_late)
 
@@ -153,19 +152,6 @@ def _exit_code(exc: SystemExit) -> int:
         return exc.code & 0xFF
     print(exc.code, file=sys.stderr)
     return 1
-
-
-def _refusal(reason: BaseException) -> Refusal:
-    """Say what kept this worker from starting.  Called where that is being handled.
-
-    The text is made here, by the code of the exception's class: its parent runs none of it.
-    """
-    pickled = encode_exception(reason, error_imports.text_of(reason, reason.__traceback__))
-    try:
-        line = f"{type(reason).__name__}: {reason}"
-    except Exception as exc:
-        line = f"{type(reason).__name__}, whose text cannot be had ({type(exc).__name__})"
-    return Refusal(line, pickled)
 
 
 class _Worker:
@@ -186,6 +172,8 @@ class _Worker:
         self._objects = Objects(arena, orders["token"])
         self._peers: Peers | None = None
         if control >= 0 and arena is not None:
+            from xpool._worker.peers import Peers  # only here: few pools have them
+
             # Handles are for the parent; between peers, tensors of devices are copied.
             layout = self._layout._replace(keep=None)
             self._peers = Peers(orders["index"], orders["peers"], control, layout)
@@ -376,7 +364,7 @@ class _Worker:
             error = BODY_ERROR
             if type(func) is Retried and isinstance(exc, func.on):
                 error |= BODY_AGAIN
-            return encode_exception(exc, _worker_traceback(exc)), error, None
+            return encode_exception(exc, traceback_of(exc)), error, None
         del task
         if value is None:
             return _NONE, 0, None
@@ -385,43 +373,8 @@ class _Worker:
         except SystemExit:
             raise
         except BaseException as exc:
-            return _refused(exc, value), BODY_ERROR, None
+            return refused(exc, value), BODY_ERROR, None
         return data, 0, value
-
-
-def _refused(exc: BaseException, value: Any) -> bytes | memoryview:
-    """Say that a result cannot be sent, and let go of it."""
-    error_imports.ready()
-    from traceback import clear_frames  # imported just now
-
-    reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
-    failure = errors.ResultNotPicklable(reason or exc, _short_repr(value))
-    payload = encode_exception(failure, _worker_traceback(exc))
-    # Its frames hold what they were pickling, tensors on a device for one, and each other.
-    raised, seen = list[BaseException | None]([exc]), set[int]()
-    while raised:
-        one = raised.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            clear_frames(one.__traceback__)
-            raised += [one.__cause__, one.__context__]
-    return payload
-
-
-def _worker_traceback(exc: BaseException) -> str:
-    """Return the traceback as text, without the frames of this file at its top."""
-    tb = exc.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename in (__file__, callables.__file__):
-        tb = tb.tb_next
-    return without_places(error_imports.text_of(exc, tb))
-
-
-def _short_repr(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as exc:
-        text = f"<{type(value).__name__}, whose repr raised {exc!r}>"
-    return text if len(text) <= 500 else text[:500] + "..."
 
 
 class _Closed:

@@ -17,14 +17,13 @@ import threading
 import types
 import zlib
 from collections.abc import Collection
-from types import FrameType
 from typing import Any
 
-from xpool._pickling.by_value.main import TOP, is_replica, note_born, settled
-from xpool._python.import_hooks import child_prepares, is_initializing, when_imported
+from xpool._pickling.by_value.main import TOP, note_born, settled
+from xpool._python.import_hooks import when_imported
 from xpool._python.worker_local import process_is_shared
 
-__all__ = ["imported_by_worker", "install"]
+__all__ = ["install"]
 
 # The first call makes the types of `ast`, a millisecond: here, in the server, instead of in each
 # worker.
@@ -55,7 +54,7 @@ class _Main(types.ModuleType):
             if script is not None:
                 self.__dict__["_xpool_script"] = script
             raise AttributeError(f"module '__main__' of the worker has no attribute {name!r}")
-        # For `imported_by_worker`.
+        # For `xpool._worker.context.imported_by_worker`.
         self.__dict__["_xpool_running"] = True
         left: _Script | None = script  # if it fails, the next task gets the same, true reason
         try:
@@ -278,25 +277,3 @@ def install(
     if where is not None:
         module.__dict__["_xpool_script"] = _Script(where, units)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
-
-
-def imported_by_worker() -> str | None:
-    """Say what this thread is importing if this process is a worker; None: it imports nothing.
-
-    That is the caller's script, run for its names, or any other module that a task needs.
-    """
-    if child_prepares():
-        return "the program's main module"
-    if not is_replica():
-        return None
-    frame: FrameType | None = sys._getframe(1)
-    # Up to where the worker begins: the stack of a fork goes on with its parent's frames.
-    while frame is not None and frame.f_globals.get("__name__") != "xpool._worker.entry":
-        if frame.f_code.co_name == "<module>":
-            facts = frame.f_globals
-            if facts.get("_xpool_running"):
-                return "the program's main module"
-            if is_initializing(facts):
-                return f"module {facts.get('__name__')}"
-        frame = frame.f_back
-    return None

@@ -6,7 +6,6 @@ all is derived from it, also in a module that a task imports only later.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,12 +15,7 @@ from xpool._python.import_hooks import when_imported
 
 __all__ = ["Seeds", "seeded"]
 
-# Python 3.14 imports SHA-512 when it first hashes a seed: now, in the process that workers are
-# forked from, and not in each worker.
-random.Random(b"")
-
-
-_MODULES = ("numpy.random", "torch")
+_MODULES = ("random", "numpy.random", "torch")
 
 
 class Seeds:
@@ -32,17 +26,21 @@ class Seeds:
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
-        random.seed(self._seed + b"random")
         for name in _MODULES:
             when_imported(name, self.sow)
         Seeds.here = self
 
     def _number(self, name: str) -> int:
+        import random  # only here: few tasks draw random numbers
+
         # By way of SHA-512; `hashlib` would have a server load OpenSSL for it.
         return random.Random(self._seed + name.encode()).getrandbits(64)
 
     def sow(self, module: Any) -> None:
         """Seed the generator of a module that has just come."""
+        if module.__name__ == "random":
+            module.seed(self._seed + b"random")
+            return
         number = self._number(module.__name__)
         if module.__name__ == "numpy.random":
             # numpy's legacy generator takes 32 bits.
@@ -57,6 +55,9 @@ class Seeds:
 
     def keep(self, module: Any) -> Callable[[], None]:
         """Return what sets the generator of a module to where it is now."""
+        if module.__name__ == "random":
+            drawn = module.getstate()
+            return lambda: module.setstate(drawn)
         if module.__name__ == "numpy.random":
             state = module.get_state()
             return lambda: module.set_state(state)
@@ -82,18 +83,15 @@ def seeded(seed: bytes) -> Iterator[None]:
     """
     seeds = Seeds.here
     assert seeds is not None
-    own, state = seeds._seed, random.getstate()
-    there = _imported()
+    own, there = seeds._seed, _imported()
     restores = [seeds.keep(module) for module in there]
     try:
         seeds._seed = seed
-        random.seed(seed + b"random")
         for module in there:
             seeds.sow(module)
         yield
     finally:
         seeds._seed = own
-        random.setstate(state)
         for restore in restores:
             restore()
         for module in _imported():

@@ -1,0 +1,93 @@
+"""What a worker says of a task that has failed, and of a start that has."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+from xpool import errors
+from xpool._pickling.by_value.exceptions import add_note, encode_exception
+from xpool._python import error_imports
+from xpool._python.item_notes import without_places
+from xpool._wire.wire import Refusal
+from xpool._worker import callables
+from xpool._worker.context import current_worker
+from xpool.errors import TaskNotPicklable
+
+__all__ = ["refusal", "refused", "traceback_of"]
+
+_OWN_FILES = (os.path.join(os.path.dirname(__file__), "loop.py"), callables.__file__)
+
+
+def refusal(reason: BaseException) -> Refusal:
+    """Say what kept this worker from starting.  Called where that is being handled.
+
+    The text is made here, by the code of the exception's class: its parent runs none of it.
+    """
+    pickled = encode_exception(reason, _text_of(reason, reason.__traceback__))
+    try:
+        line = f"{type(reason).__name__}: {reason}"
+    except Exception as exc:
+        line = f"{type(reason).__name__}, whose text cannot be had ({type(exc).__name__})"
+    return Refusal(line, pickled)
+
+
+def refused(exc: BaseException, value: Any) -> bytes | memoryview:
+    """Say that a result cannot be sent, and let go of it."""
+    error_imports.ready()
+    from traceback import clear_frames  # imported just now
+
+    reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
+    failure = errors.ResultNotPicklable(reason or exc, _short_repr(value))
+    payload = encode_exception(failure, traceback_of(exc))
+    # Its frames hold what they were pickling, tensors on a device for one, and each other.
+    raised, seen = list[BaseException | None]([exc]), set[int]()
+    while raised:
+        one = raised.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            clear_frames(one.__traceback__)
+            raised += [one.__cause__, one.__context__]
+    return payload
+
+
+def traceback_of(exc: BaseException) -> str:
+    """Return the traceback as text, without the frames of the worker's own code at its top."""
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename in _OWN_FILES:
+        tb = tb.tb_next
+    return without_places(_text_of(exc, tb))
+
+
+def _short_repr(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as exc:
+        text = f"<{type(value).__name__}, whose repr raised {exc!r}>"
+    return text if len(text) <= 500 else text[:500] + "..."
+
+
+def _text_of(exc: BaseException, tb: TracebackType | None) -> str:
+    """Return the traceback from ``tb`` on as text."""
+    error_imports.ready()
+    from traceback import format_exception  # imported just now
+
+    if isinstance(exc, ModuleNotFoundError):
+        _say_where(exc)
+
+    return "".join(format_exception(type(exc), exc, tb))
+
+
+def _say_where(exc: ModuleNotFoundError) -> None:
+    """Say on which host a module is missing, and what to do, if it is not the program's."""
+    try:
+        host = current_worker().host
+    except RuntimeError:  # it has not begun
+        return
+    if host:
+        add_note(
+            exc,
+            f"On host {host}: the program's folder and path are not sent to hosts; bring the "
+            "module there, by runtime_env= of xpool.ray.hosts() for one.",
+        )
