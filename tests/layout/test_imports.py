@@ -291,6 +291,7 @@ def test_insides_of_python_are_in_one_place():
     assert not wrong, "\n" + "\n".join(wrong)
 
 
+@pytest.mark.starts
 def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
     """What only some programs need is imported when they need it: it would cost each of them."""
     program = tmp_path / "program.py"
