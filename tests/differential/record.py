@@ -34,9 +34,16 @@ def _raised(exc: BaseException) -> dict[str, Any]:
         "type": type(exc).__name__,
         "classes": [cls.__name__ for cls in type(exc).__mro__],
         "args": _text(exc.args),
-        "state": _text(sorted((k, v) for k, v in vars(exc).items() if k != "lock")),
+        "state": _text(sorted(_state(exc).items())),
         "cause": None if cause is None else type(cause).__name__,
     }
+
+
+def _state(exc: BaseException) -> dict[str, Any]:
+    """Attributes of an exception, without the notes that xpool adds about items."""
+    state = {k: v for k, v in vars(exc).items() if k != "lock"}
+    notes = [note for note in state.pop("__notes__", ()) if not note.startswith("item ")]
+    return {**state, **({"__notes__": notes} if notes else {})}
 
 
 class Recorder:

@@ -436,7 +436,7 @@ def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_po
     from xpool._engine.slot import Slot
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
-    monkeypatch.setattr(start_limit, "TASK_GRACE", 0.001)  # no time at all
+    monkeypatch.setattr(start_limit, "STOP_GRACE_SECONDS", 0.001)  # no time at all
     monkeypatch.setattr(Slot, "processor", lambda slot: (0.0, 0.0, True))  # it is in line
     pool = make_pool(Pool, 1, work.count_up, initializer_timeout=LIMIT)
     with pytest.raises(WorkerStartFailed) as caught:

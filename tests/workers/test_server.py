@@ -321,7 +321,7 @@ def fork_and_stay() -> tuple[int, int]:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_lock_is_free_while_last_words_are_awaited(make_pool, monkeypatch):
     """A worker whose server was killed, and whose pipe a child of a task has, holds nobody up."""
-    monkeypatch.setattr(replacement, "LAST_WORDS", 1e4)
+    monkeypatch.setattr(replacement, "LAST_WORDS_SECONDS", 1e4)
     pool = make_pool(Pool, 1)
     worker, child = pool.apply(fork_and_stay)
     (slot,) = pool._engine.slots
