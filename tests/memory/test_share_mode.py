@@ -559,19 +559,25 @@ def test_dumps_whose_sender_has_ended() -> None:
     """A tensor outlives the process that made it, also in a function and from shared memory."""
     context = multiprocessing.get_context("spawn")
     mine, its = context.Pipe()
-    sender = context.Process(target=send_two, args=(its,))
-    sender.start()
-    data = [mine.recv(), mine.recv()]
-    sender.join()
-    # Not here: a connection to the sender's server of torch would stay.
-    receiver = context.Process(target=answer_totals, args=(its, data))
+    # Not here: a connection to the sender's server of torch would stay.  And first: that server
+    # ends two seconds after the sender, and to start a process may take longer.
+    receiver = context.Process(target=answer_totals, args=(its,))
     receiver.start()
+    assert mine.recv() == "ready"
+    from_sender, to_us = context.Pipe()
+    sender = context.Process(target=send_two, args=(to_us,))
+    sender.start()
+    data = [from_sender.recv(), from_sender.recv()]
+    sender.join()
+    mine.send(data)
+    its.close()  # if the receiver fails, there is an end to the wait
     assert mine.recv() == [MIB, 3]
     receiver.join()
 
 
-def answer_totals(pipe: Any, data: list[bytes]) -> None:
-    tensor, function = map(xpool.pickle.loads, data)
+def answer_totals(pipe: Any) -> None:
+    pipe.send("ready")
+    tensor, function = map(xpool.pickle.loads, pipe.recv())
     pipe.send([int(tensor.sum()), int(function().sum())])
 
 
