@@ -1,7 +1,7 @@
-"""What a caller holds while workers work: results and iterators.
+"""The results that callers hold while workers run their tasks.
 
-Values arrive as `Parcel`: still pickled.  They are opened in the thread that asks for them, so
-that unpickling, which may run any code of the user's, never happens in the engine's thread.
+Values arrive pickled, as a `Parcel`.  The thread that asks for a value unpickles it, since this may
+run any code of the user, and the engine's thread never does that.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def tasks_in(value: Any) -> int:
 
 
 def _opened(value: Any) -> Any:
-    """Return a value that was opened, or raise what kept it from that."""
+    """Return an unpickled value, or raise the error of its unpickling."""
     if type(value) is Unopened:
         raise value.exc
     return value
@@ -92,7 +92,7 @@ def exception_in(failure: BaseException | Parcel) -> BaseException:
 
 
 def about_to_block() -> None:
-    """Tell a thread that runs callbacks that it is about to wait."""
+    """Call the hook of a thread that runs callbacks: this thread is about to wait."""
     blocking = getattr(local, "blocking", None)
     if blocking is not None:
         blocking()
@@ -293,7 +293,7 @@ class AsyncResult(Job, Generic[T]):
         return self.label
 
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
-        # Cancelled, or ended with the pool, before the answer came.
+        # It was cancelled, or failed with its pool, before the answer arrived.
         if self.settled:
             return False
         self._success, self._value = ok, value
@@ -310,7 +310,7 @@ class AsyncResult(Job, Generic[T]):
             self.settled = True
 
     def release(self) -> None:
-        # Before anybody is woken, who then looks here.
+        # Set before waking: woken threads check this flag.
         self._ready = True
         # The pool may be dropped from here on, and so may what the callbacks hold.
         self._pool = None
@@ -378,7 +378,7 @@ class MapResult(AsyncResult[list[T]]):
         elif not ok:
             if self._success:
                 self._success, self._value, self._failed = False, value, index
-            # One failed: what the others have returned is not asked for, and its memory goes.
+            # One task failed, so `get` raises: free the values of the others.
             self._pieces.clear()
         elif self._success:
             self._pieces[index] = value

@@ -232,7 +232,7 @@ class IMapIterator(Iterator[T]):
                 if self._failure is not None:
                     raise self._as_error(exception_in(self._failure))
                 return False
-            # Opened first and taken then: what a signal handler cuts short is still there.
+            # Unpickle first, then take: an answer stays if a signal handler interrupts this.
             shelf = self.shelf
             new, keys, beyond, moved, weight = self._open_from(first)
             moved += shelf.moved
@@ -244,7 +244,7 @@ class IMapIterator(Iterator[T]):
             shelf.bytes_out = weight
             self._next = shelf.next_task = beyond
             for key in keys:
-                del self._arrived[key]  # nobody looks there any more
+                del self._arrived[key]
         # Read once: `release` takes it away, in another thread.
         opened = self.opened
         if opened is not None:
@@ -348,7 +348,7 @@ class IMapIterator(Iterator[T]):
 
     def fail(self, exc: BaseException | Parcel) -> None:
         """Raise ``exc`` where the answers that came end."""
-        # Nobody is woken: `release` follows.
+        # `release` follows, and wakes the waiters.
         self._failure = exc
 
     def release(self) -> None:

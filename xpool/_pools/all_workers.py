@@ -1,4 +1,4 @@
-"""What the process pools do with all workers at once: `Pool.run_all`, `Pool.broadcast`."""
+"""Calls on all workers of a pool at once: `Pool.run_all`, `broadcast` and `create_group`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ class AllWorkers:
         group = self._group
         if group is None:
             return self.call(func, args, timeout)
-        # One thread makes the group anew; re-entrant, since that is a call on all workers itself.
+        # One thread at a time makes the group anew.  That is a call on all workers itself, so the
+        # lock is re-entrant.
         with self._order:
             wrapped = group.wrap(func)
         try:
@@ -94,13 +95,13 @@ class AllWorkers:
                 job.terms = TaskOptions(timeout=timeout)
                 self._submit(job, (func, args, {}))
             return job.get()
-        # Nothing runs any more that could be stopped.
+        # The pool has ended: no worker runs the call any more.
         except PoolClosed:
             raise
         except BaseException as exc:
             if job is None:
                 raise
-            # Not for Ctrl-C and its like, which are not to wait for the others.
+            # Ctrl-C and the like do not wait for the other workers.
             if isinstance(exc, Exception):
                 job.wait(patience)
             self._submitter.cancel(job)

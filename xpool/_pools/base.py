@@ -52,8 +52,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
-# Those that have not ended.  Not a WeakSet, which runs Python code when a pool is dropped: what a
-# signal handler raises there is lost.
+# The pools that have not ended.  Not a WeakSet: it runs Python code when a pool is dropped, and an
+# exception that a signal handler raises in that code is lost.
 _pools: dict[int, weakref.ref[BasePool]] = {}
 
 
@@ -75,9 +75,9 @@ class BasePool(PublicVerbs, Hooks):
     """
 
     _backend: WorkerBackend | None = None
-    # Whether it ends without a warning when nobody holds it any more.
+    # Whether a pool that is dropped while it runs ends without a warning.
     _may_be_dropped = False
-    # Whether processes are killed, without being asked to end.
+    # Whether `terminate` kills processes at once, without asking them to end first.
     _ends_at_once = False
     # Threads cannot be stopped: a pool of threads does not wait for them in `terminate`.
     _terminate_waits = True
@@ -342,8 +342,8 @@ class BasePool(PublicVerbs, Hooks):
     def __del__(
         self, TERMINATE: PoolStates = PoolStates.TERMINATE, warn: Any = warnings.warn
     ) -> None:
-        # Called by the garbage collector, at any point of any thread: it may not take a lock.
-        # And at the interpreter's end, when this module's names are gone already.
+        # The garbage collector calls this at any point of any thread, so it takes no lock.  At the
+        # end of the interpreter, the names of this module are gone already.
         life = self.__dict__.get("_life")
         if life is None or life.state is TERMINATE:
             return  # it has ended, or the constructor has failed

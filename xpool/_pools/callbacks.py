@@ -1,12 +1,11 @@
-"""What a pool calls back, one after the other, in the order of completion.
+"""Callbacks of a pool: called one after the other, in the order of completion.
 
-In two threads, of which each is started by the first call for it.  One calls the callbacks of the
-program, the other completes futures: a callback may wait for a future of the same pool in any way
-there is, and finds it completed.
+A pool has two threads for them, each started by its first call.  One calls the callbacks of the
+program, the other completes futures: so a callback can wait for a future of the same pool.
 
-Not in the engine's thread: a callback may take its time, raise, submit more work and wait for it.
-One that is about to wait for a result of the pool hands its queue to a fresh thread first, so that
-the callback of what it waits for can run.
+The engine's thread runs no callbacks, since they may block, raise, submit work and wait for it.  A
+callback that is about to wait for a result of its pool hands its queue to a fresh thread first,
+which can run the callback of that result.
 """
 
 from __future__ import annotations

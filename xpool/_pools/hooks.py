@@ -132,7 +132,7 @@ class Hooks:
             except Exception as exc:
                 put((job, chunk, (False, errors.ResultNotPicklable(exc, answer[1]))))
             done += 1
-            # `get` may wait for long: nothing of this task is to live as long.
+            # `get` may wait for a long time; drop the objects of this task before it does.
             del task, job, chunk, func, args, kwds, answer
 
 

@@ -174,12 +174,12 @@ class FlowControl:
         return max(1, most)
 
     def added(self, size: int) -> None:
-        """Note that a task of ``size`` bytes waits now."""
+        """Count a task of ``size`` bytes that waits for a worker now."""
         self.put += 1
         self.bytes_in += size
 
     def taken(self, items: list[Any]) -> None:
-        """Note that these tasks went to a worker."""
+        """Count tasks that went to a worker."""
         from xpool._pickling.frame import (
             weight_of_all,  # here: it is there by now, and leads to all
         )
@@ -210,9 +210,9 @@ class FlowControl:
         self._waiters.wake()
 
     def unbind(self) -> None:
-        """Let results take what memory they need: somebody waits for the end of it all."""
+        """Let results take the memory that they need: a thread waits for the end of the stream."""
         self._room = math.inf
-        # Nobody may be left who gives more.
+        # The thread that gives items may have ended.
         self.give(self._given, True)
         self.handed_out()
 
@@ -334,13 +334,13 @@ class InputReader:
                     elif size := self._put(self._index, task):
                         flow.added(size)
                 except Exception as exc:
-                    # In the caller's thread: then it is not about the item.
+                    # In the caller's thread a signal handler may raise: not an error of the item.
                     if here and by_handler(exc):
                         raise
                     for index in range(self._index, self._index + n):
                         self._fail(index, exc)
                 self._index += n
-                # The next may be long in coming, and until then this would live.
+                # Drop it: the next item may take long to arrive.
                 del task
                 if self._index >= most:
                     return False

@@ -128,7 +128,7 @@ class HookSubmitter:
             self.withdraw(job)
             self.jobs.fail([job], exc)
             torn = cut_short(exc) and not isinstance(exc, XPoolError)
-        except BaseException:  # as the first: there is no stack left, for one
+        except BaseException:  # for the same reason, such as a full stack
             torn = True
         if torn:
             # The engine's thread ends the pool, at the latest when something else wakes it.

@@ -1,4 +1,4 @@
-"""What an input reader draws, on its way to an engine: pickled, appended to a range of tasks."""
+"""`TaskStream` pickles what an input reader draws and appends it to a range of tasks."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ class TaskStream:
     def _from(self, index: int) -> TaskRange:
         """Return the range to which item ``index`` is appended."""
         if index != self._next:
-            # An item between could not be sent: a task range has no gaps.
+            # An item in between could not be sent, and a task range has no gaps: begin another one.
             self._task_range = self._task_range.beside(index)
         return self._task_range

@@ -1,4 +1,4 @@
-"""What the engine's thread of a pool does, from the first task to the last worker's end."""
+"""The engine's thread of a pool: it delivers results and maintains the workers until the end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Some = TypeVar("Some", bound=TurningPool)
 
 
 def take_turns(ref: weakref.ref[Some], backend: WorkerBackend | None, jobs: JobTable) -> None:
-    """Take turns until the end.  Between two of them, no pool is held: so one can be dropped."""
+    """Take turns until the pool ends.  Between turns nothing here holds the pool."""
     go_on = True
     while go_on:
         trouble: BaseException | None = None
@@ -54,8 +54,7 @@ def take_turns(ref: weakref.ref[Some], backend: WorkerBackend | None, jobs: JobT
         except BaseException as exc:
             trouble = exc
         pool = ref()
-        # A pool that another thread is just finalizing can still be had here, and would come to
-        # life again; hence the flag.
+        # The reference still works while another thread finalizes the pool.  The flag tells.
         if pool is None or (backend is not None and backend.dropped):
             del pool
             jobs.stop_input_readers()
@@ -89,7 +88,7 @@ def _turn(pool: TurningPool, backend: WorkerBackend | None) -> bool:
             error = jobs.bookkeeping_error
             failure = PoolBroken(0, 0.0, f"{type(error).__name__}: {error}")
         if failure is not None and life.failure is None:
-            # What has come up to now is delivered; only the rest fails.
+            # Deliver the answers that have arrived; only the other jobs fail.
             jobs.receive(pool.pool_outqueue_get)
             life.fail(failure, pool.terminate_workers)
     elif time.monotonic() - pool._maintained >= TURN:
@@ -107,12 +106,12 @@ def _finish(pool: TurningPool, backend: WorkerBackend | None) -> None:
         if life.drained:
             pool._release_workers()
         else:
-            # Again: this thread may have started workers while another called `terminate`.
+            # Called again: this thread may have started workers while another called `terminate`.
             pool.terminate_workers()
         pool.join_workers()
     finally:
-        # Those that a thread in `terminate` has not come to yet: their futures are completed by
-        # a thread that ends here.
+        # Fails jobs that a thread in `terminate` has not reached yet: the thread that completes
+        # their futures ends here.
         life.fail_unanswered()
         pool._jobs.callbacks.stop()
         if backend is not None:
