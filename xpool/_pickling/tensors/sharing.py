@@ -182,7 +182,9 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, ten
             "what is shared, or send copies: is_copy_tensor=True."
         )
     target = torch.frombuffer(block.view(nbytes), dtype=torch.uint8).untyped_storage()
-    block.former = _exchange(torch, storage, target, tensor)
+    former = _exchange(torch, storage, target, tensor)
+    if former is not None:
+        block.former = former
     return block
 
 
