@@ -70,9 +70,10 @@ def test_a_worker_in_c_code():
 def test_a_worker_that_is_stopped():
     """What a stopped process does is said by the kernel; the others tell as ever."""
     with Pool(1) as pool:
-        (pid,) = pool.statistics()["pids"]
         pool.apply_async(backtrack, (50,))
         eventually(lambda: pool.statistics()["running"] == 1, "it runs")
+        # The server that forks a worker tells its number when the worker may have begun.
+        pid = eventually(lambda: pool.statistics()["pids"][0], "its number is known")
         os.kill(pid, signal.SIGSTOP)
         (one,) = eventually(
             lambda: [one for one in pool.stacks() if "stopped" in one.waits], "it is stopped"
@@ -88,6 +89,7 @@ def test_workers_go_on_after_it():
         for _ in range(20):
             assert len(pool.stacks()) == 2
         assert sum(results) == sum(x * x for x in range(20_000))
+        pool.run_all(backtrack, 1)  # this module is imported by now
         late = pool.apply_async(backtrack, (50,), timeout=0.5)
         while not late.ready():
             pool.stacks()

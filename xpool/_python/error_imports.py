@@ -14,7 +14,7 @@ from importlib import import_module
 
 from xpool._python import at_fork
 
-__all__ = ["prepare", "ready"]
+__all__ = ["kept_descriptor", "prepare", "ready"]
 
 _MODULES = ("traceback", "xpool._python.pool_errors")
 
@@ -31,6 +31,11 @@ def prepare(*, keep_path: bool) -> None:
     if _spare is None and not all(name in sys.modules for name in _MODULES):
         _spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         _path = list(sys.path) if keep_path else None
+
+
+def kept_descriptor() -> int | None:
+    """Return the descriptor that this process keeps for the import."""
+    return _spare
 
 
 def ready() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from xpool._python import error_imports
 from xpool.testing.waiting import eventually, wait_gone
 
 __all__ = [
@@ -157,12 +158,17 @@ def _name_in_shm(path: str) -> str:
 
 
 def descriptors() -> dict[int, str]:
-    """Return this process's open descriptors and what they lead to."""
+    """Return this process's open descriptors and what they lead to.
+
+    Not those that xpool keeps for the whole process: of its shared memory, and one for the imports
+    that a failed task needs.
+    """
     found = {}
+    kept = error_imports.kept_descriptor()
     for name in os.listdir("/proc/self/fd"):
         try:
             to = os.readlink(f"/proc/self/fd/{name}")
-            if not to.startswith(ARENA):
+            if not to.startswith(ARENA) and int(name) != kept:
                 found[int(name)] = to
         except OSError:
             continue  # the descriptor of this very listing
