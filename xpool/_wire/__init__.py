@@ -1,5 +1,5 @@
-"""How bytes pass between two processes: pipes, frames, packets, the outbox page.
+"""Transport of bytes between two processes: pipes, frames, packets, the outbox page.
 
-Used on both sides of the process border.  The program's ends never block, the worker's always do.
+Both sides of the process border use it.  The program's ends never block; the worker's ends do.
 Imports `xpool._memory` and lower layers.
 """

@@ -1,33 +1,33 @@
-"""A page that a worker and the parent both see: what was begun, and answers on their way.
+"""A page of memory that a worker and its parent share: the worker's progress, and its answers.
 
-Why it is there: a worker that runs thousands of short tasks a second cannot afford a system call
-for each, yet what it has finished must not be lost when the next task kills it, and the parent
-must know exactly which task that was.  So the worker writes each answer into shared memory (an
-anonymous file, gone with the last process that maps it), and makes one call for many of them.
+A worker that runs thousands of short tasks a second cannot afford a system call for each.  Yet its
+finished answers must survive a task that kills it, and the parent must know which task that was.
+So the worker writes each answer into shared memory, and makes one system call for many answers.
+The memory is an anonymous file, which the system frees with the last process that maps it.
 
-Who writes what (each word has one writer, so nothing needs a lock; the parent does not read its own
-words from here, where a worker that writes to wrong addresses may have changed them)::
+Each word has one writer, so nothing needs a lock.  The parent does not read its own words from
+here, since a worker that writes to wrong addresses may have changed them::
 
-    began   worker   items it has entered, ever
+    began   worker   number of items that it has entered, ever
     tail    worker   bytes of answers written, ever
-    since   worker   when it began what it does now, in ns of the monotonic clock; 0: not timed
+    since   worker   start of its current item, in ns of the monotonic clock; 0: not timed
     limit   parent   the worker enters no item from this number on
     head    parent   bytes of answers taken out, ever
-    adopted parent   answers with blocks of the arena of which it has taken hold, ever
-    stop    parent   the item that the worker is to break off, plus 1; 0: none
-    dropped worker   log records and warnings that it could not send, ever
-    turn    worker   when it began the first task that it has not answered, in ns as `since`
-    stack   both     where the worker was when it got `STOP_SIGNAL`, as text
+    adopted parent   number of answers whose arena blocks it has taken hold of, ever
+    stop    parent   the item that the worker must break off, plus 1; 0: none
+    dropped worker   number of log records and warnings that it could not send, ever
+    turn    worker   start of its first unanswered task, in ns as `since`
+    stack   both     the worker's stack when it got `STOP_SIGNAL`, as text
 
-Order between processors: the parent reads `tail` only as far as a message through the pipe said
-(the two system calls order the memory), or after the worker's death, or - for a worker that is
-silent in a long task - as far as it read at its last look, milliseconds before.  `limit` is the
-same the other way round: what it forbids is believed only at the look after the one that set it.
-So `began` must be written before `limit` is read, and is taken back when that says no.
+Order between processors: the parent reads `tail` up to a mark that came through the pipe, since the
+two system calls order the memory, or after the worker's death.  For a worker that is silent in a
+long task, it reads as far as `tail` stood at its last look, milliseconds before.  The parent relies
+on a new `limit`, too, only at the look after the one that set it.  So the worker writes `began`
+before it reads `limit`, and takes `began` back when `limit` forbids the item.
 
-The stack is written by faulthandler's signal handler, in C: it needs neither the interpreter nor a
-lock, so a task that is stuck in C code can tell where, too.  It writes to the file, at an offset
-beyond the answers; the parent reads it there when the task has ended one way or the other.
+faulthandler's signal handler writes the stack, in C.  It needs neither the interpreter nor a lock,
+so it also works for a task that is stuck in C code.  It writes to the file, at an offset beyond the
+answers; the parent reads the stack there when the task has ended or was killed.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ __all__ = [
 ]
 
 STOP_SIGNAL: int = signal.SIGRTMIN + 7 if sys.platform == "linux" else signal.SIGUSR2
-"""Asks a worker where it is, and to break off the item that `stop` names.  None that programs use:
-libraries take SIGUSR1 and SIGUSR2, the C library the first of the real-time ones."""
+"""Asks a worker for its stack, and to break off the item that `stop` names.  Programs do not use
+this signal: libraries take SIGUSR1 and SIGUSR2, the C library the first real-time signals."""
 
 # Bytes: a page of words, the ring of answers, and the stack behind them.
 HEADER = 4096
 CAPACITY = 256 * 1024
 NO_LIMIT = 2**64 - 1
 TASK_LINE = "Item: "
-"""Before what a worker says of its item, behind its stack; it cannot while it is in C code."""
+"""Prefix of the line about the item, which follows the stack.  C code delays that line."""
 
 STACK_AT = HEADER + CAPACITY
-STACK = 64 * 1024  # a hundred frames at most, sent whole or cut; only what is used takes memory
+STACK = 64 * 1024  # for at most 100 frames, perhaps cut; only used pages take memory
 SIZE = STACK_AT + STACK
-# One cache line each, in words of 8 bytes.
+# Indexes of the words, of 8 bytes each.  Each word has a cache line of its own.
 _BEGAN, _TAIL, LIMIT, HEAD, _SINCE, _STOP, _ADOPTED, _DROPPED = 0, 8, 16, 24, 32, 40, 48, 56
 _TURN = 64
 
@@ -79,7 +79,7 @@ def make_file() -> int:
     """Return the descriptor of a new anonymous file of the right size, filled with zeros."""
     if sys.platform == "linux":
         return fixed_file("xpool-outbox", SIZE)
-    import tempfile  # only here: it takes as long as five modules of ours
+    import tempfile  # imported here because it is slow, as slow as five modules of xpool
 
     with tempfile.TemporaryFile() as file:
         fd = os.dup(file.fileno())
@@ -91,23 +91,24 @@ class Outbox:
     """The mapped page.  The worker calls `enter`, `fits` and `append`; the rest is the parent's."""
 
     capacity = CAPACITY
-    # The parent's words, as it has written them.
+    # The parent's copies of its own words.
     limit_written = head_written = _adopted = 0
 
     def __init__(self, fd: int) -> None:
-        # The mapping has a descriptor of its own (mmapmodule.c duplicates it): `fd` may be closed.
+        # The mapping duplicates the descriptor (mmapmodule.c), so the caller may close `fd`.
         self._map = mmap.mmap(fd, SIZE)
         view = memoryview(self._map)
         self.words = view[:HEADER].cast("Q")
         self._turn = self.words[_TURN : _TURN + 1]
         self._data = view[HEADER:STACK_AT]
-        # The worker's own notes: how far it has written, and may without looking again.
+        # The worker's own copies: how far it has written, and how far it may write before it reads
+        # `head` again.
         self._written = 0
         self._room = 0
 
     def close(self) -> None:
-        """Unmap; nothing may be used afterwards."""
-        # First the views: a mapping to which views lead cannot be closed.
+        """Unmap the page; no other method may be called afterwards."""
+        # Views first: a mapping with views cannot be closed.
         self._turn.release()
         self.words.release()
         self._data.release()
@@ -116,49 +117,49 @@ class Outbox:
     # -- the worker's side -------------------------------------------------------------------
 
     def enter(self, seq: int) -> bool:
-        """Say that item ``seq`` is begun; False when the parent does not want it begun."""
+        """Mark item ``seq`` as begun; return False if the parent does not want it begun."""
         words = self.words
         words[_BEGAN] = seq + 1
         if seq < words[LIMIT]:
             return True
-        words[_BEGAN] = seq  # should we die now, it is not lost: it never ran
+        words[_BEGAN] = seq  # if the worker dies now, the item is not lost: it never ran
         return False
 
     def leave(self) -> None:
-        """Take back that the last item was begun: nothing of it has run, and this worker ends."""
+        """Mark the last item as not begun: none of its code has run, and this worker ends."""
         self.words[_BEGAN] -= 1
 
     def tick(self) -> None:
-        """Start the clock of what is begun now."""
+        """Start the clock of the item that begins now."""
         self.words[_SINCE] = time.monotonic_ns()
 
     def rest(self) -> None:
-        """Stop the clock: what was timed is over."""
+        """Stop the clock: the timed item has ended."""
         self.words[_SINCE] = 0
 
     def begin_turn(self, when: float) -> None:
-        """Say since when the worker is at the first task that it has not answered."""
+        """Write when the worker began the first task that it has not answered."""
         self._turn[0] = int(when * 1e9)
 
     def told_to_stop(self) -> bool:
-        """Whether the item that was entered last is the one to break off."""
+        """Whether the parent asked to break off the item that was entered last."""
         return self.words[_STOP] == self.words[_BEGAN]
 
     def count_dropped(self, number: int) -> None:
-        """Say how many log records and warnings could not be sent, ever."""
+        """Write how many log records and warnings could not be sent, ever."""
         self.words[_DROPPED] = number
 
     @property
     def asked(self) -> bool:
-        """Whether there is something to break off, or to tell where it is."""
+        """Whether the parent asked to break off an item or to write the stack."""
         return bool(self.words[_STOP])
 
     def append(self, payload: bytes | memoryview, error: int) -> bool:
-        """Write one answer, an error if ``error`` is not 0; False: there was no room for it."""
+        """Write one answer, as an error if ``error`` is not 0; return False if it has no room."""
         n = len(payload)
         tail = self._written
         end = tail + 4 + n
-        # The parent's word is looked at only when there seems to be no room.
+        # Read the parent's word only when the room that is known does not suffice.
         if end > self._room:
             self._room = self.words[HEAD] + self.capacity
             if end > self._room:
@@ -172,7 +173,7 @@ class Outbox:
             cut = self.capacity - start
             self._data[start:] = entry[:cut]
             self._data[: stop - self.capacity] = entry[cut:]
-        # Last: a worker that dies before this has not answered, and the item is lost with it.
+        # Written last: if the worker dies before this, it has not answered, and the item is lost.
         self._written = self.words[_TAIL] = end
         return True
 
@@ -183,19 +184,19 @@ class Outbox:
 
     @property
     def adopted(self) -> int:
-        """Answers with blocks that the parent has taken hold of, ever."""
+        """Number of answers whose blocks the parent has taken hold of, ever."""
         return self.words[_ADOPTED]
 
     # -- the parent's side -------------------------------------------------------------------
 
     @property
     def began(self) -> int:
-        """Items that the worker has entered, ever."""
+        """Number of items that the worker has entered, ever."""
         return self.words[_BEGAN]
 
     @property
     def dropped(self) -> int:
-        """Log records and warnings that the worker could not send, ever."""
+        """Number of log records and warnings that the worker could not send, ever."""
         return self.words[_DROPPED]
 
     @property
@@ -209,36 +210,36 @@ class Outbox:
 
     @property
     def since(self) -> float | None:
-        """When the worker began what it does now (`time.monotonic`), where that is timed."""
+        """Start of the worker's current item (`time.monotonic`); None: it is not timed."""
         since = self.words[_SINCE]
         return since * 1e-9 if since else None
 
     @property
     def turn(self) -> float | None:
-        """When it began what it has not answered (`time.monotonic`); None: it is not ready yet."""
+        """Start of its first unanswered task (`time.monotonic`); None: it is not ready yet."""
         turn = self._turn[0]
         return turn * 1e-9 if turn else None
 
     def ask(self, began: int) -> None:
-        """Name the item to break off: the one that made `began` this; 0: none any more."""
-        # Cleared before it is named: what lies there is of an earlier stop.
+        """Ask to break off the item that set `began` to this value; 0: withdraw the request."""
+        # Clear the stack of an earlier request first.
         if began:
             self.clear_stack()
         self.words[_STOP] = began
 
     def clear_stack(self) -> None:
-        """Forget what the worker wrote when it was asked before."""
+        """Erase the stack that the worker wrote for an earlier request."""
         self._map[STACK_AT:SIZE] = bytes(STACK)
 
     def stack(self) -> str:
-        """Return what the worker wrote since it was asked."""
+        """Return the text that the worker wrote since the last request."""
         return self._map[STACK_AT:SIZE].split(b"\0", 1)[0].decode(errors="replace")
 
     @property
     def intact(self) -> bool:
-        """Whether the parent's words are as it wrote them: no task has written over the page.
+        """Whether the parent's words are unchanged: no task has written over the page.
 
-        Where each call counts, `words` is compared with the two numbers in place.
+        Code that must avoid a call compares `words` with the two numbers itself.
         """
         words = self.words
         return words[LIMIT] == self.limit_written and words[HEAD] == self.head_written
@@ -249,12 +250,12 @@ class Outbox:
         return self.head_written
 
     def adopt(self) -> None:
-        """Say that one more answer with blocks is held here: the worker may let go."""
+        """Count one more answer whose blocks the parent holds: the worker may release them."""
         self._adopted += 1
         self.words[_ADOPTED] = self._adopted
 
     def take(self, mark: int) -> bytes:
-        """Take out all up to ``mark`` bytes, ever: whole entries, for `entries` to split."""
+        """Take out the bytes before ``mark``: whole entries, which `entries` splits."""
         head = self.head_written
         if mark - head > self.capacity or mark < head:
             raise ValueError(f"outbox mark {mark} does not fit head {head}")
@@ -263,13 +264,13 @@ class Outbox:
             data = bytes(self._data[start:stop])
         else:
             data = bytes(self._data[start:]) + bytes(self._data[: stop - self.capacity])
-        # After the copy: from here on the worker may write over these bytes.
+        # Written after the copy: from here on the worker may write over these bytes.
         self.head_written = self.words[HEAD] = mark
         return data
 
 
 def entries(data: bytes) -> list[tuple[bool, bytes]]:
-    """Split what `Outbox.take` returned into (is an error, payload)."""
+    """Split the bytes from `Outbox.take` into pairs (is an error, payload)."""
     found = []
     at, end = 0, len(data)
     while at < end:
@@ -277,7 +278,7 @@ def entries(data: bytes) -> list[tuple[bool, bytes]]:
         error = n >= ERROR_BIT
         n &= ~ERROR_BIT
         at += 4
-        # The top bit is off by now: this is a length, or nonsense.
+        # Without the top bit this is a length, unless the data is invalid.
         if at + n > end:
             raise ValueError("an entry of the outbox is longer than the outbox")
         found.append((error, data[at : at + n]))

@@ -1,7 +1,7 @@
-"""Packets: what a pair of sockets of type ``SOCK_SEQPACKET`` carries, each whole or not at all.
+"""Packets of a pair of ``SOCK_SEQPACKET`` sockets.  Each arrives whole or not at all.
 
-A packet may bring descriptors.  A message that is too long for one lies in an anonymous file, whose
-descriptor goes along (`file_with`, `read_file`).
+A packet may carry descriptors.  A message that is too long for a packet lies in an anonymous file,
+and the packet carries its descriptor (`file_with`, `read_file`).
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from xpool._python import at_fork
 __all__ = ["LONGEST", "file_with", "give_room", "read_file", "receive", "rights"]
 
 LONGEST = 96 * 1024
-"""Bytes of a message in a packet, at most: a pickle that is not worth a block, and its table."""
+"""Largest message in a packet, in bytes: a pickle too small for a block, and its table."""
 
 _UNDER_WAY = 1024 * 1024
-"""Bytes of packets that may wait in a socket, as asked of the system, which may grant less."""
+"""Bytes of packets that may wait in a socket.  The system may grant less."""
 
 _RECEIVE = 0
 if sys.platform == "linux":
-    # Closed on exec from the start: a program that another thread starts must not have them.
+    # Descriptors are closed on exec: a program that another thread starts must not inherit them.
     _RECEIVE = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
 def give_room(writer: socket.socket) -> None:
-    """Let many packets wait in a socket."""
+    """Enlarge the send buffer of a socket, so that many packets can wait in it."""
     writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNDER_WAY)
 
 
 def rights(fds: Sequence[int]) -> list[tuple[int, int, array[int]]]:
-    """Return descriptors as `socket.sendmsg` takes them."""
+    """Return descriptors as ancillary data for `socket.sendmsg`."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
 
 
 def receive(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[int], bool]:
-    """Take a packet out: what it has, its descriptors, and whether some of these were lost.
+    """Receive a packet; return its data, its descriptors, and whether descriptors were lost.
 
-    The caller closes the descriptors.  They are lost where none was free for them.
+    The caller closes the descriptors.  They are lost if this process has no free ones.
 
     Args:
-        nbytes: of the longest packet.
-        most: descriptors that may come with one.
+        nbytes: the size of the longest packet.
+        most: the largest number of descriptors in a packet.
 
     Raises:
         BlockingIOError: there is no packet.
@@ -56,23 +56,23 @@ def receive(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, list[in
     data, found, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(4 * most), _RECEIVE)
     fds = array("i")
     for _, _, numbers in found:
-        # A number that was cut short at the end is none, as in Python's example of `recvmsg`.
+        # Drop an incomplete number at the end, as Python's example of `recvmsg` does.
         fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
-    # recvmsg(2): MSG_CTRUNC where descriptors were dropped.
+    # The system sets MSG_CTRUNC when it dropped descriptors (recvmsg(2)).
     return data, list(fds), bool(flags & socket.MSG_CTRUNC)
 
 
-_files: set[int] = set()  # that are about to be sent; a forked child must not keep them
+_files: set[int] = set()  # files about to be sent; a forked child closes them
 
 
 @contextmanager
 def file_with(message: bytes | memoryview) -> Iterator[int]:
-    """Have an anonymous file that has these bytes; gives its descriptor.
+    """Provide the descriptor of an anonymous file that contains these bytes.
 
     Raises:
-        MemoryError: the machine has no memory for it.
+        MemoryError: the machine has too little memory for it.
     """
-    # Asked first: such a file has no limit; where memory runs out, the kernel ends some process.
+    # Check first: such a file has no limit, and the kernel ends some process if memory runs out.
     if len(message) > available_memory():
         raise MemoryError(
             f"there is no memory for a message of {len(message)} bytes; send smaller objects, or "
@@ -87,13 +87,13 @@ def file_with(message: bytes | memoryview) -> Iterator[int]:
             view = view[os.write(fd, view) :]
         yield fd
     finally:
-        # Struck off before it is closed: the number may be another file's in a child of a fork.
+        # Remove before closing: a fork in between would close another file with the same number.
         _files.remove(fd)
         os.close(fd)
 
 
 def read_file(fd: int, size: int) -> memoryview:
-    """Read the message of a file, from its beginning, whoever else has read it.
+    """Read the message in a file from its beginning; others may have read it too.
 
     Raises:
         ValueError: the file is shorter than ``size``.
@@ -101,7 +101,7 @@ def read_file(fd: int, size: int) -> memoryview:
     whole = memoryview(new_buffer(size))
     at = 0
     while at < size:
-        # At a place of its own: the descriptor's is the same for all who have got a copy of it.
+        # At an explicit offset: all copies of the descriptor share one file position.
         got = os.preadv(fd, [whole[at:]], at)
         if not got:
             raise ValueError(f"the file of a message has {at} bytes instead of {size}")

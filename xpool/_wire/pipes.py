@@ -1,7 +1,7 @@
-"""The two ends of a worker's pipes: the parent's never block, the worker's may.
+"""The ends of a worker's pipes.  The parent's ends never block; the worker's ends may.
 
-One writer and one reader each, so there is no lock to be orphaned, and a frame that a death cut
-short is seen as such: the pipe ends in the middle of it.
+Each pipe has one writer and one reader, so it needs no lock that a death could leave held.  If a
+death cuts a frame short, the reader notices: the pipe ends in the middle of the frame.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from xpool._wire.wire import Parts
 
 __all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]
 
-# Bytes: as much as a pipe holds where nobody has asked for more (pipe(7)).
+# Bytes: the default capacity of a pipe (pipe(7)).
 READ = 64 * 1024
-# Parts in one `writev`; the system takes 1024 (IOV_MAX).
+# Parts in one `writev`; the system's limit is 1024 (IOV_MAX).
 _IOV = 64
 
 
@@ -26,38 +26,39 @@ def _memory() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
-        return 2**40  # a system that does not say
+        return 2**40  # the system does not tell
 
 
 MOST = _memory()
-"""Bytes that a message may announce: what the machine has.  More is a sign that it is garbled."""
+"""Bytes that a message may announce: the machine's memory.  A larger size means invalid data."""
 
 
 class FrameWriter:
-    """The parent's end of the pipe to a worker: writes what goes, keeps the rest.
+    """The parent's end of the pipe to a worker: writes as much as fits, and queues the rest.
 
-    Guarded by the engine's lock.  ``fd`` must be non-blocking.
+    The engine's lock guards it.  ``fd`` must be non-blocking.
     """
 
     __slots__ = ("backlog", "fd", "sent")
 
-    # What it asks of the system, by name: a simulated world has pipes of its own.
+    # The system calls, as attributes: a simulated world replaces them.
     _write = staticmethod(os.write)
     _writev = staticmethod(os.writev)
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.backlog: deque[memoryview | bytes] = deque()
-        self.sent = 0  # bytes, ever, those in the backlog too
+        self.sent = 0  # bytes, ever, including those in the backlog
 
     def send(self, parts: Parts) -> None:
-        """Send the parts of a frame, or queue what the pipe has no room for.
+        """Send the parts of a frame; queue the bytes for which the pipe has no room.
 
-        A worker that is gone takes nothing: its death is seen elsewhere, with all that it held.
+        For a worker that has ended, this does nothing: the engine detects the death by other means,
+        and knows the items that it held.
         """
         size = sum(map(len, parts))
         self.sent += size
-        # Behind what waits: a frame must not come into the midst of another.
+        # Append to the backlog: a frame must not be written inside another.
         if self.backlog:
             self.backlog.extend(parts)
             return
@@ -78,7 +79,7 @@ class FrameWriter:
 
     @property
     def rest(self) -> tuple[int, int]:
-        """What is still to be written: another value whenever some of it was."""
+        """A value that changes whenever bytes of the backlog are written."""
         backlog = self.backlog
         return len(backlog), len(backlog[0]) if backlog else 0
 
@@ -106,16 +107,16 @@ class FrameWriter:
                 else:
                     backlog[0] = memoryview(part)[n:]
                     n = 0
-            # Empty parts take no bytes off `n`: left there, they would be written for ever.
+            # Remove empty parts: they reduce `n` by nothing, so the loop would never end.
             while backlog and not len(backlog[0]):
                 backlog.popleft()
 
 
 class FrameReader:
-    """The parent's end of the pipe from a worker: whole frames, as far as they have come.
+    """The parent's end of the pipe from a worker: yields the frames that have arrived whole.
 
-    The size of the body stands in bytes 8 to 16 of every head.  Used by one thread at a
-    time, under the engine's lock.  ``fd`` must be non-blocking.
+    Bytes 8 to 16 of every head are the size of the body.  One thread at a time uses it, under the
+    engine's lock.  ``fd`` must be non-blocking.
     """
 
     __slots__ = ("_at", "_head", "body", "buffer", "dry", "ended", "fd", "head_size", "limit")
@@ -130,19 +131,19 @@ class FrameReader:
         self.ended = False
         self.dry = False  # the last read found nothing
         self.buffer = b""
-        # A body that did not come in one read is received in place, without further copies.
+        # A body that needs several reads is received in place, without further copies.
         self._head: bytes | None = None
         self.body: memoryview | None = None
         self._at = 0
 
     @property
     def partial(self) -> bool:
-        """Whether a frame has come in part."""
+        """Whether a part of a frame has arrived."""
         return bool(self.buffer) or self.body is not None
 
     @property
     def got(self) -> int:
-        """How many bytes of the frame that is under way have come."""
+        """How many bytes of the incomplete frame have arrived."""
         return self._at if self.body is not None else len(self.buffer)
 
     def frames(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
@@ -151,7 +152,7 @@ class FrameReader:
         if self.body is not None:
             if not self._receive():
                 return
-            # Put away before it is handed out: who takes it may not come back for more.
+            # Reset before the yield: the caller may not resume this generator.
             head, body = self._head, self.body
             self._head = self.body = None
             assert head is not None
@@ -169,12 +170,12 @@ class FrameReader:
             data = self.buffer + data
             self.buffer = b""
         size = self.head_size
-        # Frames behind the one that is handed out lie in this generator alone, until it has ended.
+        # Only this generator holds the frames after the one it yields, until it has ended.
         at, end = 0, len(data)
         while end - at >= size:
             n = int.from_bytes(data[at + 8 : at + 16], "little")
             if n > self.limit:
-                # Refused before any memory is made for it.
+                # Refuse it before memory is allocated for it.
                 raise ValueError(f"a frame of {n} bytes is announced, more than {self.limit}")
             stop = at + size + n
             head = data[at : at + size]
@@ -193,7 +194,7 @@ class FrameReader:
         self.buffer = data[at:]
 
     def _receive(self) -> bool:
-        """Read into the body that is under way; True when it is whole."""
+        """Read into the incomplete body; return whether it is whole now."""
         body = self.body
         assert body is not None
         while self._at < len(body):
@@ -210,9 +211,9 @@ class FrameReader:
 
 
 class BlockingFrameReader:
-    """The worker's end of the pipe from the parent: blocks until what was asked for is there.
+    """The worker's end of the pipe from the parent: a read blocks until its bytes have arrived.
 
-    ``before_waiting()``, where it is set, is called when the next frame has not come yet.
+    ``before_waiting()``, if it is set, is called before a wait for the next frame.
     """
 
     __slots__ = ("_at", "_buffer", "before_waiting", "fd")
@@ -224,7 +225,7 @@ class BlockingFrameReader:
         self.before_waiting: Callable[[], None] | None = None
 
     def read(self, n: int) -> bytes | memoryview:
-        """Return the next ``n`` bytes; raise `EOFError` when the parent is gone."""
+        """Return the next ``n`` bytes; raise `EOFError` when the parent has ended."""
         at = self._at
         if len(self._buffer) - at >= n:
             self._at = at + n
@@ -258,7 +259,7 @@ class BlockingFrameReader:
 
 
 def write_all(fd: int, parts: Parts) -> None:
-    """Write everything, waiting for room; raise `BrokenPipeError` when the reader is gone."""
+    """Write everything, waiting for room; raise `BrokenPipeError` when the reader has ended."""
     for part in parts:
         view = memoryview(part)
         while view:

@@ -1,11 +1,11 @@
 """Log records and warnings on their way from a worker to the parent.
 
-A packet is JSON: opening it runs no code that the worker chose.  It has at most `LARGEST` bytes,
-so one packet of a socket holds it; longer texts are cut, and say so.  The packet does not name its
-worker: the parent knows that by the socket.
+A packet is JSON: unpacking it runs no code that the worker chose.  It has at most `LARGEST` bytes,
+so that it fits into one packet of a socket.  Longer texts are cut, with a note.  The packet does
+not name its worker: the parent knows the worker by the socket.
 """
 
-# No `from __future__ import annotations`: the fields of the NamedTuple would be texts.
+# No `from __future__ import annotations`: it would make the field types of the NamedTuple strings.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -19,23 +19,23 @@ __all__ = ["LARGEST", "LOG", "MOST_DROPPED", "WARNING", "Notice", "pack", "recor
 LOG, WARNING = "log", "warning"
 
 LARGEST = 128 * 1024
-"""Bytes of a packet.  Linux lets about 200 KiB wait in a socket (net.core.wmem_default)."""
+"""Largest packet, in bytes.  Linux lets about 200 KiB wait in a socket (net.core.wmem_default)."""
 
 LONGEST = 32 * 1024
-"""Characters of a text.  Where a packet would be too large, its texts are cut further."""
+"""Longest text, in characters.  If a packet would be too large, its texts are cut further."""
 
 MOST_ITEMS = 1000
-"""Items of a container; from a hostile worker, more could all have one hash, and take long."""
+"""Most items of a container: many items with equal hashes, from a hostile worker, are slow."""
 
 MOST_DROPPED = 2**40
-"""Notices that a worker may say it has dropped."""
+"""Most notices that a worker may report as dropped."""
 
 _LARGEST_INT = 14_000  # bits: 4,300 digits, see sys.set_int_max_str_digits
 
 _NONE = type(None)
 _NUMBER = (int, float)
 _TEXT = (str, _NONE)
-# What handlers and formatters rely on: fields of every `logging.LogRecord`, and their types.
+# Handlers and formatters rely on these fields of every `logging.LogRecord`, and on their types.
 _FIELDS: dict[str, tuple[type, ...]] = {
     "name": (str,), "msg": (str,), "levelname": (str,), "levelno": (int,), "pathname": (str,),
     "filename": (str,), "module": (str,), "lineno": (int,), "funcName": _TEXT, "created": _NUMBER,
@@ -43,13 +43,13 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "processName": _TEXT, "process": (int, _NONE), "exc_text": _TEXT, "stack_info": _TEXT,
     "taskName": _TEXT,  # from Python 3.12 on
 }  # fmt: skip
-_HIGHEST_LEVEL = 2**16  # loggers keep an entry for each level that they were asked about
+_HIGHEST_LEVEL = 2**16  # a limit, since loggers keep an entry for each level that they see
 
 
 class Notice(NamedTuple):
-    """What a packet says.
+    """The content of a packet.
 
-    ``kind``: `LOG` or `WARNING`.  ``dropped``: notices that this worker could not send so far.
+    ``kind`` is `LOG` or `WARNING`.  ``dropped`` is how many notices this worker could not send.
     """
 
     kind: str
@@ -58,14 +58,14 @@ class Notice(NamedTuple):
 
 
 def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
-    """Return the packet: texts are cut where it would be too large."""
+    """Return the packet; if it would be too large, its texts are cut."""
     most = LONGEST
     while most >= 64:
         data = _packed(kind, dropped, fields, most)
         if len(data) <= LARGEST:
             return data
         most //= 4
-    # Thousands of extra fields.
+    # It has thousands of extra fields: leave them out.
     left_out = [name for name in fields if name not in _FIELDS]
     rest = {name: value for name, value in fields.items() if name in _FIELDS}
     note = f" [xpool left out {len(left_out)} extra fields: they are too large]"
@@ -74,7 +74,7 @@ def pack(kind: str, dropped: int, fields: Mapping[str, Any]) -> bytes:
 
 
 def _packed(kind: str, dropped: int, fields: Mapping[str, Any], most: int) -> bytes:
-    import json  # only here: few workers log
+    import json  # imported here because few workers log
 
     plain = {name: _plain(value, most) for name, value in fields.items() if type(name) is str}
     text = json.dumps([kind, dropped, plain], ensure_ascii=False, separators=(",", ":"))
@@ -82,10 +82,10 @@ def _packed(kind: str, dropped: int, fields: Mapping[str, Any], most: int) -> by
 
 
 def unpack(data: bytes) -> Notice:
-    """Return what a packet says.
+    """Return the content of a packet.
 
     Raises:
-        ValueError: it is no such packet.
+        ValueError: the data is not such a packet.
     """
     import json
 
@@ -100,7 +100,7 @@ def unpack(data: bytes) -> Notice:
 
 
 def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
-    """Return the log record that has these fields.
+    """Return a log record with these fields.
 
     Raises:
         ValueError: a field is missing, or has another type than in a log record.
@@ -112,7 +112,7 @@ def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
             raise ValueError(f"the field {name!r} of a log record is {type(fields.get(name))}")
     if not 0 <= fields["levelno"] < _HIGHEST_LEVEL:
         raise ValueError(f"the level of a log record is {fields['levelno']}")
-    # A field named as a method would hide that.
+    # Leave out fields with the name of a method, which they would hide.
     extra = {name: x for name, x in fields.items() if not hasattr(logging.LogRecord, name)}
     return logging.makeLogRecord({**extra, "args": None, "exc_info": None})
 
@@ -121,13 +121,13 @@ def record_from(fields: dict[str, Any]) -> "logging.LogRecord":
 
 
 def _plain(value: Any, most: int) -> Any:
-    """Return what JSON has for a value: for all but plain data, its repr."""
+    """Return a JSON form of a value: its repr, unless it is plain data."""
     if type(value) is str:
         return _cut(value, most)
     try:
         return _as_json(value, _Room(most))
     except Exception:
-        pass  # no plain data, too long, or changed by another thread meanwhile
+        pass  # it is not plain data, is too long, or another thread changed it
     try:
         text = repr(value)
     except Exception as exc:
@@ -144,7 +144,7 @@ def _cut(text: str, most: int) -> str:
 
 
 class _Room:
-    """Counts down the characters that a value may still have."""
+    """Counts how many characters are left for a value."""
 
     def __init__(self, left: int) -> None:
         self._left = left
@@ -156,12 +156,12 @@ class _Room:
 
 
 def _as_json(value: Any, room: _Room) -> Any:
-    """Return a plain value as JSON has it; raise an exception for any other value."""
+    """Return the JSON form of a plain value; raise an exception for any other value."""
     kind = type(value)
     room.take(4)
     if value is None or kind is bool:
         return value
-    # Instances of subclasses too: an `IntEnum`, a `numpy.float64`.
+    # `isinstance`, to accept subclasses such as an `IntEnum` or `numpy.float64`.
     if isinstance(value, float):
         return float.__pos__(value)
     if isinstance(value, int):

@@ -1,10 +1,10 @@
-"""Looking again for a moment before going to sleep.
+"""Polling for a moment before a wait that sleeps.
 
-To wake a sleeping process takes 25 us or more, and then its caches are cold: that is most of what a
-short message costs.  So whoever waits for one that may come at once looks for it some more before
-he sleeps.  Where that was in vain, he sleeps at once the next time, then the next 2, 4, ... `_MOST`
-times: so who waits for longer every time spends a 17th of a processor at most.  Between two looks
-any other process that wants the processor has it.
+Waking a sleeping process takes 25 us or more, and leaves its caches cold: this is most of the cost
+of a short message.  So a thread that may get a message at once polls for it before it sleeps.
+After a poll in vain, the next wait sleeps at once; after further polls in vain, the next 2, 4, ...
+`_MOST` waits do.  So a thread whose waits are all long spends at most a 17th of a processor on
+polling.  Between two polls, the thread offers the processor to other processes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from xpool._calls.options import default_processes
 __all__ = ["Spin"]
 
 _MOMENT = 300e-6
-"""Seconds: longer than a short task takes, with its messages, where both sides sleep in between.
-With less, two that sleep would go on: each look ends before the other, who slept, has answered."""
+"""Seconds.  Longer than a short task and its messages take when both sides sleep in between.  With
+a shorter moment both sides would keep sleeping: each poll would end before the other side, which
+slept, has answered."""
 
 _MOST = 16
 
@@ -30,20 +31,23 @@ _give_way: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)
 
 
 class Spin:
-    """How one place waits.  One thread at a time looks; those that come meanwhile sleep."""
+    """Polling for one place that waits.  One thread at a time polls; the others sleep."""
 
     __slots__ = ("_free", "_left", "_skip")
 
     def __init__(self) -> None:
-        # With one processor, nothing can happen while somebody looks.
+        # With one processor, no message can arrive while a thread polls.
         self._free = default_processes() > 1
-        self._skip = 1  # how many waits go by without a look after one in vain
-        self._left = 0  # how many of these are left
+        self._skip = 1  # how many waits sleep at once after the next poll in vain
+        self._left = 0  # how many of these waits are left
 
     def look(self, poll: Callable[[int], _Events]) -> _Events:
-        """Call ``poll(0)`` until it returns something, for a moment or not at all; return that."""
-        # No lock: two that come at the same moment both look, which costs little.  A signal handler
-        # that comes into a look, and waits here too, sleeps at once.
+        """Call ``poll(0)`` for a moment until it finds events; return them.  It may skip polling.
+
+        An empty list: poll and sleep now.
+        """
+        # Needs no lock: if two threads arrive at the same moment, both poll, which costs little.  A
+        # signal handler that interrupts a poll, and waits here too, sleeps at once.
         if not self._free:
             return []
         if self._left:

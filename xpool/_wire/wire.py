@@ -1,41 +1,41 @@
-"""The wire: what a frame looks like, in both directions.
+"""The format of frames, in both directions.
 
-Both ends are the same build of the same code on the same machine, so the format has no version;
-the handshake compares `WIRE` all the same, since a worker's import path may find another xpool.
+Both ends run the same build of the same code on the same machine, so frames carry no version.  The
+handshake still compares `WIRE`, since a worker's import path may find another xpool.
 
 To a worker::
 
     kind u8, count u32, size u64 | body of `size` bytes
     TASKS   count items: func u64, count sizes u64, then the payloads
-    TIMED   as TASKS, for items with a limit of time: the worker notes when it begins each
+    TIMED   as TASKS, for items with a time limit: the worker notes when it begins each
     FUNC    func u64, mode u8, payload of the function
     FORGET  count function numbers u64
-    STOP    nothing
-    BOOT    first of all: what `xpool._worker.entry` needs, a pickled dict of builtins
+    STOP    empty body
+    BOOT    the first frame: a pickled dict of builtins for `xpool._worker.entry`
 
 From a worker::
 
     kind u8, errors u8, count u32, size u64, mark u64, nanos u64 | `size` bytes
-    ANSWER  `count` answers lie in the outbox, which now ends at `mark`; after them one more in the
-            body when size > 0 (an entry without its size).  `errors`: bit 0, some in the outbox
-            are errors, or name blocks of the arena; bit 1, the body is an error; bit 2, one of
-            those that are tried again.  `nanos`: time spent on all of these.
-    SKIPPED `count` items were not begun, as told
-    READY   body: wire u32, mapped u8: the version that it speaks, and whether it has the arena
-    FAILED  body: size u32, as many bytes of text: what kept it from starting; then the same as a
-            pickled exception, which the parent leaves closed until a caller asks for it
+    ANSWER  `count` answers lie in the outbox, which now ends at `mark`.  If size > 0, the body is
+            one more answer after them (an entry without its size).  `errors`: bit 0, some answers
+            in the outbox are errors or name blocks of the arena; bit 1, the body is an error;
+            bit 2, that error's task may be tried again.  `nanos`: time spent on all of these.
+    SKIPPED the worker did not begin `count` items, as told
+    READY   body: wire u32, mapped u8: its version of this format, and whether it has the arena
+    FAILED  body: size u32, then text of that size, the reason why it could not start; then the
+            reason as a pickled exception, which the parent unpickles when a caller asks for it
 
-Between a worker of a `P2PPool` and its parent, packets on the worker's control::
+Between a worker of a `P2PPool` and its parent, packets on the worker's control socket::
 
-    WANTED  peer u32, ended u32, known u64: a channel to a peer, please; the last that I know of
-            has this number, and has ended or not
-    LINK    peer u32, error u32, serial u64: here it is (a descriptor goes along), or an errno
+    WANTED  peer u32, ended u32, known u64: request for a channel to a peer; `known` is the number
+            of the last channel that the worker knows, `ended` whether that has ended
+    LINK    peer u32, error u32, serial u64: a channel, whose descriptor comes along, or an errno
 
 An entry in the outbox, and in the body of several answers: size u32 (top bit: it is an error),
-payload.  Answers come in the order in which the worker was given the items: no names are needed.
+payload.  Answers have no names: they come in the order in which the worker was given the items.
 """
 
-# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
+# No `from __future__ import annotations`: it would make Python compile each field of a NamedTuple.
 
 import struct
 from typing import NamedTuple
@@ -49,25 +49,25 @@ __all__ = [
 ]  # fmt: skip
 
 Parts = list[bytes | memoryview]
-"""A frame, as the pieces that are written one after the other."""
+"""The pieces of a frame, to be written one after the other."""
 
 WIRE = 2
 
 STEPPED_ASIDE = 75
-"""Exit code of a stand-in (`_worker/provisional`) whose first task is for its successor to run."""
+"""Exit code of a stand-in (`_worker/provisional`) that leaves its first task to its successor."""
 
-# The size stands in bytes 8 to 16 of both: `FrameReader` looks for it there.  `_worker/entry` has
-# the first once more, since it may not import this.
+# In both, bytes 8 to 16 are the size, which `FrameReader` reads.  `_worker/entry` has a copy of the
+# first, since it may not import this module.
 TO_WORKER = struct.Struct("<BxxxIQ")
 TO_PARENT = struct.Struct("<BBxxIQQQ")
 WANTED = LINK = struct.Struct("<IIQ")
-# TO_WORKER, and the table of a single item: a call is one `pack`.
+# TO_WORKER and the table of a single item in one struct: one `pack` makes the head of a call.
 _ONE_TASK = struct.Struct("<BxxxIQQQ")
 FUNC_HEAD = struct.Struct("<QB")
 GREETING = struct.Struct("<I?")
 U64 = struct.Struct("<Q")
 ENTRY = struct.Struct("<I")
-# More than any size there: an answer in the outbox is small (`SMALL` in _worker/protocol).
+# Larger than any size in the outbox: its answers are small (`SMALL` in _worker/protocol).
 ERROR_BIT = 0x8000_0000
 
 TASKS, FUNC, FORGET, STOP, BOOT, TIMED = 1, 2, 3, 4, 5, 6
@@ -76,7 +76,7 @@ OUTBOX_MIXED, BODY_ERROR, BODY_AGAIN = 1, 2, 4
 
 
 class Mode:
-    """How a function is applied to a payload; a call carries its own function."""
+    """How a function is applied to a payload.  The payload of a call contains its function."""
 
     CALL = 0  # payload (func, args, kwds)
     EACH = 1  # payload x: func(x)
@@ -86,7 +86,7 @@ class Mode:
 
 
 class Refusal(NamedTuple):
-    """Why a worker could not start: a line for people, and the exception, pickled."""
+    """The reason why a worker could not start: one line of text, and the pickled exception."""
 
     line: str
     pickled: bytes | memoryview
@@ -98,7 +98,7 @@ class Refusal(NamedTuple):
 
     @classmethod
     def unpacked(cls, body: bytes | memoryview) -> "Refusal":
-        """Return what `packed` has made; raise an `Exception` for anything else."""
+        """Undo `packed`; raise an `Exception` for invalid data."""
         end = ENTRY.size + ENTRY.unpack_from(body)[0]
         if end > len(body):
             raise ValueError("the text of a FAILED frame is longer than the frame")
