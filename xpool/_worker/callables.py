@@ -1,4 +1,4 @@
-"""Functions around the caller's function: what they add is paid for only where it is asked for."""
+"""Wrappers of the caller's function.  Tasks pay only for the features that they use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def one(func: Callable[[Any], Any], item: Any) -> Any:
-    """The function of a task that is one item of `map`."""
+    """Run a task that is one item of `map`."""
     try:
         return func(item)
     except Exception as exc:
@@ -31,10 +31,10 @@ def one(func: Callable[[Any], Any], item: Any) -> Any:
 
 
 def each(func: Callable[[Any], Any], chunk: Sequence[Any]) -> list[Any]:
-    """The function of a task that is a chunk of `map`."""
+    """Run a task that is a chunk of `map`."""
     items = iter(chunk)
     try:
-        # `list(map(...))` would take a StopIteration that func raises for its end.
+        # Not `list(map(...))`: a StopIteration that func raises would end it without an error.
         return [func(x) for x in items]
     except Exception as exc:
         _note(exc, chunk, items)
@@ -42,7 +42,7 @@ def each(func: Callable[[Any], Any], chunk: Sequence[Any]) -> list[Any]:
 
 
 def star(func: Callable[..., Any], args: Any) -> Any:
-    """The function of a task that is one item of `starmap`."""
+    """Run a task that is one item of `starmap`."""
     try:
         return func(*args)
     except Exception as exc:
@@ -51,7 +51,7 @@ def star(func: Callable[..., Any], args: Any) -> Any:
 
 
 def star_each(func: Callable[..., Any], chunk: Sequence[Any]) -> list[Any]:
-    """The function of a task that is a chunk of `starmap`."""
+    """Run a task that is a chunk of `starmap`."""
     items = iter(chunk)
     try:
         return [func(*args) for args in items]
@@ -61,7 +61,7 @@ def star_each(func: Callable[..., Any], chunk: Sequence[Any]) -> list[Any]:
 
 
 def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> None:
-    """Note the item of a chunk that has raised: the last that was taken."""
+    """Note which item of a chunk has raised: the last one taken from it."""
     place = len(chunk) - length_hint(rest) - 1
     note_item(exc, _value(chunk[place]), place)
 
@@ -71,9 +71,9 @@ def _value(item: Any) -> Any:
 
 
 def item_of(frame: FrameType | None) -> str:
-    """Return a short text for the item of a map that a frame is about; "": it is about none.
+    """Return a short text for the item of a map that a frame works on; "": it works on none.
 
-    Called in a signal handler: runs no code of the program's.
+    A signal handler calls this, so it runs no code of the program.
     """
     while frame is not None:
         code = frame.f_code
@@ -92,14 +92,14 @@ def item_of(frame: FrameType | None) -> str:
 def applied(
     func: Callable[..., Any], starred: bool, chunked: bool
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what a task of a map calls, and what comes before its item or chunk there."""
+    """Return the function of a map's tasks, and its arguments before the item or chunk."""
     if chunked:
         return star_each if starred else each, (func,)
     return star if starred else one, (func,)
 
 
 class Item:
-    """An item of a map with ``seed=``, and its number."""
+    """An item of a map with ``seed=``, together with its number."""
 
     __slots__ = ("number", "value")
 
@@ -108,9 +108,9 @@ class Item:
 
 
 class Seeded:
-    """A function that finds the random generators seeded by its item's number.
+    """Seeds the random generators by the item's number before it calls a function.
 
-    They go on afterwards as if there had been no such item.
+    Afterwards it restores the generators to their state before the item.
     """
 
     __slots__ = ("_func", "_seed", "_starred")
@@ -127,9 +127,9 @@ class Seeded:
 
 
 class Exact:
-    """A function that has the globals which came with it, whatever other messages have set since.
+    """Sets the globals that came with a function, which later messages may have changed.
 
-    A task of it may run late: it was taken back from another worker, or is tried again.
+    This matters for a task that runs late: one taken back from another worker, or tried again.
     """
 
     __slots__ = ("_entries", "_func", "_retake")
@@ -147,14 +147,14 @@ class Exact:
 
 
 class InCall:
-    """A function of `run_all`: the messages that it sends and receives belong to that call."""
+    """A function of `run_all`: its messages to and from peers belong to that call."""
 
     def __init__(self, func: Callable[..., Any], number: int) -> None:
         self._func, self._number = func, number
 
     def __call__(self, *args: Any) -> Any:
         peers = current_worker().peers
-        # Without an arena there are no peers, and nothing to be kept apart.
+        # Without an arena the worker has no peers, so it has no messages.
         if peers is None:
             return self._func(*args)
         with peers.call(self._number):
@@ -162,7 +162,7 @@ class InCall:
 
 
 class Prefixed:
-    """A function that gets the worker's context in front of its arguments."""
+    """Passes the worker's context to a function before its other arguments."""
 
     __slots__ = ("_func", "_prefix")
 
@@ -174,9 +174,9 @@ class Prefixed:
 
 
 class Retried:
-    """A function whose tasks are tried again when it raises one of these exceptions.
+    """A function whose tasks are tried again when it raises one of the given exceptions.
 
-    Made by the caller, and sent in the function's place: the classes travel with it.
+    The caller makes it and sends it in place of the function, so the exception classes travel too.
     """
 
     __slots__ = ("func", "on")
@@ -189,7 +189,7 @@ class Retried:
 
 
 class Ticking:
-    """A function that starts the clock anew at each call: for the items of a chunk."""
+    """Restarts the clock at each call of a function: it times each item of a chunk."""
 
     __slots__ = ("_box", "_func")
 

@@ -1,4 +1,4 @@
-"""Who am I?  `current_worker()` for code that runs inside a task."""
+"""`current_worker()`: tells the code of a task which worker runs it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["WorkerInfo", "current_worker", "enter", "imported_by_worker", "leave
 class WorkerInfo:
     """The worker that runs the current task.
 
-    ``index`` counts from 0 and outlives the process: a replacement has the index of the one
-    it replaces.  ``context`` is this worker's context (`CtxPool`), else None.  ``host`` is the name
-    of the host that it is on, in a pool over several; else it is empty.
+    ``index`` counts from 0; a replacement process has the index of the one that it replaces.
+    ``context`` is this worker's context in a `CtxPool`, else None.  ``host`` is the name of its
+    host in a pool over several hosts, else it is empty.
     """
 
     index: int
@@ -28,7 +28,7 @@ class WorkerInfo:
     peers: Any
     host: str
 
-    # By hand: `dataclasses` imports what takes as long as a third of this package.
+    # Not a dataclass: the imports of `dataclasses` take as long as a third of this package's.
     def __init__(
         self, index: int, pool: str, context: Any = None, peers: Any = None, host: str = ""
     ) -> None:
@@ -41,31 +41,33 @@ class WorkerInfo:
         return f"WorkerInfo(index={self.index!r}, pool={self.pool!r}, context={self.context!r})"
 
     def send(self, peer: int, obj: Any, timeout: float | None = None) -> None:
-        """Send an object to the worker with index ``peer``, for its `recv`.  In a `P2PPool`.
+        """Send an object to the worker with index ``peer``, which receives it with `recv`.
 
-        Does not wait for the receiver, unless 256 MiB of tensors, or as many packets as a socket
-        takes (some hundred), are on their way to it.  Tensors and arrays are copied once, into
-        memory that the receiver uses in place; with ``is_copy_tensor=False`` tensors are shared.
+        Only for workers of a `P2PPool`.  `send` waits for the receiver only while 256 MiB of
+        tensors, or as many packets as a socket takes (some hundred), are on their way to it.
+        Tensors and arrays are copied once, into memory that the receiver uses in place; with
+        ``is_copy_tensor=False`` tensors are shared.
 
         Raises:
             PeerLost: the peer has died; the next `send` is to the worker that replaces it.
-            multiprocessing.TimeoutError: there was no room for it within ``timeout`` seconds (None:
-                any time), or no peer to send it to; it was not sent.
-            TaskNotPicklable: it cannot be pickled or shared.
-            OptionError (a `ValueError`): there is no such peer.
+            multiprocessing.TimeoutError: the object was not sent, since the channel had no room, or
+                there was no peer, within ``timeout`` seconds (None: no limit).
+            TaskNotPicklable: the object cannot be pickled or shared.
+            OptionError (a `ValueError`): ``peer`` is not the index of another worker.
             OSError: no descriptor is left for a channel to the peer.
         """
         self._channels().send(peer, obj, timeout)
 
     def recv(self, peer: int, timeout: float | None = None) -> Any:
-        """Return the next object that the worker with index ``peer`` has sent to this one.
+        """Return the next object that the worker with index ``peer`` has sent to this worker.
 
         Raises:
-            PeerLost: the peer has died, and what it had sent before has been received, or is lost
+            PeerLost: the peer has died, and its earlier messages have been received, or are lost
                 with it; the next `recv` is from the worker that replaces it.
-            multiprocessing.TimeoutError: nothing came within ``timeout`` seconds (None: any time).
-            OptionError, OSError: as `send`.
-            Exception: what unpickling raised; the message is gone.
+            multiprocessing.TimeoutError: no message arrived within ``timeout`` seconds (None: no
+                limit).
+            OptionError, OSError: as for `send`.
+            Exception: the error of unpickling the message, which is lost.
         """
         return self._channels().recv(peer, timeout)
 
@@ -79,7 +81,7 @@ class WorkerInfo:
 
     @property
     def device(self) -> Any:
-        """The device that this worker is bound to: its context's, or None."""
+        """The device of this worker's context, to which the worker is bound; or None."""
         return getattr(self.context, "device", None)
 
 
@@ -87,15 +89,15 @@ _here: WorkerLocal[WorkerInfo] = WorkerLocal()
 
 
 def enter(info: WorkerInfo, *, thread: bool = False) -> None:
-    """Make ``info`` the worker of this process, or where that has several, of this thread.
+    """Make ``info`` the worker of this process, or of this thread if its process has several.
 
-    ``thread``: of this thread, in a process that is no worker: a thread pool's.
+    ``thread``: of this thread in any case, since its process is not a worker (a thread pool).
     """
     _here.set(info, thread=thread)
 
 
 def leave() -> None:
-    """Forget the worker of this thread: it serves no pool any more."""
+    """Forget the worker of this thread, which no longer serves a pool."""
     _here.set(None, thread=True)
 
 
@@ -103,8 +105,8 @@ def current_worker() -> WorkerInfo:
     """Return the worker that runs the calling task.
 
     Raises:
-        RuntimeError: the caller is not inside a task of an xpool pool; or in a thread that a task
-            has started, where workers are threads themselves.
+        RuntimeError: the caller is not inside a task of an xpool pool; or workers are threads, and
+            the caller is in a thread that a task has started.
     """
     info = _here.get()
     if info is None:
@@ -116,16 +118,17 @@ def current_worker() -> WorkerInfo:
 
 
 def imported_by_worker() -> str | None:
-    """Say what this thread is importing if this process is a worker; None: it imports nothing.
+    """Return the module that this thread imports, if this process is a worker; None: it imports
+    none.
 
-    That is the caller's script, run for its names, or any other module that a task needs.
+    This is the caller's script, which is run for its names, or another module that a task needs.
     """
     if child_prepares():
         return "the program's main module"
     if not is_replica():
         return None
     frame: FrameType | None = sys._getframe(1)
-    # Up to where the worker begins: the stack of a fork goes on with its parent's frames.
+    # Stop at the frame where the worker begins: after a fork, the parent's frames lie below it.
     while frame is not None and frame.f_globals.get("__name__") != "xpool._worker.entry":
         if frame.f_code.co_name == "<module>":
             facts = frame.f_globals

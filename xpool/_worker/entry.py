@@ -1,24 +1,24 @@
-"""The first code of a worker: bind the device, and only then import the rest.
+"""The first code of a worker: it binds the device, and then imports the rest.
 
-Some packages start a device runtime when they are imported, and runtimes read their environment
-once.  So this module imports nothing but the standard library's small change: it receives its
-descriptors and its instructions, sets the environment, and then goes on to `xpool._worker.loop`.
-A test holds what may be imported here.
+Some packages start a device runtime when they are imported, and a runtime reads its environment
+once.  So this module imports only small parts of the standard library.  It receives descriptors and
+instructions, sets the environment, and then runs `xpool._worker.loop`.  A test limits what this
+module may import.
 
-How a worker comes by its descriptors, whatever started it: one end of a socket pair, over which
-the parent has sent them.
+Every worker gets one end of a socket pair, over which the parent has sent its descriptors.  This is
+the same for every way to start a worker.
 
 ====================  ======================================================================
-tasks, read end       frames from the parent; ends when the parent is gone
+tasks, read end       frames from the parent; ends when the parent has ended
 answers, write end    frames to the parent
-lifeline, read end    nothing is ever written; when its other end closes, the kernel kills us
+lifeline, read end    carries no data; when its other end closes, the kernel kills the worker
 outbox                the page of `xpool._wire.outbox`
-control               where channels to peers are asked for, in pools that have them
+control               requests for channels to peers, in pools that have them
 logs                  a socket for log records and warnings (`xpool._worker.relay`)
-arena                 the file of `xpool._memory.arena`, where there is one
+arena                 the file of `xpool._memory.arena`, if the pool has one
 ====================  ======================================================================
 
-A process that is to have several workers, each a thread, is sent as many such sockets instead.
+A process with several workers, each a thread, is sent one such socket for each of them instead.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ __all__ = [
 ]
 
 ONE, SEVERAL = b"W", b"S"
-"""What the descriptors in a boot socket are: one worker's, or several workers' boot sockets."""
+"""The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""
 
 TRACKER = b"T"
-"""What a worker sends for the program's resource tracker; the parent sends it back, with that."""
+"""A worker sends this to ask for the program's resource tracker; the parent's reply is the same
+byte, with the tracker's descriptor."""
 
 REFUSED = b"E"
-"""What the server says there when it cannot fork a worker, before the error's number in 2 bytes."""
+"""The server sends this when it cannot fork a worker, followed by the errno in 2 bytes."""
 
 CALLED_OFF = b"K"
-"""What the parent sends there to the server while that has not forked the worker: it need not."""
+"""The parent sends this to the server to cancel a request, before the worker is forked."""
 
 MOST = 64
-"""Workers that a process may have; one message can carry 253 descriptors."""
+"""Most workers of a process; one message can carry 253 descriptors."""
 
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-"""For who receives descriptors: programs that a task starts must not have them."""
+"""Flag for receiving descriptors: programs that a task starts must not inherit them."""
 
-_HEAD = struct.Struct("<BxxxIQ")  # as in xpool._wire.wire, which is not to be imported yet
+_HEAD = struct.Struct("<BxxxIQ")  # a copy of xpool._wire.wire.TO_WORKER: too early to import that
 
 
 def main(
@@ -74,25 +75,25 @@ def main(
     missing: Collection[str] = (),
     known: Mapping[str, str] | None = None,
 ) -> int:
-    """Be a worker until told to stop; return the exit code.
+    """Run a worker until it is told to stop; return the exit code.
 
-    ``boot`` is the descriptor of the socket; ``inherited`` is (initializer, initargs) where
-    these could not be sent and came the way the process was started; ``late`` is to be called
-    when the device is bound; ``missing``: of what modules it is without, as a stand-in; ``known``:
-    the variables of this process, if the caller knows them.
+    ``boot`` is the descriptor of the socket.  ``inherited`` is (initializer, initargs), if these
+    cannot be sent and came by the start of the process.  ``late`` is called when the device is
+    bound.  ``missing`` are the modules that a stand-in lacks.  ``known`` are the environment
+    variables of this process, if the caller knows them.
     """
     kind, fds = _receive(boot, MOST)
-    # 7: the rows of the table above.
+    # A worker has at most 7 descriptors, the rows of the table above.
     channels = [_receive(fd, 7)[1] for fd in fds] if kind == SEVERAL else [fds]
     if not channels or any(len(channel) < 4 for channel in channels):
-        return 0  # the parent was gone before it began
-    # First of all: from here on, nothing that hangs outlives the parent.
+        return 0  # the parent ended before this worker began
+    # Done first: from here on, this process cannot outlive the parent, even if it hangs.
     for channel in channels:
         die_with_parent(channel[2])
     orders = [_read_orders(channel[0]) for channel in channels]
-    # One environment: contexts whose workers share a process have equal ones (`_pools/context`).
+    # Workers that share a process have equal environments in their contexts (`_pools/context`).
     _bind(orders[0], known)
-    # Before the backends, the initializer and tasks, which may register callbacks.
+    # Done before backends, the initializer and tasks, which may register callbacks.
     from xpool._python import exits
 
     exits.begin()
@@ -119,48 +120,49 @@ def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
 
 def _read_orders(tasks: int) -> dict[str, Any]:
     head = _read(tasks, _HEAD.size)
-    # Plain data: nothing may be imported for it before `_bind` has set the environment.
+    # The orders are builtins: unpickling may import nothing before `_bind` sets the environment.
     orders: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
     return orders
 
 
 def ignore_interrupts() -> None:
-    """Ctrl-C goes to the whole process group; what becomes of the workers the parent decides."""
+    """Ignore Ctrl-C, which goes to the whole process group; the parent decides to end workers."""
     signal.signal(signal.SIGINT, _ignore)
 
 
 def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Not SIG_IGN: programs that a task starts would inherit that."""
+    """Ignore the signal.  Not SIG_IGN, which programs that a task starts would inherit."""
 
 
 def _read(fd: int, n: int) -> bytearray:
-    data = bytearray(n)  # in place: the initializer's arguments may be large
+    data = bytearray(n)  # read in place, since the initializer's arguments may be large
     at = 0
     with memoryview(data) as view:
         while at < n:
             got = os.readv(fd, [view[at:]])
             if not got:
-                raise SystemExit(0)  # the parent is gone
+                raise SystemExit(0)  # the parent has ended
             at += got
     return data
 
 
 def die_with_parent(fd: int) -> None:
-    """Have this process killed when the other end of the pipe closes, whatever it is doing.
+    """Arrange that this process is killed when the other end of the pipe closes.
 
-    Linux sends a signal of our choice when a pipe's other end closes: no thread is needed that
-    might not get the interpreter, and a stopped process dies too.  Elsewhere a thread waits.
+    Linux can send any signal when a pipe's other end closes.  This needs no thread, which might not
+    get the interpreter, and kills a stopped process, too.  On other systems a thread waits.
     """
     if sys.platform == "linux":
         import fcntl
 
-        # fcntl(2).  O_ASYNC comes last, for it is what arms it; without F_SETSIG it sends SIGIO.
-        # The owner is this process: children that a task forks have the descriptor, and live on.
+        # See fcntl(2).  O_ASYNC comes last, since it enables the signal.  Without F_SETSIG the
+        # signal would be SIGIO.  It goes to the owner, this process, and not to children that a
+        # task forks, which inherit the descriptor.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
         try:
-            gone = os.read(fd, 1) == b""  # it may have closed before the signal was set up
+            gone = os.read(fd, 1) == b""  # it may have closed before the signal was enabled
         except BlockingIOError:
             gone = False
         if gone:
@@ -176,9 +178,9 @@ def die_with_parent(fd: int) -> None:
 
 
 def _bind(orders: dict[str, Any], known: Mapping[str, str] | None) -> None:
-    """Make this process what the parent is now, and what its context says: environment, cores."""
+    """Take over the parent's current state (environment, folder, paths), then apply the context."""
     environ = orders["environ"]
-    # To look at each takes a worker as long as anything here, to set all longer than a fork.
+    # Comparing each variable is as slow as anything here; setting all takes longer than a fork.
     if environ != known:
         for name in set(os.environ) - set(environ):
             del os.environ[name]
@@ -189,7 +191,7 @@ def _bind(orders: dict[str, Any], known: Mapping[str, str] | None) -> None:
     if orders["cpus"] and set(orders["cpus"]) != os.sched_getaffinity(0):
         try:
             os.sched_setaffinity(0, orders["cpus"])
-        # EINVAL: none of them is online, and in the cpuset of this process (sched_setaffinity(2)).
+        # EINVAL: none of these cores is online and in this process's cpuset (sched_setaffinity(2)).
         except OSError as exc:
             print(f"xpool: worker cannot run on cores {orders['cpus']}: {exc}", file=sys.stderr)
     _enter_folder(orders["cwd"], orders["pid"])
@@ -198,7 +200,7 @@ def _bind(orders: dict[str, Any], known: Mapping[str, str] | None) -> None:
 
 
 def _enter_folder(cwd: str | None, parent: int) -> None:
-    """Go to the parent's folder; by its name, or, where that was removed, to what it still has."""
+    """Change to the parent's folder by name; if it was removed, use the parent's open folder."""
     for folder in (cwd, f"/proc/{parent}/cwd"):
         try:
             if folder is not None:
@@ -211,9 +213,9 @@ def _enter_folder(cwd: str | None, parent: int) -> None:
 
 
 def set_environment(env: Mapping[str, str | None]) -> None:
-    """Change this process's variables as a worker context's ``env`` says: delete, then set.
+    """Change this process's variables by a worker context's ``env``: first delete, then set.
 
-    A value of None deletes; a name that ends in ``*`` stands for all that begin so.
+    A value of None deletes the variable.  A name that ends in ``*`` means all with that prefix.
     """
     for pattern, value in env.items():
         if value is None:
@@ -222,7 +224,7 @@ def set_environment(env: Mapping[str, str | None]) -> None:
                 found = [name for name in os.environ if name.startswith(pattern[:-1])]
             for name in found:
                 del os.environ[name]
-    # Not `update`, which asks the abstract classes what it was given, also where that is empty.
+    # Not `update`, which does slow checks by abstract classes, even for an empty mapping.
     for name, value in env.items():
         if value is not None:
             os.environ[name] = value

@@ -1,4 +1,4 @@
-"""What a worker says of a task that has failed, and of a start that has."""
+"""Messages of a worker about failed tasks and about its own failed start."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _OWN_FILES = (os.path.join(os.path.dirname(__file__), "loop.py"), callables.__fi
 
 
 def refusal(reason: BaseException) -> Refusal:
-    """Say what kept this worker from starting.  Called where that is being handled.
+    """Return the reason why this worker cannot start.  Call it while the exception is handled.
 
-    The text is made here, by the code of the exception's class: its parent runs none of it.
+    The worker makes the text, since this runs code of the exception's class; the parent runs none.
     """
     pickled = encode_exception(reason, _text_of(reason, reason.__traceback__))
     try:
@@ -34,14 +34,14 @@ def refusal(reason: BaseException) -> Refusal:
 
 
 def refused(exc: BaseException, value: Any) -> bytes | memoryview:
-    """Say that a result cannot be sent, and let go of it."""
+    """Return the message that a result cannot be sent, and release the result."""
     error_imports.ready()
     from traceback import clear_frames  # imported just now
 
     reason = exc.__cause__ if isinstance(exc, TaskNotPicklable) else None
     failure = errors.ResultNotPicklable(reason or exc, _short_repr(value))
     payload = encode_exception(failure, traceback_of(exc))
-    # Its frames hold what they were pickling, tensors on a device for one, and each other.
+    # The frames hold each other and the objects that they pickled, such as tensors on a device.
     raised, seen = list[BaseException | None]([exc]), set[int]()
     while raised:
         one = raised.pop()
@@ -53,7 +53,7 @@ def refused(exc: BaseException, value: Any) -> bytes | memoryview:
 
 
 def traceback_of(exc: BaseException) -> str:
-    """Return the traceback as text, without the frames of the worker's own code at its top."""
+    """Return the traceback as text, without the worker's own frames at its beginning."""
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename in _OWN_FILES:
         tb = tb.tb_next
@@ -80,10 +80,10 @@ def _text_of(exc: BaseException, tb: TracebackType | None) -> str:
 
 
 def _say_where(exc: ModuleNotFoundError) -> None:
-    """Say on which host a module is missing, and what to do, if it is not the program's."""
+    """Add a note on which host a module is missing and what to do, unless it is the program's."""
     try:
         host = current_worker().host
-    except RuntimeError:  # it has not begun
+    except RuntimeError:  # the worker has not begun
         return
     if host:
         add_note(

@@ -1,7 +1,7 @@
-"""What workers share for starting up: a model's one host copy, and a turn that each waits for.
+"""Objects that workers share at their start: one host copy of a model, and a lock to take turns.
 
-Both stand on an anonymous file of the process that made them, which the others open by its path
-under /proc.  The lock is the kernel's (``flock``): whoever dies lets go of it.
+Both use an anonymous file of the process that made them, which other processes open by its path
+under /proc.  The lock is the kernel's (``flock``), which releases it when its holder dies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class File:
-    """An anonymous file that other processes can open as long as who made it keeps this."""
+    """An anonymous file.  Other processes can open it while its maker keeps this object."""
 
     def __init__(self, content: bytes | memoryview = b"", name: str = "xpool-shared") -> None:
         if hasattr(os, "memfd_create"):
@@ -42,9 +42,8 @@ class File:
         while left:
             left = left[os.write(fd, left) :]
         if remove is None and len(content):
-            fix_size(
-                fd
-            )  # others map it; an empty one is a lock, or a store of torch's, which grows
+            # Other processes map it.  An empty file is a lock, or a store of torch, which grows.
+            fix_size(fd)
         facts = os.fstat(fd)
         self._at = path, facts.st_ino
         weakref.finalize(self, _close, fd, remove)
@@ -60,23 +59,23 @@ class File:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What it is known by: its path and inode."""
+        """The path and inode, which identify the file."""
         return self._at
 
     def open(self) -> int:
-        """Return a descriptor of its own, for the caller to close."""
+        """Return a new descriptor, which the caller closes."""
         path, inode = self._at
         try:
             fd = os.open(path, os.O_RDWR)
         except (FileNotFoundError, ProcessLookupError) as exc:
             raise XPoolError(_GONE) from exc
-        if os.fstat(fd).st_ino != inode:  # its number is another file's by now
+        if os.fstat(fd).st_ino != inode:  # the descriptor's number belongs to another file now
             os.close(fd)
             raise XPoolError(_GONE)
         return fd
 
     def load(self) -> Any:
-        """Return the object in it; its tensors use the file's pages until they are written to."""
+        """Return the object in the file; its tensors share the file's pages until written to."""
         fd = self.open()
         try:
             pages = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
@@ -86,37 +85,37 @@ class File:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the file's lock: against other processes and against threads of this one."""
+        """Hold the file's lock, which excludes other processes and other threads of this one."""
         fd = self.open()
         try:
-            # The lock belongs to the open file (flock(2)): one that is opened for each turn keeps
-            # threads apart, too.
+            # The lock belongs to the open file (flock(2)).  Each turn opens the file anew, so the
+            # lock excludes threads, too.
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            # Not by closing alone: a process forked meanwhile has the open file, too.
+            # Unlock explicitly: a process forked in between also has the open file.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
 
 class FileOfAgent:
-    """A `File` with a name, of which the agent of each host of a pool keeps one."""
+    """A named `File` of a pool over hosts: the agent of each host keeps a copy."""
 
     def __init__(self, name: str) -> None:
         self.key = name
 
     def load(self) -> Any:
-        """Return the object in it, as `File.load`.
+        """Return the object in the file, as `File.load` does.
 
         Raises:
-            XPoolError: this is no worker of a host that has it.
+            XPoolError: this process is not a worker on a host that has the file.
         """
         agent = multiprocessing.parent_process()
         if agent is not None:
             folder = f"/proc/{agent.pid}/fd"
             for fd in os.listdir(folder):
                 path = f"{folder}/{fd}"
-                # The agent may close descriptors meanwhile.  The link is "/memfd:NAME (deleted)".
+                # The agent may close descriptors now.  The link is "/memfd:NAME (deleted)".
                 with contextlib.suppress(FileNotFoundError):
                     if os.readlink(path).startswith(f"/memfd:{self.key} "):
                         return File._from(path, os.stat(path).st_ino).load()
@@ -136,31 +135,32 @@ def _close(fd: int, remove: str | None) -> None:
 
 
 class MpSerialExecutor:
-    """Runs functions one at a time across all processes and threads that have it.
+    """Runs functions one at a time across all processes and threads that have this object.
 
-    Goes to workers as any argument, or by fork.  The process that made it must keep it meanwhile.
+    It can be sent to workers as any argument, or inherited by fork.  The process that made it must
+    keep it while workers use it.
     """
 
     def __init__(self) -> None:
         self._lock = File()
 
     def run(self, fn: Callable[[], T]) -> T:
-        """Return ``fn()``, run while no one else runs one.
+        """Return ``fn()``, run while no other process or thread runs a function here.
 
         Raises:
-            XPoolError: who made this has let go of it.
+            XPoolError: the process that made this object has released it.
         """
         with self._lock.locked():
             return fn()
 
 
 class MpModelWrapper:
-    """A model of which there is one copy in host memory, and from which each device gets its own.
+    """A model with one copy in host memory, from which each worker makes the copy on its device.
 
-    Goes to workers as any argument, or by fork; the process that made it must keep it meanwhile.
-    However many workers there are, the weights are in host memory once, in shared pages that are
-    written when the wrapper is first sent and when the weights have changed since, and workers move
-    them to their devices one after the other.
+    It can be sent to workers as any argument, or inherited by fork.  The process that made it must
+    keep it while workers use it.  All workers share one copy of the weights in host memory.  Its
+    pages are written when the wrapper is first sent, and again when the weights have changed since.
+    Workers move the weights to their devices one after the other.
 
     Args:
         model: a `torch.nn.Module` on the CPU.
@@ -169,19 +169,19 @@ class MpModelWrapper:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._turn = MpSerialExecutor()
-        self._moved: Any = None  # the device that the model itself is on, once it was moved
+        self._moved: Any = None  # the device to which the model itself was moved
         self._sent: File | None = None
         self._sent_as: Any = None
 
     def to(self, device: Any) -> Any:
         """Return the model on a device.
 
-        In the process that made the wrapper, and in those that it forked, that is the model itself
-        the first time, as `torch.nn.Module.to` moves it, and a copy for a second device.  In others
-        each call makes a model of its own.
+        In the process that made the wrapper, and in forks of it, the first call moves and returns
+        the model itself, as `torch.nn.Module.to` does; for a second device it returns a copy.  In
+        other processes each call makes a new model.
 
         Raises:
-            XPoolError: who made this has let go of it.
+            XPoolError: the process that made this object has released it.
         """
         return self._turn.run(lambda: self._to(device))
 
@@ -195,7 +195,7 @@ class MpModelWrapper:
         return self._model.to(device)
 
     def _state(self) -> list[Any]:
-        """What changes when the weights or the mode of the model do."""
+        """Return a value that changes when the weights or the mode of the model change."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         return [
             [(t.data_ptr(), t._version) for t in tensors],

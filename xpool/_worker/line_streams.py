@@ -1,4 +1,4 @@
-"""Whole lines on a stream that others write to as well."""
+"""Text streams that write whole lines, for a stream with several writers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from xpool._worker.context import current_worker
 __all__ = ["Clearing", "Lines"]
 
 ERASE = "\r\x1b[K"
-"""To the beginning of the line, and erase it: where a progress bar may stand."""
+"""Moves to the beginning of the line, and erases it: a progress bar may be there."""
 
 
 class Lines:
-    """A text stream that puts something before each line, and hands on whole lines in one piece."""
+    """A text stream that adds a prefix to each line, and writes whole lines in one piece."""
 
     def __init__(self, stream: Any, before: Callable[[], str]) -> None:
         self._stream, self._before = stream, before
-        # By thread, so that those of two do not mix: the beginning of a line that waits for its
-        # end, and whether the beginning of this line is written.
+        # By thread, so that the lines of two threads do not mix: the beginning of an incomplete
+        # line, and the threads whose current line has been written in part.
         self._begun: dict[int, str] = {}
         self._continues: set[int] = set()
 
     @classmethod
     def prefixed(cls, stream: Any) -> Any:
-        """Return the stream with ``[worker i]`` before its lines."""
+        """Return a stream that puts ``[worker i]`` before each line."""
         return None if stream is None else cls(stream, _name)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,12 +47,12 @@ class Lines:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write them all."""
+        """Write all lines."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Write what there is of a line, too: of this thread, and of threads that have ended."""
+        """Also write the incomplete lines of this thread and of threads that have ended."""
         if self._begun:
             me, running = threading.get_ident(), sys._current_frames()
             for thread in list(self._begun):
@@ -63,9 +63,9 @@ class Lines:
 
     def _hand_on(self, thread: int, text: str) -> None:
         before = self._before()
-        # Not `splitlines`, which also cuts at form feeds and others that are text in a line.
+        # Not `splitlines`, which also cuts at form feeds and the like.
         lines = list(io.StringIO(text, newline=""))
-        # The rest of a line whose beginning `flush` has written gets no prefix.
+        # If `flush` has written the beginning of a line, its rest gets no prefix.
         head = lines.pop(0) if thread in self._continues else ""
         self._stream.write(head + "".join(before + line for line in lines))
 
@@ -74,11 +74,11 @@ def _name() -> str:
     try:
         return f"[worker {current_worker().index}] "
     except RuntimeError:
-        return "[worker] "  # a thread of a task's, where workers are threads
+        return "[worker] "  # workers are threads, and a task has started this thread
 
 
 class Clearing:
-    """A function whose lines on a terminal take the place of a progress bar, which goes below."""
+    """A function whose lines on a terminal replace the progress bar, which is redrawn below."""
 
     def __init__(self, func: Callable[..., Any]) -> None:
         self._func = func
@@ -99,6 +99,6 @@ class Clearing:
 def _clearing(stream: Any) -> Any:
     try:
         terminal = stream.isatty()
-    except Exception:  # it is closed, None, or some object of the task's
+    except Exception:  # the stream is closed, None, or an object of the task
         return stream
     return Lines(stream, lambda: ERASE) if terminal else stream

@@ -1,7 +1,7 @@
-"""What a worker does: take tasks, run them, answer each.
+"""The loop of a worker: it takes tasks, runs them, and answers each.
 
-Nothing here is shared with another process but the pipes and the outbox, each with one writer; so
-a worker that is killed between any two instructions leaves nothing locked.
+The loop shares only pipes and the outbox with other processes, each with one writer.  So a worker
+that is killed between any two instructions leaves no lock held.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ if TYPE_CHECKING:
 __all__ = ["Member", "become", "run"]
 
 _Answer = tuple["bytes | memoryview", int, Any]
-"""What is sent of a task's value, `BODY_ERROR` or 0, and the value itself."""
+"""The pickled value of a task, its error bits (`BODY_ERROR`, `BODY_AGAIN`), and the value."""
 
-_NONE = encode(None)  # what most functions return that are called for their effect
-_STOPPED = _NONE  # nobody opens it: the parent has an answer of its own
+_NONE = encode(None)  # pickled once, since many functions return None
+_STOPPED = _NONE  # never unpickled: the parent has its own answer for a stopped task
 
 
 class Member(Protocol):
-    """What a worker does with others that are threads of the same process (`several`)."""
+    """A worker that is one of several threads of its process (`worker_threads`)."""
 
     def begins(self, box: Outbox, fd: int) -> None:
-        """It has its outbox: instead of `listen`, which is for the main thread."""
+        """Take the outbox.  Called instead of `listen`, which needs the main thread."""
 
     def wait_for_all(self) -> None:
-        """It could serve; return when all can."""
+        """Report that this worker is ready; return when all workers of the process are."""
 
     def stoppable(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs a task as ``run``, and lets the main thread break it off."""
+        """Return a function that runs a task as ``run`` does; the main thread can interrupt it."""
 
     def told_to_stop(self) -> None:
-        """Its parent wants nothing more of it."""
+        """Note that the parent has told this worker to stop."""
 
 
 def run(
@@ -86,15 +86,15 @@ def run(
 ) -> int:
     """Serve until told to stop; return the exit code.
 
-    ``channel``: the descriptors, as `entry` lists them, the lifeline among them.  ``member``: the
-    process has other workers too, and is none of its own.  ``missing``: modules that this worker
-    does not have yet, as a stand-in.
+    ``channel`` are the descriptors that `entry` lists, including the lifeline.  ``member`` is given
+    if the worker is one of several threads of its process.  ``missing`` are the modules that a
+    stand-in lacks.
     """
     tasks, answers, lifeline, outbox, *others = channel
     box = Outbox(outbox)
     replies = Replies(box, functools.partial(write_all, answers), time.perf_counter)
-    # Before the program's code: an initializer that hangs can be asked where it is, and its time is
-    # limited by the clock in the box (`_engine/start_limit`).
+    # Done before the program's code runs: so the parent can ask a hanging initializer for its
+    # stack, and limit its time by the clock in the outbox (`_engine/start_limit`).
     if member is None:
         listen(box, outbox, _Worker._run.__code__)
     else:
@@ -104,7 +104,7 @@ def run(
     try:
         if member is None:
             become(orders, lifeline)
-        # In the order of the table in `entry`: control, logs, arena.
+        # The order is that of the table in `entry`: control, logs, arena.
         control = others.pop(0) if orders["peers"] else -1
         open_relay(others.pop(0), orders, box.count_dropped)
         shared = _join(others, orders)
@@ -115,7 +115,7 @@ def run(
     except BaseException as exc:
         replies.refuse(refusal(exc))
         return 1
-    # The start has a limit of its own, and ends here; `ready` lets tasks come.
+    # The start, which has its own time limit, ends here; `ready` lets the parent send tasks.
     box.rest()
     if missing:
         runs = _Worker._run.__code__, _Worker._timed.__code__
@@ -129,16 +129,16 @@ def run(
         if member is not None:
             member.told_to_stop()
     except (EOFError, BrokenPipeError):
-        pass  # the parent is gone: nobody is left to tell
+        pass  # the parent has ended
     except SystemExit as exc:
-        # The outbox may have answers of earlier tasks: only the one that called `sys.exit` is lost.
+        # Send the answers of earlier tasks in the outbox: only the task that exits is lost.
         replies.ring()
         code = _exit_code(exc)
     return code
 
 
 def _prepare() -> None:
-    """Be ready for tasks that fail, and for objects of modules that a task imports."""
+    """Prepare for tasks that fail, and for objects of modules that a task imports."""
     error_imports.prepare(keep_path=True)
     for name in LATE:
         when_imported(name, load_late)
@@ -147,7 +147,7 @@ def _prepare() -> None:
 def _exit_code(exc: SystemExit) -> int:
     if exc.code is None:
         return 0
-    # As CPython does (handle_system_exit in Python/pythonrun.c); wait(2) tells 8 bits of it.
+    # As in CPython (handle_system_exit in Python/pythonrun.c); wait(2) reports 8 bits of the code.
     if isinstance(exc.code, int):
         return exc.code & 0xFF
     print(exc.code, file=sys.stderr)
@@ -168,22 +168,22 @@ class _Worker:
         self._replies = replies
         self._keeper: Keeper | None = None
         self._layout = self._make_layout(orders)
-        # Before anything is unpickled: what arrives, globals too, may refer to what was broadcast.
+        # Made before anything is unpickled: messages and globals may refer to broadcast objects.
         self._objects = Objects(arena, orders["token"])
         self._peers: Peers | None = None
         if control >= 0 and arena is not None:
-            from xpool._worker.peers import Peers  # only here: few pools have them
+            from xpool._worker.peers import Peers  # imported here because few pools have peers
 
-            # Handles are for the parent; between peers, tensors of devices are copied.
+            # Handles are for the parent only; between peers, device tensors are copied.
             layout = self._layout._replace(keep=None)
             self._peers = Peers(orders["index"], orders["peers"], control, layout)
-        self._waits_for_others = False  # for the end of holds, by what `_release` found last
-        self._tidy_at = 0.0  # when to look for memory that was unused for long
+        self._waits_for_others = False  # whether the last `_release` found memory that others hold
+        self._tidy_at = 0.0  # when to look next for memory that was unused for long
         self._source = source
         self._poller = select.poll()
         self._poller.register(source.fd, select.POLLIN)
         self._spin: Spin | None = None
-        self._likely = False  # that the next task comes at once
+        self._likely = False  # whether the next task probably arrives at once
         self._inbox = Inbox(replies, _Closed.entry, _WITHDRAWN)
         self._recurse: bool = orders["recurse"]
         self._prefix: tuple[Any, ...] = ()
@@ -192,13 +192,13 @@ class _Worker:
             context = decode(orders["context"])
             self._prefix = (context,)
         host = orders["host"]
-        # Before the context and the initializer, which may ask for `current_worker`.
+        # Done before the context and the initializer run, which may call `current_worker`.
         enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers, host))
         _use_threads(orders["threads"], orders["forked"])
         _renew_autograd()
         if callable(begin := getattr(context, "enter", None)):
             begin()
-        # Opened also where it is inherited: the globals of `__main__` that it uses come with it.
+        # Unpickled even if it is inherited: the message brings the globals of `__main__` it uses.
         sent = None if orders["initializer"] is None else decode(orders["initializer"])
         if inherited is None:
             inherited = sent
@@ -213,15 +213,16 @@ class _Worker:
             return BY_PIPE
 
         def lease(nbytes: int) -> Block | None:
-            replies.forget_adopted()  # the block of the last answer may be free for this one
+            replies.forget_adopted()  # this may free the block of the last answer for this one
             try:
                 return arena.lease(nbytes)
             except OSError:
-                return None  # a task has closed its descriptor: values go by the pipe
+                return None  # a task has closed the descriptor: values go through the pipe
 
         if orders["copy_tensor"]:
             return Layout(lessor=lease)
-        from xpool._pickling.tensors.handles import Keeper  # only here: few pools share tensors
+        # Imported here because few pools share tensors.
+        from xpool._pickling.tensors.handles import Keeper
 
         self._keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
@@ -233,14 +234,14 @@ class _Worker:
         timed: Callable[..., Any] = self._timed
         if member is None:
             self._spin = Spin()
-        else:  # who looks takes the interpreter from the other members
+        else:  # no polling: it would take the interpreter from the other threads
             run, timed = member.stoppable(run), member.stoppable(timed)
         self._source.before_waiting = self._before_waiting
         while True:
             kind, count, size = TO_WORKER.unpack(read(TO_WORKER.size))
             if kind == TASKS:
                 self._tasks(count, read(size), run)
-                flush()  # where the last were taken back
+                flush()  # needed if the parent took back the last items of the frame
             elif kind == TIMED:
                 self._tasks(count, read(size), timed)
                 flush()
@@ -250,15 +251,15 @@ class _Worker:
                 self._inbox.take(kind, read(size))
 
     def _open(self, closed: _Closed) -> Any:
-        """Unpickle a function, in its first task; one that cannot be had fails its tasks."""
+        """Unpickle a function, in its first task; if that fails, so do all of its tasks."""
         with listening() as heard:
             try:
                 func = decode(closed.payload)
-            # Not `TaskStopped`: that is about this task, and the next one opens the function.
+            # Not `TaskStopped`: it ends only this task, and the next task unpickles the function.
             except Exception as exc:
                 func = _Unavailable(exc)
             entries = heard()
-        # `Retried` stays outermost, since `_run` looks for it there.
+        # `Retried` stays outermost: `_run` checks the outermost function.
         if self._prefix or entries:
             inner = func.func if type(func) is Retried else func
             if entries:
@@ -270,27 +271,27 @@ class _Worker:
         return func
 
     def _before_waiting(self) -> None:
-        """Let go of what the parent holds, and of memory unused for long, until something comes."""
+        """Release blocks that the parent holds and memory long unused, until a frame arrives."""
         arena, poll = self._arena, self._poller.poll
         if arena is not None and arena.busy and (now := time.monotonic()) >= self._tidy_at:
-            self._tidy_at = now + IDLE  # also where there is always something to do
+            self._tidy_at = now + IDLE  # so that a worker that is always busy does this, too
             self._release()
             arena.trim()
         if self._likely and self._spin is not None and self._spin.look(poll):
             return
         if arena is None or not arena.busy:
             return
-        # No event tells when the parent or a peer lets go: it is looked for, ever less often.
+        # No event reports that the parent or a peer releases memory: poll, less and less often.
         seconds = 0.1
         while not poll(seconds * 1000):
             kept = self._release(everything=True)
             if not (arena.trim() or self._replies.kept or self._waits_for_others or kept):
                 return
-            # The memory of a device is scarce: whether a handle has gone is looked at more often.
+            # Device memory is scarce: while handles keep tensors, check more often.
             seconds = min(2 * seconds, IDLE if kept else 60.0)
 
     def _release(self, everything: bool = False) -> bool:
-        """Let go of what nobody needs any more; return whether tensors are kept for handles."""
+        """Release memory that nothing uses any more; return whether handles keep tensors."""
         self._replies.forget_adopted()
         self._waits_for_others = self._objects.collect()
         if self._peers is not None:
@@ -303,30 +304,30 @@ class _Worker:
     def _tasks(self, count: int, body: bytes | memoryview, run: Callable[..., Any]) -> None:
         replies = self._replies
         if self._keeper is not None:
-            self._release()  # before the task, which may need that memory
+            self._release()  # the task may need that memory
         self._likely = False
         for entry, task, last in self._inbox.items(count, body):
             if entry is not None:
                 func, mode = entry
             else:
                 func, mode = None, Mode.CALL
-                # Who makes one call may make another.  In a stream, the parent needs the processor
-                # more.
+                # A caller that makes single calls may make another one soon.  In a stream, the
+                # parent needs the processor more.
                 self._likely = count == 1
-            # Here, since a task that is broken off in `run` leaves none for the `del` below.
+            # Set for the `del` below, in case the task is interrupted in `run`.
             value = None
             try:
                 payload, error, value = run(func, mode, task)
-            except TaskStopped:  # it came when the task was over, and was being answered
+            except TaskStopped:  # raised after the end of the task, while `run` made its answer
                 payload, error = _STOPPED, BODY_ERROR
                 replies.box.rest()
             if last:
-                flush()  # the pool may be terminated as soon as all are answered
+                flush()  # the pool may be terminated as soon as all tasks are answered
             replies.answer(payload, error, last)
-            del value  # not before: to free a large tensor takes as long as to send it
+            del value  # after the answer: freeing a large tensor takes as long as sending it
 
     def _timed(self, func: Any, mode: int, payload: bytes | memoryview) -> _Answer:
-        """As `_run`, and let the parent see since when: of each item, in a chunk."""
+        """Run a task as `_run` does, with a clock that the parent sees, restarted for each item."""
         box = self._replies.box
         box.tick()
         try:
@@ -357,7 +358,7 @@ class _Worker:
                 value = star_each(func, task)
             if self._keeper is not None:
                 self._keeper.synchronize()
-        # It ends the worker, with the code that `run` makes of it.
+        # It ends the worker, with the exit code that `run` returns.
         except SystemExit:
             raise
         except BaseException as exc:
@@ -387,12 +388,12 @@ class _Closed:
 
     @classmethod
     def entry(cls, number: int, mode: int, payload: bytes) -> tuple[_Closed, int]:
-        """Return what the inbox keeps of a function."""
+        """Return the inbox's entry for a function."""
         return cls(number, mode, payload), mode
 
 
 class _Unavailable:
-    """Stands for a function that could not be unpickled here: its tasks fail with the reason."""
+    """Replaces a function that could not be unpickled here: its tasks raise the reason."""
 
     __slots__ = ("_exc",)
 
@@ -400,7 +401,7 @@ class _Unavailable:
         self._exc = exc
 
     def __call__(self, *args: Any) -> Any:
-        # Anew each time: raised as it is, it would carry the traceback of every time before.
+        # Without its old traceback, which would grow each time it is raised.
         raise self._exc.with_traceback(None)
 
 
@@ -408,11 +409,11 @@ _WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile
 
 
 def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
-    """Map the arena; where that cannot be, values come and go through the pipe."""
+    """Map the arena; None: it cannot be mapped, and all values travel through the pipe."""
     why = "more than 479 processes have it"
     if arena:
         try:
-            # Another worker of this process may have it.
+            # Another worker of this process may have mapped it.
             there = Arena._known.get(orders["arena"][0])
             if there is not None:
                 os.close(arena[0])
@@ -431,33 +432,33 @@ def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
 
 
 def become(orders: dict[str, Any], lifeline: int) -> None:
-    """Be the process that `multiprocessing` would have made: name, key, ``__main__``; and seeds."""
+    """Give this process the name, key and ``__main__`` as `multiprocessing` does, and its seeds."""
     if orders["bare"]:
-        # Made by the fork server: not yet a process as multiprocessing knows it.
+        # The fork server made this process, so multiprocessing does not know it yet.
         import multiprocessing
 
         process = multiprocessing.current_process()
         process.name = orders["name"]
         process.authkey = orders["authkey"]
         process.daemon = orders["daemon"]
-        # No documented way leads there, and programs ask parent_process() whether they are the main
-        # process.  The lifeline becomes readable when the parent has ended.
+        # Programs call parent_process() to see whether they are the main process.  There is no
+        # documented way to set it.  The lifeline becomes readable when the parent has ended.
         parent = getattr(multiprocessing.process, "_ParentProcess", None)
         if parent is not None:
             vars(multiprocessing.process)["_parent_process"] = parent(*orders["parent"], lifeline)
         main_module.install(orders["main"], orders["units"], orders["package"])
     Seeds(orders["seed"])
-    # After `install`: it notes the globals of the `__main__` that is there.
+    # Called after `install`, since it records the globals of the current `__main__`.
     mark_worker(orders["main"] is not None, forked=orders["forked"])
     if orders["forked"]:
         registry.disown()
 
 
 def _use_threads(n: int, forked: bool) -> None:
-    """Take this worker's share of the cores; a number that the user set wins.
+    """Set the number of threads to this worker's share of the cores, unless the user has set it.
 
-    In a fork of a program that has computed with OpenMP's threads, a computation with more than one
-    waits for the others for ever.
+    A fork of a program that has used OpenMP's threads gets 1 thread: with more, a computation would
+    wait for ever for threads that the fork does not have.
     """
     torch = sys.modules.get("torch")
     if torch is not None and forked:
@@ -465,17 +466,18 @@ def _use_threads(n: int, forked: bool) -> None:
     elif torch is not None and n and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(n)
     if n:
-        # For a torch, or another library with OpenMP, that is imported later.
+        # For torch, or another library with OpenMP, that is imported later.
         os.environ.setdefault("OMP_NUM_THREADS", str(n))
 
 
 def _renew_autograd() -> None:
-    """Have torch renew its engine of autograd, as it must after a fork, while this is one thread.
+    """Make torch renew its autograd engine, which it must do after a fork, in a single thread.
 
-    It does so, without a lock, in the first operation that records a gradient.  Of two threads that
-    begin at once, one would destroy the engine in which the other runs, for good where there are
-    devices: "0 <= device.index() && device.index() < ...device_ready_queues_.size()", or a hang.
+    Otherwise torch does it, without a lock, in the first operation that records a gradient.  If two
+    threads begin such operations at once, one destroys the engine in which the other runs.  With
+    devices the damage is permanent: a hang, or the error
+    "0 <= device.index() && device.index() < ...device_ready_queues_.size()".
     """
     autograd = sys.modules.get("torch.autograd")
     if autograd is not None:
-        autograd._is_checkpoint_valid()  # asks the engine; starts none of its threads
+        autograd._is_checkpoint_valid()  # gets the engine, and starts none of its threads

@@ -1,9 +1,9 @@
-"""The worker's own ``__main__``: the caller's script, run when something of it is needed.
+"""The worker's ``__main__``: it runs the caller's script when a name of the script is needed.
 
-A function of the caller's ``__main__`` that travels by reference must be found in the worker's.
-`multiprocessing` runs the whole script again in every child, needed or not.  Here it is run when
-a name of it is looked up, as far as that needs (`xpool._pickling.by_value.units`), under the name
-``__mp_main__`` as there, so that the part behind ``if __name__ == "__main__"`` is left out.
+A function of the caller's ``__main__`` that travels by reference must exist in the worker's.
+`multiprocessing` runs the whole script again in every child.  xpool runs it when a name is looked
+up, and only the parts that the name needs (`xpool._pickling.by_value.units`).  Both run it under
+the name ``__mp_main__``, so that the code below ``if __name__ == "__main__"`` does not run.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from xpool._python.worker_local import process_is_shared
 
 __all__ = ["install"]
 
-# The first call makes the types of `ast`, a millisecond: here, in the server, instead of in each
-# worker.
+# The first call makes the types of `ast`, which takes a millisecond.  Done here, the server does it
+# once for all workers.
 compile("", "", "exec")
 
 _turn = threading.RLock()
-"""Held while the script is run in a process of several workers: the others wait for its names."""
+"""Held while the script runs in a process of several workers; the others wait for its names."""
 
 
 class _NoSuchName(AttributeError):
-    """The script was run as far as a name needs, and does not bind it."""
+    """The parts of the script that a name needs have run, and have not bound the name."""
 
 
 class _Main(types.ModuleType):
-    """A ``__main__`` that fills itself at the first name it does not have."""
+    """A ``__main__`` that runs the script when a name is missing."""
 
     def __getattr__(self, name: str) -> Any:
         if not process_is_shared():
@@ -47,23 +47,23 @@ class _Main(types.ModuleType):
             return self.__dict__[name] if name in self.__dict__ else self._run_for(name)
 
     def _run_for(self, name: str) -> Any:
-        # Taken out while it runs: what the script asks of its own `__main__` does not run it again.
+        # Removed while the script runs, so that its lookups in `__main__` do not run it again.
         script: _Script | None = self.__dict__.pop("_xpool_script", None)
-        # Libraries ask any module for such names: they do not have the script run.
+        # Libraries look up dunder names in any module, so these do not run the script.
         if script is None or (name.startswith("__") and name.endswith("__")):
             if script is not None:
                 self.__dict__["_xpool_script"] = script
             raise AttributeError(f"module '__main__' of the worker has no attribute {name!r}")
-        # For `xpool._worker.context.imported_by_worker`.
+        # `xpool._worker.context.imported_by_worker` reads this.
         self.__dict__["_xpool_running"] = True
-        left: _Script | None = script  # if it fails, the next task gets the same, true reason
+        left: _Script | None = script  # kept if it fails, so that the next task gets the same error
         try:
             left = script.run(name, self.__dict__)
         finally:
             if left is not None:
                 self.__dict__["_xpool_script"] = left
             self.__dict__["_xpool_running"] = False
-        self.__dict__["_xpool_top"] = True  # for `xpool._pickling.by_value.main.fill`
+        self.__dict__["_xpool_top"] = True  # `xpool._pickling.by_value.main.fill` reads this
         if name in self.__dict__:
             return self.__dict__[name]
         raise _NoSuchName(f"module '__main__' of the worker has no attribute {name!r}")
@@ -75,27 +75,27 @@ _Unit = tuple[
 ]  # fmt: skip
 """The fields of an `xpool._pickling.by_value.units.Unit`."""
 
-# Kinds of units, as there: to import that would take longer than all that is done here.
+# Kinds of units, copied from there: importing that module would take longer than the work here.
 _BINDS, _ACTS, _COMPUTES, _WAITS = range(4)
 
 
 class _Script:
-    """The caller's script, and what of it has been run here."""
+    """The caller's script, and the parts of it that have not run here."""
 
     def __init__(self, where: tuple[str, ...], units: bytes | None) -> None:
         self._kind, self._place = where[:2]
-        self._file = where[-1]  # the text of a file that may be another host's
-        self._spec: Any = None  # of a module that ``python -m`` runs, once it was found here
+        self._file = where[-1]  # the file with the text; the script itself may be on another host
+        self._spec: Any = None  # the spec of a module that ``python -m`` runs, once it is found
         self._units = units
         self._lines: list[bytes] = []
         self._flags = 0
-        self._todo: dict[int, _Unit] | None = None  # what has not been run, by number
+        self._todo: dict[int, _Unit] | None = None  # units that have not run, by number
         self._begun = False
-        self._packages: tuple[str, ...] = ()  # of `LIBRARY` in `units`, not imported here before
+        self._packages: tuple[str, ...] = ()  # packages of `LIBRARY` in `units` not yet imported
         self._listens = False
 
     def run(self, name: str, namespace: dict[str, Any]) -> _Script | None:
-        """Run what a name needs; return this if something is left to run."""
+        """Run the units that a name needs; return self if other units are left to run."""
         namespace["__name__"] = "__mp_main__"
         self._place_in(namespace)
         if self._todo is None and not self._take_apart():
@@ -109,7 +109,7 @@ class _Script:
             if self._is_due(one, chosen):
                 chosen |= self._closed([one], namespace)
             else:
-                # What these import may bring the library that the next one waits for.
+                # The imports of these units may bring the library for which the next unit waits.
                 before = {n for n in chosen if n < one}
                 self._execute(before, namespace)
                 chosen -= before
@@ -125,12 +125,12 @@ class _Script:
         return self if self._todo else None
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a name is computed by statements that were not run here."""
+        """Whether statements that have not run here compute a name."""
         todo = self._todo or {}
         return any(name in unit[2] for unit in todo.values() if unit[6] == _COMPUTES)
 
     def _is_due(self, number: int, chosen: Collection[int]) -> bool:
-        """Whether a library that a unit waits for is here, or is imported by the chosen units."""
+        """Whether a unit's library has been imported, or the chosen units import it."""
         assert self._todo is not None
         awaited = self._todo[number][8]
         if any(label in self._todo[n][7] for n in chosen for label in awaited):
@@ -144,16 +144,16 @@ class _Script:
         assert self._todo is not None
         if not chosen:
             return
-        text = [b"\n"] * len(self._lines)  # so that each line keeps its number
+        text = [b"\n"] * len(self._lines)  # each line keeps its number
         bound: list[str] = []
         for number in chosen:
             first, last, names = self._todo[number][:3]
             text[first - 1 : last] = self._lines[first - 1 : last]
             bound += names
-        # The caller's values are put aside, for what is computed anew, and come back.
+        # Remove the caller's values while the units compute these names; restore them afterwards.
         here = settled().intersection(bound)
         come = {name: namespace.pop(name) for name in here if name in namespace}
-        # With the flags of the script's own ``from __future__``, not of this file's.
+        # Use the flags of the script's ``from __future__``, not those of this file.
         code = compile(b"".join(text), self._place, "exec", flags=self._flags, dont_inherit=True)
         try:
             exec(code, namespace)
@@ -162,30 +162,30 @@ class _Script:
         note_born(bound if self._begun else None)
         self._begun = True
         for number in chosen:
-            # Of what computes, any part may be wanted again, with all that makes it.
+            # Units that compute stay: a later name may need them again, with all that they need.
             if self._todo[number][6] != _COMPUTES:
                 del self._todo[number]
 
     def _take_apart(self) -> bool:
-        """Read what can be run by parts; False: all of it is to be run."""
+        """Read the units of the script; return False if all of it must run at once."""
         if self._units is None:
             return False
         check, flags, units, packages = pickle.loads(self._units)
         with io.open_code(self._file) as file:
             text = file.read()
         if zlib.crc32(text) != check:
-            return False  # it was changed after the program had begun
-        # Lines as the compiler counts them, which has given the units their numbers.
+            return False  # the file has changed since the program began
+        # Split lines as the compiler counts them: the line numbers of units come from it.
         self._lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines(True)
         self._flags, self._todo = flags, dict(enumerate(units))
         self._packages = tuple(name for name in packages if name not in sys.modules)
         return True
 
     def _chosen(self, name: str, namespace: dict[str, Any]) -> set[int]:
-        """Numbers of the units to run: of an unknown name, all that are left but computations."""
+        """Return the numbers of the units to run; for an unknown name, all but computations."""
         assert self._todo is not None
         todo = self._todo.items()
-        # These may act on what the name binds, so they come with the first name.
+        # These units may act on the name's value, so they run with the first name.
         pending = [n for n, unit in todo if unit[6] == _ACTS]
         if name == TOP:
             return self._closed(pending, namespace)
@@ -199,7 +199,7 @@ class _Script:
     def _closed(
         self, pending: list[int], namespace: dict[str, Any], wanted: tuple[str, ...] = ()
     ) -> set[int]:
-        """These units and all that they need; values that are there are not computed."""
+        """Return these units and all that they need; existing values are not computed again."""
         todo, here = self._todo, settled()
         assert todo is not None
         chosen, anew = set[int](), set[str]()
@@ -218,11 +218,11 @@ class _Script:
             _, _, binds, needs, wants, reads, kind, _, _ = todo[number]
             pending += needs
             names += wants
-            # What a function reads when it is called: a message with it has brought the values.
+            # Names that a function reads when it is called.  Settled ones came with a message.
             if kind == _BINDS:
                 names += [name for name in reads if name not in here]
             if kind == _COMPUTES:
-                # From the beginning, with whatever else makes what this binds or changes.
+                # Compute from the beginning, with all units that bind or change these names.
                 for name in binds:
                     if name not in anew:
                         anew.add(name)
@@ -230,11 +230,11 @@ class _Script:
         return chosen
 
     def _place_in(self, namespace: dict[str, Any]) -> None:
-        """Set what the text may ask of the module that it is in."""
+        """Set the module attributes that the script may read: its file, spec and package."""
         if self._kind == "name" and self._spec is None:
             import importlib.util
 
-            # Imports the packages that the module is in.
+            # This imports the packages that contain the module.
             spec = importlib.util.find_spec(self._place)
             if spec is None or spec.loader is None or spec.origin is None:
                 raise ImportError(
@@ -247,7 +247,7 @@ class _Script:
         namespace["__file__"] = self._place
 
     def _code_of_all(self) -> Any:
-        if self._spec is not None:  # its text may be in an archive
+        if self._spec is not None:  # the module may be in an archive
             return self._spec.loader.get_code(self._spec.name)
         with io.open_code(self._file) as file:
             return compile(file.read(), self._place, "exec")
@@ -255,7 +255,7 @@ class _Script:
 
 def _run_what_waits(library: Any) -> None:
     main = sys.modules["__main__"]
-    # Not while the script is run, which has imported it: it goes on with what waits itself.
+    # Not if the running script imported the library: then it runs the waiting units itself.
     if isinstance(main, _Main) and "_xpool_script" in main.__dict__:
         with contextlib.suppress(_NoSuchName):
             main._run_for(TOP)
@@ -264,16 +264,16 @@ def _run_what_waits(library: Any) -> None:
 def install(
     where: tuple[str, ...] | None, units: bytes | None = None, package: str | None = None
 ) -> None:
-    """Put a fresh ``__main__`` in place.
+    """Install a fresh ``__main__``.
 
-    ``where`` is ("path", file), the same and where its text is, or ("name", module) to run for its
-    names; or None: then it stays empty, and what the caller defines in its own arrives by value.
-    ``units``: what of a file can be left out, as `xpool._pickling.by_value.main.units` says.
-    ``package``: the caller's ``__package__``.
+    ``where`` names the script: ("path", file), the same with the file of its text as a third item,
+    or ("name", module).  If it is None, ``__main__`` stays empty, and the caller's definitions
+    arrive by value.  ``units`` are the parts of a file that can run separately, from
+    `xpool._pickling.by_value.main.units`.  ``package`` is the caller's ``__package__``.
     """
     module = _Main("__main__")
     module.__package__ = package
-    module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code looks for it
+    module.__dict__["__builtins__"] = builtins  # as in every module; torch's C code reads it
     if where is not None:
         module.__dict__["_xpool_script"] = _Script(where, units)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

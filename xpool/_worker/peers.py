@@ -1,16 +1,16 @@
 """Messages between the workers of a pool: `current_worker().send` and `recv`.
 
-A channel is a pair of sockets that only its two workers have (docs/peers.md).  A packet in it::
+A channel is a pair of sockets that only its two workers have (docs/peers.md).  Its packets are::
 
     kind u8, scope u64, number u64, taken u64 | a message of `xpool._pickling.frame`
 
     DATA   the message follows
-    FILE   it was too long for a packet, and lies in a file whose descriptor goes along
+    FILE   the message is too long for a packet: it is in a file, whose descriptor comes along
     TAKEN  nothing follows
 
-``scope``: the call of `run_all` that it belongs to; 0: none.  ``number``: of this packet, among
-those with DATA or FILE, from 1.  ``taken``: the last number that the sender has taken out of its
-own end; of the messages up to that it holds the blocks itself.
+``scope`` is the call of `run_all` to which the message belongs; 0: none.  ``number`` counts the
+packets of kind DATA or FILE from 1.  ``taken`` is the last number that the sender has taken out of
+its own end; it holds the blocks of the messages up to that number itself.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from xpool.pickle import decode, encode
 __all__ = ["Peers"]
 
 WINDOW = 256 * 1024 * 1024
-"""Bytes of blocks that may be on their way in a channel, unless it is a single message."""
+"""Bytes of blocks that may be on their way in a channel.  A single message may be larger."""
 
-_HEAD = struct.Struct("<BxxxxxxxQQQ")  # of 32 bytes, so that what follows is aligned
+_HEAD = struct.Struct("<BxxxxxxxQQQ")  # 32 bytes, so that the message is aligned
 _DATA, _FILE, _TAKEN = 1, 2, 3
 _STOP = (STOP_SIGNAL,)
-_SLICE = 0.01  # seconds between looks, while several threads wait: one may read what another wants
+_SLICE = 0.01  # seconds of a wait while several threads wait: one may read another's message
 
 
 class _Channel:
@@ -57,13 +57,14 @@ class _Channel:
         sock.setblocking(False)
         packets.give_room(sock)
         self.sock, self.serial = sock, serial
-        self.sent = self.got = self.told = 0  # numbers: last sent, last taken out, last said so
-        self.under_way: deque[tuple[int, Leased]] = deque()  # held until the peer has taken hold
+        # Numbers: the last sent, the last taken out, the last whose taking was acknowledged.
+        self.sent = self.got = self.told = 0
+        self.under_way: deque[tuple[int, Leased]] = deque()  # held until the peer holds the blocks
         self.bytes_out = 0
-        # By scope: messages, and what became of one that could not be taken out.
+        # By scope: messages, and errors in place of messages that could not be taken out.
         self.inbox: dict[int, deque[Any]] = {}
         self.bytes_in = 0
-        self.full = False  # of packets; else what it waits for is the window
+        self.full = False  # the socket has no room for packets; if False, the window is full
         self.ended = False
 
     # -- out -----------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ class _Channel:
             return False
         number = self.sent + 1
         if size:
-            # Noted first: a task may be stopped between any two lines of this.
+            # Record it first: a task may be stopped between any two lines of this code.
             self.under_way.append((number, message))  # type: ignore[arg-type]
             self.bytes_out += size
         sent = False
@@ -88,7 +89,7 @@ class _Channel:
         finally:
             if sent:
                 self.sent = number
-            # A signal handler may have raised before the note, too: then nothing is to be undone.
+            # If a signal handler has raised before the record was made, nothing must be undone.
             elif size and self.under_way and self.under_way[-1][0] == number:
                 self.under_way.pop()
                 self.bytes_out -= size
@@ -110,25 +111,25 @@ class _Channel:
         except (BrokenPipeError, ConnectionResetError):
             self.ended = True
             return False
-        # Each packet says what was taken out; one that was not sent has said nothing.
+        # Each packet acknowledges `got`.  Set only here, after the packet was sent.
         self.told = self.got
         return True
 
     def acknowledge(self) -> None:
-        """Say what was taken out, if that is owed and there is room."""
+        """Acknowledge the messages that were taken out, if that is due and the socket has room."""
         if self.told < self.got and not self.ended:
             self._packet(_TAKEN, 0, 0, b"")
 
     # -- in ------------------------------------------------------------------------------------
 
     def take_out(self, all_of_it: bool) -> None:
-        """Take out what has come; unless ``all_of_it``, no more than the window."""
+        """Take out the packets that have arrived; unless ``all_of_it``, no more than the window."""
         while not self.ended and (all_of_it or self.bytes_in <= WINDOW):
             try:
                 data, fds, lost = packets.receive(self.sock, packets.LONGEST + _HEAD.size, 1)
             except BlockingIOError:
                 return
-            # The peer has closed its end with packets unread in it (net/unix/af_unix.c).
+            # The peer has closed its end with unread packets in it (net/unix/af_unix.c).
             except ConnectionResetError:
                 data, fds, lost = b"", [], False
             try:
@@ -147,12 +148,12 @@ class _Channel:
         if kind == _TAKEN:
             return
         message: bytes | memoryview = memoryview(data)[_HEAD.size :]
-        # Counted before it is opened: one that cannot be opened was taken out all the same.
+        # Count it first: a message that cannot be opened has been taken out, too.
         self.got = number
         try:
             message = adopt(_from_file(fds, lost) if kind == _FILE else message)
         except LookupError:
-            # Its sender has died since, and its blocks are free again.
+            # The sender has died, and its blocks are free again.
             self.ended = True
             return
         except OSError as exc:
@@ -161,12 +162,12 @@ class _Channel:
         size = len(message) + (weight(message) if type(message) is Leased else 0)
         self.bytes_in += size
         self.inbox.setdefault(scope, deque()).append(message)
-        # At once: the peer holds its blocks, and counts them in the window, until it hears of this.
+        # At once: until the acknowledgement, the peer holds the blocks and counts them as sent.
         if type(message) is Leased:
             self.acknowledge()
 
     def next(self, scope: int) -> Any:
-        """Return the next message of a scope that was taken out; None: there is none."""
+        """Return the next message of a scope from the inbox; None: the inbox has none."""
         waiting = self.inbox.get(scope)
         if not waiting:
             return None
@@ -177,7 +178,7 @@ class _Channel:
         return message
 
     def forget_before(self, scope: int) -> None:
-        """Drop what came for calls before this one."""
+        """Drop messages of calls before this one."""
         for old in [one for one in self.inbox if 0 < one < scope]:
             while self.next(old) is not None:
                 continue
@@ -191,17 +192,17 @@ def _from_file(fds: list[int], lost: bool) -> memoryview:
 
 
 class _Section:
-    """A lock whose holder is not asked to stop: the books would be left in disorder."""
+    """A lock that blocks the stop signal, which would leave the channels' fields inconsistent."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._masks: list[Any] = []
 
     def __enter__(self) -> None:
-        # Before the lock, and back after it: the handler may raise where the signal is let through.
+        # Blocked before the lock is taken and unblocked after it: the handler may raise then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
         self._lock.acquire()
-        # Guarded by the lock: the last is its holder's, who may have taken it twice.
+        # The lock guards the list.  Its last item belongs to the holder, which may hold it twice.
         self._masks.append(mask)
 
     def __exit__(self, *_: object) -> None:
@@ -211,7 +212,7 @@ class _Section:
 
 
 class Peers:
-    """The channels of one worker.  Its methods may be called by any thread."""
+    """The channels of one worker.  Any thread may call the methods."""
 
     here: Peers | None = None
 
@@ -221,13 +222,13 @@ class Peers:
         self._control.setblocking(False)
         self._layout = layout._replace(lessor=self._lease if layout.lessor else None)
         self._lessor = layout.lessor
-        # By peer: the channel in use, and those that came since: to its replacements.
+        # By peer: the channel in use, then later channels, to the peer's replacements.
         self._channels: dict[int, deque[_Channel]] = {}
-        self._known: dict[int, int] = {}  # by peer: the number of the last that ended
+        self._known: dict[int, int] = {}  # by peer: the number of the last channel that ended
         self._asked: set[int] = set()
         self._refused: dict[int, int] = {}
         self._scope = 0
-        # Guards all of it, for moments; nobody waits while he has it.
+        # Guards all fields, for moments: a thread does not wait while it holds the lock.
         self._lock = _Section()
         self._inside = 0
         self._spin = Spin()
@@ -239,7 +240,7 @@ class Peers:
         """See `WorkerInfo.send`."""
         self._check(peer)
         until = _until(timeout)
-        # Before the lock, as it runs the program's code, which may send and receive itself.
+        # Without the lock: this runs the program's code, which may send and receive itself.
         message = encode(obj, layout=self._layout)
         with self._waiting():
             while True:
@@ -248,8 +249,8 @@ class Peers:
                     if channel is not None:
                         if channel.try_send(self._scope, message):
                             return
-                        # The peer's acknowledgements open the window; and two that send to each
-                        # other make room for each other.
+                        # The peer's acknowledgements open the window.  Two workers that send to
+                        # each other also make room for each other.
                         channel.take_out(False)
                         if channel.ended:
                             raise self._lost(peer, channel)
@@ -266,7 +267,7 @@ class Peers:
                     if channel is not None:
                         message = channel.next(self._scope)
                         if message is None:
-                            # All of it: what this call is for may lie behind what is not.
+                            # Take out all packets: this call's message may lie behind others.
                             channel.take_out(True)
                             channel.forget_before(self._scope)
                             message = channel.next(self._scope)
@@ -277,20 +278,20 @@ class Peers:
                 self._wait(channel, False, until, f"worker {peer} sent nothing")
         if isinstance(message, OSError):
             raise message
-        # Outside the lock, as it runs the program's code.
+        # Without the lock: this runs the program's code.
         return decode(message)
 
     @contextmanager
     def call(self, scope: int) -> Iterator[None]:
-        """While this lasts, messages belong to a call of `run_all`."""
+        """Assign the messages of this block to a call of `run_all`."""
         with self._lock:
             for peer, channels in self._channels.items():
-                # A copy, for `_forget` takes channels out of it.
+                # Iterate over a copy, since `_forget` removes channels.
                 for channel in list(channels):
                     channel.take_out(False)
                     channel.forget_before(scope)
                     if channel.ended:
-                        self._forget(peer, channel)  # of a death that the last call has failed of
+                        self._forget(peer, channel)  # the peer died, and the last call failed
         self._scope = scope
         try:
             yield
@@ -298,24 +299,24 @@ class Peers:
             self._scope = 0
 
     def acknowledge(self) -> bool:
-        """Let go of what peers have taken hold of; return whether something is under way."""
+        """Release the blocks that peers hold now; return whether other blocks are on their way."""
         with self._lock:
             for channel in self._all():
-                # Of others nothing is awaited: what they send stays in sockets, which are bounded.
+                # Other channels owe no acknowledgement: their messages can stay in the sockets.
                 if channel.under_way:
                     channel.take_out(False)
                 channel.acknowledge()
                 if channel.ended:
-                    # Nobody will say any more that he has taken hold.
+                    # The peer has ended, and will not acknowledge these.
                     channel.under_way.clear()
             return any(channel.under_way for channel in self._all())
 
     def close_in_child(self) -> None:
-        """In a child that a task forked: these channels are its parent's."""
+        """Close the channels in a child that a task forked: they belong to its parent."""
         for channel in self._all():
             channel.sock.close()
         self._control.close()
-        # Another thread of the parent may have held it at the fork.
+        # Another thread of the parent may have held the lock at the fork.
         self._lock = _Section()
         self._count = 0
 
@@ -337,19 +338,19 @@ class Peers:
         return [channel for channels in list(self._channels.values()) for channel in channels]
 
     def _channel(self, peer: int) -> _Channel | None:
-        """Return the channel to a peer; None: it was asked for."""
+        """Return the channel to a peer; None: the parent has been asked for it."""
         channels = self._channels.get(peer)
         if not channels:
             self._take_links()
             channels = self._channels.get(peer)
         if channels:
             return channels[0]
-        # Told once: the next call asks again, when descriptors may be free.
+        # Raised once: the next call asks again, since descriptors may be free then.
         error = self._refused.pop(peer, 0)
         if error:
             self._asked.discard(peer)
             raise OSError(error, f"no channel to worker {peer}: {os.strerror(error)}")
-        # Once: the parent answers now, or when the peer has been replaced (`_engine/switchboard`).
+        # Ask once: the parent answers now, or after replacing the peer (`_engine/switchboard`).
         if peer not in self._asked:
             known = self._known.get(peer, 0)
             self._control.send(WANTED.pack(peer, known > 0, known))
@@ -357,7 +358,7 @@ class Peers:
         return None
 
     def _take_links(self) -> None:
-        """Take out the channels that the parent has made."""
+        """Receive the channels that the parent has made."""
         while True:
             try:
                 data, fds, _, _ = socket.recv_fds(self._control, LINK.size, 1)
@@ -368,7 +369,7 @@ class Peers:
             peer, error, serial = LINK.unpack(data)
             if error or not fds:
                 self._refused[peer] = error or errno.EMFILE
-                if not error:  # no descriptor was left for it here
+                if not error:  # this process had no free descriptor for it
                     self._known[peer] = serial
                 continue
             self._asked.discard(peer)
@@ -377,8 +378,8 @@ class Peers:
             self._channels.setdefault(peer, deque()).append(_Channel(sock, serial))
 
     def _forget(self, peer: int, channel: _Channel) -> None:
-        """Let go of a channel whose other end is closed."""
-        # The parent makes a new one when it is asked by one who knows this number.
+        """Close a channel whose other end is closed."""
+        # The parent makes a new channel when a worker that knows this number asks for one.
         self._known[peer] = channel.serial
         self._channels[peer].remove(channel)
         channel.sock.close()
@@ -394,7 +395,7 @@ class Peers:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        # No lock: this only chooses how long a wait is.
+        # Needs no lock: the count only determines the length of a wait.
         self._inside += 1
         try:
             yield
@@ -404,20 +405,20 @@ class Peers:
     def _wait(
         self, channel: _Channel | None, to_send: bool, until: float | None, what: str
     ) -> None:
-        """Wait for something to happen; take out what others send meanwhile."""
+        """Wait for an event on this channel; take out messages of other peers in the meantime."""
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         with self._lock:
-            # Those too, so that peers who send to this worker get on while it waits for another.
+            # Watch other channels, too, so that their peers can send while this waits for another.
             others = [one for one in self._all() if one.bytes_in <= WINDOW or one is channel]
             by_fd = {one.sock.fileno(): one for one in others if not one.ended}
             for fd, one in by_fd.items():
                 events = select.POLLIN
-                # Else the socket is writable all the time: a packet is to open the window.
+                # If the window is full, the socket is always writable: wait for a packet instead.
                 if one is channel and to_send and one.full:
                     events |= select.POLLOUT
                 poller.register(fd, events)
-        # Each second anew: a signal that comes just before `poll` does not end it.
+        # At most a second: a signal that comes just before `poll` does not end it.
         seconds = 1.0 if self._inside < 2 else _SLICE
         if until is not None:
             left = until - time.monotonic()
@@ -429,13 +430,13 @@ class Peers:
             self._take_links()
             for fd, _ in found:
                 other = by_fd.get(fd)
-                # Its own channel the caller reads himself, by what he wants of it.
+                # The caller reads its own channel itself.
                 if other is not None and other is not channel and not other.ended:
                     other.take_out(False)
 
     def _lease(self, nbytes: int) -> Block | None:
         assert self._lessor is not None
-        self.acknowledge()  # what peers have taken hold of may be free for this
+        self.acknowledge()  # this may free blocks that peers hold now
         return self._lessor(nbytes)
 
 

@@ -1,12 +1,12 @@
-"""What a worker says to its parent, and when: the rules, without a system call.
+"""The worker's side of the protocol: its messages to the parent and their order; no system calls.
 
-The true worker (`loop`) and the simulated one follow the same objects of this file; they differ in
-how bytes are read and written, what a task is, and what the time is.  So what the simulated world
-proves is what runs.
+The real worker (`loop`) and the simulated worker use the same classes of this file.  They differ in
+how they read and write bytes, in their tasks, and in their clock.  So the simulation tests the code
+that runs in real workers.
 
-Only `Inbox.items` and `Replies.answer` are called for each task.  They are plain calls and a plain
-generator, not steps of a coroutine that yields each read and write to a driver: that is twice the
-cost of a short task's whole bookkeeping.
+Only `Inbox.items` and `Replies.answer` are called for each task: a plain generator and a plain
+method.  A coroutine that yields each read and write to a driver would cost twice as much as all the
+bookkeeping of a short task.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from xpool._wire.wire import (
 __all__ = ["Inbox", "Replies"]
 
 SILENCE = 0.001
-"""Seconds that a finished answer may lie in the outbox while the worker goes on."""
+"""Seconds that a finished answer may lie in the outbox while the worker runs other tasks."""
 
 SMALL = 16 * 1024
-"""Bytes; a larger answer goes through the pipe at once."""
+"""Bytes.  An answer that is larger goes through the pipe at once."""
 
 
 class Replies:
-    """The way back: into the outbox while more work is in hand, through the pipe at the end.
+    """Sends answers: into the outbox while the worker has more tasks, through the pipe at the end.
 
-    ``write(parts)`` sends a frame, ``clock()`` is the time in seconds.
+    ``write(parts)`` sends a frame; ``clock()`` returns the time in seconds.
     """
 
     small = SMALL
@@ -58,12 +58,12 @@ class Replies:
     ) -> None:
         self.box = box
         self._write, self._clock = write, clock
-        self._count = 0  # answers in the outbox that the parent was not told of
+        self._count = 0  # answers in the outbox of which the parent has not been told
         self._errors = 0
-        # Answers with blocks, kept until the parent has taken hold of these, and their numbers.
+        # Answers with blocks and their numbers, kept until the parent has taken hold of the blocks.
         self.kept: deque[tuple[int, Leased]] = deque()
         self._leased = 0
-        self._since = clock()  # when the first of these was begun
+        self._since = clock()  # when the first of the untold answers was begun
         self._rung = self._since
 
     def _frame(self, kind: int, body: bytes | memoryview, count: int = 0) -> None:
@@ -71,22 +71,22 @@ class Replies:
         self._write([head, body])
 
     def ready(self, mapped: bool) -> None:
-        """Say that tasks may come; ``mapped``: their buffers may lie in the arena."""
+        """Tell the parent to send tasks; ``mapped``: their buffers may lie in the arena."""
         self.box.begin_turn(self._clock())
         self._frame(READY, GREETING.pack(WIRE, mapped))
 
     def refuse(self, refusal: Refusal) -> None:
-        """Say what kept this worker from starting."""
+        """Tell the parent why this worker cannot start."""
         self._frame(FAILED, refusal.packed())
 
     def begin(self) -> None:
-        """Note the time before the first of some tasks: the worker has waited for it."""
+        """Note the time before the first task of a frame, for which the worker has waited."""
         if not self._count:
             self._since = now = self._clock()
             self.box.begin_turn(now)
 
     def answer(self, payload: bytes | memoryview, error: int, last: bool) -> None:
-        """Answer the task in hand; ``last``: the next one has not come yet.
+        """Answer the current task; ``last``: the next one has not arrived yet.
 
         ``error``: 0, or `BODY_ERROR`, with `BODY_AGAIN` if the task may be tried again.
         """
@@ -96,8 +96,9 @@ class Replies:
             self.kept.append((self._leased, payload))  # type: ignore[arg-type]
         if self.kept:
             self.forget_adopted()
-        # In the outbox only what others follow soon.  A task to be tried again is told at once: an
-        # entry there has one bit for errors (`ERROR_BIT`), and none for `BODY_AGAIN`.
+        # An answer goes into the outbox only if others follow soon.  If the task may be tried
+        # again, the answer goes through the pipe: an entry of the outbox has one bit for errors
+        # (`ERROR_BIT`), and none for `BODY_AGAIN`.
         if (
             not last
             and len(payload) <= self.small
@@ -113,13 +114,13 @@ class Replies:
             self.ring(payload, error)
 
     def forget_adopted(self) -> None:
-        """Let go of the answers whose blocks the parent holds."""
+        """Release the answers whose blocks the parent holds."""
         adopted, kept = self.box.adopted, self.kept
         while kept and kept[0][0] <= adopted:
             kept.popleft()
 
     def ring(self, payload: bytes | memoryview = b"", error: int = 0) -> None:
-        """Tell the parent of all answers in the outbox, and of one more."""
+        """Tell the parent of all answers in the outbox, and send it one more, if there is one."""
         if not self._count and not payload:
             return
         now = self._clock()
@@ -132,31 +133,31 @@ class Replies:
         self._write([b"".join((head, payload))] if len(payload) < self.small else [head, payload])
 
     def skip(self, n: int) -> None:
-        """Say that ``n`` items were not begun, as told."""
-        # Answers go by their order alone: those in the outbox are of items before these.
+        """Tell the parent that ``n`` items were not begun, as it asked."""
+        # Answers are matched by their order.  Those in the outbox belong to earlier items.
         self.ring()
         self._frame(SKIPPED, b"", n)
 
 
 class Learn(Protocol):
-    """What is kept of a function: the true worker opens it in its first task."""
+    """Makes the inbox's entry for a function: the real worker unpickles it in its first task."""
 
     def __call__(self, number: int, mode: int, payload: bytes) -> Any:
-        """Return it."""
+        """Return the entry."""
 
 
 class Inbox:
-    """What the parent has said: functions, and items that may begin."""
+    """Handles the parent's messages: functions, and items to run."""
 
     def __init__(self, replies: Replies, learn: Learn, withdrawn: Any) -> None:
         self.functions: dict[int, Any] = {}
         self._replies = replies
         self._learn = learn
-        self._withdrawn = withdrawn  # stands for a function that was forgotten
-        self._seq = 0  # of the next item: all that were ever sent are numbered
+        self._withdrawn = withdrawn  # used in place of a function that was forgotten
+        self._seq = 0  # number of the next item, among all that were ever sent
 
     def take(self, kind: int, body: bytes | memoryview) -> bool:
-        """Take a message about functions; return whether it was one."""
+        """Handle a message about functions; return whether it was one."""
         if kind == FUNC:
             number, mode = FUNC_HEAD.unpack_from(body)
             self.functions[number] = self._learn(number, mode, bytes(body[FUNC_HEAD.size :]))
@@ -170,10 +171,11 @@ class Inbox:
     def items(
         self, count: int, body: bytes | memoryview
     ) -> Iterator[tuple[Any, bytes | memoryview, bool]]:
-        """Begin the items of a TASKS or TIMED frame, one by one, each when the next is asked for.
+        """Begin the items of a TASKS or TIMED frame, each when the generator is resumed for it.
 
-        Yields what is kept of its function (None: a call, which has its own), its payload, and
-        whether it is the last.  Those that the parent does not want begun are answered as skipped.
+        Yields the entry of the item's function (None: a call, whose payload has the function), the
+        payload, and whether the item is the last.  Items that the parent does not want begun are
+        answered as skipped.
         """
         sizes = struct.unpack_from(f"<{count + 1}Q", body)
         at = 8 * (count + 1)
@@ -182,14 +184,14 @@ class Inbox:
         self._replies.begin()
         for k in range(1, count + 1):
             seq = self._seq
-            # Those that follow in the message are above the limit, too; they keep their numbers.
+            # All later items of the message are above the limit, too.  They keep their numbers.
             if not enter(seq):
                 self._seq += count + 1 - k
                 self._replies.skip(count + 1 - k)
                 return
             self._seq = seq + 1
             stop = at + sizes[k]
-            # Looked up for each: the first of them opens it.
+            # Looked up for each item, since the first one replaces the entry when it unpickles it.
             func = functions.get(number, self._withdrawn) if number else None
             yield func, body[at:stop] if count > 1 else body[at:], k == count
             at = stop

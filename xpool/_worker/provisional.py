@@ -1,10 +1,10 @@
-"""A stand-in: a worker that was forked while another server still imports torch, which it lacks.
+"""A stand-in: a worker without torch, forked while another server still imports torch.
 
-What it is given may need torch.  If that turns out while its first task is unpickled, nothing of
-any task has run here, and nothing of it is lost: the stand-in takes back that the task was begun,
-and ends.  Its parent gives what it held to the worker in its place, which is forked from the other
-server.  Later, and while a task runs, torch is imported here, at the cost of memory that is not
-shared: what tasks have left in this worker stays.
+Its tasks may need torch.  If the unpickling of its first task imports torch, no task has run here
+yet.  Then the stand-in marks the task as not begun, and ends.  The parent gives its tasks to its
+replacement, which is forked from the other server.  A later task, or one that already runs, imports
+torch here instead, and this worker keeps the state that tasks have left in it.  That import costs
+memory that is not shared.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["stand_in"]
 def stand_in(
     missing: Collection[str], box: Outbox, run: Collection[CodeType], opens: Collection[CodeType]
 ) -> None:
-    """Have this worker end when its first task needs one of these modules to be unpickled.
+    """Make this worker end if the unpickling of its first task imports one of these modules.
 
-    ``run`` is the code in which a task is run, ``opens`` what that calls to unpickle it.
+    ``run`` is the code that runs a task; ``opens`` is the code that it calls to unpickle the task.
     """
     sys.meta_path.insert(0, _Finder(missing, box, run, opens))
 
@@ -42,19 +42,19 @@ class _Finder:
         self._missing, self._box, self._run, self._opens = missing, box, run, opens
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-        """Called by the import system, which finds the module by its other finders."""
+        """Check an import; return None, so that the import system asks its other finders."""
         if name not in self._missing:
             return
-        # The first import decides: from then on the module is imported here like any other.  This
-        # stays in the list, which is being gone through: the next finder would be left out.
+        # Only the first import can end the worker; later the module is imported as any other.  Do
+        # not remove this finder: the import system iterates over the list, and would skip the next.
         self._missing = ()
         if self._box.began == 1 and self._unpickling():
             self._box.leave()
-            # At once: some code would catch an exception, and go on without the module.
+            # Not by an exception, which code may catch and then continue without the module.
             os._exit(STEPPED_ASIDE)
 
     def _unpickling(self) -> bool:
-        """Whether this thread is in what opens a task, and not in the task."""
+        """Whether this thread unpickles a task, and does not run it."""
         frame, inner = sys._getframe(1), None
         while frame is not None and frame.f_code not in self._run:
             frame, inner = frame.f_back, frame  # type: ignore[assignment]

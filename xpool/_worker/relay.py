@@ -1,9 +1,9 @@
-"""What a worker says besides answers: log records and warnings, to its parent's loggers.
+"""Sends a worker's log records and warnings to the loggers of its parent.
 
-Each worker has a socket of packets for them, so that a record arrives whole or not at all: also
-when the worker is killed, from whatever thread, and from processes that a task has forked.  When
-the parent does not keep up, the worker waits for a second, and then drops and counts until there
-is room again.
+Each worker has a socket of packets for them, so a record arrives whole or not at all.  This holds
+when the worker is killed, for every thread, and for processes that a task has forked.  If the
+parent does not keep up, the worker waits for a second.  Then it drops records, and counts them,
+until the socket has room again.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = ["open_relay"]
 PATIENCE = 1.0
 """Seconds that a record may wait for room."""
 
-_relay: _Relay | None = None  # this process's
+_relay: _Relay | None = None  # the relay of this process
 
-_dropping = threading.RLock()  # reentrant: a signal handler may log
+_dropping = threading.RLock()  # reentrant, since a signal handler may log
 renew(globals(), _dropping=threading.RLock)
 
 
 def open_relay(fd: int, orders: dict[str, Any], count_dropped: Callable[[int], object]) -> None:
-    """Have what this process logs, and its warnings, sent to the parent.
+    """Send the log records and warnings of this process to the parent.
 
-    ``fd``: of the socket of this worker, which may be one of several in this process.
+    ``fd`` is the socket of this worker, which may be one of several in this process.
     ``count_dropped(n)`` tells the parent how many could not be sent.
     """
     global _relay
     channel = _Channel(fd, count_dropped)
-    # One with another pid is that of the process that this one was forked from.
+    # A relay with another pid belongs to the process from which this one was forked.
     if _relay is not None and _relay.pid == os.getpid():
         _relay.channels[orders["index"]] = channel
         return
@@ -61,7 +61,7 @@ class _Channel:
 
     def __init__(self, fd: int, count_dropped: Callable[[int], object]) -> None:
         self._sock = socket.socket(fileno=fd)
-        # A `struct timeval` of two longs: seconds and microseconds (socket(7), SO_SNDTIMEO).
+        # The option's value is a `struct timeval`: seconds and microseconds, two longs (socket(7)).
         seconds = int(PATIENCE)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
@@ -69,15 +69,15 @@ class _Channel:
         self._count_dropped = count_dropped
 
     def send(self, kind: str, fields: dict[str, Any]) -> None:
-        """Send it, or count it as dropped."""
+        """Send a record or warning, or count it as dropped."""
         try:
             self._sock.send(pack(kind, self._dropped, fields), self._flags)
         except OSError:
-            # There is no room, or no parent any more.  The next does not wait for it.
+            # The socket has no room, or the parent has ended.  The next record does not wait.
             self._flags = socket.MSG_DONTWAIT
             with _dropping:
                 self._dropped += 1
-                # In the page, the parent sees it also if this worker sends nothing more.
+                # In the outbox's page, the parent sees it even if this worker sends nothing more.
                 self._count_dropped(self._dropped)
         else:
             self._flags = 0
@@ -102,11 +102,11 @@ class _Relay:
     # -- logging -----------------------------------------------------------------------------------
 
     def take_logging(self, logging: Any) -> None:
-        """Forward the records that no handler here takes, and take over the parent's levels."""
+        """Forward records for which this process has no handler, and set the parent's levels."""
         if self._forked:
             _remove_handlers(logging)
-        # Not by a handler: with one, `logging.basicConfig` would do nothing, nor others who look
-        # whether there is one.
+        # Not a handler: if there were one, `logging.basicConfig` would do nothing, and neither
+        # would other code that checks for handlers.
         call_handlers = logging.Logger.callHandlers
         reporter = logging.Handler()
         format_exception = logging.Formatter().formatException
@@ -122,7 +122,7 @@ class _Relay:
 
         logging.Logger.callHandlers = callHandlers
         for name, level in (self._levels or {}).items():
-            # Of `logging.disable`, which `levels` lists under this name.
+            # `levels` uses this name for the level of `logging.disable`.
             if name == " disabled":
                 logging.disable(level)
             else:
@@ -139,7 +139,7 @@ class _Relay:
     # -- warnings ----------------------------------------------------------------------------------
 
     def take_warnings(self, warnings: Any) -> None:
-        """Show warnings in the parent: which of them are shown, the worker's filters say."""
+        """Show warnings in the parent; the worker's filters select them."""
         shown_here = warnings.showwarning
 
         def showwarning(
@@ -153,7 +153,7 @@ class _Relay:
             if file is not None:
                 shown_here(message, category, filename, lineno, file, line)
                 return
-            # The parent may not have the class: it makes one of the built-in one below it.
+            # The parent may lack the class: it makes one from the built-in base class.
             builtin = (one for one in category.__mro__ if one.__module__ == "builtins")
             fields = {
                 "text": str(message),
@@ -169,9 +169,9 @@ class _Relay:
 
 
 def _is_handled(logging: Any, logger: Any) -> bool:
-    """Whether this process has a handler for what a logger is told."""
+    """Whether this process has a handler for the records of a logger."""
     while logger is not None:
-        # Libraries have a `NullHandler`, which says that they leave it to the program.
+        # A `NullHandler` does not count: libraries add it to leave handling to the program.
         if any(type(one) is not logging.NullHandler for one in logger.handlers):
             return True
         logger = logger.parent if logger.propagate else None
@@ -179,10 +179,10 @@ def _is_handled(logging: Any, logger: Any) -> bool:
 
 
 def _remove_handlers(logging: Any) -> None:
-    """Take away what a fork of the program has of the program's handlers: the parent has them."""
+    """Remove the program's handlers, which a fork has inherited: the parent uses them."""
     root = logging.getLogger()
     for logger in (root, *root.manager.loggerDict.values()):
-        if isinstance(logger, logging.Logger):  # else it is a placeholder
+        if isinstance(logger, logging.Logger):  # otherwise it is a placeholder
             logger.handlers.clear()
             logger.propagate = True
     forget_log_handlers(logging)

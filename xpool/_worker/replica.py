@@ -1,4 +1,4 @@
-"""What a worker of `xpool.spawn` or `xpool.xla.spawn` runs: one function, once."""
+"""The code of a worker of `xpool.spawn` or `xpool.xla.spawn`: it runs one function, once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _what: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 
 def keep(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The workers' initializer: `multiprocessing` passes locks and queues on at the start only."""
+    """Store the function.  An initializer: `multiprocessing` passes locks and queues only then."""
     global _what
     _what = fn, args
 
 
 def pid(*_: Any) -> int:
-    """Return the process id; a worker with a context is given that first."""
+    """Return the process id; a worker with a context passes it as the argument."""
     return os.getpid()
 
 
@@ -39,7 +39,7 @@ def run(index: int) -> Any:
 def run_xla(context: Any) -> dict[int, Any]:
     """Run ``fn(ordinal, *args)`` on every device of this process; return the results by ordinal.
 
-    As torch_xla does: one thread for each device, if there are several.
+    As in torch_xla, each device has a thread, if there are several devices.
     """
     fn, args = _take()
     torch_xla = import_module("torch_xla")
@@ -60,7 +60,7 @@ def run_xla(context: Any) -> dict[int, Any]:
 
 
 def _in_threads(one: Callable[[str], tuple[int, Any]], devices: list[str]) -> list[tuple[int, Any]]:
-    """Run it for each device; raise the first error at once, whatever the others do."""
+    """Run ``one`` for each device; raise the first error at once, without waiting for the rest."""
     ends: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def guarded(device: str) -> None:
@@ -70,7 +70,7 @@ def _in_threads(one: Callable[[str], tuple[int, Any]], devices: list[str]) -> li
             ends.put((None, exc))
 
     for device in devices:
-        # Daemons: when one has failed, the process ends and does not wait for the others.
+        # Daemon threads: if one fails, the process ends without waiting for the others.
         name = f"replica-{device}"
         threading.Thread(target=guarded, args=(device,), name=name, daemon=True).start()
     results = []

@@ -1,7 +1,7 @@
-"""Each random generator gets a seed of its own, when the module that has it is there.
+"""Seeds the random generators of a worker, each when its module has been imported.
 
-Workers that are forked from one process would all draw the same numbers.  And with `seed=` given,
-all is derived from it, also in a module that a task imports only later.
+Without this, all workers forked from one process would draw the same numbers.  With `seed=`, all
+seeds are derived from it, including those of modules that a task imports later.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MODULES = ("random", "numpy.random", "torch")
 
 
 class Seeds:
-    """Derives the seeds, and sows them as the modules come."""
+    """Derives the seeds, and seeds each module when it is imported."""
 
     here: Seeds | None = None
-    """Those of this worker."""
+    """The seeds of this worker."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -31,13 +31,13 @@ class Seeds:
         Seeds.here = self
 
     def _number(self, name: str) -> int:
-        import random  # only here: few tasks draw random numbers
+        import random  # imported here because few tasks draw random numbers
 
-        # By way of SHA-512; `hashlib` would have a server load OpenSSL for it.
+        # `random` hashes the seed with SHA-512.  `hashlib` would make a server load OpenSSL.
         return random.Random(self._seed + name.encode()).getrandbits(64)
 
     def sow(self, module: Any) -> None:
-        """Seed the generator of a module that has just come."""
+        """Seed the generator of a module that has just been imported."""
         if module.__name__ == "random":
             module.seed(self._seed + b"random")
             return
@@ -48,13 +48,13 @@ class Seeds:
             return
         number &= 0x7FFF_FFFF_FFFF_FFFF
         if module.version.cuda is None and module.version.hip is None:
-            # Without a GPU to seed: the rest of `manual_seed` takes a fifth of a worker's start.
+            # There is no GPU to seed, and `manual_seed` would take a fifth of a worker's start.
             module.default_generator.manual_seed(number)
         else:
             module.manual_seed(number)
 
     def keep(self, module: Any) -> Callable[[], None]:
-        """Return what sets the generator of a module to where it is now."""
+        """Return a function that restores the generator of a module to its current state."""
         if module.__name__ == "random":
             drawn = module.getstate()
             return lambda: module.setstate(drawn)
@@ -69,7 +69,7 @@ class Seeds:
             module.set_rng_state(of_cpu)
             if cuda is not None:
                 cuda.set_rng_state_all(of_cuda)
-            elif module.cuda.is_initialized():  # the item was the first that used it
+            elif module.cuda.is_initialized():  # the item was the first to use CUDA
                 module.cuda.manual_seed_all(self._number("torch.cuda") >> 1)
 
         return restore
@@ -77,9 +77,9 @@ class Seeds:
 
 @contextmanager
 def seeded(seed: bytes) -> Iterator[None]:
-    """Seed the generators by ``seed``, those of modules that are imported meanwhile too.
+    """Seed the generators by ``seed``, including those of modules imported in the block.
 
-    Afterwards they go on from where they were.
+    Afterwards their states from before the block are restored.
     """
     seeds = Seeds.here
     assert seeds is not None
@@ -101,5 +101,5 @@ def seeded(seed: bytes) -> Iterator[None]:
 
 def _imported() -> list[Any]:
     found = [sys.modules[name] for name in _MODULES if name in sys.modules]
-    # Not one that another thread is importing.
+    # Leave out modules that another thread is importing.
     return [module for module in found if not getattr(module.__spec__, "_initializing", False)]

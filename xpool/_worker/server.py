@@ -1,15 +1,16 @@
-"""The fork server: a process that has imported what workers need, and forks when asked.
+"""The fork server: a process that imports the modules of workers, and forks workers on request.
 
-A worker forked from it starts in milliseconds and shares the pages of torch, while the program
-itself, with its threads and devices, is never forked.  `multiprocessing` has such a server too;
-this one has no socket with a name (only its parent can ask), may be had once for each set of
-preloaded modules, and tells of a death at once, with its exit status.
+A forked worker starts in milliseconds and shares the pages of torch.  The program itself, with its
+threads and devices, is never forked.  `multiprocessing` has such a server, too.  This one has no
+named socket, so only its parent can send requests.  A program can have one server for each set of
+preloaded modules.  The server reports a death at once, with the exit status.
 
-Its parent asks over a SOCK_SEQPACKET pair.  A request is two bytes with two to four descriptors:
-the worker's boot socket; a SOCK_SEQPACKET, on which the server writes the worker's pid and later
-its wait status, each as 8 bytes, or why it cannot fork, and the worker asks for the program's
-resource tracker; and what are stdout and stderr now, as bits 0 and 1 of the second byte say.  When
-the parent closes its end the server ends; its workers have lifelines of their own.
+The parent sends requests over a SOCK_SEQPACKET pair.  A request is two bytes with two to four
+descriptors: the worker's boot socket; a SOCK_SEQPACKET socket for its status; and the current
+stdout and stderr, if bits 0 and 1 of the second byte are set.  On the status socket the server
+writes the worker's pid and later its wait status, each as 8 bytes, or the reason why it cannot
+fork; the worker uses it to ask for the program's resource tracker.  The server ends when the parent
+closes its end; its workers have lifelines of their own.
 """
 
 from __future__ import annotations
@@ -34,36 +35,37 @@ from xpool._worker import entry
 __all__ = ["main"]
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""Read by torch when it is imported: whether to load the backends that packages such as torch_tpu
-register.  Not here: they read their variables then, and the worker's are not known yet."""
+"""torch reads this variable when it is imported: whether to load the backends of packages such as
+torch_tpu.  The server must not load them: they would read their variables, and those of the worker
+are not known yet."""
 
 
 _KNOWN = {
     "numpy", "numpy.random", "pytest", "torch", "xpool._pickling.tensors.arrays",
     "xpool._worker.loop",
 }  # fmt: skip
-"""Modules that leave what is registered for forks with nothing to do when they are imported."""
+"""Modules after whose import the registered fork hooks have nothing to do."""
 
 LATER = 0.2
-"""Seconds without a request or a death until the server imports what can wait."""
+"""Seconds without a request or a death until the server imports the modules of ``later``."""
 
 PATIENCE = 64
-"""Requests after which it imports one of these all the same: what it lacks, workers may import."""
+"""Requests after which a busy server imports one of them anyway: workers may import it, too."""
 
 
 def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice: int) -> int:
-    """Serve until the parent closes its end; a child that is forked returns its own exit code.
+    """Serve until the parent closes its end; in a forked worker, return the worker's exit code.
 
-    ``preload`` is imported at once; ``later`` when nothing is asked for, so that a program does not
-    wait for what its first tasks do not need.  ``missing`` another server is to have, which still
-    imports it: the workers of this one stand in for its own.  ``nice`` is the niceness to have:
-    this process has that of the thread that started it.
+    ``preload`` is imported at once.  ``later`` is imported when there are no requests, so that a
+    program does not wait for modules that its first tasks do not need.  ``missing`` are modules
+    that another server still imports: the workers of this server stand in for workers of that one.
+    ``nice`` is the niceness to set: this process has inherited that of the thread that started it.
 
-    The parent is told when ``preload`` is imported, by a message of one byte.
+    The server tells the parent that ``preload`` is imported, by a message of one byte.
     """
-    entry.ignore_interrupts()  # at once: Ctrl-C may come while it imports
+    entry.ignore_interrupts()  # first, since Ctrl-C may come during the imports
     if nice != os.getpriority(os.PRIO_PROCESS, 0):
-        with contextlib.suppress(PermissionError):  # to be less nice takes a right
+        with contextlib.suppress(PermissionError):  # a lower niceness needs a privilege
             os.setpriority(os.PRIO_PROCESS, 0, nice)
     autoload = os.environ.get(AUTOLOAD)
     os.environ[AUTOLOAD] = "0"
@@ -74,14 +76,14 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice
     late = _find_backends() if "torch" in preload else None
     wake_r, wake_w = _wake_by_deaths()
     statuses: dict[int, int] = {}
-    # A module of the user's may have made a pool of threads, or a queue.
+    # A module of the user may have made a thread pool or a queue, whose fork hooks must run.
     fork = at_fork.fork_unused if _KNOWN.issuperset(preload) else os.fork
-    # Not a selector: of that a child would have much to close.
+    # Not a selector, which a child would have to close.
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     poller.register(wake_r, select.POLLIN)
     with socket.socket(fileno=fd) as sock:
-        with contextlib.suppress(ConnectionError):  # the parent is gone; what is read next says so
+        with contextlib.suppress(ConnectionError):  # the parent has ended: the next read tells
             sock.send(b"R")
         rest = LATER
         asked = 0
@@ -89,12 +91,12 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice
             events = poller.poll(rest * 1000 if later else None)
             if events:
                 rest = LATER
-            else:  # one by one: whoever asks meanwhile waits for one of them at most
+            else:  # import one at a time: a request waits for at most one import
                 _preload([later.pop(0)])
                 rest = 0.0
             for ready, _ in events:
                 if ready != fd:
-                    # In this order: a child that dies in between writes again.
+                    # Drain first: a child that dies after this writes to the pipe again.
                     _drain(wake_r)
                     _reap(statuses)
                     continue
@@ -115,10 +117,11 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice
                     os.close(status)
                     continue
                 if pid == 0:
-                    # First: a signal to this child would wake the server, whose pipe it has.
+                    # Done first: this child has the server's pipe, so its signals would wake it.
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    # Of other workers, too: the parent sees an end when all copies are closed.
+                    # Close other workers' sockets, too: the parent sees an end of a worker when
+                    # all copies are closed.
                     for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
                     return _child(boot, status, late, missing, known)
@@ -128,13 +131,13 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice
 
 
 def _take_back() -> None:
-    """Set what the program, or a module that was imported, may have set otherwise.
+    """Reset signal handling and descriptors that the program or an imported module has changed.
 
-    It is as a worker is to have it, which has nothing to set then.
+    Workers inherit this state, so they need not set it.
     """
     entry.ignore_interrupts()
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # SIGCHLD too, which tells of deaths
-    # Else a descriptor of the server's would get such a number, which `_take_streams` takes.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # also unblocks SIGCHLD, which reports deaths
+    # Fill 0 to 2: otherwise the server's own descriptors get numbers that `_take_streams` replaces.
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -143,18 +146,18 @@ def _take_back() -> None:
 
 
 def _called_off(status: int) -> bool:
-    """Whether the parent wants a worker no more that it has asked for."""
+    """Whether the parent has cancelled its request for a worker."""
     poller = select.poll()
     poller.register(status, select.POLLIN)
     return bool(poller.poll(0))
 
 
 def _fork_or_refuse(fork: Callable[[], int], status: int) -> int | None:
-    """Fork; None: the system has no process now, and the parent decides when it asks again."""
+    """Fork; None: the system has no process now.  The parent decides when to ask again."""
     try:
         return fork()
     except OSError as exc:
-        with contextlib.suppress(ConnectionError):  # the parent has lost interest
+        with contextlib.suppress(ConnectionError):  # the parent has closed its end
             os.write(status, entry.REFUSED + (exc.errno or 0).to_bytes(2, "little"))
         return None
 
@@ -163,24 +166,24 @@ def _preload(names: list[str]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        # SystemExit as well: a module that says so is for those that need it, not for the server.
+        # Also SystemExit: a module that exits must end workers that need it, not the server.
         except BaseException as exc:
-            # The worker that needs it will raise the same, where it can be attributed.
+            # A worker that needs the module will raise the same error, in the task that imports it.
             _say(f"xpool: the fork server cannot preload {name}: {exc!r}")
-    flush()  # or each worker would write what a module has printed
-    gc.freeze()  # a collection in a worker does not touch, and so copy, the shared pages
+    flush()  # otherwise each worker would write a module's buffered output again
+    gc.freeze()  # collections in workers do not touch the shared pages, which would copy them
 
 
 def _say(text: str) -> None:
-    # By number: a module may have put any object in the place of `sys.stderr`.
+    # By number, since a module may have replaced `sys.stderr` by any object.
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _wake_by_deaths() -> tuple[int, int]:
-    """Return the two ends of a pipe into which something is written when a child ends."""
+    """Return the two ends of a pipe to which a byte is written when a child ends."""
     wake_r, wake_w = os.pipe()
-    # `set_wakeup_fd` demands it of the writing end.  When the pipe is full, a wake-up is there.
+    # `set_wakeup_fd` requires a non-blocking write end.  A full pipe wakes the server anyway.
     os.set_blocking(wake_r, False)
     os.set_blocking(wake_w, False)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
@@ -189,11 +192,11 @@ def _wake_by_deaths() -> tuple[int, int]:
 
 
 def _note(signum: int, frame: object) -> None:
-    """Let the wake-up descriptor do its work; the default would not write to it."""
+    """Do nothing.  Python writes to the wake-up descriptor only for signals with a handler."""
 
 
 def _find_backends() -> Callable[[], None] | None:
-    """Return what loads the backends of torch that are installed; None: there are none."""
+    """Return a function that loads the installed backends of torch; None: there are none."""
     from importlib import metadata
 
     backends = metadata.entry_points(group="torch.backends")
@@ -201,7 +204,7 @@ def _find_backends() -> Callable[[], None] | None:
 
 
 def _load(backends: Iterable[Any]) -> None:
-    """Load what torch would have loaded while it was imported, were it not for `AUTOLOAD`."""
+    """Load the backends that torch would have loaded at its import without `AUTOLOAD`."""
     if os.environ.get(AUTOLOAD, "1") == "1":
         for backend in backends:
             try:
@@ -211,10 +214,11 @@ def _load(backends: Iterable[Any]) -> None:
 
 
 def _take_streams(which: int, streams: list[int]) -> None:
-    """Make stdout and stderr what they are in the parent now; what it has closed leads nowhere.
+    """Set stdout and stderr to the parent's current ones, or to the null device if it closed them.
 
-    Of the server itself, which has them to itself between two forks: so it also lets go of a file
-    that the parent has replaced.  stdin leads nowhere, as in any worker of `multiprocessing`.
+    This changes the server's own streams, which it does not use between forks, so the server also
+    closes a file that the parent has replaced.  stdin is the null device, as in any worker of
+    `multiprocessing`.
     """
     for fd in (1, 2):
         source = streams.pop(0) if which & fd else os.open(os.devnull, os.O_WRONLY)
@@ -231,9 +235,9 @@ def _child(
 ) -> int:
     code = 1
     try:
-        # The server collects nothing until all is imported (`_engine/launch`).
+        # Garbage collection is off in the server until all is imported (`_engine/launch`).
         gc.enable()
-        # Descriptor 1 may be another file than when this object was made.
+        # Descriptor 1 may lead to another file than when `sys.stdout` was made.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=os.isatty(1))
         _await_tracker(status)
@@ -243,12 +247,12 @@ def _child(
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        # Not back through the server's frames, nor its interpreter's end: torch's takes long.
+        # Exit here: not through the server's frames, nor the interpreter's end, slow with torch.
         os._exit(code)
 
 
 def _await_tracker(parent: int) -> None:
-    """Have the program's resource tracker be this worker's, once it imports what that is in."""
+    """Let this worker use the program's resource tracker, once it imports the tracker's module."""
 
     def borrow(module: Any) -> None:
         from xpool._python.tracker import Borrowed
@@ -260,11 +264,11 @@ def _await_tracker(parent: int) -> None:
             sock.send(entry.TRACKER)
             _, fds, _, _ = socket.recv_fds(sock, 1, 1, entry.CLOSE_ON_EXEC)
         except ConnectionError:
-            return None  # the parent has ended, and this process is about to
+            return None  # the parent has ended, so this process will be killed
         return fds[0] if fds else None
 
     def before_fork() -> None:
-        # A child gets the tracker, and not the socket: its end is that of this process.
+        # A child inherits the tracker but must not use the socket, which is for this process.
         from xpool._python.tracker import ask_now
 
         ask_now()
@@ -284,13 +288,13 @@ def _drain(fd: int) -> None:
 def _reap(statuses: dict[int, int]) -> None:
     while True:
         try:
-            # Tell first and reap then: as long as the parent has not been told, the pid is ours.
+            # Tell the parent before reaping: until it knows, no other process can have the pid.
             info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
         if info is None:
             return
-        # None: a process that a preloaded module has started.
+        # It is None for a process that a preloaded module has started.
         fd = statuses.pop(info.si_pid, None)
         if fd is not None:
             exited = info.si_code == os.CLD_EXITED
@@ -303,4 +307,4 @@ def _tell(fd: int, number: int) -> None:
     try:
         os.write(fd, number.to_bytes(8, "little", signed=True))
     except ConnectionError:
-        return  # the parent has lost interest in this worker
+        return  # the parent has closed its end

@@ -1,19 +1,19 @@
 """Several workers in one process, each a thread with a channel of its own.
 
-For devices that one process has to open, such as the two cores of a chip of TPU v2 and v3.  The
-main thread runs no tasks: it starts the workers one after the other, so that what opens the devices
-and the initializers need no lock, and waits for their ends.
+This is for devices that one process has to open, such as the two cores of a chip of TPU v2 and v3.
+The main thread runs no tasks.  It starts the workers one after the other, so the code that opens
+devices and the initializers need no lock.  Then it waits for their ends.
 
-**They start together.**  None says that it is ready before all are, so an initializer that fails
-costs nobody a task.  **They end together**, since a process that has lost one of its threads is in
-an unknown state: a worker that was told to stop waits for the others, and when one ends in any
-other way (`sys.exit` in a task), so does the process, at once.
+**They start together.**  A worker reports that it is ready only when all are.  So if an initializer
+fails, no task is lost.  **They end together**, since a process that has lost one of its threads is
+in an unknown state.  A worker that is told to stop waits for the others.  If one ends in another
+way, such as `sys.exit` in a task, the process ends at once.
 
-**Stopping a task.**  A handler of signals runs in the main thread and can raise nothing in another;
-`PyThreadState_SetAsyncExc` can: `TaskStopped` comes when that thread next runs Python code.  That
-may be after the task, so who leaves a task says so first, and then withdraws what has not come yet.
-A task that waits in C code, asleep for one, does not get it, and is killed a moment later, with its
-process.
+**Stopping a task.**  A signal handler runs in the main thread and cannot raise in another thread.
+`PyThreadState_SetAsyncExc` can: `TaskStopped` is raised when that thread next runs Python code,
+which may be after the task.  So a thread that leaves a task first says so, and then withdraws an
+exception that has not been raised yet.  A task that waits in C code, such as a sleep, does not get
+the exception; it is killed a moment later, with its process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from xpool.errors import TaskStopped
 __all__ = ["run"]
 
 _News = queue.SimpleQueue["tuple[_Member, int | None] | None"]
-"""A member that is ready (None) or has ended, with that code; None: the parent asks something."""
+"""A member with None (it is ready) or its exit code; None alone: the parent has a request."""
 
 
 def run(
@@ -49,13 +49,13 @@ def run(
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
     """Serve with a thread for each channel until all are told to stop; return the exit code."""
-    # First: from here on, what is set for a worker is its thread's.
+    # Called first: from here on, a worker's settings are per thread.
     share_process()
     become(orders[0], channels[0][2])
     news: _News = queue.SimpleQueue()
     all_ready = threading.Event()
     members: list[_Member] = []
-    # `SimpleQueue.put` may be called in a handler, also while this thread is in `get`.
+    # A signal handler may call `SimpleQueue.put`, even while this thread is in `get`.
     signal.signal(STOP_SIGNAL, lambda signum, frame: news.put(None))
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
@@ -63,14 +63,14 @@ def run(
         members.append(_Member(news, all_ready, order, channel, inherited))
         members[-1].start()
         _, code = _next(news, members)
-        # It could not start: `loop.run` has told its parent why.
+        # It could not start, and `loop.run` has told the parent why.
         if code is not None:
             os._exit(code)
     all_ready.set()
     for _ in members:
         member, code = _next(news, members)
         if not member.stopped:
-            # The others may be anywhere: neither they nor the interpreter's end are waited for.
+            # Exit without waiting for the other threads, which may be in any state.
             os._exit(code or 0)
     for member in members:
         member.join()
@@ -78,7 +78,7 @@ def run(
 
 
 def _next(news: _News, members: list[_Member]) -> tuple[_Member, int | None]:
-    """Wait for news of a member; see meanwhile to those that are to break something off."""
+    """Wait for news of a member; meanwhile handle requests to break off tasks."""
     while (one := news.get()) is None:
         for member in members:
             if member.fd >= 0 and member.box.asked:
@@ -88,10 +88,10 @@ def _next(news: _News, members: list[_Member]) -> tuple[_Member, int | None]:
 
 
 class _Member(threading.Thread):
-    """One of the workers; tells the main thread when it is ready (None), and its exit code."""
+    """One of the workers.  It tells the main thread that it is ready (None), and its exit code."""
 
     box: Outbox
-    fd = -1  # of the box, once it is there
+    fd = -1  # the descriptor of the box, once it is known
     stopped = False
 
     def __init__(
@@ -105,8 +105,9 @@ class _Member(threading.Thread):
         super().__init__(name=orders["name"], daemon=True)
         self._news, self._all_ready = news, all_ready
         self._orders, self._channel, self._inherited = orders, channel, inherited
-        # Written by this thread: whether it is in a task.  By the main one: whether it is about to
-        # raise something in that, and in which item it did last, plus 1; once is enough.
+        # This thread writes `_inside`: whether it is in a task.  The main thread writes `_raising`,
+        # whether it is about to raise in that task, and `_raised`, the last item in which it did,
+        # plus 1: it raises only once in an item.
         self._inside = False
         self._raising = False
         self._raised = 0
@@ -122,7 +123,7 @@ class _Member(threading.Thread):
 
     def begins(self, box: Outbox, fd: int) -> None:
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # it is for the main thread
+            signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])  # the main thread handles it
         self.box = box
         self.fd = fd
 
@@ -136,10 +137,10 @@ class _Member(threading.Thread):
             try:
                 return run(*task)
             finally:
-                # No lock, which what is raised here could leave held.
+                # No lock: an exception that is raised here could leave it held.
                 self._inside = False
-                # Who raises sets `_raising` and looks at `_inside` then: he sees that the task is
-                # over, or is waited for here, and what he has raised is withdrawn.
+                # The main thread sets `_raising` before it reads `_inside`.  So either it sees that
+                # the task is over, or this waits for it and then withdraws its exception.
                 while self._raising:
                     time.sleep(0)
                 raise_in_thread(self.ident, None)
@@ -152,26 +153,26 @@ class _Member(threading.Thread):
     # -- in the main thread --------------------------------------------------------------------
 
     def tell(self) -> None:
-        """Write where the thread is."""
+        """Write the thread's stack."""
         frame = sys._current_frames().get(self.ident or 0)
         text = f"{stack_of(frame)}\n{TASK_LINE}{item_of(frame)}\n"
         os.pwrite(self.fd, text.encode()[: STACK - 1] + b"\0", STACK_AT)
 
     def break_off(self) -> None:
-        """Raise `TaskStopped` in the thread, if it is in the task that is meant."""
+        """Raise `TaskStopped` in the thread, if it is in the task to be stopped."""
         self._raising = True
         try:
             began = self.box.began
-            # Once for an item: a second one would come into what the task does to clean up.
+            # Raise once for an item: a second exception would interrupt the task's cleanup.
             if not self._inside or not self.box.told_to_stop() or self._raised == began:
                 return
             while (frame := sys._current_frames().get(self.ident or 0)) is not None:
                 at = frame.f_lasti
-                # Not here, and not now: the signal comes again a moment later.
+                # The thread cannot be interrupted now: repeat the signal a moment later.
                 if not may_stop(frame):
                     _thread.start_new_thread(again, (STOP_SIGNAL,))
                     return
-                # Should the interpreter have let it go on while we looked, we look again.
+                # Raise only if the thread has not moved since the check; otherwise check again.
                 if sys._current_frames().get(self.ident or 0) is frame and frame.f_lasti == at:
                     raise_in_thread(self.ident, TaskStopped)
                     self._raised = began
