@@ -1,4 +1,4 @@
-"""`DeviceContext`: one worker's device, and how the worker opens it."""
+"""`DeviceContext`: the device of one worker, and the code that opens it."""
 
 from __future__ import annotations
 
@@ -17,68 +17,69 @@ if TYPE_CHECKING:
 __all__ = ["PROCESS", "DeviceContext", "own_device"]
 
 PROCESS = "XPOOL_PROCESS"
-"""The variable in a context's ``env`` that names the process of which its worker is a thread, and
-the most workers that it may have: ``"1/2"``.  In ``env``, which who wraps a context passes on."""
+"""Variable in a context's ``env``: names the process of which the worker is a thread, and its
+largest number of workers, as in ``"1/2"``.  It is in ``env`` because wrappers of contexts pass
+``env`` on."""
 
 _opened: WorkerLocal[DeviceContext] = WorkerLocal()
-"""The context that this worker has entered."""
+"""The context of this worker, after `enter`."""
 
 
 def own_device() -> torch.device | None:
-    """Return the device that this worker is bound to; None: it is bound to none, or to the CPU."""
+    """Return the device to which this worker is bound; None: it has no device, or the CPU."""
     opened = _opened.get()
     return None if opened is None or opened.kind == "cpu" else opened.device
 
 
 @dataclass(frozen=True, repr=False)
 class DeviceContext:
-    """One worker's device: which it is, and what to set so that the worker owns it.
+    """The device of one worker, and the settings that bind the worker to it.
 
-    Picklable, and equal to its copies.  A replacement worker gets its predecessor's.
+    It is picklable, and equal to its copies.  A replacement worker gets its predecessor's context.
     """
 
     kind: str
     """``"cpu"``, ``"cuda"``, ``"mps"``, ``"tpu"`` or ``"xla"`` (torch_xla without a TPU)."""
 
     ordinal: int
-    """Position among the contexts made together, from 0."""
+    """Position among the contexts that were made together, from 0."""
 
     threads: int
-    """Threads that one operation may use inside this worker."""
+    """Number of threads that one operation may use in this worker."""
 
     env: Mapping[str, str | None] = field(default_factory=dict, hash=False)
-    """Variables that the worker sets before it imports anything else.  Those with None are deleted
-    first; a name that ends in ``*`` stands for all that begin so."""
+    """Variables that the worker sets before it imports anything else.  Variables with None are
+    deleted first.  A name that ends in ``*`` means all names with that prefix."""
 
     name: str = ""
-    """What the device is called on this machine: ``"2"``, ``"0,1"``, ``"GPU-..."``; or empty."""
+    """The device's name on this machine: ``"2"``, ``"0,1"``, ``"GPU-..."``; or empty."""
 
     framework: str = "torch"
-    """What opens it: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
+    """The framework that opens the device: ``"torch"``, ``"torch_xla"`` or ``"torch_tpu"``."""
 
     count: int = 1
-    """Devices that the worker has: more with ``per_worker=``, and two for each chip of TPU v2, v3
-    and 7x, unless each is another worker's."""
+    """Number of devices of the worker: more than one with ``per_worker=``, and two for each chip of
+    TPU v2, v3 and 7x, unless two workers share the chip."""
 
     cpus: tuple[int, ...] = ()
-    """Cores that the worker is bound to, those near its device; empty: the parent's."""
+    """Cores to which the worker is bound, near its device; empty: the parent's cores."""
 
     node: int | None = None
-    """The device's NUMA node, where known."""
+    """NUMA node of the device, if known."""
 
     group: int = 0
-    """Workers in its replica group, on all hosts; 0: it is independent."""
+    """Number of workers in its replica group, on all hosts; 0: it is independent."""
 
     core: int | None = None
-    """Which of its process's devices it has, where others are other workers', threads of the same
-    process; None: it has them all."""
+    """Index of its device among those of its process, if other workers, threads of the same
+    process, have the others; None: the worker has all of them."""
 
     host: str = ""
-    """Name of the host that it is on, in a pool over several (`xpool.ray.devices`); or empty."""
+    """Name of the worker's host, in a pool over several hosts (`xpool.ray.devices`); or empty."""
 
     @property
     def device(self) -> torch.device:
-        """The `torch.device` to put tensors on.  Imports torch, if nothing else has."""
+        """The `torch.device` for the worker's tensors.  Imports torch."""
         import torch
 
         if self.kind == "cpu":
@@ -90,7 +91,7 @@ class DeviceContext:
         """All `count` devices of this worker.
 
         Raises:
-            RuntimeError: called outside the worker, where asking would start a runtime.
+            RuntimeError: it is called outside the worker, where it would start a runtime.
         """
         if _opened.get() is None:
             raise RuntimeError("DeviceContext.devices is known in the worker only; use .device")
@@ -106,14 +107,14 @@ class DeviceContext:
         return [torch.device(self.kind, i) for i in range(self.count)]
 
     def enter(self) -> None:
-        """Bind the calling worker: called once in it, before the pool's initializer.
+        """Bind the calling worker.  The worker calls this once, before the pool's initializer.
 
-        Opens the device's runtime.  A worker that starts from a preloaded server has torch imported
-        already, too early for ``OMP_NUM_THREADS``; so the number is set there by hand.  A CPU
-        worker that has not imported torch is not made to: it will find the variable when it does.
+        Opens the device's runtime.  A worker that is forked from a preloaded server has imported
+        torch before ``OMP_NUM_THREADS`` was set, so this sets torch's number of threads.  It does
+        not import torch in a CPU worker: a later import reads the variable.
 
         Raises:
-            DeviceError: the device cannot be opened; the message says what to look at.
+            DeviceError: the device cannot be opened; the message says what to check.
         """
         if self.kind != "cpu":
             try:
@@ -123,7 +124,7 @@ class DeviceContext:
                     f"worker {self.ordinal} cannot open {self._title()}: {type(exc).__name__}: "
                     f"{exc}. {_REMEDY[self.kind]}"
                 ) from exc
-        # Only now: a worker that could not open its device is bound to none.
+        # Set only here: a worker that could not open its device is bound to none.
         _opened.set(self)
         torch = sys.modules.get("torch")
         if torch is not None:
@@ -161,7 +162,7 @@ _REMEDY = {
 def _open_cuda(context: DeviceContext) -> None:
     import torch
 
-    # The mask leaves the worker nothing but its own GPUs.
+    # The mask leaves only the worker's own GPUs, so index 0 is the first of them.
     torch.cuda.set_device(0)
 
 
@@ -170,7 +171,7 @@ def _open_mps(context: DeviceContext) -> None:
 
     if not torch.backends.mps.is_available():
         raise RuntimeError("torch.backends.mps.is_available() is False")
-    torch.empty(1, device=context.device)  # opens Metal, so that a failure is found at the start
+    torch.empty(1, device=context.device)  # opens Metal, so that a failure is found now
 
 
 def _open_torch_xla(context: DeviceContext) -> None:
@@ -180,18 +181,18 @@ def _open_torch_xla(context: DeviceContext) -> None:
         found = xm.get_xla_supported_devices()
         if context.core >= len(found):
             raise RuntimeError(f"torch_xla has only {found}, and another worker has that")
-        torch_xla.device(context.core)  # from now on, this thread's default
-    # An independent worker replicates nothing; without this its optimizer would wait for others.
+        torch_xla.device(context.core)  # makes it this thread's default device
+    # Without this, the optimizer of an independent worker would wait for other workers.
     every: list[Any] = xm.get_xla_supported_devices() if context.group else []
     xm.set_replication(torch_xla.device(), every)
 
 
 def _open_torch_tpu(context: DeviceContext) -> None:
-    import_module("torch_tpu")  # registers the device with torch, if there is a chip
+    import_module("torch_tpu")  # registers the device with torch, if a chip is present
     torch = import_module("torch")
     if not hasattr(torch, "tpu"):
         raise RuntimeError("torch_tpu sees no chip, or no libtpu")
-    # Opens the runtime, so that a chip that is in use is found out at the start.
+    # This opens the runtime, so that it fails now if the chip is in use.
     torch.empty(1, device=context.device)
 
 

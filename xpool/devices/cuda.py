@@ -1,7 +1,7 @@
-"""Which GPU a worker gets, and what masks the others: pure functions.
+"""Pure functions that choose a worker's GPUs, and mask the others.
 
-What `CUDA_VISIBLE_DEVICES` means is in NVIDIA's CUDA C++ Programming Guide, "CUDA Environment
-Variables", and for MIG in the MIG User Guide.
+NVIDIA's CUDA C++ Programming Guide defines `CUDA_VISIBLE_DEVICES` ("CUDA Environment Variables"),
+and the MIG User Guide its use for MIG.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ MASK = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Seen:
-    """A device that the parent may see."""
+    """A device that is visible to the parent."""
 
     name: str
-    """What names it in `CUDA_VISIBLE_DEVICES`: a number, ``GPU-...`` or ``MIG-...``."""
+    """Its name in `CUDA_VISIBLE_DEVICES`: a number, ``GPU-...`` or ``MIG-...``."""
 
     gpu: Gpu | None = None
-    """The GPU that it is or is part of, where that is known for certain."""
+    """The GPU that it is, or to which it belongs, if that is certain."""
 
 
 def see(host: Host) -> list[Seen]:
-    """Return the devices that the parent may see, in the order in which it would count them.
+    """Return the devices that are visible to the parent, in the order of its own numbering.
 
     Raises:
-        DeviceError: there are none, the mask names one that does not exist, or one cannot be used.
+        DeviceError: no device is visible, the mask names one that does not exist, or one cannot be
+            used.
     """
     mask = host.environ.get(MASK)
     if mask is None:
@@ -52,10 +53,10 @@ def see(host: Host) -> list[Seen]:
 
 
 def cuda_env(devices: Sequence[Seen], environ: dict[str, str]) -> dict[str, str | None]:
-    """Return what a worker needs that owns these devices.
+    """Return the variables of a worker that owns these devices.
 
-    A number in the parent's mask counts in the parent's order, which is therefore kept; where we
-    counted ourselves, the order is that of the PCI bus, as nvidia-smi shows it.
+    A number in the parent's mask refers to the parent's device order, so the worker keeps that
+    order.  Without a mask, xpool numbers the devices in PCI bus order, as nvidia-smi does.
     """
     if len(devices) > 1 and any(d.name.startswith("MIG-") for d in devices):
         raise OptionError(
@@ -80,7 +81,7 @@ def _all(host: Host) -> list[Seen]:
         if gpu.mig is not None:
             seen += [Seen(uuid, gpu) for uuid in gpu.mig]
         elif gpu.uuid:
-            # Numbers of GPUs shift when others are in MIG mode; identities do not.
+            # MIG mode of other GPUs shifts the numbers of GPUs, but not their UUIDs.
             seen.append(Seen(gpu.uuid if any_mig else str(i), gpu))
     if not seen:
         raise DeviceError(
@@ -91,7 +92,7 @@ def _all(host: Host) -> list[Seen]:
 
 
 def _entries(mask: str) -> list[str]:
-    """Return the names in a mask; as CUDA reads it, a -1 or an empty one ends the list."""
+    """Return the names in a mask; as in CUDA, a -1 or an empty name ends the list."""
     names = []
     for part in mask.split(","):
         name = part.strip()
@@ -102,14 +103,14 @@ def _entries(mask: str) -> list[str]:
 
 
 def _check_different(seen: Sequence[Seen], mask: str) -> None:
-    """Raise `DeviceError` unless each of these certainly is another device."""
+    """Raise `DeviceError` unless these devices are certainly different."""
     by_number = [one for one in seen if one.name.isdigit() and one.gpu is None]
     if by_number and len(by_number) < len(seen):
         raise DeviceError(
             f"{MASK}={mask!r} names devices by number and by UUID, and which GPU a number means "
             "cannot be known: name all in one way, or set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         )
-    # Where NVML does not tell the whole UUID, one may be the beginning of another.
+    # Without NVML a name may be an abbreviated UUID, so one may be a prefix of another.
     names = sorted(map(_identity, seen))
     same = str.__eq__ if by_number else str.startswith
     if any(same(second, first) for first, second in itertools.pairwise(names)):
@@ -119,7 +120,7 @@ def _check_different(seen: Sequence[Seen], mask: str) -> None:
 def _identity(one: Seen) -> str:
     if one.gpu is None or one.name.startswith("MIG-"):
         return one.name
-    # Of a GPU in MIG mode, CUDA takes the first instance.
+    # CUDA uses the first instance of a GPU in MIG mode.
     return one.gpu.mig[0] if one.gpu.mig else one.gpu.uuid or one.name
 
 
@@ -128,15 +129,15 @@ def _named(name: str, host: Host, mask: str) -> Seen:
     if name.isascii() and name.isdigit():
         name = str(int(name))  # as CUDA reads it: "00" is 0
         if gpus is None:
-            return Seen(name)  # nobody to ask: the worker will find out
+            return Seen(name)  # cannot be checked without NVML: the worker will fail if it is wrong
         if int(name) < len(gpus):
-            # CUDA counts the fastest first, unless told otherwise; NVML counts by the bus.
+            # CUDA by default numbers the fastest GPU first; NVML numbers GPUs in bus order.
             by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
             return Seen(name, gpus[int(name)] if by_bus else None)
     elif gpus is None:
         return Seen(name)
     else:
-        # The beginning of a UUID is enough for CUDA, if it is that of one alone.
+        # CUDA accepts a prefix of a UUID if it is unique.
         known = [(uuid, gpu) for gpu in gpus for uuid in (gpu.uuid, *(gpu.mig or ())) if uuid]
         found = [Seen(uuid, gpu) for uuid, gpu in known if uuid.startswith(name)]
         if len(found) == 1:
@@ -148,7 +149,7 @@ def _named(name: str, host: Host, mask: str) -> Seen:
                 "the UUID"
             )
         if name.startswith("MIG-GPU-"):
-            return Seen(name)  # the form of drivers before 470, which NVML does not give
+            return Seen(name)  # the format of drivers before 470, which NVML does not report
     have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"{MASK}={mask!r} names {name!r}, which this machine does not have; it has {have}"

@@ -1,4 +1,4 @@
-"""Which frameworks there are, whether they fit together, and whether this process runs one."""
+"""Checks of frameworks: whether they are installed, fit together, or run in this process."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from xpool.errors import DeviceError
 __all__ = ["check_torch_xla", "pick_tpu_framework", "refuse_xrt", "running_runtime"]
 
 TORCH_XLA_LEAST = (2, 3)
-"""`torch_xla.device()` came with 2.3; each release is built for the torch of its own number."""
+"""`torch_xla.device()` came with 2.3.  Each release is built for the torch of the same number."""
 
 TORCH_TPU_FOR = (2, 11), (2, 15)
-"""The first and last torch that torch_tpu 0.2 has binaries for."""
+"""The first and the last torch for which torch_tpu 0.2 has binaries."""
 
 
 def pick_tpu_framework(packages: Mapping[str, str], wanted: str | None = None) -> str:
-    """Return ``"torch_xla"`` or ``"torch_tpu"``: the one wanted, or else the one that fits torch.
+    """Return ``"torch_xla"`` or ``"torch_tpu"``: the wanted one, or the one that fits torch.
 
     Raises:
-        DeviceError: it is not installed, or does not fit the torch that is.
+        DeviceError: it is not installed, or does not fit the installed torch.
     """
     names = [wanted] if wanted else [n for n in ("torch_tpu", "torch_xla") if n in packages]
     if not names:
@@ -41,7 +41,7 @@ def pick_tpu_framework(packages: Mapping[str, str], wanted: str | None = None) -
 
 
 def check_torch_xla(packages: Mapping[str, str]) -> None:
-    """Raise `DeviceError` unless torch_xla is here and is the one for the torch that is here."""
+    """Raise `DeviceError` unless torch_xla is installed and fits the installed torch."""
     ours, torch = _versions(packages, "torch_xla")
     if ours < TORCH_XLA_LEAST:
         raise DeviceError(
@@ -56,7 +56,7 @@ def check_torch_xla(packages: Mapping[str, str]) -> None:
 
 
 def check_torch_tpu(packages: Mapping[str, str]) -> None:
-    """Raise `DeviceError` unless torch_tpu is here and has binaries for the torch that is here."""
+    """Raise `DeviceError` unless torch_tpu is installed and has binaries for this torch."""
     _, torch = _versions(packages, "torch_tpu")
     first, last = TORCH_TPU_FOR
     if not first <= torch <= last:
@@ -80,9 +80,9 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def refuse_xrt(environ: Mapping[str, str]) -> None:
-    """Raise `DeviceError` for a program that is set up for XRT, the runtime before PJRT."""
+    """Raise `DeviceError` if the program is configured for XRT, the runtime before PJRT."""
     found = sorted(name for name in environ if name.startswith("XRT_"))
-    # With PJRT_DEVICE they are left over from an older setup, and workers do not get them.
+    # If PJRT_DEVICE is set, they are left over from an older setup, and workers do not get them.
     if found and "PJRT_DEVICE" not in environ:
         client = "TPU" if any("TPU" in name for name in found) else "CPU"
         raise DeviceError(
@@ -92,7 +92,10 @@ def refuse_xrt(environ: Mapping[str, str]) -> None:
 
 
 def running_runtime() -> str | None:
-    """Return the name of a device runtime that this process has started, which no fork survives."""
+    """Return the name of a device runtime that this process has started; it would break in forks.
+
+    None: it has started none.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return None

@@ -1,6 +1,6 @@
-"""What the machine has, found without opening a device or importing a framework.
+"""Description of a machine, made without opening a device or importing a framework.
 
-`Host.here` looks; everything else in this folder is a function of what it returns.
+`Host.here` inspects the machine; the rest of this package computes from its result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Chip", "Host", "find_chips", "holders", "usable_cpus"]
 # PCI vendor, and devices by generation, as sysfs writes them.
 _GOOGLE = "0x1ae0"
 _GENERATIONS = {
-    "0x0027": "v3",  # v2 as well: nothing that is set here differs between the two
+    "0x0027": "v3",  # v2 as well, since both need the same settings
     "0x005e": "v4",
     "0x0062": "v5p",
     "0x0063": "v5e",
@@ -33,33 +33,33 @@ _GENERATIONS = {
 
 @dataclass(frozen=True)
 class Chip:
-    """A TPU chip on this host; its index among the host's chips is its place in `Host.chips`."""
+    """A TPU chip on this host; its index on the host is its position in `Host.chips`."""
 
     generation: str
     """``"v3"`` (v2 as well), ``"v4"``, ``"v5p"``, ``"v5e"``, ``"v6e"`` or ``"7x"``."""
 
     address: str = ""
-    """On the PCI bus."""
+    """Its address on the PCI bus."""
 
     file: str = ""
-    """The device file that a process using the chip holds open, where known."""
+    """The device file, which a process that uses the chip holds open; empty: not known."""
 
     node: int | None = None
-    """Its NUMA node, where known."""
+    """Its NUMA node, if known."""
 
     user: str = ""
-    """Who holds it open now: ``"pid 123 (python)"``, or empty."""
+    """The process that has it open now: ``"pid 123 (python)"``, or empty."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine as far as its devices' workers are concerned."""
+    """The properties of a machine that matter for workers with devices."""
 
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The parent's variables: its masks, and what the user chose."""
+    """The parent's environment variables: masks, and choices of the user."""
 
     cpus: tuple[int, ...] = (0,)
-    """Cores that the parent may run on, by number."""
+    """Numbers of the cores on which the parent may run."""
 
     nodes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """The cores of each NUMA node."""
@@ -68,10 +68,10 @@ class Host:
     """TPU chips that this process may use, in PCI order."""
 
     gpus: tuple[Gpu, ...] | None = None
-    """CUDA devices in PCI order; None: there is no NVML to ask."""
+    """CUDA devices in PCI order; None: NVML is not available."""
 
     packages: Mapping[str, str] = field(default_factory=dict)
-    """Versions of those of torch, torch_xla and torch_tpu that are installed."""
+    """Versions of torch, torch_xla and torch_tpu, as far as they are installed."""
 
     cuda_build: bool = False
     """Whether the installed torch was built with CUDA."""
@@ -81,7 +81,7 @@ class Host:
 
     @classmethod
     def here(cls, root: Path = Path("/"), *, gpus: bool = True) -> Host:
-        """Describe this machine; ``root`` stands for ``/`` (of sysfs, /dev and /proc)."""
+        """Describe this machine; ``root`` replaces ``/`` as the parent of sys, dev and proc."""
         return cls(
             environ=dict(os.environ),
             cpus=usable_cpus(),
@@ -94,14 +94,14 @@ class Host:
         )
 
     def near(self, node: int | None) -> tuple[int, ...]:
-        """Return the usable cores of a NUMA node; empty: not known, or none of them usable."""
+        """Return the usable cores of a NUMA node; empty: unknown, or none of them is usable."""
         if node is None:
             return ()
         return tuple(c for c in self.nodes.get(node, ()) if c in self.cpus)
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """Return the cores that this process may run on, in a container fewer than there are."""
+    """Return the cores on which this process may run; a container may allow only some of them."""
     if sys.platform == "linux":
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -110,16 +110,16 @@ def usable_cpus() -> tuple[int, ...]:
 def find_chips(root: Path) -> tuple[Chip, ...]:
     """Return the TPU chips that this process may use, in PCI order.
 
-    A container sees the PCI devices of the whole machine, but only its own under /dev/vfio.  So
-    where some chips are there, only those count; and where the drivers are others (/dev/accel*,
-    before v5e), all.
+    A container sees the PCI devices of the whole machine, but only its own under /dev/vfio.  So if
+    some chips have files there, only those count.  With the older drivers (/dev/accel*, before
+    v5e), all chips count.
     """
     found = []
     for pci in sorted((root / "sys/bus/pci/devices").glob("*")):
         generation = _GENERATIONS.get(read(pci / "device"))
         if read(pci / "vendor") != _GOOGLE or generation is None:
             continue
-        # With VFIO, who uses a chip has the file of its IOMMU group open.
+        # With VFIO, a process that uses a chip has the file of its IOMMU group open.
         group = ""
         if (pci / "iommu_group").is_symlink():
             group = os.path.basename(os.readlink(pci / "iommu_group"))
@@ -127,7 +127,7 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
         if not group or not (root / file).exists():
             file = ""
         found.append(Chip(generation, pci.name, file, numa_node(pci)))
-    # Some files are there: the other chips are not this container's.
+    # If some files exist, the chips without files do not belong to this container.
     if any(chip.file for chip in found):
         found = [chip for chip in found if chip.file]
     elif (root / "dev/accel0").exists():
@@ -138,7 +138,7 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
             for c, f in zip(found, files)
         ]
     elif (root / "dev/vfio").is_dir():
-        # VFIO without the file of any chip: a container that was given none.
+        # VFIO without the file of any chip: this container has no chips.
         return ()
     users = holders((c.file for c in found if c.file), root)
     return tuple(
@@ -147,10 +147,10 @@ def find_chips(root: Path) -> tuple[Chip, ...]:
 
 
 def holders(files: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
-    """Return who has which of these files open: ``"pid 123 (python)"``.
+    """Return the process that has each of these files open: ``"pid 123 (python)"``.
 
-    ``files`` are relative to ``root``.  Processes of other users cannot be looked into, so what
-    is not found here may be in use all the same.
+    ``files`` are relative to ``root``.  Processes of other users cannot be inspected, so a file
+    that is missing in the result may still be in use.
     """
     wanted = {str(root / file): file for file in files}
     found: dict[str, str] = {}
@@ -160,12 +160,12 @@ def holders(files: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
         try:
             fds = os.listdir(process / "fd")
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # it has ended, or belongs to another user
         for fd in fds:
             try:
                 file = wanted.get(os.readlink(process / "fd" / fd))
             except OSError:
-                continue  # closed meanwhile
+                continue  # it has been closed
             if file is not None:
                 found[file] = f"pid {process.name} ({read(process / 'comm')})"
     return found
@@ -182,7 +182,7 @@ def _packages() -> dict[str, str]:
 
 
 def _is_cuda_build() -> bool:
-    """Whether torch was built with CUDA: read in its files, so that it need not be imported."""
+    """Whether torch was built with CUDA.  Reads torch's files, to avoid its import."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return torch.version.cuda is not None

@@ -1,4 +1,4 @@
-"""The kinds of device: which ones a machine gives its workers, and what each worker is to set."""
+"""The kinds of devices: the devices that workers get, and the variables that each worker sets."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from xpool.errors import DeviceError, OptionError
 __all__ = ["KINDS", "Asked", "best"]
 
 TPU_PORT = 8476
-"""First port of a replica group that spans hosts, which must agree on it: torch_xla's."""
+"""First port of a replica group over several hosts, which must agree on it: torch_xla's port."""
 
 
 def best(host: Host) -> str:
     """Return the kind that ``"auto"`` means on this machine."""
     if host.chips and {"torch_xla", "torch_tpu"} & set(host.packages):
         return "tpu"
-    # A mask that is empty, or -1, hides all GPUs.
+    # An empty mask, or -1, hides all GPUs.
     if host.gpus and host.cuda_build and host.environ.get(cuda.MASK, "0").strip() not in ("", "-1"):
         return "cuda"
     return "mps" if host.metal and "torch" in host.packages else "cpu"
 
 
 def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[range]:
-    """Return which devices each worker gets, by position."""
+    """Return the positions of each worker's devices."""
     most = total // per_worker
     if n is None:
         n = most
@@ -46,16 +46,16 @@ def _share_out(total: int, n: int | None, per_worker: int, what: str) -> list[ra
 def _contexts(
     host: Host, kind: str, framework: str, parts: Sequence[_Part], group: int = 0
 ) -> list[DeviceContext]:
-    """Add to each worker's part its cores and threads."""
+    """Make the contexts from the parts: add each worker's cores and threads."""
     chosen = _users_threads(host)
     near = [host.near(part.node) for part in parts]
     made = []
     for i, part in enumerate(parts):
-        # Workers near the same cores share these; others share all with everybody.
+        # Workers near the same cores share these; a worker without near cores shares all cores.
         sharing = near.count(near[i]) if near[i] else len(parts)
         threads = chosen or max(1, len(near[i] or host.cpus) // sharing)
         env = dict(part.env)
-        # The number that the user has set is inherited as it is.
+        # If the user has set the number, workers inherit the variable.
         if chosen is None:
             env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         made.append(
@@ -77,7 +77,7 @@ def _contexts(
 
 
 class Asked(NamedTuple):
-    """What the caller of `devices` asks for, besides the kind; see there."""
+    """The arguments of `devices`, except the kind."""
 
     n: int | None
     per_worker: int
@@ -87,7 +87,7 @@ class Asked(NamedTuple):
 
 
 class _Part:
-    """What one worker gets, before the cores are shared out."""
+    """One worker's devices and variables, before the cores are distributed."""
 
     def __init__(
         self,
@@ -111,18 +111,18 @@ def _cores(
     env: dict[str, str | None],
     nodes: Sequence[int | None] = (),
 ) -> list[_Part]:
-    """Return the parts of workers that are threads of one process, with a device of it each."""
+    """Return the parts of workers that are threads of one process and have one device each."""
     env = {**env, PROCESS: f"{number}/{workers}"}
     return [_Part(name, env, 1, nodes, core) for core in range(workers)]
 
 
 def _spread(n: int, per_process: int) -> list[int]:
-    """Return how many of n workers each process has."""
+    """Return the number of workers in each process, for n workers in all."""
     return [min(per_process, n - i) for i in range(0, n, per_process)]
 
 
 def _users_threads(host: Host) -> int | None:
-    """The number in ``OMP_NUM_THREADS`` (its first, when nested levels are given), or None."""
+    """Return ``OMP_NUM_THREADS`` (its first number if there are nested levels), or None."""
     match = re.match(r"\s*([1-9][0-9]*)", host.environ.get("OMP_NUM_THREADS", ""))
     return int(match.group(1)) if match else None
 
@@ -199,7 +199,7 @@ def _xla(host: Host, asked: Asked) -> list[DeviceContext]:
         n = max(1, n)
     per_process = per_process or 1
     _check_shares(per_worker, per_process)
-    # Of `per_worker` and `per_process`, one is 1.
+    # At least one of `per_worker` and `per_process` is 1.
     env = dict.fromkeys(tpu.SCRUB) | {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": str(max(per_worker, per_process)),
@@ -231,7 +231,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
             "or use devices('xla') for torch_xla's CPU client"
         )
     framework = pick_tpu_framework(host.packages, framework)
-    # Which chips each process opens.
+    # The chips that each process opens.
     usable = _masked_chips(host)
     cores = _workers_of_a_chip(host, framework, per_worker, per_process, independent)
     if cores > 1:
@@ -248,7 +248,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
                 f"TPU chip {c} (/{chip.file}) is in use by {chip.user}, and takes one process at "
                 "a time; end that, or leave the chip out of TPU_VISIBLE_CHIPS"
             )
-    # What each process sets.
+    # The variables that each process sets.
     at = _slice(host)
     if independent:
         envs = [tpu.independent_env(at, chips, framework) for chips in own]
@@ -263,10 +263,10 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
             tpu.group_env(at, rank, chips, ports[1:], framework, ports[0])
             for rank in range(len(own))
         ]
-    # torch, when imported here, would load torch_tpu; the chips are for the workers to open.
+    # An import of torch here would load torch_tpu, but only workers may open the chips.
     if framework == "torch_tpu" and "torch" not in sys.modules:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    # What each worker gets of its process.
+    # The devices of its process that each worker gets.
     each = tpu.DEVICES.get(at.generation, 1)
     parts = []
     for i, (chips, env) in enumerate(zip(own, envs)):
@@ -282,7 +282,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
 def _workers_of_a_chip(
     host: Host, framework: str, per_worker: int, per_process: int | None, independent: bool
 ) -> int:
-    """Return how many workers share the process that a chip takes."""
+    """Return the number of workers in a chip's process."""
     generation = host.chips[0].generation
     most = 1
     if framework == "torch_xla" and independent and per_worker == 1:
@@ -300,7 +300,7 @@ def _workers_of_a_chip(
 
 
 def _masked_chips(host: Host) -> list[int]:
-    """Return the indices of the chips that the parent's mask leaves."""
+    """Return the indices of the chips that the parent's mask leaves visible."""
     for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
         mask = host.environ.get(name, "").strip()
         if not mask:
@@ -316,7 +316,7 @@ def _masked_chips(host: Host) -> list[int]:
 
 
 def _slice(host: Host) -> tpu.Slice:
-    """Return the slice that the variables of a GKE pod or of a launcher describe, if they do."""
+    """Return the slice from the variables of a GKE pod or a launcher; default: this host alone."""
     names = tuple(h for h in host.environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if h)
     generation = host.chips[0].generation
     accelerator = host.environ.get("TPU_ACCELERATOR_TYPE", "")
@@ -335,11 +335,11 @@ def _slice(host: Host) -> tpu.Slice:
 
 
 def _ports(count: int, at: tpu.Slice) -> list[int]:
-    """Return ports for a group: free ones, or where several hosts must agree, fixed ones."""
+    """Return ports for a group: free ports, or fixed ports if several hosts must agree."""
     if len(at.hosts) > 1:
-        # The first is the master's port; those of the workers begin at TPU_PORT.
+        # The first port is the master's; the workers' ports begin at TPU_PORT.
         return list(range(TPU_PORT - 1, TPU_PORT - 1 + count))
-    # All are open at the same time, so they differ.
+    # All sockets are open at the same time, so the ports differ.
     sockets = [socket.socket() for _ in range(count)]
     try:
         for sock in sockets:

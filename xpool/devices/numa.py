@@ -19,7 +19,7 @@ def find_nodes(root: Path) -> dict[int, tuple[int, ...]]:
 
 
 def parse_cpulist(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list as sysfs writes it: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    """Return the numbers of a list in the format of sysfs: ``0-3,8`` is 0, 1, 2, 3, 8."""
     cpus: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -29,14 +29,14 @@ def parse_cpulist(text: str) -> tuple[int, ...]:
 
 
 def numa_node(pci: Path) -> int | None:
-    """Return the NUMA node of a PCI device, None where the system does not know (-1)."""
+    """Return the NUMA node of a PCI device; None: the system does not know it (-1)."""
     text = read(pci / "numa_node")
     return int(text) if text.isdigit() else None
 
 
 def read(path: Path) -> str:
-    """Return a small file's text; empty when it cannot be read."""
+    """Return the text of a small file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
-        return ""  # a device may vanish while it is looked at
+        return ""  # a device may vanish at any time

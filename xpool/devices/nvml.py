@@ -1,6 +1,6 @@
-"""CUDA devices, asked of NVML: the driver's management library, which opens no context.
+"""CUDA devices, found by NVML, the driver's management library, which opens no context.
 
-Structures and constants are those of ``nvml.h`` (NVML API reference).
+Structures and constants come from ``nvml.h`` (NVML API reference).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Gpu:
     """``GPU-...``"""
 
     mig: tuple[str, ...] | None = None
-    """Its MIG instances, ``MIG-...``; None: not in MIG mode."""
+    """Its MIG instances, ``MIG-...``; None: it is not in MIG mode."""
 
     node: int | None = None
-    """Its NUMA node, where known."""
+    """Its NUMA node, if known."""
 
     mode: str = ""
-    """``"prohibited"``, ``"exclusive"`` (one process at a time) or empty."""
+    """Its compute mode: ``"prohibited"``, ``"exclusive"`` (one process at a time) or empty."""
 
     users: tuple[int, ...] = ()
-    """Processes that compute on it."""
+    """Ids of the processes that compute on it."""
 
 
-# nvmlPciInfo_t, nvmlProcessInfo_t of the calls that end in _v3, nvmlMemory_t, nvmlUtilization_t.
+# nvmlPciInfo_t, nvmlProcessInfo_t (for calls that end in _v3), nvmlMemory_t, nvmlUtilization_t.
 class _PciInfo(ctypes.Structure):
     _fields_ = [
         ("busIdLegacy", ctypes.c_char * 16),
@@ -73,7 +73,7 @@ class _Utilization(ctypes.Structure):
 
 
 def find_gpus(root: Path = Path("/"), library: str = LIBRARY) -> tuple[Gpu, ...] | None:
-    """Return the GPUs of this machine; None when there is no NVML, or no driver behind it."""
+    """Return the GPUs of this machine; None: NVML or its driver is missing."""
     with _opened(library) as nvml:
         count = ctypes.c_uint()
         # 0 is NVML_SUCCESS, here and below.
@@ -83,19 +83,19 @@ def find_gpus(root: Path = Path("/"), library: str = LIBRARY) -> tuple[Gpu, ...]
 
 
 class Spare(NamedTuple):
-    """What a device has left."""
+    """The free memory and idle time of a device."""
 
     memory: int
-    """Bytes."""
+    """Free memory, in bytes."""
 
     idle: float
-    """The share of the last moments in which nothing ran on it; 1 where that is not known."""
+    """The idle share of the last moments, from 0 to 1; 1 if it is not known."""
 
 
 def find_spare(names: Iterable[str], library: str = LIBRARY) -> list[Spare] | None:
-    """Return what devices have left; None when NVML is not there or does not know one of them.
+    """Return the free capacity of devices; None: NVML is missing, or does not know one of them.
 
-    ``names`` are numbers on the PCI bus, ``GPU-...`` or ``MIG-...``, as `Seen.name` is.
+    ``names`` are numbers in PCI order, ``GPU-...`` or ``MIG-...``, as in `Seen.name`.
     """
     with _opened(library) as nvml:
         if nvml is None:
@@ -110,7 +110,7 @@ def _opened(library: str) -> Iterator[ctypes.CDLL | None]:
         nvml = ctypes.CDLL(library)
     except OSError:
         nvml = None
-    # NVML counts these: what else in the process uses it stays initialized after the shutdown.
+    # NVML counts initializations: the shutdown does not affect other users in this process.
     if nvml is None or nvml.nvmlInit_v2() != 0:
         yield None
         return
@@ -128,7 +128,7 @@ def _spare(nvml: ctypes.CDLL, name: str) -> Spare | None:
         failed = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(device))
     if failed or nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != 0:
         return None
-    # MIG instances do not tell how busy they are.
+    # NVML reports no utilization for MIG instances.
     known = nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(load)) == 0
     return Spare(memory.free, 1 - load.gpu / 100 if known else 1.0)
 
@@ -136,7 +136,7 @@ def _spare(nvml: ctypes.CDLL, name: str) -> Spare | None:
 def _gpu(nvml: ctypes.CDLL, index: int, root: Path) -> Gpu:
     device = ctypes.c_void_p()
     if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0:
-        return Gpu("")  # not ours to use, but the numbers of the others must stay
+        return Gpu("")  # not usable by this process; keeps the numbers of the other GPUs
     mode = ctypes.c_uint()
     nvml.nvmlDeviceGetComputeMode(device, ctypes.byref(mode))
     names = {_PROHIBITED: "prohibited", _EXCLUSIVE_PROCESS: "exclusive"}
@@ -174,13 +174,13 @@ def _node(nvml: ctypes.CDLL, device: ctypes.c_void_p, root: Path) -> int | None:
     info = _PciInfo()
     if nvml.nvmlDeviceGetPciInfo_v3(device, ctypes.byref(info)) != 0:
         return None
-    # The GPU is the first function of its device; others are sound and USB.
+    # The GPU is function 0 of its PCI device; other functions are sound and USB.
     address = f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
     return numa_node(root / "sys/bus/pci/devices" / address)
 
 
 def _users(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> tuple[int, ...]:
-    # Room for so many; with more, NVML fails (NVML_ERROR_INSUFFICIENT_SIZE), and none is told.
+    # With more processes NVML fails (NVML_ERROR_INSUFFICIENT_SIZE), and none is reported.
     count = ctypes.c_uint(64)
     found = (_ProcessInfo * count.value)()
     if nvml.nvmlDeviceGetComputeRunningProcesses_v3(device, ctypes.byref(count), found) != 0:

@@ -1,8 +1,8 @@
-"""What a worker that owns TPU chips must find in its environment: pure functions.
+"""Pure functions that return the environment variables of a worker that owns TPU chips.
 
-The variables are those that libtpu, torch_xla 2.9 (``_internal/tpu.py``, ``_internal/pjrt.py``) and
-torch_tpu 0.2 (``_internal/distributed``) read.  In what these functions return, a value of None
-means that the variable is deleted first: all three take an inherited one for the user's wish.
+libtpu, torch_xla 2.9 (``_internal/tpu.py``, ``_internal/pjrt.py``) and torch_tpu 0.2
+(``_internal/distributed``) read these variables.  A value of None means that the variable is
+deleted first: all three treat an inherited variable as a setting of the user.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCRUB = (
     "PJRT_LOCAL_PROCESS_COUNT",
     "XRT_*",
 )
-"""Deleted in every TPU worker: notebook services and orchestrators set them for a whole host."""
+"""Variables to delete in TPU workers: notebook services and orchestrators set them for a host."""
 
 _LAUNCHER = (
     "WORLD_SIZE",
@@ -46,33 +46,35 @@ _LAUNCHER = (
     "TORCH_TPU_SLICEBUILDER_ADDRESSES",
     "TORCH_TPU_TOPOLOGY",
 )
-"""With any of these torch_tpu takes itself for a member of a group."""
+"""If any of these variables is set, torch_tpu acts as a member of a group."""
 
 _CORES = {"v3": 2, "v4": 2, "v5p": 2, "7x": 2}
-"""Cores of a chip, where the name of a slice counts cores and not chips."""
+"""Number of cores of a chip, for generations whose slice names count cores instead of chips."""
 
 DEVICES = {"v3": 2, "7x": 2}
-"""Devices that a chip is to its frameworks; v4 and v5p have two cores and are one."""
+"""Number of devices that frameworks see in a chip.  A chip of v4 or v5p has two cores, but is one
+device."""
 
 CORE_EACH = {"v3"}
-"""Generations (v2 is one with v3) of which a core is what programs take for a device."""
+"""Generations whose programs use each core as a device ("v3" includes v2)."""
 
 _NAMES = {"v5e": "v5litepod", "7x": "tpu7x"}
 
 _SHAPES = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-_CUBE = {"v4", "v5p"}  # eight chips are a cube there, a flat mesh elsewhere
+_CUBE = {"v4", "v5p"}  # eight chips form a cube in these generations, a flat mesh in others
 
 _TORCH_TPU_7X = {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"}
-"""torch_tpu counts the two devices of a 7x chip, and names them in a fourth dimension."""
+"""Topologies by number of devices.  torch_tpu counts the two devices of a 7x chip, in a fourth
+dimension."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The TPU slice that a host is part of; by default the host alone."""
+    """The TPU slice to which a host belongs; by default the host alone."""
 
     generation: str
     chips: int
-    """On this host."""
+    """Number of chips on this host."""
 
     host: int = 0
     """This host's index in the slice."""
@@ -81,14 +83,14 @@ class Slice:
     """All hosts of the slice, in order."""
 
     bounds: tuple[int, int, int] = (1, 1, 1)
-    """How the hosts lie, x, y, z."""
+    """Arrangement of the hosts: x, y, z."""
 
     accelerator: str = ""
-    """Such as ``v5litepod-8``; empty: derived from the above."""
+    """Name of the slice, such as ``v5litepod-8``; empty: derived from the other fields."""
 
 
 def accelerator_type(at: Slice) -> str:
-    """Return the slice's name as Google's metadata would give it, such as ``v5litepod-8``."""
+    """Return the slice's name as in Google's metadata, such as ``v5litepod-8``."""
     if at.accelerator:
         return at.accelerator
     size = at.chips * len(at.hosts) * _CORES.get(at.generation, 1)
@@ -96,10 +98,10 @@ def accelerator_type(at: Slice) -> str:
 
 
 def shape(generation: str, chips: int) -> str:
-    """Return how so many chips of one host lie, ``x,y,z``.
+    """Return the arrangement of a number of chips on one host, ``x,y,z``.
 
     Raises:
-        OptionError: so many chips form no mesh.
+        OptionError: this number of chips forms no mesh.
     """
     if chips not in _SHAPES:
         raise OptionError(
@@ -109,17 +111,17 @@ def shape(generation: str, chips: int) -> str:
 
 
 def independent_env(at: Slice, chips: Sequence[int], framework: str) -> Env:
-    """Return what a worker needs that owns these chips of its host, and no other does."""
+    """Return the variables of an independent worker that owns these chips of its host."""
     env = _scrubbed()
     env |= _visible(chips)
-    # The newer pair of names and the older one.
+    # Each loop sets the newer name and the older one.
     for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
         env[name] = shape(at.generation, len(chips))
     for name in ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS"):
         env[name] = "1,1,1"
     if framework == "torch_xla":
         env |= {"PJRT_DEVICE": "TPU", "PJRT_LOCAL_PROCESS_COUNT": "1"}
-        # A slice of its own: this host is all there is of it.
+        # The worker is a slice of its own, with only this host.
         env |= _instead_of_metadata(at, 0, ("localhost",))
     else:
         env |= _torch_tpu()
@@ -134,16 +136,16 @@ def group_env(
     framework: str,
     master_port: int = 29500,
 ) -> Env:
-    """Return what worker ``rank`` of this host needs in a replica group of one worker a chip.
+    """Return the variables of worker ``rank`` of this host, in a replica group of a worker a chip.
 
-    ``chips`` are those of the whole group on this host, ``ports`` one for each, the same on every
-    host; no other group on the host may use them.
+    ``chips`` are all chips of the group on this host.  ``ports`` has one port for each chip, the
+    same on every host; other groups on the host must not use them.
     """
     n = len(chips)
     env = _scrubbed()
     addresses = ",".join(f"{host}:{port}" for host in at.hosts for port in ports)
     if framework == "torch_xla":
-        # Each process has one chip; the processes lie as the chips of all hosts do together.
+        # Each process has one chip, so processes are arranged as the chips of all hosts together.
         lie = [int(d) for d in shape(at.generation, n).split(",")]
         bounds = ",".join(str(h * c) for h, c in zip(at.bounds, lie))
         for name in ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS"):
@@ -195,7 +197,7 @@ def _visible(chips: Sequence[int]) -> Env:
 
 
 def _instead_of_metadata(at: Slice, host: int, hosts: Sequence[str]) -> Env:
-    """Without these, importing torch_xla asks Google's metadata server who it is."""
+    """Return variables that keep the import of torch_xla from querying Google's metadata server."""
     return {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": accelerator_type(at),
@@ -205,5 +207,5 @@ def _instead_of_metadata(at: Slice, host: int, hosts: Sequence[str]) -> Env:
 
 
 def _torch_tpu() -> Env:
-    # The worker wants the backend that its parent keeps out.
+    # The worker loads the backend, whose loading the parent has switched off for itself.
     return {**dict.fromkeys(_LAUNCHER), "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
