@@ -104,7 +104,7 @@ class TaskNotPicklable(XPoolError, pickle.PicklingError):
 class TaskTimeout(XPoolError, TimeoutError):
     """The task ran longer than its ``timeout=`` and was stopped, or its thread was left to itself.
 
-    Fields: ``seconds`` (the limit), ``worker`` (index of the slot), ``pid`` (of the worker; None:
+    Fields: ``seconds`` (the limit), ``worker`` (its index), ``pid`` (of the worker; None:
     not known), ``task`` (what ran, as text), ``stack`` (where it was then, as text: the call that
     was made last comes first; empty when the worker could not tell), ``stopped`` (False: it ran in
     a thread of this process, which cannot be stopped, and runs on), ``host`` (name of the host that
@@ -174,7 +174,7 @@ class WorkerDied(XPoolError):
     """The worker ended while it ran this task.
 
     Fields: ``pid`` (int or None), ``exitcode`` (as `multiprocessing.Process.exitcode`:
-    negative for a signal, None when unknown), ``worker`` (index of the slot), ``task``
+    negative for a signal, None when unknown), ``worker`` (its index), ``task``
     (what it was running, as text), ``killed`` (how many workers have died of this task by
     now: with ``retries=`` it may be several; 0: it is innocent), ``beside`` (where workers are
     threads of one process: what the others have to do with its end, as text, or empty), ``host``
@@ -274,7 +274,7 @@ _HINTS: dict[int | None, str] = {
 class WorkerStartFailed(XPoolError):
     """A worker could not be started, again and again: the pool has stopped.
 
-    Fields: ``worker`` (index of the slot), ``attempts``, ``reason`` (text).  The
+    Fields: ``worker`` (its index), ``attempts``, ``reason`` (text).  The
     exception that the initializer raised, if it was that, is the ``__cause__``.
     """
 

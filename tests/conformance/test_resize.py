@@ -15,7 +15,7 @@ from support.waiting import eventually, wait_gone
 
 import xpool
 from xpool import OptionError, Pool, PoolClosed, ThreadPool, WorkerDied
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 
 pytestmark = pytest.mark.xpool_only
 
@@ -203,15 +203,15 @@ def test_nonsense(kind, make_pool):
 def test_the_system_refuses_a_process(make_pool, monkeypatch):
     """The error is raised, and the pool is as large as it was."""
     pool = make_pool(Pool, 1)
-    start, calls = Slot.start, []
+    start, calls = WorkerProcess.launch, []
 
     def refuse(self, *args):
         calls.append(self.index)
         if self.index == 2:
             raise OSError(11, "no more processes")
-        start(self, *args)
+        return start(self, *args)
 
-    monkeypatch.setattr(Slot, "start", refuse)
+    monkeypatch.setattr(WorkerProcess, "launch", refuse)
     with pytest.raises(OSError, match="no more processes"):
         pool.resize(3)
     assert calls == [1, 2] and pool.size() == 1

@@ -230,16 +230,16 @@ def test_no_group_of_torch_distributed(start: Any):
 
 def test_nothing_is_left_of_a_start_that_failed(monkeypatch: pytest.MonkeyPatch):
     """When descriptors run out at the second of three channels, the first is let go of."""
-    from xpool._engine import slot
+    from xpool._engine import channel
 
-    made = iter([slot.make_file()])  # type: ignore[attr-defined]
+    made = iter([channel.make_file()])  # type: ignore[attr-defined]
 
     def no_more() -> int:
         for fd in made:
             return fd
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(slot, "make_file", no_more)
+    monkeypatch.setattr(channel, "make_file", no_more)
     with pytest.raises(OSError, match="Too many open files"):
         CtxPool(worker_contexts=cores(3))
     gc.collect()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xpool._engine import slot as slot_module
+from xpool._engine import channel as channel_module
 from xpool._wire.outbox import CAPACITY, NO_LIMIT, STACK_AT, Outbox, entries, make_file
 from xpool._wire.pipes import BlockingFrameReader, FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT
@@ -208,7 +208,7 @@ def test_no_fork_while_a_channel_is_made(monkeypatch):
 
     def look(original, *args):
         def fork():
-            could_fork.append(slot_module._forking.acquire(blocking=False))
+            could_fork.append(channel_module._forking.acquire(blocking=False))
 
         thread = threading.Thread(target=fork)
         thread.start()
@@ -216,11 +216,9 @@ def test_no_fork_while_a_channel_is_made(monkeypatch):
         return original(*args)
 
     for name in ("make_file", "Outbox", "_packed"):
-        original = getattr(slot_module, name)
-        monkeypatch.setattr(slot_module, name, functools.partial(look, original))
-    slot = slot_module.Slot(0)
-    slot.has_control = True
-    boot = slot._open(None)
-    slot._shut()
-    boot.close()
+        original = getattr(channel_module, name)
+        monkeypatch.setattr(channel_module, name, functools.partial(look, original))
+    channel = channel_module.PipeChannel(0, None, True, None)
+    channel.close()
+    channel.boot.close()
     assert could_fork == [False] * 3

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpool import InternalError
-from xpool._engine.jobs.budget import FIRST_PAUSE, LONGEST_PAUSE, WINDOW, RestartBudget, back_off
+from xpool._engine.jobs.budget import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    WINDOW,
+    EndKind,
+    RestartPolicy,
+    back_off,
+)
 from xpool._engine.jobs.scheduler import (
     LONG_SECONDS,
     MOST_BYTES,
@@ -318,17 +325,40 @@ def test_which_item_runs():
     assert sched.running(0, began=4) is None
 
 
-def test_the_restart_budget():
-    """Used up by deaths in a row; given back by a task that is finished, and by time."""
-    budget = RestartBudget(3)
-    assert [budget.death(t) for t in (0.0, 1.0, 2.0)] == [False] * 3
-    budget.finished = True
-    assert [budget.death(t) for t in (3.0, 4.0, 5.0)] == [False] * 3
-    assert budget.death(6.5) and budget.deaths == 4 and budget.seconds() == 3.5
-    budget = RestartBudget(1)
-    assert not budget.death(0.0)
-    assert not budget.death(WINDOW + 1) and budget.deaths == 1
-    assert budget.death(WINDOW + 2)
+def test_deaths_in_a_row():
+    """The pool gives up after too many; a task that is finished, and time, forgive them."""
+    policy = RestartPolicy(3)
+    assert [policy.lost(0, EndKind.DIED, t) for t in (0.0, 1.0, 2.0)] == [0.0] * 3
+    policy.finished = True
+    assert [policy.lost(1, EndKind.DIED, t) for t in (3.0, 4.0, 5.0)] == [0.0] * 3
+    assert policy.lost(0, EndKind.DIED, 6.5) is None
+    assert policy.deaths == 4 and policy.seconds() == 3.5
+    policy = RestartPolicy(1)
+    assert policy.lost(0, EndKind.DIED, 0.0) == 0.0
+    assert policy.lost(0, EndKind.DIED, WINDOW + 1) == 0.0 and policy.deaths == 1
+    assert policy.lost(0, EndKind.DIED, WINDOW + 2) is None
+
+
+def test_workers_that_were_told_to_end_are_no_deaths():
+    """Nor are those that the pool has stopped for their task."""
+    policy = RestartPolicy(0)
+    for kind in (EndKind.FINISHED, EndKind.STOPPED):
+        assert policy.lost(0, kind, 0.0) == 0.0
+    assert policy.lost(0, EndKind.DIED, 0.0) is None
+
+
+def test_starts_that_fail():
+    """Each place has its own count, which ends when a worker is ready there."""
+    policy = RestartPolicy(100)
+    assert [policy.lost(0, EndKind.FAILED, 0.0) for _ in range(2)] == [0.0, 0.0]
+    assert policy.lost(1, EndKind.FAILED, 0.0) == 0.0
+    assert policy.lost(0, EndKind.FAILED, 0.0) is None and policy.attempts(0) == 3
+    policy.succeeded(0)
+    assert policy.attempts(0) == 0 and policy.lost(0, EndKind.FAILED, 0.0) == 0.0
+    pauses = [policy.lost(2, EndKind.KILLED, 0.0) for _ in range(8)]
+    assert pauses[0] == 0.0 and pauses[1:4] == [0.2, 0.4, 0.8] and pauses[7] is None
+    pauses = [policy.lost(3, EndKind.REFUSED, 0.0) for _ in range(7)]
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, None]
 
 
 @given(st.integers(1, 10**6), st.floats(0, 1))

@@ -88,7 +88,7 @@ def test_answers_behind_a_silence_are_found(tmp_path):
         result = pool.map_async(wait_at, tasks, chunksize=1)
         with open(fifos[0], "wb"):
             engine: Any = pool._engine
-            slot, looks = engine.slots[0], engine._monitor._looks
+            slot, looks = engine.workers[0], engine._monitor._looks
             eventually(lambda: not looks.pending(slot), "the engine looks at it no more")
         eventually(lambda: pool.statistics()["succeeded"] == 4_003, "three answers")
         open(fifos[1], "wb").close()

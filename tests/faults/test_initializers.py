@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -89,6 +90,24 @@ def test_initializer_that_fails_in_threads(thread_kind, make_pool):
     """A thread pool whose initializer raises stops too, with the very exception as cause."""
     error = start_failure(make_pool, thread_kind, 1, work.end, ("raise",))
     assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_initializers_that_fail_in_many_threads(thread_kind, make_pool):
+    """Three failures in a row end a pool of threads, though no thread has failed three times."""
+    together, calls, over = threading.Barrier(3), itertools.count(), threading.Event()
+
+    def fail():
+        if next(calls) < 3:
+            together.wait(WAIT)
+        else:
+            over.wait(WAIT)
+        raise RuntimeError("sabotage")
+
+    try:
+        error = start_failure(make_pool, thread_kind, 3, fail)
+    finally:
+        over.set()
+    assert error.attempts == 3
 
 
 @pytest.mark.parametrize("how", ["raise", "os._exit", "SIGKILL"])

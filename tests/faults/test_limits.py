@@ -335,9 +335,9 @@ def test_no_thread_for_a_replacement(thread_kind, make_pool, monkeypatch):
 def test_no_thread_any_more(thread_kind, make_pool, monkeypatch):
     """When none can be had for long, the pool stops with the reason, and nobody waits for ever."""
     from xpool import WorkerStartFailed
-    from xpool._engine import threads
+    from xpool._engine.jobs import budget
 
-    monkeypatch.setattr(threads, "SYSTEM_ATTEMPTS", 2)
+    monkeypatch.setattr(budget, "SYSTEM_ATTEMPTS", 2)
     refuse_threads(monkeypatch, range(3, 1000))
     pool = make_pool(thread_kind, 2, maxtasksperchild=1)
     with pytest.raises(WorkerStartFailed, match="can't start new thread"):

@@ -103,7 +103,7 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
     """One at each look, of those that are large; small ones are left alone."""
     sizes = {1: 10 << 20, 2: 900 << 20, 3: 500 << 20, 4: 950 << 20}
     states = {4: SimpleNamespace(serves=False)}
-    slots = [
+    workers = [
         SimpleNamespace(index=pid, pid=pid, state=states.get(pid, SimpleNamespace(serves=True)))
         for pid in sizes
     ]
@@ -111,12 +111,12 @@ def test_the_largest_is_ended_when_memory_is_full(monkeypatch):
     used, ended, looks = [0.5], [], []
     reactor = SimpleNamespace(now=lambda: 0.0, call_at=lambda when, look: looks.append(look))
 
-    def end(slot):
-        ended.append((slot.pid, slot.remark))
-        slot.state = SimpleNamespace(serves=False)
+    def end(worker, remark):
+        ended.append((worker.pid, remark))
+        worker.state = SimpleNamespace(serves=False)
 
     monkeypatch.setattr(memory, "fullest_scope", lambda: Scope(10 << 30, int(used[0] * (10 << 30))))
-    memory.MemoryGuard(reactor, slots, None, None, 0.9, end, lambda: None)
+    memory.MemoryGuard(reactor, workers, memory.MemoryLimits(full=0.9), end, lambda: None)
     assert ended == []
     used[0] = 0.95
     for _ in range(3):

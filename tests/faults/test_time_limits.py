@@ -115,7 +115,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
     """It could not even clean up; one that has nothing to wait for is killed."""
     from xpool import Pool
     from xpool._engine import start_limit
-    from xpool._engine.slot import Slot
+    from xpool._engine.worker import WorkerProcess
 
     asked = threading.Semaphore(0)
 
@@ -124,7 +124,7 @@ def test_a_worker_that_waits_for_a_processor_is_not_killed(
         return 0.0, 0.0, runnable  # as of one that has been put aside since it was asked
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
-    monkeypatch.setattr(Slot, "processor", processor)
+    monkeypatch.setattr(WorkerProcess, "processor", processor)
     pool = make_pool(Pool, 1)
     pid = pool.apply(work.pid)
     result = pool.apply_async(work.leave_slowly, (mailbox.path, gate.path), timeout=LIMIT)
@@ -143,7 +143,7 @@ def test_how_long_a_worker_has_run(make_pool, mailbox, gate):
 
     pool = make_pool(Pool, 1)
     pool.apply(work.pid)
-    (slot,) = pool._engine.slots
+    (slot,) = pool._engine.workers
     eventually(lambda: not slot.processor()[2], "it sleeps")
     spinning = pool.apply_async(work.post_and_spin, (mailbox.path,))
     mailbox.lines(1)
@@ -433,11 +433,11 @@ def test_a_worker_that_starts_and_waits_for_a_processor_says_where_it_is(make_po
     """It is not killed before it could, however long the system has it wait."""
     from xpool import Pool, WorkerStartFailed
     from xpool._engine import start_limit
-    from xpool._engine.slot import Slot
+    from xpool._engine.worker import WorkerProcess
 
     monkeypatch.setattr(start_limit, "STARVED_SECONDS", WAIT)
     monkeypatch.setattr(start_limit, "STOP_GRACE_SECONDS", 0.001)  # no time at all
-    monkeypatch.setattr(Slot, "processor", lambda slot: (0.0, 0.0, True))  # it is in line
+    monkeypatch.setattr(WorkerProcess, "processor", lambda slot: (0.0, 0.0, True))  # it is in line
     pool = make_pool(Pool, 1, work.count_up, initializer_timeout=LIMIT)
     with pytest.raises(WorkerStartFailed) as caught:
         pool.apply_async(work.square, (3,)).get(WAIT)

@@ -310,7 +310,7 @@ def test_worker_that_cannot_map_it(
     assert all(torch.equal(a, b) for a, b in zip(sent, back, strict=True))
     captured = sent[3]
     assert pool.map(lambda i: int(captured[i]), range(10)) == [3] * 10
-    assert [slot.mapped for slot in pool._engine.slots] == [False, False]
+    assert [slot.mapped for slot in pool._engine.workers] == [False, False]
     with pytest.raises(xpool.WorkerStartFailed, match="Cannot allocate memory"):
         make_pool(xpool.Pool, 1, context="fork", is_copy_tensor=False).apply(abs, (1,))
 
@@ -361,7 +361,7 @@ def test_more_workers_than_seats(make_pool: Callable[..., Any], calm: None) -> N
         sent = [torch.full((MIB,), i, dtype=torch.uint8) for i in range(20)]
         back = list(pool.imap(tasks.same, sent))
         assert all((x == i).all() for i, x in enumerate(back))
-        assert sorted(slot.mapped for slot in pool._engine.slots) == [False, True]
+        assert sorted(slot.mapped for slot in pool._engine.workers) == [False, True]
         with pytest.raises(xpool.WorkerStartFailed, match="479"):
             make_pool(xpool.Pool, 2, is_copy_tensor=False).apply(abs, (1,))
     finally:
@@ -540,7 +540,7 @@ def test_stream(
         return pool.imap(func, inputs, buffersize=buffersize)
 
     def begun() -> int:
-        return sum(slot.box.began for slot in pool._engine.slots)
+        return sum(slot.box.began for slot in pool._engine.workers)
 
     for _ in stream(60):  # what is loaded and allocated once
         pass

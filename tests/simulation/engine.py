@@ -8,22 +8,24 @@ nothing more can happen although something is unanswered, that is a hang, found 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
-from xpool._engine.engine import Engine
+from xpool._engine.answers import EngineOptions
+from xpool._engine.engine import Engine, System
 from xpool._engine.jobs.budget import START_ATTEMPTS
 from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange
 from xpool._engine.jobs.states import WorkerStates
-from xpool._engine.replacement import Recipe
 from xpool._engine.start_limit import STOP_GRACE_SECONDS
+from xpool._engine.worker import Recipe
 from xpool._wire.outbox import entries
 from xpool.errors import OptionError, TaskTimeout, WorkerDied, WorkerStartFailed
 
 from .seeds import Passing, Reader, World
-from .virtual import Kernel, Page, Pipe, SimReactor, SimSlot
+from .virtual import Kernel, Page, Pipe, SimReactor, SimWorker
 from .worker import Handle, Worker
 
 __all__ = ["EngineWorld"]
@@ -112,7 +114,7 @@ class _Call:
         return (
             not self.begun
             or bool(self.slot.poller.poll(0))
-            or self.world.engine._direct.slot_of(self.job) is None
+            or self.world.engine._direct.worker_of(self.job) is None
         )
 
     def go_on(self) -> None:
@@ -166,21 +168,22 @@ class EngineWorld(World):
         self.failed_starts = [0] * MOST_WORKERS  # of each worker, since it was last ready
         self.refused_at: dict[int, float] = {}  # starts that the engine is to try again later
         self.resizing = False
+        self.launching = False  # others go on while a process is started
         self.resizes = 0.0 if siblings else self.one_of([0.0, 0.0, 0.02, 0.1])
         if self.theme == "places" and not siblings:
             self.resizes = 0.2
         launcher: Any = None
         self.engine = Engine(
             n,
-            Recipe(launcher, self.orders, "world", True, None),
-            arena=None,
-            lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
-            describe=lambda job, index: f"task {index} of job {job}",
-            reactor=SimReactor(self),
-            slot=lambda i: SimSlot(self, i),
-            processes=siblings,
+            Recipe(launcher, self.orders, "world"),
+            lambda job, index: f"task {index} of job {job}",
+            EngineOptions(
+                lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
+                processes=siblings,
+            ),
+            System(SimReactor(self), functools.partial(SimWorker, self)),
         )
-        self.engine._answers._chance = random.Random(seed).random
+        self.engine._monitor.answers._chance = random.Random(seed).random
         self.spy()
         self.limits: dict[int, Limit] = {}  # of jobs that have one
         self.known: dict[Task, _Known] = {}
@@ -290,6 +293,19 @@ class EngineWorld(World):
             if self.violent_end and self.jobs > 1 and self.chance(0.02):
                 acts.append(self.terminate)
         return acts
+
+    def others_go_on(self) -> None:
+        """A process is being started, for which nobody waits: let others go on."""
+        if self.launching:
+            return  # one of them is started within the start of another: that is enough
+        self.launching = True
+        resizing, self.resizing = self.resizing, False
+        for _ in range(self.one_of([0, 0, 1, 5])):
+            acts = self.acts()
+            if acts:
+                self.pass_time(self.pace * self.draw.random())
+                self.one_of(acts)()
+        self.launching, self.resizing = False, resizing
 
     def wait_for_something(self, deadline: float | None) -> None:
         """Nobody can go on: time passes until somebody can."""
@@ -432,7 +448,7 @@ class EngineWorld(World):
         self.note(f"{self.now:.6f}", "job", job, "is asked for")
         self.engine.give_back(job, range(1 << 40))
         for w, in_flight in enumerate(self.engine.sched.in_flight):
-            began = self.engine.slots[w].box.began if in_flight.held else 0
+            began = self.engine.workers[w].box.began if in_flight.held else 0
             its = [batch for batch in in_flight.held if batch.job == job]
             self.asked += [(batch, w, began, self.now) for batch in its]
 
@@ -455,7 +471,7 @@ class EngineWorld(World):
         sched, direct = self.engine.sched, self.engine._direct
         left = []
         for batch, w, began, since in self.asked:
-            in_flight, slot = sched.in_flight[w], self.engine.slots[w]
+            in_flight, slot = sched.in_flight[w], self.engine.workers[w]
             if batch not in in_flight.held or slot.handle is None or in_flight.paused:
                 continue
             if slot.box.began != began or slot in direct or slot.state is not WorkerStates.READY:
@@ -472,7 +488,7 @@ class EngineWorld(World):
         size = 1 + self.below(MOST_WORKERS)
         self.note(f"{self.now:.6f}", "resize to", size)
         bound = any(task.bound is not None for task in map(self.known.get, self.unanswered) if task)
-        self.resizing = True
+        nested, self.resizing = self.resizing, True
         try:
             self.engine.resize(size)
         except OptionError:
@@ -481,7 +497,7 @@ class EngineWorld(World):
         except OSError:
             self.note("a worker is refused")
         finally:
-            self.resizing = False
+            self.resizing = nested
 
     def close(self) -> None:
         """All is answered, and nothing more will come."""
@@ -552,14 +568,17 @@ class EngineWorld(World):
         """Return the number of a new process."""
         return next(self.pids)
 
+    def decides(self, index: int) -> None:
+        """The engine has decided to start a process."""
+        if index >= self.engine.sched.size:
+            self.wrong(f"worker {index} is one of {self.engine.sched.size}")
+        if self.over or self.engine.failure is not None:
+            self.wrong(f"worker {index} is started although the pool ends")
+
     def spawn(
-        self, slot: SimSlot, tasks: Pipe, answers: Pipe, page: Page, siblings: list[Worker]
+        self, slot: Any, tasks: Pipe, answers: Pipe, page: Page, siblings: list[Worker]
     ) -> Handle:
         """Start a worker in a slot; it joins those of its process."""
-        if slot.index >= self.engine.sched.size:
-            self.wrong(f"worker {slot.index} is one of {self.engine.sched.size}")
-        if self.over or self.engine.failure is not None:
-            self.wrong(f"worker {slot.index} is started although the pool ends")
         if any(one.index == slot.index for one in self.workers):
             self.wrong(f"worker {slot.index} is started, and the one before it lives")
         worker = Worker(self, slot, tasks, answers, page, siblings)
@@ -578,7 +597,7 @@ class EngineWorld(World):
         if self.now < self.refused_at.pop(index, 0.0) + SYSTEM_PAUSE:
             self.wrong(f"worker {index} is started again at once, and its start was refused")
         refused = self.chance(self.refusals)
-        if refused and not self.resizing:
+        if refused and not self.resizing and index < self.engine.sched.size:
             self.refused_at[index] = self.now
             self.failed_starts[index] += 1
         return refused
@@ -743,7 +762,7 @@ class EngineWorld(World):
         Nor does anybody serve who is one too many.
         """
         sched = self.engine.sched
-        for slot in self.engine.slots[sched.size :]:
+        for slot in self.engine.workers[sched.size :]:
             if slot.state.serves or slot.state is WorkerStates.STARTING:
                 self.wrong(f"worker {slot.index} is {slot.state.name}, one of {sched.size}")
         fed = {task_range.job for task_range in (*self.open.values(), *self.to_feed)}
@@ -763,7 +782,7 @@ class EngineWorld(World):
             return
         self.check_at = self.now + PATIENCE / 8
         self.check_asked()
-        sched, slots = self.engine.sched, self.engine.slots
+        sched, slots = self.engine.sched, self.engine.workers
         sits = [
             (w, slots[w].box.began)
             for w, in_flight in enumerate(sched.in_flight)

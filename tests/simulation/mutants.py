@@ -16,14 +16,15 @@ from xpool._engine.answers import Answers
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
 from xpool._engine.engine import Engine
+from xpool._engine.jobs.budget import EndKind, RestartPolicy
 from xpool._engine.jobs.deadlines import Act, Deadlines, Verdict
 from xpool._engine.jobs.ranges import piece
 from xpool._engine.jobs.scheduler import LONG_SECONDS, SHORT_SECONDS, Scheduler
 from xpool._engine.jobs.states import WORKER, WorkerEvent, WorkerStates
 from xpool._engine.jobs.waiting import Waiting
 from xpool._engine.monitor import WorkerMonitor
-from xpool._engine.replacement import Replacement
-from xpool._engine.slot import Slot
+from xpool._engine.replacement import Launch, Replacement
+from xpool._engine.worker import WorkerProcess
 from xpool._wire.outbox import Outbox
 from xpool._wire.pipes import FrameReader
 from xpool.errors import InternalError
@@ -195,7 +196,7 @@ def _(patch: Patch) -> None:
     patch.setitem(WORKER[WorkerStates.STARTING], WorkerEvent.HELLO, WorkerStates.STARTING)
 
 
-@mutant("a slot whose worker has gone stays as it was")
+@mutant("a place whose process has gone stays as it was")
 def _(patch: Patch) -> None:
     patch.setitem(WORKER[WorkerStates.READY], WorkerEvent.GONE, WorkerStates.READY)
 
@@ -210,17 +211,17 @@ def _(patch: Patch) -> None:
 
 @mutant("answers found in the outbox are counted again when they are announced")
 def _(patch: Patch) -> None:
-    def announced(original: Any, answers: Answers, slot: Slot, *message: Any) -> None:
-        slot.answers_taken_early = 0
-        original(answers, slot, *message)
+    def announced(original: Any, answers: Answers, worker: WorkerProcess, *message: Any) -> None:
+        worker.announced()
+        original(answers, worker, *message)
 
     wrap(patch, Answers, "announced", announced)
 
 
 @mutant("a task that was stopped is answered by what it said, too")
 def _(patch: Patch) -> None:
-    def broken_off(original: Any, answers: Answers, slot: Slot, batch: Any, k: int) -> None:
-        original(answers, slot, batch, k)
+    def broken_off(original: Any, answers: Answers, worker: Any, batch: Any, k: int) -> None:
+        original(answers, worker, batch, k)
         answers.results.append((batch.job, batch.first + k, (False, OSError())))
 
     wrap(patch, Answers, "_broken_off", broken_off)
@@ -239,8 +240,8 @@ def _(patch: Patch) -> None:
 
 @mutant("a task is not tried again after an error that it should be tried again after")
 def _(patch: Patch) -> None:
-    def answer(original: Any, answers: Answers, slot: Slot, *args: Any) -> None:
-        original(answers, slot, *args[:3])
+    def answer(original: Any, answers: Answers, worker: WorkerProcess, *args: Any) -> None:
+        original(answers, worker, *args[:3])
 
     wrap(patch, Answers, "_answer", answer)
 
@@ -271,9 +272,9 @@ def _(patch: Patch) -> None:
 
 @mutant("what a worker may still begin is given to others at once")
 def _(patch: Patch) -> None:
-    def recall(original: Any, monitor: WorkerMonitor, slot: Slot, began: int) -> None:
-        original(monitor, slot, began)
-        monitor._sched.take_back(slot.index, began)
+    def recall(original: Any, monitor: WorkerMonitor, worker: WorkerProcess, began: int) -> None:
+        original(monitor, worker, began)
+        monitor._sched.take_back(worker.index, began)
         monitor.give_idle()
 
     wrap(patch, WorkerMonitor, "_recall", recall)
@@ -296,27 +297,27 @@ def _(patch: Patch) -> None:
 
 @mutant("the limit stays after the worker has emptied its hand")
 def _(patch: Patch) -> None:
-    def emptied(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
-        limit = slot.box.limit
-        original(monitor, slot)
-        slot.box.limit = limit
+    def emptied(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
+        limit = worker.box.limit
+        original(monitor, worker)
+        worker.box.limit = limit
 
     wrap(patch, WorkerMonitor, "_emptied", emptied)
 
 
 @mutant("the rest of a message that did not fit is not sent")
 def _(patch: Patch) -> None:
-    patch.setattr(Dispatcher, "send", lambda _, slot, parts: slot.writer.send(parts))
+    patch.setattr(Dispatcher, "send", lambda _, worker, parts: worker.writer.send(parts))
 
 
 @mutant("a new worker is taken to know the functions of the one before")
 def _(patch: Patch) -> None:
-    def fresh(original: Any, slot: Slot) -> None:
-        known = getattr(slot, "known", set())
-        original(slot)
-        slot.known = known
+    def reset(original: Any, worker: WorkerProcess) -> None:
+        known = getattr(worker, "known", set())
+        original(worker)
+        worker.known = known
 
-    wrap(patch, Slot, "_fresh", fresh)
+    wrap(patch, WorkerProcess, "_reset", reset)
 
 
 @mutant("a task that does not listen is not killed when its time is over")
@@ -326,9 +327,9 @@ def _(patch: Patch) -> None:
 
 @mutant("limits are looked at once, not again")
 def _(patch: Patch) -> None:
-    def check(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
-        original(monitor, slot)
-        monitor._checks.cancel(slot)
+    def check(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
+        original(monitor, worker)
+        monitor._checks.cancel(worker)
 
     wrap(patch, WorkerMonitor, "_check", check)
 
@@ -338,9 +339,9 @@ def _(patch: Patch) -> None:
 
 @mutant("a caller that lets go leaves its worker muted")
 def _(patch: Patch) -> None:
-    def mute(original: Any, direct: DirectReceive, slot: Slot, muted: bool) -> None:
+    def mute(original: Any, direct: DirectReceive, worker: WorkerProcess, muted: bool) -> None:
         if muted:
-            original(direct, slot, muted)
+            original(direct, worker, muted)
 
     wrap(patch, DirectReceive, "_mute", mute)
 
@@ -358,31 +359,69 @@ def _(patch: Patch) -> None:
     patch.setattr(DirectReceive, "postpone_exit", lambda *_: False)
 
 
-# -- processes that start: `Replacement` takes what is raised there for a refusal of the system ----
+# -- processes that start: what is raised there is taken for a refusal of the system ---------------
 
 
 @mutant("a process is started after the end of the pool")
 def _(patch: Patch) -> None:
-    def start(original: Any, replacement: Replacement, slot: Slot) -> None:
+    def decide(original: Any, replacement: Replacement, worker: WorkerProcess) -> Any:
         ending, replacement.ending = replacement.ending, False
         try:
-            original(replacement, slot)
+            return original(replacement, worker)
         finally:
             replacement.ending = ending
 
-    wrap(patch, Replacement, "_start", start)
+    wrap(patch, Replacement, "_decide", decide)
 
 
 @mutant("a process is started again for a worker that is over")
 def _(patch: Patch) -> None:
-    def start(original: Any, replacement: Replacement, slot: Slot) -> None:
-        replacement._left_over = lambda slot: False  # type: ignore[method-assign]
+    def decide(original: Any, replacement: Replacement, worker: WorkerProcess) -> Any:
+        replacement._left_over = lambda worker: False  # type: ignore[method-assign]
         try:
-            original(replacement, slot)
+            return original(replacement, worker)
         finally:
             del replacement._left_over
 
-    wrap(patch, Replacement, "_start", start)
+    wrap(patch, Replacement, "_decide", decide)
+
+
+@mutant("a process is started where one is being started")
+def _(patch: Patch) -> None:
+    patch.setitem(WORKER[WorkerStates.LAUNCHING], WorkerEvent.LAUNCH, WorkerStates.LAUNCHING)
+
+    def missing(original: Any, replacement: Replacement) -> Any:
+        found = original(replacement)
+        if found is None and not replacement.ending:
+            for worker in replacement._workers[: replacement._sched.size]:
+                if worker.state is WorkerStates.LAUNCHING:
+                    worker.launching()
+                    return Launch(worker, None, None)
+        return found
+
+    wrap(patch, Replacement, "next_missing", missing)
+
+
+@mutant("a process that was started while the pool ended is not told so")
+def _(patch: Patch) -> None:
+    def launched(original: Any, replacement: Replacement, *what: Any) -> None:
+        monitor = replacement._monitor
+        stopped, ending = monitor.stopped, replacement.ending
+        monitor.stopped = replacement.ending = False
+        original(replacement, *what)
+        monitor.stopped, replacement.ending = stopped, ending
+
+    wrap(patch, Replacement, "launched", launched)
+
+
+@mutant("a process that was started for a worker that is over meanwhile goes on")
+def _(patch: Patch) -> None:
+    def launched(original: Any, replacement: Replacement, *what: Any) -> None:
+        replacement._left_over = lambda worker: False  # type: ignore[method-assign]
+        original(replacement, *what)
+        del replacement._left_over
+
+    wrap(patch, Replacement, "launched", launched)
 
 
 @mutant("a process is started beside one of whose end nobody can tell")
@@ -392,36 +431,32 @@ def _(patch: Patch) -> None:
 
 @mutant("a process is told the generation of the one before it")
 def _(patch: Patch) -> None:
-    def start(original: Any, replacement: Replacement, slot: Slot) -> None:
-        recipe = replacement._recipe
-        orders = recipe.orders
-        replacement._recipe = recipe._replace(
-            orders=lambda index, generation, attachment: orders(
-                index, max(1, generation - 1), attachment
-            )
-        )
-        try:
-            original(replacement, slot)
-        finally:
-            replacement._recipe = recipe
+    def run(original: Any, launch: Launch) -> Any:
+        result = original(launch)
+        orders = [
+            one.recipe.orders(one.index, max(1, one.generation), None)
+            for one in launch.worker.workers
+        ]
+        return result._replace(orders=orders)
 
-    wrap(patch, Replacement, "_start", start)
+    wrap(patch, Launch, "run", run)
 
 
 @mutant("a start that the system refused is tried again at once")
 def _(patch: Patch) -> None:
-    def later(original: Any, replacement: Replacement, slot: Slot, pause: Any, code: Any) -> None:
-        original(replacement, slot, pause and 0.0, code)
+    def lost(original: Any, policy: RestartPolicy, *what: Any) -> Any:
+        pause = original(policy, *what)
+        return pause and 0.0
 
-    wrap(patch, Replacement, "_start_later", later)
+    wrap(patch, RestartPolicy, "lost", lost)
 
 
 @mutant("the end of a new process cannot be listened to")
 def _(patch: Patch) -> None:
-    def await_end(original: Any, replacement: Replacement, slot: Slot) -> None:
-        if slot.generation > 2:
-            raise KeyError(slot.index)
-        original(replacement, slot)
+    def await_end(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
+        if worker.generation > 2:
+            raise KeyError(worker.index)
+        original(replacement, worker)
 
     wrap(patch, Replacement, "_await_end", await_end)
 
@@ -446,8 +481,8 @@ def _(patch: Patch) -> None:
 
 @mutant("answers that no message has told of are taken for nonsense")
 def _(patch: Patch) -> None:
-    def unannounced(original: Any, answers: Answers, slot: Slot, mark: int) -> int:
-        n: int = original(answers, slot, mark)
+    def unannounced(original: Any, answers: Answers, worker: WorkerProcess, mark: int) -> int:
+        n: int = original(answers, worker, mark)
         if n > 1:
             raise ValueError(n)
         return n
@@ -458,14 +493,14 @@ def _(patch: Patch) -> None:
 # -- processes that end --------------------------------------------------------------------------
 
 
-def without(patch: Patch, name: str, spare: Callable[[Slot, Slot], bool]) -> None:
+def without(patch: Patch, name: str, spare: Callable[[WorkerProcess, WorkerProcess], bool]) -> None:
     """When a process has ended, do not call this method of the monitor for some of its workers."""
 
-    def look(original: Any, replacement: Replacement, slot: Slot) -> None:
+    def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         monitor = replacement._monitor
         method = getattr(monitor, name)
-        setattr(monitor, name, lambda one, *a: 0 if spare(slot, one) else method(one, *a))
-        original(replacement, slot)
+        setattr(monitor, name, lambda one, *a: 0 if spare(worker, one) else method(one, *a))
+        original(replacement, worker)
         delattr(monitor, name)
 
     wrap(patch, Replacement, "_look_at_end", look)
@@ -473,20 +508,20 @@ def without(patch: Patch, name: str, spare: Callable[[Slot, Slot], bool]) -> Non
 
 @mutant("the answers of a dead worker are not looked for in its outbox")
 def _(patch: Patch) -> None:
-    without(patch, "take_early", lambda slot, one: True)
+    without(patch, "take_early", lambda worker, one: True)
 
 
 @mutant("of the threads of a dead process, only one's pipe is emptied")
 def _(patch: Patch) -> None:
-    without(patch, "drain", lambda slot, one: one is not slot)
+    without(patch, "drain", lambda worker, one: one is not worker)
 
 
 @mutant("after a death nobody is given what waits")
 def _(patch: Patch) -> None:
-    def look(original: Any, replacement: Replacement, slot: Slot) -> None:
+    def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         monitor = replacement._monitor
         monitor.give_idle = nothing  # type: ignore[method-assign]
-        original(replacement, slot)
+        original(replacement, worker)
         del monitor.give_idle
 
     wrap(patch, Replacement, "_look_at_end", look)
@@ -494,7 +529,7 @@ def _(patch: Patch) -> None:
 
 @mutant("what the other threads of a dead process held is lost")
 def _(patch: Patch) -> None:
-    def accounts(original: Any, replacement: Replacement, ended: list[Slot], code: Any) -> None:
+    def accounts(original: Any, replacement: Replacement, ended: list[Any], code: Any) -> None:
         original(replacement, ended[:1], code)
 
     wrap(patch, Replacement, "_make_accounts", accounts)
@@ -502,26 +537,26 @@ def _(patch: Patch) -> None:
 
 @mutant("a start that the system refused is not tried again")
 def _(patch: Patch) -> None:
-    def later(original: Any, replacement: Replacement, slot: Slot, pause: Any, code: Any) -> None:
-        if not pause:
-            original(replacement, slot, pause, code)
+    def lost(original: Any, replacement: Replacement, end: Any) -> None:
+        if end.kind is not EndKind.REFUSED:
+            original(replacement, end)
 
-    wrap(patch, Replacement, "_start_later", later)
+    wrap(patch, Replacement, "_lost", lost)
 
 
 @mutant("a worker that does not listen is not killed at the end")
 def _(patch: Patch) -> None:
-    def terminate(original: Any, replacement: Replacement) -> None:
-        original(replacement)
-        for slot in replacement._slots:
-            replacement._kills.cancel(slot)
+    def terminate(original: Any, replacement: Replacement, *how: Any) -> None:
+        original(replacement, *how)
+        for worker in replacement._workers:
+            replacement._kills.cancel(worker)
 
     wrap(patch, Replacement, "terminate", terminate)
 
 
 @mutant("a worker that is over is replaced when it has ended")
 def _(patch: Patch) -> None:
-    patch.setattr(Replacement, "_left_over", lambda replacement, slot: False)
+    patch.setattr(Replacement, "_left_over", lambda replacement, worker: False)
 
 
 @mutant("a worker that is over goes on getting tasks")
@@ -539,41 +574,41 @@ def _(patch: Patch) -> None:
 
 @mutant("what a worker does after it has broken a task off is not looked at")
 def _(patch: Patch) -> None:
-    def after(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
+    def after(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
         by, monitor._checks.schedule_by = monitor._checks.schedule_by, nothing  # type: ignore[method-assign]
-        original(monitor, slot)
+        original(monitor, worker)
         monitor._checks.schedule_by = by  # type: ignore[method-assign]
 
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("a worker that ends is not looked at while it has tasks in hand", pinned=2292)
+@mutant("a worker that ends is not looked at while it has tasks in hand", pinned=8283)
 def _(patch: Patch) -> None:
-    def after(original: Any, monitor: WorkerMonitor, slot: Slot) -> None:
-        if slot.state is WorkerStates.READY:
-            original(monitor, slot)
+    def after(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
+        if worker.state is WorkerStates.READY:
+            original(monitor, worker)
             return
         by, monitor._looks.schedule_by = monitor._looks.schedule_by, nothing  # type: ignore[method-assign]
-        original(monitor, slot)
+        original(monitor, worker)
         monitor._looks.schedule_by = by  # type: ignore[method-assign]
 
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=178)
+@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=1268)
 def _(patch: Patch) -> None:
-    def look(original: Any, replacement: Replacement, slot: Slot) -> None:
-        before = {index: dict(vars(one)) for index, one in replacement._starts.items()}
-        left_over = replacement._left_over(slot)
-        original(replacement, slot)
+    def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
+        policy = replacement._policy
+        before = dict(policy._failures), dict(policy._killed)
+        left_over = replacement._left_over(worker)
+        original(replacement, worker)
         if left_over:
-            for index, counts in before.items():
-                vars(replacement._starts[index]).update(counts)
+            policy._failures, policy._killed = before
 
     wrap(patch, Replacement, "_look_at_end", look)
 
 
-@mutant("a task is judged by the shortest limit of all that its worker holds", pinned=287)
+@mutant("a task is judged by the shortest limit of all that its worker holds", pinned=575)
 def _(patch: Patch) -> None:
     def standstill(
         original: Any, deadlines: Deadlines, held: Any, running: Any, seen: Any, limit: float,

@@ -13,16 +13,15 @@ import select
 from collections.abc import Callable
 from typing import Any
 
-from xpool._engine.jobs.states import WorkerEvent
 from xpool._engine.reactor import Reactor
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox
 from xpool._wire.pipes import FrameReader, FrameWriter
 from xpool._wire.wire import TO_PARENT, Refusal
 
 from .seeds import World
 
-__all__ = ["Descriptors", "Kernel", "Page", "Pipe", "SimSlot", "SimReactor"]
+__all__ = ["Descriptors", "Kernel", "Page", "Pipe", "SimReactor", "SimWorker"]
 
 SEEN_WITHIN = 0.001
 """Seconds after which a store to a shared page is seen by the other side, at the latest."""
@@ -310,74 +309,76 @@ class _Refused(OSError):
     """The world refuses a process."""
 
 
-class SimSlot(Slot):
-    """A slot whose process is a `Worker` of the world; states and books are the real ones.
+class SimWorker(WorkerProcess):
+    """A place whose process is a `Worker` of the world; states and books are the real ones.
 
-    Its workers send no nonsense, and nothing but the world refuses a start: another exception that
-    the engine puts down to either is a bug.
+    Its workers send no invalid message, and nothing but the world refuses a start: another
+    exception that the engine puts down to either is a bug.
     """
 
-    def __init__(self, world: Any, index: int) -> None:
+    def __init__(self, world: Any, *parts: Any) -> None:
         self._world = world
-        super().__init__(index)
+        super().__init__(*parts)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "protocol_error" and value is not None:
-            self._world.wrong(
-                f"worker {self.index} is taken for one that sent an invalid message: {value}"
-            )
+            self._world.wrong(f"worker {self.index} has sent an invalid message: {value}")
         if name == "reason" and not isinstance(value, (_Refused, Refusal, type(None))):
             self._world.wrong(f"worker {self.index} cannot start: {value!r}")
         super().__setattr__(name, value)
 
-    def start(
-        self, launcher: Any, name: str, daemon: bool, inherited: Any, arena: Any = None
-    ) -> None:
-        if self.generation and self._world.refuses(self.index):
+    def launching(self) -> None:
+        super().launching()
+        self._world.decides(self.index)
+
+    def launch(self, arena: Any) -> tuple[Any, list[Any]]:
+        world = self._world
+        # The engine's lock is free meanwhile: callers and workers go on.
+        world.others_go_on()
+        if self.generation and world.refuses(self.index):
             raise _Refused(24, "the world has no descriptors left")
         process: list[Any] = []
-        for slot in sorted((self, *self.siblings), key=lambda slot: slot.index):
-            slot._begin(process)  # type: ignore[attr-defined]
+        channels = [SimChannel(world, one, process) for one in self.workers]
+        for channel in channels:
+            channel.attach(process[0].handle)
+        world.others_go_on()
+        return process[0].handle, channels
 
     def processor(self) -> tuple[float, float, bool]:
         """Its world has processors for all."""
         return 0.0, 0.0, False
 
-    def _begin(self, process: list[Any]) -> None:
-        self._fresh()
-        world, kernel = self._world, self._world.kernel
+
+class SimChannel:
+    """A channel of virtual pipes, with the virtual worker at its other end."""
+
+    control = None
+
+    def __init__(self, world: Any, worker: WorkerProcess, process: list[Any]) -> None:
+        kernel = world.kernel
+        self._world, self.index = world, worker.index
         tasks, answers = Pipe(world.pipe_size), Pipe(world.pipe_size)
-        page = Page(world, world.box_size)
-        kernel.pages.append(page)
-        self.handle = world.spawn(self, tasks, answers, page, process)
+        self._page = Page(world, world.box_size)
+        kernel.pages.append(self._page)
+        world.spawn(worker, tasks, answers, self._page, process)
         self.writer = _SimOutlet(kernel, kernel.fds.add(tasks, True))
         self.reader = _SimInlet(kernel, kernel.fds.add(answers, False))
-        self.box = page.box(by_parent=True)
+        self.box = self._page.box(by_parent=True)
         self.box.limit = NO_LIMIT
-        page.show()  # the process is started after it
-        self.page = page
-        self.lifeline = 1
-        self.poller: Any = _Poller(world, [self.reader.fd, self.handle.sentinel])
-        self.transition(WorkerEvent.LAUNCH)
-        self.generation += 1
+        self._page.show()  # the process is started after it
 
-    def kill(self) -> None:
-        self.lifeline = None
-        if self.handle is not None:
-            self.handle.signal(9)
+    def attach(self, handle: Any) -> None:
+        self.poller: Any = _Poller(self._world, [self.reader.fd, handle.sentinel])
 
-    def gone(self) -> None:
-        assert self.handle is not None
+    def cut_lifeline(self) -> None:
+        """The handle's signal is enough."""
+
+    def close(self) -> None:
         if self in self._world.engine._direct:
             self._world.wrong(f"worker {self.index} is put away, and a caller polls its pipe")
-        handle, self.handle = self.handle, None
-        self.transition(WorkerEvent.GONE)
         for fd in (self.writer.fd, self.reader.fd):
             self._world.kernel.fds.close(fd)
-        self._world.kernel.pages.remove(self.page)
-        self.lifeline = None
-        if all(mate.handle is None for mate in self.siblings):
-            handle.close()
+        self._world.kernel.pages.remove(self._page)
 
 
 class _SimOutlet(FrameWriter):

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 from xpool._wire.outbox import _SINCE, STOP_SIGNAL
 from xpool._wire.wire import (
     BODY_AGAIN,
@@ -85,15 +85,15 @@ class Worker:
     def __init__(
         self,
         world: Any,
-        slot: Slot,
+        place: WorkerProcess,
         tasks: Pipe,
         answers: Pipe,
         page: Page,
         siblings: list[Worker],
     ) -> None:
         self.world = world
-        self.index = slot.index
-        self.generation = slot.generation + 1  # counted when it has been started
+        self.index = place.index
+        self.generation = place.generation + 1  # counted when it has been started
         self.siblings = siblings
         siblings.append(self)
         first = siblings[0]

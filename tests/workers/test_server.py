@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 
 import pytest
 from support import scripts
+from support.limits import WAIT
 from support.tiers import also
 from support.waiting import eventually
 
-from xpool import Pool
+from xpool import Pool, WorkerDied
 from xpool._engine import replacement
 from xpool._engine.launch import ForkServer
+from xpool._engine.worker import WorkerProcess
 
 pytestmark = pytest.mark.xpool_only
 
@@ -318,13 +321,34 @@ def fork_and_stay() -> tuple[int, int]:
     return os.getpid(), child
 
 
+def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
+    """Callers go on while the engine's thread starts a replacement, however long that takes."""
+    pool = make_pool(Pool, 2)
+    eventually(lambda: pool.statistics()["ready"] == 2, "both workers are ready")
+    launch, entered, go = WorkerProcess.launch, threading.Event(), threading.Event()
+
+    def slow(*args):
+        entered.set()
+        assert go.wait(WAIT)
+        return launch(*args)
+
+    monkeypatch.setattr(WorkerProcess, "launch", slow)
+    with pytest.raises(WorkerDied):
+        pool.apply(os._exit, (3,))
+    assert entered.wait(WAIT)
+    assert pool.apply(abs, (-1,)) == 1
+    assert pool.statistics()["ready"] == 1
+    go.set()
+    eventually(lambda: pool.statistics()["ready"] == 2, "the replacement is ready")
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_the_lock_is_free_while_last_words_are_awaited(make_pool, monkeypatch):
     """A worker whose server was killed, and whose pipe a child of a task has, holds nobody up."""
     monkeypatch.setattr(replacement, "LAST_WORDS_SECONDS", 1e4)
     pool = make_pool(Pool, 1)
     worker, child = pool.apply(fork_and_stay)
-    (slot,) = pool._engine.slots
+    (slot,) = pool._engine.workers
     (server,) = [one for one in ForkServer._servers.values() if one._live]
     server._process.kill()
     silences = pool._engine._replacement._silences

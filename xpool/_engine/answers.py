@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from xpool._engine.jobs.budget import RestartBudget, back_off
+from xpool._engine.jobs.budget import RestartPolicy, back_off
 from xpool._engine.jobs.ranges import name_of
 from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler
-from xpool._engine.jobs.states import WorkerEvent
 from xpool._engine.ledger import Ledger
+from xpool._engine.maintenance import ArenaMaintenance
+from xpool._engine.memory import MemoryLimits
 from xpool._engine.pickled_results import Encoded
 from xpool._engine.reactor import Reactor
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 from xpool._pickling.frame import FRAMED, Leased, adopt
 from xpool._wire.outbox import NO_LIMIT, entries
 from xpool._wire.wire import BODY_AGAIN, BODY_ERROR, OUTBOX_MIXED
 from xpool.errors import InternalError, TaskTimeout, WorkerDied
 
-__all__ = ["OURS", "Answers", "own_part"]
+__all__ = ["OURS", "Answers", "EngineOptions", "Parts", "own_part"]
 
 CULPRIT = 5
 """Workers that one task may kill, whatever its ``retries``."""
@@ -45,37 +47,64 @@ def _chance() -> float:
     return int.from_bytes(os.urandom(4), "little") / (1 << 32)
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """What a pool asks of its engine.
+
+    ``lifetime``: tasks that a process may run, None: any number.  ``processes``: workers that are
+    threads of one process, by index; each other worker has a process of its own.  ``together``: the
+    death of one worker is the end of all.  ``hands_back``: the caller of the engine tries tasks
+    again, see `Answers`.
+    """
+
+    lifetime: int | None = None
+    restart_budget: int = 100
+    initializer_timeout: float | None = None
+    processes: Iterable[Sequence[int]] = ()
+    together: bool = False
+    hands_back: bool = False
+    memory: MemoryLimits = field(default_factory=MemoryLimits)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an engine that all others use."""
+
+    workers: list[WorkerProcess]
+    sched: Scheduler
+    reactor: Reactor
+    ledger: Ledger
+    maintenance: ArenaMaintenance
+    policy: RestartPolicy
+
+
 class Answers:
     """Moves answers from workers to the results, and books them with the scheduler.
 
-    ``give_idle()`` is called when a task was queued that is to be run once more, ``leased()`` when
-    an answer lies in the arena.
+    ``give_idle()`` is called when a task was queued that is to be run once more.  ``hands_back``: a
+    task that is to be tried again is a result whose ``ok`` is None; its value says whether it has
+    killed its worker.
     """
 
     def __init__(
-        self,
-        sched: Scheduler,
-        reactor: Reactor,
-        budget: RestartBudget,
-        describe: Callable[[int, int], str],
-        ledger: Ledger,
-        give_idle: Callable[[], None],
-        leased: Callable[[], None],
-        hands_back: bool = False,
+        self, parts: Parts, give_idle: Callable[[], None], *, hands_back: bool = False
     ) -> None:
         # What happened, for the pool to deliver: appended under the lock, popped without.
         self.results: deque[tuple[int, int, tuple[Any, Any]]] = deque()
-        self.describe = describe
-        self._sched = sched
-        self._reactor = reactor
-        self._budget = budget
-        self._ledger = ledger
-        self._give_idle, self._leased = give_idle, leased
+        self._ledger, self.describe = parts.ledger, parts.ledger.describe
+        self._sched, self._reactor, self._policy = parts.sched, parts.reactor, parts.policy
+        self._leased, self._give_idle = parts.maintenance.later, give_idle
         self._hands_back = hands_back
         self._chance = _chance
 
     def announced(
-        self, slot: Slot, errors: int, count: int, body: bytes | memoryview, mark: int, nanos: int
+        self,
+        worker: WorkerProcess,
+        errors: int,
+        count: int,
+        body: bytes | memoryview,
+        mark: int,
+        nanos: int,
     ) -> None:
         """Take the answers that a message tells of.
 
@@ -83,77 +112,83 @@ class Answers:
             Exception, of any kind: the worker has sent an invalid message.
         """
         # The message counts these, too: `WorkerMonitor._look` took them out before it came.
-        boxed = count - slot.answers_taken_early
+        early = worker.answers_taken_early
+        boxed = count - early
         if boxed < 0:
-            raise ValueError(f"{count} answers where {slot.answers_taken_early} were taken before")
-        slot.answers_taken_early = 0
-        self._budget.finished = True
+            raise ValueError(f"{count} answers where {early} were taken before")
+        if early:
+            worker.announced()
+        self._policy.finished = True
         # Looked at before the books move on: the ledger names the task at the front.
-        held = self._sched.in_flight[slot.index].held
-        self._ledger.answered(slot.index, held[0] if held else None, count + bool(body), nanos)
+        held = worker.in_flight.held
+        self._ledger.answered(worker.index, held[0] if held else None, count + bool(body), nanos)
         self._ledger.bytes_in += len(body)
         # Where all of them were taken early, none is left, and the time is not used.
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
-            data = slot.box.take(mark)
+            data = worker.box.take(mark)
             self._ledger.bytes_in += len(data)
             # One may be the item that is to be broken off: its answer is not the worker's to give.
-            plain = not errors & OUTBOX_MIXED and slot.interrupted is None
-            job, together = self._sched.next_answers(slot.index)
+            plain = not errors & OUTBOX_MIXED and worker.interrupted is None
+            job, together = self._sched.next_answers(worker.index)
             if plain and boxed <= together and job != CALLS:
                 # They travel on in one piece, and are counted where that is opened.
-                batch, first = self._sched.answered(slot.index, boxed, seconds * boxed)
+                batch, first = self._sched.answered(worker.index, boxed, seconds * boxed)
                 self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
             else:
-                self._split(slot, data, boxed, plain and boxed <= together, seconds)
+                self._split(worker, data, boxed, plain and boxed <= together, seconds)
         # All were taken early, up to the head.  With another mark, an answer would be missing.
-        elif count and mark != slot.box.head:
-            raise ValueError(f"outbox mark {mark} where all up to {slot.box.head} is taken")
+        elif count and mark != worker.box.head:
+            raise ValueError(f"outbox mark {mark} where all up to {worker.box.head} is taken")
         if body:
-            self._answer(slot, bool(errors & BODY_ERROR), body, seconds, bool(errors & BODY_AGAIN))
+            self._answer(
+                worker, bool(errors & BODY_ERROR), body, seconds, bool(errors & BODY_AGAIN)
+            )
 
-    def _split(self, slot: Slot, data: bytes, boxed: int, calls: bool, seconds: float) -> None:
+    def _split(
+        self, worker: WorkerProcess, data: bytes, boxed: int, calls: bool, seconds: float
+    ) -> None:
         """Take answers one by one; ``calls``: they are plain ones, to calls that came together."""
         found = entries(data)
         if len(found) != boxed:
             raise ValueError(f"{len(found)} answers come as {boxed}")
         if not calls:
             for error, payload in found:
-                self._answer(slot, error, payload, seconds)
+                self._answer(worker, error, payload, seconds)
             return
-        first = self._sched.answered(slot.index, boxed, seconds * boxed)[1]
+        first = self._sched.answered(worker.index, boxed, seconds * boxed)[1]
         for number, (_, payload) in enumerate(found, first):
             self.results.append((number, 0, (True, Encoded(payload, 1, False))))
 
-    def unannounced(self, slot: Slot, mark: int) -> int:
+    def unannounced(self, worker: WorkerProcess, mark: int) -> int:
         """Take answers out of an outbox that no message has told of; return how many.
 
         Raises:
             Exception, of any kind: there is nonsense in it.
         """
-        found = entries(slot.box.take(mark))
+        found = entries(worker.box.take(mark))
         for error, payload in found:
-            self._answer(slot, error, payload)
-        self._budget.finished |= bool(found)
+            self._answer(worker, error, payload)
+        self._policy.finished |= bool(found)
         return len(found)
 
-    def skipped(self, slot: Slot, count: int) -> None:
+    def skipped(self, worker: WorkerProcess, count: int) -> None:
         """Note that a worker has not begun some items, as told.
 
         Raises:
             ValueError: it was not told so, by its parent: the items would be sent to it again.
         """
-        if slot.box.limit == NO_LIMIT:
+        if worker.box.limit == NO_LIMIT:
             raise ValueError(f"{count} tasks are skipped which it was to begin")
-        self._sched.skipped(slot.index, count)
-        item = slot.interrupted
-        if item is not None and self._sched.in_flight[slot.index].answered > item:
-            # It was at the door of what it was to break off, and turned back.
-            self._over(slot)
+        self._sched.skipped(worker.index, count)
+        item = worker.interrupted
+        if item is not None and worker.in_flight.answered > item:
+            # It has skipped the item that it was to break off.
+            worker.broken_off()
 
     def _answer(
         self,
-        slot: Slot,
+        worker: WorkerProcess,
         error: bool,
         payload: bytes | memoryview,
         seconds: float = 0.0,
@@ -165,12 +200,12 @@ class Answers:
         if payload[0] == FRAMED:
             payload = adopt(payload)
             if type(payload) is Leased:
-                slot.box.adopt()
+                worker.box.adopt()
                 self._leased()
-        batch, index = self._sched.answered(slot.index, 1, seconds)
+        batch, index = self._sched.answered(worker.index, 1, seconds)
         position = index - batch.first
-        if batch.seq + position == slot.interrupted:
-            self._broken_off(slot, batch, position)
+        if batch.seq + position == worker.interrupted:
+            self._broken_off(worker, batch, position)
         elif again and batch.retries > 0:
             self._again(batch, position, killed=False)
         else:
@@ -184,21 +219,12 @@ class Answers:
         """Tell that an item waits here no more, which nobody has begun."""
         self.results.append((*name_of(job, index), (None, None)))
 
-    def _over(self, slot: Slot) -> str:
-        """What it was asked to break off is over; return where it was then."""
-        stack = slot.box.stack()
-        # A signal that arrives after this finds no item named, and raises nothing.
-        slot.box.ask(0)
-        slot.interrupted = None
-        slot.transition(WorkerEvent.BROKEN_OFF)
-        return stack
-
-    def _broken_off(self, slot: Slot, batch: Batch, position: int) -> None:
+    def _broken_off(self, worker: WorkerProcess, batch: Batch, position: int) -> None:
         """Answer a task that was asked to stop and has, or died of it.
 
         What the worker says of it no longer matters: its time was over before it said that.
         """
-        stack = self._over(slot)
+        stack = worker.broken_off()
         limit = batch.limit
         if batch.withdrawn or limit is None:
             return  # cancelled: its job is answered
@@ -207,7 +233,7 @@ class Answers:
             return
         index = batch.first + position
         task = self.describe(*batch.name(index))
-        error = TaskTimeout(limit.seconds, slot.index, slot.pid, task, own_part(stack))
+        error = TaskTimeout(limit.seconds, worker.index, worker.pid, task, own_part(stack))
         self._result(batch, index, False, error)
 
     def _again(self, batch: Batch, position: int, killed: bool) -> None:
@@ -228,25 +254,25 @@ class Answers:
 
     # -- workers that have no word any more ------------------------------------------------------
 
-    def disown(self, slot: Slot, exc: Exception) -> None:
+    def disown(self, worker: WorkerProcess, exc: Exception) -> None:
         """Fail what a worker has begun and not answered that has sent an invalid message.
 
         Whether that was done cannot be known.
         """
-        in_flight = self._sched.in_flight[slot.index]
-        began = slot.begun(in_flight.answered)
+        in_flight = worker.in_flight
+        began = worker.begun(in_flight.answered)
         if began > in_flight.sent:  # nonsense, too: but it cannot have begun two at once
             began = in_flight.answered + 1
         while in_flight.held and in_flight.answered < began:
             batch = in_flight.held[0]
             # Asked before `answered` counts it.  What was taken back waits elsewhere already.
             wanted = batch.done < batch.taken and not batch.withdrawn
-            index = self._sched.answered(slot.index, 1)[1]
+            index = self._sched.answered(worker.index, 1)[1]
             if wanted and batch.retries > 0 and batch.past.killed + 1 < CULPRIT:
                 self._again(batch, index - batch.first, killed=True)
             elif wanted:
                 error = InternalError(
-                    f"worker {slot.index} (pid {slot.pid}) was killed since it sent an invalid "
+                    f"worker {worker.index} (pid {worker.pid}) was killed since it sent an invalid "
                     f"message to its parent ({type(exc).__name__}: {exc}), while it ran "
                     f"{self.describe(*batch.name(index))} or after. If no code of that task, or of "
                     "a library that it uses, writes to memory or descriptors that are not its "
@@ -256,8 +282,8 @@ class Answers:
                 self._result(batch, index, False, error)
 
     def lost(
-        self, slot: Slot, batch: Batch, position: int, exitcode: int | None, not_counted: bool,
-        beside: str, last: bool,
+        self, worker: WorkerProcess, batch: Batch, position: int, exitcode: int | None,
+        not_counted: bool, beside: str, last: bool,
     ) -> None:  # fmt: skip
         """Answer a task whose worker ended, or have it run again.
 
@@ -265,8 +291,8 @@ class Answers:
         what others have to do with it.  ``last``: no worker will come.
         """
         # It ended by the signal that was to break this off, or by the kill after that.
-        if batch.seq + position == slot.interrupted:
-            self._broken_off(slot, batch, position)
+        if batch.seq + position == worker.interrupted:
+            self._broken_off(worker, batch, position)
             return
         killed = batch.past.killed + (not not_counted)
         if batch.retries > 0 and killed < CULPRIT and not last:
@@ -274,5 +300,5 @@ class Answers:
             return
         index = batch.first + position
         task = self.describe(*batch.name(index))
-        error = WorkerDied(slot.pid, exitcode, slot.index, task, killed, beside)
+        error = WorkerDied(worker.pid, exitcode, worker.index, task, killed, beside)
         self._result(batch, index, False, error)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from xpool._engine.jobs.scheduler import Batch
 from xpool._engine.reactor import Reactor
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 from xpool._pickling.frame import inline
 from xpool._wire.pipes import FrameWriter
 from xpool._wire.wire import TASKS, TIMED, Parts, forget_frame, func_frame, tasks_frame
@@ -32,41 +32,38 @@ class Dispatcher:
         self._functions[self._last_number] = mode, payload
         return self._last_number
 
-    def forget(self, func: int, slots: Iterable[Slot]) -> None:
+    def forget(self, func: int, workers: Iterable[WorkerProcess]) -> None:
         """Let workers drop a function: its job is done."""
         self._functions.pop(func, None)
-        for slot in slots:
-            if func in slot.known:
-                slot.known.discard(func)
-                slot.forget.append(func)
+        for worker in workers:
+            worker.may_forget(func)
 
-    def send_batch(self, slot: Slot, batch: Batch) -> None:
+    def send_batch(self, worker: WorkerProcess, batch: Batch) -> None:
         """Send tasks to a worker, and the function before them that it does not have yet."""
         parts: Parts = []
         # What it may drop goes first, then the function, then its tasks: all in one write.
-        if slot.forget:
-            parts = forget_frame(slot.forget)
-            slot.forget = []
+        if worker.forgotten:
+            parts = forget_frame(worker.forgets())
         func = batch.func
-        if func and func not in slot.known and func in self._functions:
+        if func and func not in worker.known and func in self._functions:
             # A function that is not there was forgotten: its job has failed, and what of it was
             # queued already is answered by the worker, to nobody.
-            slot.known.add(func)
+            worker.learned(func)
             mode, payload = self._functions[func]
-            parts += func_frame(func, mode, payload if slot.mapped else inline(payload))
-        items = batch.items if slot.mapped else [inline(item) for item in batch.items]
+            parts += func_frame(func, mode, payload if worker.mapped else inline(payload))
+        items = batch.items if worker.mapped else [inline(item) for item in batch.items]
         tasks = tasks_frame(func, items, TASKS if batch.limit is None else TIMED)
-        slot.writer.send(parts + tasks if parts else tasks)
-        if slot.writer.backlog:
-            self._flush_later(slot.writer)
+        worker.writer.send(parts + tasks if parts else tasks)
+        if worker.writer.backlog:
+            self._flush_later(worker.writer)
         if batch.input_reader is not None:
             batch.input_reader.taken(batch.items)
 
-    def send(self, slot: Slot, parts: Parts) -> None:
+    def send(self, worker: WorkerProcess, parts: Parts) -> None:
         """Write a frame; what the pipe has no room for follows when it has."""
-        slot.writer.send(parts)
-        if slot.writer.backlog:
-            self._flush_later(slot.writer)
+        worker.writer.send(parts)
+        if worker.writer.backlog:
+            self._flush_later(worker.writer)
 
     def _flush_later(self, writer: FrameWriter) -> None:
         # Watched already: what was added to the backlog follows in its turn.

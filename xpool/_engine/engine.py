@@ -7,11 +7,11 @@
      verb, pickles               waits on descriptors        |
       | submit                     ^        |                |
       v                            |        v                |
-     Scheduler  --- batches ----->  Slot.writer ==== pipe =========>  run, one by one
+     Scheduler  --- batches ---->  worker.writer ==== pipe =========>  run, one by one
      (jobs/)                       |                         |         |          |
         ^                          |                         |         v          v
-        `------ answered --------  Slot.reader <==== pipe ========= "so many"   outbox
-                                   Slot.box   <---- shared page ------------------'
+        `------ answered --------  worker.reader <==== pipe ========= "so many"   outbox
+                                   worker.box   <---- shared page ----------------'
                                    |                         |
                              results (a deque)               |
                                    | pool_outqueue_get       |
@@ -19,130 +19,108 @@
                              the pool delivers them to the callers
 
 One lock guards all of it.  Whoever holds it does what is to be done and lets go; nobody waits for
-a descriptor, runs a user's code or wakes a caller while holding it, but for the start of a process.
+a descriptor, starts a process, runs a user's code or wakes a caller while holding it.
 
 Whoever submits writes to an idle worker himself, and a caller that waits for a single answer may
 receive it himself (`call`): then nothing stands between the caller and the worker but the pipe.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from xpool._engine import stacks
-from xpool._engine.answers import Answers
+from xpool._engine.answers import EngineOptions, Parts
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
-from xpool._engine.jobs.budget import RestartBudget
-from xpool._engine.jobs.scheduler import Limit, Scheduler, TaskRange
+from xpool._engine.jobs.budget import RestartPolicy
+from xpool._engine.jobs.scheduler import InFlight, Limit, Scheduler, TaskRange
 from xpool._engine.ledger import Event, Ledger, Slow, Work
 from xpool._engine.maintenance import ArenaMaintenance
-from xpool._engine.memory import MemoryGuard
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.pickled_results import StartFailure
 from xpool._engine.reactor import Reactor
 from xpool._engine.relay import Relay
-from xpool._engine.replacement import Recipe, Replacement
-from xpool._engine.slot import Slot
+from xpool._engine.replacement import Launch, Replacement
 from xpool._engine.stacks import Whereabouts
 from xpool._engine.switchboard import Switchboard
-from xpool._memory.arena import Arena
+from xpool._engine.worker import Recipe, WorkerProcess
 from xpool._pickling.frame import Leased, weight
 from xpool._python.interrupt import deliver, interruptible, pending
 from xpool._wire.spin import Spin
-from xpool.errors import OptionError, XPoolError
+from xpool.errors import InternalError, OptionError, XPoolError
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "System"]
+
+
+class System(NamedTuple):
+    """The engine's only ways to the system; a simulated world gives others."""
+
+    reactor: Reactor
+    worker: Callable[[int, InFlight, Recipe], WorkerProcess]
 
 
 class Engine:
-    """The workers of one pool and the work that they share out.
+    """The workers of one pool and the tasks that are given to them.
 
-    ``reactor`` and ``slot`` are the engine's only ways to the system: clock, descriptors and
-    processes.  A simulated world gives others.
-
-    ``processes``: workers that are threads of one process, by index; each of the others has a
-    process of its own.  ``together``: the death of one worker is the end of all.  ``peers``: the
-    workers can have channels to each other.  ``hands_back``: whom it works for tries tasks again:
-    one that is to be is a result whose ``ok`` is None, and says whether it has killed its worker.
+    ``describe(job, index)`` names a task for error messages.
     """
 
     def __init__(
         self,
         workers: int,
         recipe: Recipe,
-        *,
-        arena: Arena | None,
-        lifetime: int | None,
         describe: Callable[[int, int], str],
-        restart_budget: int = 100,
-        initializer_timeout: float | None = None,
-        reactor: Reactor | None = None,
-        slot: Callable[[int], Slot] = Slot,
-        processes: Iterable[Sequence[int]] = (),
-        together: bool = False,
-        peers: bool = False,
-        relay: Relay | None = None,
-        worker_memory: int | None = None,
-        memory_high: float | None = None,
-        memory_full: float | None = None,
-        hands_back: bool = False,
+        options: EngineOptions,
+        system: System | None = None,
     ) -> None:
         # Taken by whoever submits, and by the engine's thread for each turn, not for its wait.  No
         # `interruptible` function holds it: a handler that uses the pool would wait for itself.
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
         self._resumed = False  # as is this
-        self._slot, self._relay = slot, relay
-        self.slots = [self._new_slot(i) for i in range(workers)]
-        for workers_of_one in processes:
-            for i in workers_of_one:
-                siblings = tuple(self.slots[k] for k in workers_of_one if k != i)
-                self.slots[i].siblings = siblings
+        self._recipe, self._relay = recipe, recipe.relay
+        self._reactor, self._make_worker = system or System(Reactor(), WorkerProcess)
         self.sched = Scheduler(workers)
         self.idle = self.sched.idle
-        self._reactor = reactor = reactor or Reactor()
-        self._maintenance = ArenaMaintenance(arena, reactor)
-        budget = RestartBudget(restart_budget)
-        self.ledger = Ledger(workers, reactor.now, describe)
-        self._dispatcher = Dispatcher(reactor)
-        self._direct = DirectReceive(reactor, self.sched)
-        # The monitor needs the answers, and they need it: so it is looked up when it is called.
-        self._answers = Answers(
+        self.workers: list[WorkerProcess] = []
+        self._add_workers(workers)
+        for one_process in options.processes:
+            for i in one_process:
+                siblings = tuple(self.workers[k] for k in one_process if k != i)
+                self.workers[i].share_process(siblings)
+        self.ledger = Ledger(workers, self._reactor.now, describe)
+        self._maintenance = ArenaMaintenance(recipe.arena, self._reactor)
+        parts = Parts(
+            self.workers,
             self.sched,
-            reactor,
-            budget,
-            describe,
+            self._reactor,
             self.ledger,
-            lambda: self._monitor.give_idle(),
-            self._maintenance.later,
-            hands_back,
+            self._maintenance,
+            RestartPolicy(options.restart_budget),
         )
-        self.results = self._answers.results
-        self._monitor = WorkerMonitor(
-            self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
-            self.ledger, lifetime, initializer_timeout,
-        )  # fmt: skip
+        self._dispatcher = Dispatcher(self._reactor)
+        self._direct = DirectReceive(self._reactor)
+        self._monitor = WorkerMonitor(parts, self._dispatcher, self._direct, options)
+        self.results = self._monitor.answers.results
+        switchboard = None
+        if recipe.has_control:
+            switchboard = Switchboard(self.workers, self._reactor, self._monitor.distrust)
         self._replacement = Replacement(
-            self.slots, self.sched, reactor, self._dispatcher, self._answers, self._direct,
-            self._monitor, self._maintenance, self.ledger, budget, recipe, together,
-            Switchboard(self.slots, reactor, self._monitor.distrust) if peers else None,
-        )  # fmt: skip
-        self._monitor.guard = MemoryGuard(
-            reactor, self.slots, worker_memory, memory_high, memory_full,
-            self._monitor.condemn, self._monitor.give_idle,
+            parts, self._dispatcher, self._direct, self._monitor, switchboard,
+            together=options.together,
         )  # fmt: skip
         self._spin = Spin()
-        if relay is not None:
-            self._watch_relay(relay)
+        if self._relay is not None:
+            self._watch_relay(self._relay)
 
-    def _new_slot(self, index: int) -> Slot:
-        slot = self._slot(index)
-        slot.relay = self._relay
-        return slot
+    def _add_workers(self, size: int) -> None:
+        """Have so many places for workers, at least."""
+        for i in range(len(self.workers), size):
+            self.workers.append(self._make_worker(i, self.sched.in_flight[i], self._recipe))
 
     def _watch_relay(self, relay: Relay) -> None:
         """Have the relay's thread started when there is something for it."""
@@ -219,7 +197,7 @@ class Engine:
     def forget(self, func: int) -> None:
         """Let workers drop a function: its job is done."""
         with self.lock:
-            self._dispatcher.forget(func, self.slots)
+            self._dispatcher.forget(func, self.workers)
 
     def withdraw(self, job: int, index: int | None = None) -> None:
         """Give nobody what still waits of a job that has ended, and stop what runs of it."""
@@ -235,10 +213,10 @@ class Engine:
     def runs(self, job: int, index: int | None = None) -> bool:
         """Whether a worker is in a task of this job now, or in that task."""
         with self.lock:
-            for slot in self.slots:
-                # A slot without a process has no page: it was unmapped.
-                if slot.handle is not None:
-                    running = self.sched.running(slot.index, slot.box.began)
+            for worker in self.workers:
+                # A worker without a process has no page: it was unmapped.
+                if worker.handle is not None:
+                    running = self.sched.running(worker.index, worker.box.began)
                     if running is not None and running[0].job == job:
                         batch, position = running
                         if index is None or batch.first + position == index:
@@ -266,26 +244,26 @@ class Engine:
         """
         number = task_range.first  # which the scheduler counts on
         try:
-            slot = self._put_direct(task_range)
-            if slot is None:
+            worker = self._put_direct(task_range)
+            if worker is None:
                 return
-            events = self._await_answer(slot, True)
-            while self._receive_direct(slot, number, events):
-                events = self._await_answer(slot, False)
+            events = self._await_answer(worker, True)
+            while self._receive_direct(worker, number, events):
+                events = self._await_answer(worker, False)
         finally:
             # Looked at without the lock: a turn that has ended does not begin again.
             if number in self._direct.turns:
                 self._let_go(number)
 
     @interruptible
-    def _await_answer(self, slot: Slot, look: bool) -> list[tuple[int, int]]:
+    def _await_answer(self, worker: WorkerProcess, look: bool) -> list[tuple[int, int]]:
         if pending:
             deliver()
-        poll = slot.poller.poll
+        poll = worker.poller.poll
         # Each second, since a call that a signal handler took away gets no answer here.
         return (look and self._spin.look(poll)) or poll(1000)
 
-    def _put_direct(self, task_range: TaskRange) -> Slot | None:
+    def _put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
         number = task_range.first
         with self.lock:
             if self._direct.turns:
@@ -293,25 +271,27 @@ class Engine:
             if task_range.bound is None and not self._replacement.ending:
                 # An idle worker gets it past the queues.  Else it waits as any other, and this
                 # caller receives its answer only if it comes to a worker in this very step.
-                slot = self._monitor.give_direct(task_range)
-                if slot is not None:
-                    return slot
+                worker = self._monitor.give_direct(task_range)
+                if worker is not None:
+                    return worker
             self._put((task_range,), number)
-            return self._direct.slot_of(number)
+            return self._direct.worker_of(number)
 
-    def _receive_direct(self, slot: Slot, job: int, events: list[tuple[int, int]]) -> bool:
+    def _receive_direct(
+        self, worker: WorkerProcess, job: int, events: list[tuple[int, int]]
+    ) -> bool:
         """Take what has come; return whether the caller is to go on polling."""
         with self.lock:
             # No longer ours, or its sentinel: a death is for the engine's thread.
             if job not in self._direct.turns:
                 return False
-            if events and (len(events) > 1 or events[0][0] != slot.reader.fd):
+            if events and (len(events) > 1 or events[0][0] != worker.reader.fd):
                 return False
-            if slot.protocol_error is not None:
+            if worker.protocol_error is not None:
                 return False  # its death is for the engine's thread, too
             if events:
-                self._monitor.receive(slot)
-            held = self.sched.in_flight[slot.index].held
+                self._monitor.receive(worker)
+            held = worker.in_flight.held
             # It is still the oldest in hand: what has come was something else.
             if held and held[0].name(held[0].first) == (job, 0):
                 return True
@@ -338,13 +318,13 @@ class Engine:
 
     def statistics(self) -> dict[str, Any]:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
-        sched, slots = self.sched, self.slots
+        sched, workers = self.sched, self.workers
         with self.lock:
             # A worker has tasks in hand that it has not begun, and one that it runs.
             running = sum(
-                sched.running(slot.index, slot.box.began) is not None
-                for slot in slots
-                if slot.handle is not None
+                sched.running(worker.index, worker.box.began) is not None
+                for worker in workers
+                if worker.handle is not None
             )
             sent = sum(in_flight.size for in_flight in sched.in_flight)
             return {
@@ -352,30 +332,30 @@ class Engine:
                 "waiting": sched.waiting() + sent - running,
                 "running": running,
                 "deaths": sum(account.deaths for account in self.ledger.accounts),
-                "pids": [slot.pid for slot in slots[: sched.size]],
+                "pids": [worker.pid for worker in workers[: sched.size]],
             }
 
     def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
         """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
         ledger = self.ledger
         with self.lock:
-            work = [ledger.work(slot.index, slot.pid) for slot in self.slots]
+            work = [ledger.work(worker.index, worker.pid) for worker in self.workers]
             # What ended processes were sent is in the ledger; their writers still have the number.
-            sent = sum(slot.writer.sent for slot in self.slots if slot.handle is not None)
+            sent = sum(worker.writer.sent for worker in self.workers if worker.handle is not None)
             out = sent + ledger.bytes_out
             return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
 
     def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
         """Return where each worker is, within a second; those that run are asked by a signal."""
-        describe = describe or self._answers.describe
+        describe = describe or self.ledger.describe
         begun = time.monotonic()
         with self.lock:
-            asked = stacks.ask(self.slots)
+            asked = stacks.ask(self.workers)
         while True:
             with self.lock:
                 waited = time.monotonic() - begun
-                slots = self.slots[: self.sched.size]
-                found = stacks.collect(slots, asked, self.sched, describe, waited)
+                workers = self.workers[: self.sched.size]
+                found = stacks.collect(workers, asked, self.sched, describe, waited)
             if found is not None:
                 return found
             time.sleep(0.005)  # the handlers write to a page, which tells nobody
@@ -400,9 +380,32 @@ class Engine:
         return self._replacement.ended
 
     def start_missing(self) -> bool:
-        """Start a process in every empty slot; True when there was one."""
-        with self.lock:
-            return self._replacement.start_missing()
+        """Start a process in every empty place; return whether there was one.
+
+        Raises:
+            OSError: the system refuses a process.
+        """
+        started = False
+        while True:
+            with self.lock:
+                launch = self._replacement.next_missing()
+            if launch is None:
+                return started
+            started = True
+            self._launch(launch)
+
+    def _launch(self, launch: Launch, *, again: bool = False) -> None:
+        """Start a process, without the lock; ``again``: what fails is tried again later."""
+        try:
+            result = launch.run()
+            with self.lock:
+                self._replacement.launched(launch, result)
+        except BaseException as exc:
+            with self.lock:
+                self._replacement.refused(launch, exc, again=again)
+            # A step that the table of states does not have: to try again would hide the bug.
+            if not again or not isinstance(exc, Exception) or isinstance(exc, InternalError):
+                raise
 
     def resize(self, size: int) -> None:
         """Have so many workers: new ones start, or those with the highest numbers end.
@@ -422,20 +425,25 @@ class Engine:
                     f"a function of run_all runs in a worker that is not among the first {size}, "
                     "or is to run there; call resize() when that has returned"
                 )
-            for i in range(len(self.slots), size):
-                self.slots.append(self._new_slot(i))
-                self.ledger.open_account()
             before = self.sched.size
-            self.sched.resize(size)
-            try:
-                self._replacement.resize()
-            except BaseException:
-                # Those that did start are dismissed; their slots stay, empty, for the next time.
-                self.sched.resize(before)
-                self._replacement.resize()
-                raise
-            finally:
-                self._reactor.wake()
+            self._have(size)
+        try:
+            self.start_missing()
+        except BaseException:
+            with self.lock:
+                # Those that did start are dismissed; their places stay, empty, for the next time.
+                # Not if another call has set another size meanwhile.
+                if self.sched.size == size:
+                    self._have(before)
+            raise
+
+    def _have(self, size: int) -> None:
+        """Have so many places, and let the workers end that are left over."""
+        self.sched.resize(size)
+        self._add_workers(size)
+        self.ledger.open_accounts(size)
+        self._replacement.resize()
+        self._reactor.wake()
 
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""
@@ -470,8 +478,8 @@ class Engine:
         self._maintenance.forget()
         if self._relay is not None:
             self._relay.after_fork_in_child()
-        for slot in self.slots:
-            slot.handle = None
+        for worker in self.workers:
+            worker.forget_process()
 
     # -- the engine's thread -----------------------------------------------------------------------
 
@@ -486,6 +494,11 @@ class Engine:
             if self._resumed:
                 self._resumed = False
                 self._monitor.give_idle()
+        while self._replacement.due:
+            with self.lock:
+                launch = self._replacement.next_due()
+            if launch is not None:
+                self._launch(launch, again=True)
         # Without the lock: to clear a dead worker's holds takes milliseconds.
         if self._maintenance.after_turn():
             with self.lock:

@@ -90,7 +90,7 @@ class Ledger:
         self.dropped = 0  # events that had no room
         self._traced = 0.0  # since when they are kept
         self._floor = SHORTEST
-        self._now, self._describe = now, describe
+        self._now, self.describe = now, describe
         self._numbers = itertools.count()
 
     def answered(self, worker: int, batch: Batch | None, tasks: int, nanos: int) -> None:
@@ -104,14 +104,14 @@ class Ledger:
                 self._slow(worker, batch, nanos)
             if self.events is not None:
                 seconds = nanos * 1e-9
-                what = self._describe(*batch.name(batch.first + batch.done))
+                what = self.describe(*batch.name(batch.first + batch.done))
                 self._add(Event(self._now() - seconds, seconds, what, worker, tasks))
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
         # Not a `Leased` one: kept here, it would hold its blocks.
         kept = item if type(item) is bytes and len(item) <= ITEM else None
-        task = self._describe(*batch.name(batch.first + batch.done))
+        task = self.describe(*batch.name(batch.first + batch.done))
         slow = Slow(nanos, next(self._numbers), task, worker, kept)
         if len(self.slowest) < SLOWEST:
             heapq.heappush(self.slowest, slow)
@@ -119,9 +119,10 @@ class Ledger:
             heapq.heapreplace(self.slowest, slow)
             self._floor = self.slowest[0].nanos
 
-    def open_account(self) -> None:
-        """There is one more worker."""
-        self.accounts.append(Account())
+    def open_accounts(self, workers: int) -> None:
+        """Have accounts for so many workers, at least."""
+        while len(self.accounts) < workers:
+            self.accounts.append(Account())
 
     def ready(self, worker: int) -> None:
         """A process can take tasks."""
@@ -145,7 +146,7 @@ class Ledger:
         """A task is to be run once more."""
         self.retries += 1
         if self.events is not None:
-            self._add(Event(self._now(), None, f"{self._describe(*batch.name(index))} again", None))
+            self._add(Event(self._now(), None, f"{self.describe(*batch.name(index))} again", None))
 
     def work(self, worker: int, pid: int | None) -> Work:
         """Return what a worker has done, whose process of now has this id."""

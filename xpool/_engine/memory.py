@@ -3,16 +3,17 @@
 Guarded by the engine's lock.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import os
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from xpool._engine.reactor import Reactor
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 from xpool._memory.system import Scope, fullest_scope
 
-__all__ = ["MemoryGuard"]
+__all__ = ["MemoryGuard", "MemoryLimits"]
 
 POLL_SECONDS = 0.2
 """Seconds between two looks."""
@@ -35,35 +36,41 @@ def private_memory(pid: int) -> int:
     return (resident - shared) * _PAGE
 
 
-class MemoryGuard:
-    """Ends workers past ``most`` bytes; is ``short`` while more than ``high`` of memory is in use;
-    ends the largest worker while more than ``full`` is.
+class MemoryLimits(NamedTuple):
+    """Bytes that a worker may have to itself, and the parts of the machine's memory in use at which
+    tasks wait (``high``), and at which the largest worker is ended (``full``)."""
 
-    ``end(slot)`` ends a worker, ``again()`` gives out tasks that have waited.  Looks at it by
-    itself, since no event tells of memory.
+    worker: int | None = None
+    high: float | None = None
+    full: float | None = None
+
+
+class MemoryGuard:
+    """Ends workers with too much memory; is ``short`` while more than ``limits.high`` is in use.
+
+    ``end(worker, remark)`` ends a worker, ``again()`` gives out tasks that have waited.  Polls,
+    since no event tells of memory.
     """
 
     def __init__(
         self,
         reactor: Reactor,
-        slots: Sequence[Slot],
-        most: int | None,
-        high: float | None,
-        full: float | None,
-        end: Callable[[Slot], object],
+        workers: Sequence[WorkerProcess],
+        limits: MemoryLimits,
+        end: Callable[[WorkerProcess, str], object],
         again: Callable[[], object],
     ) -> None:
         self.short = False
-        self._reactor, self._slots = reactor, slots
-        self._most, self._high, self._full = most, high, full
+        self._reactor, self._workers = reactor, workers
+        self._most, self._high, self._full = limits
         self._end, self._again = end, again
-        if most is not None or high is not None or full is not None:
+        if limits != MemoryLimits():
             self._look()
 
     def _look(self) -> None:
         if self._most is not None:
-            for slot in self._slots:
-                self._weigh(slot, self._most)
+            for worker in self._workers:
+                self._weigh(worker, self._most)
         scope = None if self._high is None and self._full is None else fullest_scope()
         used = 0.0 if scope is None else scope.part
         if self._high is not None:
@@ -74,28 +81,27 @@ class MemoryGuard:
             self._end_largest(scope)
         self._reactor.call_at(self._reactor.now() + POLL_SECONDS, self._look)
 
-    def _weigh(self, slot: Slot, most: int) -> None:
-        pid = slot.pid
-        if pid is None or not slot.state.serves:
+    def _weigh(self, worker: WorkerProcess, most: int) -> None:
+        pid = worker.pid
+        if pid is None or not worker.state.serves:
             return
         bytes_ = private_memory(pid)
         if bytes_ > most:
-            # Said first: what is made of its end looks for it.
-            slot.remark = (
+            self._end(
+                worker,
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, and "
-                f"worker_memory={most} allows {most / 1e6:.0f} MB."
+                f"worker_memory={most} allows {most / 1e6:.0f} MB.",
             )
-            self._end(slot)
 
     def _end_largest(self, scope: Scope) -> None:
-        living = [s for s in self._slots if s.pid is not None and s.state.serves]
-        sizes = [(private_memory(slot.pid or 0), slot.index, slot) for slot in living]
-        bytes_, _, slot = max(sizes, default=(0, 0, None))
+        living = [s for s in self._workers if s.pid is not None and s.state.serves]
+        sizes = [(private_memory(worker.pid or 0), worker.index, worker) for worker in living]
+        bytes_, _, worker = max(sizes, default=(0, 0, None))
         # The end of a small one helps nobody: the memory is someone else's.
-        if slot is not None and bytes_ > scope.total * LARGE_PART:
-            slot.remark = (
+        if worker is not None and bytes_ > scope.total * LARGE_PART:
+            self._end(
+                worker,
                 f"The pool ended it since it had {bytes_ / 1e6:.0f} MB of memory to itself, more "
                 f"than others, and {self._full:.0%} of the {scope.total / 1e9:.1f} GB that the "
-                "machine, or its cgroup, has were in use."
+                "machine, or its cgroup, has were in use.",
             )
-            self._end(slot)

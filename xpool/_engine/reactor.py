@@ -190,29 +190,35 @@ class Reactor:
 
 
 class Alarms:
-    """One timer for each worker, all for one purpose: ``call(worker)``, with its slot."""
+    """One timer for each worker, all for one purpose: ``call(worker)``.
 
-    def __init__(self, reactor: Reactor, call: Callable[[Any], object]) -> None:
+    The timers are kept by the workers, which cancel them.  ``serving``: only a worker that was not
+    told to end has one.
+    """
+
+    def __init__(
+        self, reactor: Reactor, call: Callable[[Any], object], *, serving: bool = True
+    ) -> None:
         self._reactor, self._call = reactor, call
-        self._timers: dict[int, Timer] = {}
+        self.serving = serving
 
-    def schedule_by(self, slot: Any, when: float) -> None:
+    def schedule_by(self, worker: Any, when: float) -> None:
         """Have the call made at ``when``, or sooner where that is set already."""
-        timer = self._timers.get(slot.index)
+        timer = worker.timers.get(self)
         if timer is not None and timer.pending:
             if timer.when <= when:
                 return
             timer.cancel()
-        self._timers[slot.index] = self._reactor.call_at(when, self._call, slot)
+        worker.timers[self] = self._reactor.call_at(when, self._call, worker)
 
-    def pending(self, slot: Any) -> bool:
+    def pending(self, worker: Any) -> bool:
         """Whether the call is to be made."""
-        timer = self._timers.get(slot.index)
+        timer = worker.timers.get(self)
         return timer is not None and timer.pending
 
-    def cancel(self, slot: Any) -> bool:
+    def cancel(self, worker: Any) -> bool:
         """Do not make the call; return whether it was to be made."""
-        timer = self._timers.pop(slot.index, None)
+        timer = worker.timers.pop(self, None)
         if timer is None or not timer.pending:
             return False
         timer.cancel()

@@ -217,7 +217,7 @@ class Relay:
 
     def after_fork_in_child(self) -> None:
         """These workers are the parent's."""
-        # The channels are closed already: `workers.slot` knows them.
+        # The channels are closed already: `_engine.channel` knows them.
         self._channels.clear()
         for fd in self._wake or ():
             os.close(fd)

@@ -1,9 +1,13 @@
-"""Processes of workers: how they start and end, what becomes of their work, who takes their place.
+"""Processes of workers: how they start and end, what becomes of their work, which take their place.
 
-A process has one worker, or several as threads (`Slot.siblings`).  These end together, so the books
-of all are made at once: first all that any of them has sent is taken in, since they have one
-attachment to the arena; then what each held is lost, tried again or given to others; then the
-process is started anew, for all of them.
+A process has one worker, or several as threads (`WorkerProcess.siblings`).  These end together, so
+the accounts of all are made at once: first all that any of them has sent is taken in, since they
+have one attachment to the arena; then what each held is lost, tried again or given to others; then
+the process is started anew, for all of them.
+
+A start is decided with the engine's lock, carried out without it, and entered with it again
+(`Launch`): a fork, or the start of a fork server, makes no caller wait.  What the pool decides
+meanwhile, its end or fewer workers, is told to the new process when it is entered.
 
 Called with the engine's lock held.
 """
@@ -11,35 +15,34 @@ Called with the engine's lock held.
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import signal
-from collections.abc import Callable, Sequence
+from collections import deque
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from xpool._engine.answers import Answers
+from xpool._engine.answers import Parts
+from xpool._engine.channel import Channel
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
-from xpool._engine.jobs.budget import RestartBudget, Starts
-from xpool._engine.jobs.scheduler import Batch, Scheduler
-from xpool._engine.jobs.states import WorkerEvent, WorkerStates
-from xpool._engine.launch import Launcher
-from xpool._engine.ledger import Ledger
-from xpool._engine.maintenance import ArenaMaintenance
+from xpool._engine.jobs.budget import EndKind, RestartPolicy
+from xpool._engine.jobs.scheduler import Batch
+from xpool._engine.jobs.states import WorkerStates
+from xpool._engine.launch import Handle
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.pickled_results import StartFailure
-from xpool._engine.reactor import Alarms, Reactor
-from xpool._engine.slot import Slot
+from xpool._engine.reactor import Alarms
 from xpool._engine.switchboard import Switchboard
+from xpool._engine.worker import WorkerProcess
+from xpool._memory.arena import Arena
 from xpool._wire.wire import Refusal, boot_frame
 from xpool.errors import (
     DeviceError,
-    InternalError,
     PoolBroken,
     WorkerStartFailed,
     XPoolError,
     exit_reason,
 )
 
-__all__ = ["Recipe", "Replacement"]
+__all__ = ["Launch", "Replacement"]
 
 LAST_WORDS_SECONDS = 1.0
 """Seconds of silence after which nothing more is expected of a killed worker whose pipe is open: a
@@ -49,180 +52,250 @@ TERMINATE_GRACE_SECONDS = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
 
 
-class Recipe(NamedTuple):
-    """How processes are started.
+class End(NamedTuple):
+    """How a process has ended, or that none could be started."""
 
-    ``orders(index, generation, attachment)`` returns the first message to a worker;
-    ``inherited``: what
-    cannot be sent, for start methods that fork.
-    """
+    kind: EndKind
+    exitcode: int | None
+    worker: WorkerProcess  # whose place it is; of several, the one that could not start
+    served: tuple[WorkerProcess, ...] = ()  # those of its workers that were ready
+    story: str = ""  # for people: the workers, the pid, and why
 
-    launcher: Launcher
-    orders: Callable[[int, int, int | None], bytes]
-    name: str
-    daemon: bool
-    inherited: Any
+    @classmethod
+    def of(cls, worker: WorkerProcess) -> "End":
+        """Return how the process of this worker and its siblings has ended."""
+        handle, ended = worker.handle, worker.workers
+        assert handle is not None
+        exitcode, problem = handle.exitcode, handle.problem
+        if problem is not None:
+            worker.failed(problem)
+        failed = next((one for one in ended if one.reason is not None), worker)
+        # A stand-in that steps aside has run nothing, and takes nothing with it: no death.
+        served = () if handle.stepped_aside else tuple(one for one in ended if _served(one))
+        if served:
+            # To break off what it ran: then the pool has killed it.
+            asked = any(
+                _told_to_end(one) and one.protocol_error is None and not one.remark for one in ended
+            )
+            kind, failed = (EndKind.STOPPED if asked else EndKind.DIED), worker
+        elif handle.stepped_aside or worker.state is WorkerStates.RETIRING:
+            kind, failed = EndKind.FINISHED, worker
+        elif isinstance(problem, OSError):
+            kind = EndKind.REFUSED
+        elif failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM):
+            # By an operator, or the kernel short of memory: that says little about the next one.
+            kind = EndKind.KILLED
+        else:
+            kind = EndKind.FAILED
+        names = " and ".join(f"worker {one.index}" for one in ended)
+        story = f"{names} (pid {worker.pid}), {exit_reason(exitcode)}"
+        for one in ended:
+            if one.protocol_error is not None:
+                story += f", for it sent an invalid message ({one.protocol_error})"
+        return cls(kind, exitcode, failed, served, story)
+
+
+class Launch(NamedTuple):
+    """The start of a process: decided with the engine's lock, made without, entered with it."""
+
+    worker: WorkerProcess  # stands for all workers of the process
+    arena: Arena | None
+    attachment: int | None
+
+    def run(self) -> "Launched":
+        """Start the process.  Called without the engine's lock.
+
+        Raises:
+            Exception, of any kind: that is not possible; nothing is left over.
+        """
+        workers = self.worker.workers
+        orders = [
+            one.recipe.orders(one.index, one.generation + 1, self.attachment) for one in workers
+        ]
+        handle, channels = self.worker.launch(self.arena)
+        return Launched(handle, channels, orders)
+
+
+class Launched(NamedTuple):
+    """A process that was started, with a channel and the first message for each of its workers."""
+
+    handle: Handle
+    channels: list[Channel]
+    orders: list[bytes]
 
 
 class Replacement:
-    """Keeps a process in every slot, until the pool ends or that is hopeless."""
+    """Keeps a process in every place, until the pool ends or that is hopeless."""
 
     def __init__(
         self,
-        slots: Sequence[Slot],
-        sched: Scheduler,
-        reactor: Reactor,
+        parts: Parts,
         dispatcher: Dispatcher,
-        answers: Answers,
         direct: DirectReceive,
         monitor: WorkerMonitor,
-        maintenance: ArenaMaintenance,
-        ledger: Ledger,
-        budget: RestartBudget,
-        recipe: Recipe,
-        together: bool,
         switchboard: Switchboard | None,
+        *,
+        together: bool,
     ) -> None:
         self.failure: XPoolError | StartFailure | None = None  # why the pool can go on no more
         self.ending = False  # no process is started any more
+        # Places whose next process the engine's thread starts when it has let go of the lock.
+        self.due: deque[WorkerProcess] = deque()
         self._together = together  # the workers form one group: the death of one is the end of all
         self._switchboard = switchboard  # where workers get channels to each other
-        self._slots, self._sched, self._reactor = slots, sched, reactor
-        self._dispatcher, self._answers, self._direct = dispatcher, answers, direct
-        self._monitor, self._maintenance, self._budget = monitor, maintenance, budget
-        self._recipe, self._ledger = recipe, ledger
-        self._starts = {slot.index: Starts() for slot in slots}
-        self._kills = Alarms(reactor, lambda slot: slot.kill())
-        self._restarts = Alarms(reactor, self._start_again)
+        self._workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
+        self._maintenance, self._policy = parts.maintenance, parts.policy
+        self._ledger, self._answers = parts.ledger, monitor.answers
+        self._dispatcher, self._direct, self._monitor = dispatcher, direct, monitor
+        reactor = parts.reactor
+        self._kills = Alarms(reactor, lambda worker: worker.kill(), serving=False)
+        self._restarts = Alarms(reactor, self.due.append, serving=False)
         # Workers that were killed since nobody can tell whether they have ended: when they have
-        # been silent for long, and those that have.
-        self._silences = Alarms(reactor, self._fell_silent)
-        self._silent: set[int] = set()
+        # been silent for long.
+        self._silences = Alarms(reactor, self._fell_silent, serving=False)
 
     # -- starting ----------------------------------------------------------------------------------
 
-    def start_missing(self) -> bool:
-        """Start a process in every empty slot; return whether there was one."""
-        wanted = self._slots[: self._sched.size]
-        missing = [slot for slot in wanted if slot.state is WorkerStates.ABSENT]
-        for slot in missing:
-            # Else it came with a sibling, or comes after a pause.
-            if slot.state is WorkerStates.ABSENT and not self._restarts.pending(slot):
-                self._start(slot)
-        return bool(missing)
+    def next_missing(self) -> Launch | None:
+        """Decide to start a process in an empty place, if there is one."""
+        for worker in self._workers[: self._sched.size]:
+            # Else it comes after a pause.
+            if worker.state is WorkerStates.ABSENT and not self._restarts.pending(worker):
+                launch = self._decide(worker)
+                if launch is not None:
+                    return launch
+        return None
 
-    def _start(self, slot: Slot) -> None:
-        """Start the process of a worker and its siblings."""
-        if self.ending or self._left_over(slot):
-            return
-        recipe, slots = self._recipe, (slot, *slot.siblings)
+    def next_due(self) -> Launch | None:
+        """Decide to start a process whose time has come, if there is one."""
+        while self.due:
+            launch = self._decide(self.due.popleft())
+            if launch is not None:
+                return launch
+        return None
+
+    def _decide(self, worker: WorkerProcess) -> Launch | None:
+        # Not absent: a caller of `resize` has started it meanwhile.
+        if self.ending or self._left_over(worker) or worker.state is not WorkerStates.ABSENT:
+            return None
         arena, attachment = self._maintenance.take_attachment()
+        for one in worker.workers:
+            one.launching()
+        return Launch(worker, arena, attachment)
+
+    def launched(self, launch: Launch, result: Launched) -> None:
+        """Enter a process that was started; tell it what was decided meanwhile.
+
+        Raises:
+            OSError: the system cannot watch it; it is killed, and nothing is left over.
+        """
+        worker, workers, handle = launch.worker, launch.worker.workers, result.handle
+        for one, channel in zip(workers, result.channels, strict=True):
+            one.launched(handle, channel, launch.attachment if one is worker else None)
         try:
-            # Before there is a process: when this fails, the slot is as it was.
-            # The generation is that of the process to come: `Slot.start` counts it.
-            orders = [recipe.orders(one.index, one.generation + 1, attachment) for one in slots]
-            name = f"{recipe.name}-worker-{slot.index}"
-            slot.start(recipe.launcher, name, recipe.daemon, recipe.inherited, arena)
-        # Whatever came: a place in the arena that nobody frees is lost for the pool's life.
-        except BaseException:
-            self._maintenance.free_attachment(attachment)
-            raise
-        slot.attachment = attachment
-        assert slot.handle is not None
-        sentinel = slot.handle.sentinel
-        try:
-            self._await_end(slot)
-            for one, order in zip(slots, orders, strict=True):
+            self._await_end(worker)
+            for one, order in zip(workers, result.orders, strict=True):
                 self._monitor.started(one)
                 if self._switchboard is not None:
                     self._switchboard.started(one)
                 self._dispatcher.send(one, boot_frame(order))
         except BaseException:
             # A process whose end nobody would see: it is none of ours.
-            self._reactor.remove(sentinel)
-            for one in slots:
+            self._reactor.remove(handle.sentinel)
+            for one in workers:
                 one.kill()
                 self._put_away(one)
             raise
+        for one in workers:
+            if self._monitor.stopped:
+                self._stop(one, at_once=False)
+            elif self.ending:
+                self._monitor.retire(one)
+            elif self._left_over(one):
+                self._monitor.dismiss(one)
 
-    def _await_end(self, slot: Slot) -> None:
-        assert slot.handle is not None
-        self._reactor.add(slot.handle.sentinel, lambda fd: self._look_at_end(slot))
+    def refused(self, launch: Launch, exc: BaseException, *, again: bool) -> None:
+        """Enter that a process could not be started; ``again``: try it once more, after a pause."""
+        worker = launch.worker
+        if worker.state is WorkerStates.LAUNCHING:  # else it was put away by `launched`
+            self._maintenance.free_attachment(launch.attachment)
+        for one in worker.workers:
+            one.refused(exc if isinstance(exc, Exception) else None)
+        if again and not self.ending and not self._left_over(worker):
+            self._lost(End(EndKind.REFUSED, None, worker))
+        # If the pool has ended meanwhile, no descriptor says so.
+        self._reactor.wake()
 
-    def _start_again(self, slot: Slot) -> None:
-        try:
-            self._start(slot)
-        # A step that the table of states does not have: to try again would hide the bug.
-        except InternalError:
-            raise
-        # The system has no process or descriptor for it now, say: that may pass.
-        except Exception as exc:
-            slot.reason = exc
-            self._start_later(slot, self._starts[slot.index].refused(), None)
+    def _await_end(self, worker: WorkerProcess) -> None:
+        assert worker.handle is not None
+        self._reactor.add(worker.handle.sentinel, lambda fd: self._look_at_end(worker))
 
-    def _start_later(self, slot: Slot, pause: float | None, exitcode: int | None) -> None:
-        """Start a worker anew after so many seconds; None: give up on it, and so on the pool."""
+    def _lost(self, end: End) -> None:
+        """A place has lost its worker: another one starts there, or the pool gives up."""
+        pause = self._policy.lost(end.worker.index, end.kind, self._reactor.now())
         if pause is None:
             self.ending = True
-            self.failure = _start_failure(slot, self._starts[slot.index].attempts, exitcode)
+            self.failure = _failure(end, self._policy)
         elif pause:
-            self._restarts.schedule_by(slot, self._reactor.now() + pause)
+            self._restarts.schedule_by(end.worker, self._reactor.now() + pause)
         else:
-            self._start_again(slot)
+            self.due.append(end.worker)
 
     # -- ending ------------------------------------------------------------------------------------
 
     def resize(self) -> None:
-        """Start the workers that are missing by now, and let those end that are left over."""
-        for slot in self._slots:
-            self._starts.setdefault(slot.index, Starts())
-            if self._left_over(slot) and (slot.state is WorkerStates.STARTING or slot.state.serves):
-                self._monitor.dismiss(slot)
-        self.start_missing()
+        """Let the workers end that are left over."""
+        for worker in self._workers:
+            if self._left_over(worker) and worker.may_be_told_to_end:
+                self._monitor.dismiss(worker)
 
-    def _left_over(self, slot: Slot) -> bool:
-        return slot.index >= self._sched.size
+    def _left_over(self, worker: WorkerProcess) -> bool:
+        return worker.index >= self._sched.size
 
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""
         self.ending = True
-        for slot in self._slots:
-            if slot.state is WorkerStates.STARTING or slot.state.serves:
-                self._monitor.retire(slot)
+        for worker in self._workers:
+            if worker.may_be_told_to_end:
+                self._monitor.retire(worker)
 
     def terminate(self, at_once: bool = False) -> None:
         """Stop all workers now: asked first, and killed a moment later, or at once."""
         self.ending = True
         self._monitor.clear()
-        # The pool's end calls this again: those who were asked before have their timer.
-        for slot in self._slots:
-            if slot.handle is not None and not self._kills.pending(slot):
-                if slot.state is WorkerStates.STARTING or slot.state.serves:
-                    slot.transition(WorkerEvent.RETIRE)
-                # None: the server has not forked it yet, and there is nobody to ask.
-                if at_once or slot.pid is None:
-                    slot.kill()
-                else:
-                    slot.handle.signal(signal.SIGTERM)
-                self._kills.schedule_by(slot, self._reactor.now() + TERMINATE_GRACE_SECONDS)
+        for worker in self._workers:
+            # The pool's end calls this again: those who were asked before have their timer.
+            if worker.handle is not None and not self._kills.pending(worker):
+                self._stop(worker, at_once)
+
+    def _stop(self, worker: WorkerProcess, at_once: bool) -> None:
+        assert worker.handle is not None
+        if worker.may_be_told_to_end:
+            worker.retire()
+        # None: the server has not forked it yet, and there is nobody to ask.
+        if at_once or worker.pid is None:
+            worker.kill()
+        else:
+            worker.handle.signal(signal.SIGTERM)
+        self._kills.schedule_by(worker, self._reactor.now() + TERMINATE_GRACE_SECONDS)
 
     @property
     def ended(self) -> bool:
         """Whether no process is left and none will come."""
-        return self.ending and all(slot.handle is None for slot in self._slots)
+        return self.ending and all(one.state is WorkerStates.ABSENT for one in self._workers)
 
     def let_go(self, job: int) -> None:
         """The caller who received the answer of this job does so no more."""
-        slot = self._direct.end(job)
-        if slot is not None:
-            self._await_end(slot)
+        worker = self._direct.end(job)
+        if worker is not None:
+            self._await_end(worker)
 
-    def _look_at_end(self, slot: Slot) -> None:
+    def _look_at_end(self, worker: WorkerProcess) -> None:
         """The sentinel has news: a pid, or the end."""
-        handle = slot.handle
+        handle = worker.handle
         if handle is None:
             return
-        ended = [slot, *slot.siblings]
+        ended = [worker, *worker.siblings]
         if any(self._direct.postpone_exit(one) for one in ended):
             # Unread, it would wake the engine's thread at every turn until the caller lets go.
             self._reactor.remove(handle.sentinel)
@@ -231,7 +304,7 @@ class Replacement:
             if not handle.ended():
                 return
         except ValueError as exc:
-            self._monitor.distrust(slot, exc)
+            self._monitor.distrust(worker, exc)
             return
         exitcode = handle.exitcode
         if exitcode is None and not self._finished_off(ended):
@@ -243,19 +316,8 @@ class Replacement:
                 # The worker is dead: its `tail` is final, and all up to that is whole.
                 self._monitor.take_early(one, one.box.tail)
             self._look_at_books(one)
-        # All this before the accounts, which end an interrupt, and before the slots are emptied.
-        died = _story(ended, exitcode)
-        # A stand-in that steps aside has run nothing, and takes nothing with it: no death.
-        served = [one for one in ended if _served(one) and not handle.stepped_aside]
-        # To break off what it ran: then we have killed it.
-        asked = any(
-            _told_to_end(one) and one.protocol_error is None and not one.remark for one in ended
-        )
-        problem = handle.problem
-        if problem is not None:
-            slot.reason = problem
-        failed = next((one for one in ended if one.reason is not None), slot)
-        started = bool(served) or handle.stepped_aside or slot.state is WorkerStates.RETIRING
+        # Before the accounts, which end an interrupt, and before the workers are put away.
+        end = End.of(worker)
         self._make_accounts(ended, exitcode)
         # Out of the reactor before `_put_away` closes it.
         self._reactor.remove(handle.sentinel)
@@ -263,110 +325,90 @@ class Replacement:
             self._put_away(one)
         if self.ending:
             return
-        if started:
+        if end.kind not in (EndKind.FAILED, EndKind.KILLED, EndKind.REFUSED):
             for one in ended:
-                self._starts[one.index].succeeded()
-        if self._left_over(slot):
-            pass  # nobody takes its place
-        elif not started:
-            # By an operator, or the kernel short of memory: that says little about the next one.
-            killed = failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM)
-            starts = self._starts[failed.index]
-            # Processes are short, say: that may pass.
-            refused = isinstance(problem, OSError)
-            pause = starts.refused() if refused else starts.failed(killed)
-            self._start_later(failed, pause, exitcode)
-        else:
-            self._replace(slot, served, asked, died)
+                self._policy.succeeded(one.index)
+        # Nobody takes the place of one that is left over.
+        if not self._left_over(worker):
+            for one in end.served:
+                self._ledger.died(one.index, end.story)
+            if self._together and end.served:
+                self.ending = True
+                self.failure = DeviceError(
+                    f"{end.story}, was a member of a replica group, whose members start and end "
+                    "together: the pool has stopped; make a new one"
+                )
+            else:
+                self._lost(end)
         # What it held waits again, and others may be idle.
         self._monitor.give_idle()
 
-    def _replace(self, slot: Slot, served: list[Slot], asked: bool, died: str) -> None:
-        """Start a process in the place of one that has ended after it was ready."""
-        for one in served:
-            self._ledger.died(one.index, died)
-        budget = self._budget
-        if self._together and served:
-            self.failure = DeviceError(
-                f"{died}, was a member of a replica group, whose members start and end "
-                "together: the pool has stopped; make a new one"
-            )
-        elif served and not asked and budget.death(self._reactor.now()):
-            self.failure = PoolBroken(budget.deaths, budget.seconds(), died)
-        if self.failure is not None:
-            self.ending = True
-        else:
-            self._start_again(slot)
-
-    def _look_at_books(self, slot: Slot) -> None:
+    def _look_at_books(self, worker: WorkerProcess) -> None:
         """Look whether what a worker has left in shared memory can be true."""
-        if slot.protocol_error is not None:
+        if worker.protocol_error is not None:
             # It may have begun more before it was killed, if that can be known.
-            if slot.box.intact:
-                self._answers.disown(slot, slot.protocol_error)
+            if worker.box.intact:
+                self._answers.disown(worker, worker.protocol_error)
             return
-        began, most = slot.box.began, self._sched.in_flight[slot.index].answered + 1
-        nonsense = f"{began} tasks begun where {most} can be" if began > most else ""
-        nonsense = nonsense or self._maintenance.nonsense(slot.attachment)
-        if nonsense:
-            slot.remark = f"It had written over memory that it shares with its parent ({nonsense})."
+        began, most = worker.box.began, worker.in_flight.answered + 1
+        wrong = f"{began} tasks begun where {most} can be" if began > most else ""
+        wrong = wrong or self._maintenance.nonsense(worker.attachment)
+        if wrong:
+            worker.found_wrong(wrong)
 
-    def _finished_off(self, ended: list[Slot]) -> bool:
+    def _finished_off(self, ended: list[WorkerProcess]) -> bool:
         """Whether nothing more can come of workers that may live, as their server was killed.
 
         They are killed first: what they still run would be run twice.
         """
-        slot = min(ended, key=lambda one: one.index)  # stands for all of them
-        if slot.index in self._silent or all(one.reader.ended for one in ended):
+        worker = min(ended, key=lambda one: one.index)  # stands for all of them
+        if worker.silent or all(one.reader.ended for one in ended):
             return True
-        if not self._silences.pending(slot):
+        if not self._silences.pending(worker):
             # Its end stays readable.
-            assert slot.handle is not None
-            self._reactor.remove(slot.handle.sentinel)
+            assert worker.handle is not None
+            self._reactor.remove(worker.handle.sentinel)
             for one in ended:
                 one.kill()
                 self._sched.retire(one.index)
                 if not one.reader.ended:
                     # Their ends of the pipes close with them.
                     self._reactor.remove(one.reader.fd)
-                    self._reactor.add(one.reader.fd, partial(self._hear, slot, one))
-            self._silences.schedule_by(slot, self._reactor.now() + LAST_WORDS_SECONDS)
+                    self._reactor.add(one.reader.fd, partial(self._hear, worker, one))
+            self._silences.schedule_by(worker, self._reactor.now() + LAST_WORDS_SECONDS)
         return False
 
-    def _hear(self, slot: Slot, one: Slot, fd: int) -> None:
-        """Take the last words of a worker; ``slot``: the sibling that stands for all of them."""
+    def _hear(self, worker: WorkerProcess, one: WorkerProcess, fd: int) -> None:
+        """Take the last words of a worker; ``worker``: the sibling that stands for all of them."""
         self._monitor.receive(one)
-        self._silences.cancel(slot)
-        self._silences.schedule_by(slot, self._reactor.now() + LAST_WORDS_SECONDS)
+        self._silences.cancel(worker)
+        self._silences.schedule_by(worker, self._reactor.now() + LAST_WORDS_SECONDS)
         if one.reader.ended:
-            self._look_at_end(slot)
+            self._look_at_end(worker)
 
-    def _fell_silent(self, slot: Slot) -> None:
-        self._silent.add(slot.index)
-        self._look_at_end(slot)
+    def _fell_silent(self, worker: WorkerProcess) -> None:
+        worker.fell_silent()
+        self._look_at_end(worker)
 
-    def _put_away(self, slot: Slot) -> None:
+    def _put_away(self, worker: WorkerProcess) -> None:
         """Let go of a worker whose accounts are made."""
-        # Out of the reactor first: `slot.gone` closes the descriptors.
-        self._monitor.gone(slot)
-        self._direct.gone(slot)
-        self._kills.cancel(slot)
-        self._silences.cancel(slot)
-        self._silent.discard(slot.index)
+        # Out of the reactor first: `worker.ended` closes the descriptors.
+        self._monitor.gone(worker)
+        self._direct.gone(worker)
         if self._switchboard is not None:
-            self._switchboard.ended(slot)
-        slot.gone()
+            self._switchboard.ended(worker)
+        attachment = worker.attachment
+        worker.ended()
         # All that it has sent is held here by now.
-        self._maintenance.free_attachment(slot.attachment)
-        slot.attachment = None
+        self._maintenance.free_attachment(attachment)
 
-    def _make_accounts(self, ended: list[Slot], exitcode: int | None) -> None:
+    def _make_accounts(self, ended: list[WorkerProcess], exitcode: int | None) -> None:
         """Answer what the workers of a process ran, or have it tried again; others get the rest."""
         # All hands are emptied before anyone is answered: an error tells what ran beside it.
-        lost: dict[Slot, tuple[Batch, int]] = {}
+        lost: dict[WorkerProcess, tuple[Batch, int]] = {}
         for one in ended:
             # All that it has answered is taken in, so it was in the next one at most.
-            answered = self._sched.in_flight[one.index].answered
+            answered = one.in_flight.answered
             began = one.begun(answered)
             # What had begun was failed when it sent an invalid message.
             if one.protocol_error is not None and not one.box.intact:
@@ -383,34 +425,26 @@ class Replacement:
             self._answers.lost(one, batch, position, exitcode, not_counted, beside, self.ending)
 
 
-def _served(slot: Slot) -> bool:
+def _served(worker: WorkerProcess) -> bool:
     """Whether a worker that has ended was ready for tasks before."""
-    if slot.state is WorkerStates.CONDEMNED:
-        return slot.reason is None  # else it was killed because it did not start
-    return slot.state.serves
+    if worker.state is WorkerStates.CONDEMNED:
+        return worker.reason is None  # else it was killed because it did not start
+    return worker.state.serves
 
 
-def _told_to_end(slot: Slot) -> bool:
+def _told_to_end(worker: WorkerProcess) -> bool:
     """Whether we have ended it, for what it did or did not do."""
-    return slot.state is WorkerStates.CONDEMNED or slot.interrupted is not None
+    return worker.state is WorkerStates.CONDEMNED or worker.interrupted is not None
 
 
-def _story(ended: list[Slot], exitcode: int | None) -> str:
-    workers = " and ".join(f"worker {one.index}" for one in ended)
-    died = f"{workers} (pid {ended[0].pid}), {exit_reason(exitcode)}"
-    for one in ended:
-        if one.protocol_error is not None:
-            died += f", for it sent an invalid message ({one.protocol_error})"
-    return died
-
-
-def _start_failure(
-    slot: Slot, attempts: int, exitcode: int | None
-) -> WorkerStartFailed | StartFailure:
-    """Say why a worker cannot be started."""
-    cause = slot.reason
+def _failure(end: End, policy: RestartPolicy) -> XPoolError | StartFailure:
+    """Say why the pool gives up."""
+    if end.kind is EndKind.DIED:
+        return PoolBroken(policy.deaths, policy.seconds(), end.story)
+    worker, exitcode, attempts = end.worker, end.exitcode, policy.attempts(end.worker.index)
+    cause = worker.reason
     if isinstance(cause, Refusal):
-        return StartFailure(WorkerStartFailed(slot.index, attempts, cause.line), cause.pickled)
+        return StartFailure(WorkerStartFailed(worker.index, attempts, cause.line), cause.pickled)
     if isinstance(cause, XPoolError):
         reason = str(cause)
     elif cause is not None:
@@ -423,21 +457,23 @@ def _start_failure(
                 "; look at its output on stderr. A script must keep its own work behind "
                 'if __name__ == "__main__":'
             )
-    error = WorkerStartFailed(slot.index, attempts, reason)
+    error = WorkerStartFailed(worker.index, attempts, reason)
     error.__cause__ = cause
     return error
 
 
-def _beside(slot: Slot, ended_by_us: Slot | None, ran: dict[Slot, str]) -> str:
+def _beside(
+    worker: WorkerProcess, ended_by_us: WorkerProcess | None, ran: dict[WorkerProcess, str]
+) -> str:
     """Say what other threads of a worker's process have to do with its end; empty: nothing."""
-    if ended_by_us is not None and ended_by_us is not slot:
+    if ended_by_us is not None and ended_by_us is not worker:
         why = "sent an invalid message to its parent"
         if ended_by_us.protocol_error is None:
             task = ran.get(ended_by_us, "what it was given")
             why = f"ran {task}, which did not stop when its time was over or it was cancelled"
         other = f"worker {ended_by_us.index}, another thread of it,"
         return f"The pool ended the process, since {other} {why}."
-    others = [f"worker {one.index} ran {task}" for one, task in ran.items() if one is not slot]
+    others = [f"worker {one.index} ran {task}" for one, task in ran.items() if one is not worker]
     if not others:
         return ""
     return f"In other threads of the process, {' and '.join(others)}: that may be what ended it."

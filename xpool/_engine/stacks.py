@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from xpool._engine.answers import OURS, own_part
 from xpool._engine.jobs.scheduler import Scheduler
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 from xpool._wire.outbox import NO_LIMIT, STOP_SIGNAL, TASK_LINE, Outbox
 
 __all__ = ["ANSWER_SECONDS", "Whereabouts", "ask", "collect", "in_kernel", "outside"]
@@ -130,25 +130,25 @@ def _outside(pid: int, page: Path, index: int) -> Whereabouts:
     )
 
 
-def ask(slots: list[Slot]) -> dict[Slot, int]:
+def ask(workers: list[WorkerProcess]) -> dict[WorkerProcess, int]:
     """Ask those workers that can tell; return them, each with its process by number.
 
     Called with the engine's lock held.
     """
     asked = {}
-    for slot in slots:
+    for worker in workers:
         # Not before its signal handler is there, nor while it is to break something off.
-        if slot.handle is None or not (slot.box.turn or slot.box.since) or slot.box.asked:
+        if worker.handle is None or not (worker.box.turn or worker.box.since) or worker.box.asked:
             continue
-        slot.box.ask(NO_LIMIT)
-        slot.handle.signal(STOP_SIGNAL)
-        asked[slot] = slot.generation
+        worker.box.ask(NO_LIMIT)
+        worker.handle.signal(STOP_SIGNAL)
+        asked[worker] = worker.generation
     return asked
 
 
 def collect(
-    slots: list[Slot],
-    asked: dict[Slot, int],
+    workers: list[WorkerProcess],
+    asked: dict[WorkerProcess, int],
     sched: Scheduler,
     describe: Callable[[int, int], str],
     waited: float,
@@ -157,33 +157,33 @@ def collect(
 
     Called with the engine's lock held.
     """
-    here = {slot for slot, generation in asked.items() if slot.generation == generation}
-    here = {slot for slot in here if slot.handle is not None and slot.interrupted is None}
-    stacks = [slot.box.stack() for slot in here]
+    here = {worker for worker, generation in asked.items() if worker.generation == generation}
+    here = {worker for worker in here if worker.handle is not None and worker.interrupted is None}
+    stacks = [worker.box.stack() for worker in here]
     if waited < C_CODE_SECONDS and not all(TASK_LINE in stack for stack in stacks):
         return None
     if waited < ANSWER_SECONDS and not all(stacks):
         return None
     told = dict(zip(here, stacks, strict=True))
-    for slot in here:
-        slot.box.ask(0)
-    return [_whereabouts(slot, told.get(slot, ""), sched, describe) for slot in slots]
+    for worker in here:
+        worker.box.ask(0)
+    return [_whereabouts(worker, told.get(worker, ""), sched, describe) for worker in workers]
 
 
 def _whereabouts(
-    slot: Slot, stack: str, sched: Scheduler, describe: Callable[[int, int], str]
+    worker: WorkerProcess, stack: str, sched: Scheduler, describe: Callable[[int, int], str]
 ) -> Whereabouts:
     task, since = "", None
-    if slot.handle is not None:
-        running = sched.running(slot.index, slot.box.began)
+    if worker.handle is not None:
+        running = sched.running(worker.index, worker.box.began)
         if running is not None:
             batch, position = running
-            task, since = describe(*batch.name(batch.first + position)), slot.box.turn
-        elif slot.box.turn is None:
-            task, since = "its start, with the initializer", slot.box.since
-    pid = slot.pid
+            task, since = describe(*batch.name(batch.first + position)), worker.box.turn
+        elif worker.box.turn is None:
+            task, since = "its start, with the initializer", worker.box.since
+    pid = worker.pid
     return Whereabouts(
-        slot.index,
+        worker.index,
         pid,
         task,
         stack.rpartition(TASK_LINE)[2].strip() if task and TASK_LINE in stack else "",

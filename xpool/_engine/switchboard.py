@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from xpool._engine.reactor import Reactor, Timer
-from xpool._engine.slot import Slot
+from xpool._engine.worker import WorkerProcess
 from xpool._wire.wire import LINK, WANTED
 
 __all__ = ["Switchboard"]
@@ -35,36 +35,34 @@ class Switchboard:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        workers: Sequence[WorkerProcess],
         reactor: Reactor,
-        distrust: Callable[[Slot, Exception], object],
+        distrust: Callable[[WorkerProcess, Exception], object],
     ) -> None:
-        self._slots, self._reactor = slots, reactor
+        self._workers, self._reactor = workers, reactor
         self._distrust = distrust  # what is done with a worker that sends an invalid message
         self._links: dict[tuple[int, int], _Link] = {}  # the last of each pair, lower index first
         self._serials = 0
         # Who asked for a channel to whom, and gets it with the peer's replacement, or then.
         self._waiting: dict[tuple[int, int], Timer] = {}
-        for slot in slots:
-            slot.has_control = True
 
-    def started(self, slot: Slot) -> None:
+    def started(self, worker: WorkerProcess) -> None:
         """A process was started: it may ask, and who waits for it gets a channel."""
-        assert slot.control is not None
-        self._reactor.add(slot.control, lambda fd: self._read(slot, fd))
-        for asker, peer in [pair for pair in self._waiting if pair[1] == slot.index]:
+        assert worker.control is not None
+        self._reactor.add(worker.control, lambda fd: self._read(worker, fd))
+        for asker, peer in [pair for pair in self._waiting if pair[1] == worker.index]:
             self._connect(asker, peer)
 
-    def ended(self, slot: Slot) -> None:
+    def ended(self, worker: WorkerProcess) -> None:
         """A process has ended: it waits for nobody."""
-        assert slot.control is not None
-        self._reactor.remove(slot.control)
-        for pair in [pair for pair in self._waiting if pair[0] == slot.index]:
+        assert worker.control is not None
+        self._reactor.remove(worker.control)
+        for pair in [pair for pair in self._waiting if pair[0] == worker.index]:
             self._forget(*pair)
 
     def _enough(self, asker: int, peer: int) -> None:
         """A worker has waited long enough; where the peer has no process, it gets one with that."""
-        if self._slots[peer].handle is not None:
+        if self._workers[peer].handle is not None:
             self._connect(asker, peer, patient=False)
 
     def _wait(self, asker: int, peer: int) -> None:
@@ -78,7 +76,7 @@ class Switchboard:
         if timer is not None:
             timer.cancel()
 
-    def _read(self, slot: Slot, fd: int) -> None:
+    def _read(self, worker: WorkerProcess, fd: int) -> None:
         while True:
             try:
                 data = os.read(fd, WANTED.size)
@@ -92,18 +90,18 @@ class Switchboard:
                 return
             try:
                 peer, ended, known = WANTED.unpack(data)
-                if not 0 <= peer < len(self._slots) or peer == slot.index:
-                    raise ValueError(f"worker {slot.index} wants a channel to {peer}")
+                if not 0 <= peer < len(self._workers) or peer == worker.index:
+                    raise ValueError(f"worker {worker.index} wants a channel to {peer}")
             except (struct.error, ValueError) as exc:
                 self._reactor.remove(fd)
-                self._distrust(slot, exc)
+                self._distrust(worker, exc)
                 return
-            self._wanted(slot, peer, ended, known)
+            self._wanted(worker, peer, ended, known)
 
-    def _wanted(self, slot: Slot, peer: int, ended: int, known: int) -> None:
+    def _wanted(self, worker: WorkerProcess, peer: int, ended: int, known: int) -> None:
         """A worker wants a channel; it knows of those up to ``known``; ``ended``: that has."""
-        pair = min(slot.index, peer), max(slot.index, peer)
-        other = self._slots[peer]
+        pair = min(worker.index, peer), max(worker.index, peer)
+        other = self._workers[peer]
         link = self._links.get(pair)
         # A replacement has another generation: the channel to its predecessor is no channel to it.
         current = link is not None and link.ends == self._ends(pair)
@@ -111,12 +109,12 @@ class Switchboard:
             return  # it is on its way
         # Its death may not have been seen here: a new channel would lead to the dead process.
         if other.handle is None or (current and ended):
-            self._wait(slot.index, peer)
+            self._wait(worker.index, peer)
         else:
-            self._connect(slot.index, peer)
+            self._connect(worker.index, peer)
 
     def _ends(self, pair: tuple[int, int]) -> tuple[int, int]:
-        return self._slots[pair[0]].generation, self._slots[pair[1]].generation
+        return self._workers[pair[0]].generation, self._workers[pair[1]].generation
 
     def _connect(self, asker: int, peer: int, patient: bool = True) -> None:
         """Make a channel and hand its ends to both.
@@ -151,10 +149,10 @@ class Switchboard:
         self._links[pair] = _Link(self._serials, self._ends(pair))
 
     def _hand(self, worker: int, peer: int, end: socket.socket) -> None:
-        fd = self._slots[worker].control
+        fd = self._workers[worker].control
         if fd is None:
             raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        # Borrowed for the call: the slot owns the descriptor, which `detach` leaves open.
+        # Borrowed for the call: the worker owns the descriptor, which `detach` leaves open.
         control = socket.socket(fileno=fd)
         try:
             socket.send_fds(control, [LINK.pack(peer, 0, self._serials)], [end.fileno()])
@@ -162,7 +160,7 @@ class Switchboard:
             control.detach()
 
     def _refuse(self, asker: int, peer: int, exc: OSError) -> None:
-        control = self._slots[asker].control
+        control = self._workers[asker].control
         try:
             if control is not None:
                 # The reason, in the place of a descriptor: else the asker would wait for ever.

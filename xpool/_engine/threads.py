@@ -22,11 +22,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool._calls.options import TaskOptions
 from xpool._calls.results import Job
-from xpool._engine.jobs.budget import START_ATTEMPTS, back_off
+from xpool._engine.jobs.budget import EndKind, RestartPolicy, back_off
 from xpool._engine.stacks import Whereabouts
 from xpool._python.waiters import TaskQueue
 from xpool._worker.callables import item_of
@@ -34,13 +34,13 @@ from xpool._worker.context import WorkerInfo, enter, leave
 from xpool._worker.stopping import stack_of
 from xpool.errors import TaskTimeout, WorkerDied, WorkerStartFailed
 
-__all__ = ["Entry", "Source", "ThreadWorkers"]
-
-SYSTEM_ATTEMPTS = 6
-"""Times that the system may refuse to start a thread, at intervals that grow to three seconds."""
+__all__ = ["Entry", "Source", "ThreadOptions", "ThreadWorkers"]
 
 _WAKE = object()
 """In the queue: what wakes a thread so that it sees whether it is still wanted."""
+
+_ANY = -1
+"""The place, for the `RestartPolicy`, of initializers that fail in whichever thread."""
 
 MOST_WAIT_SECONDS = 86400.0
 """Seconds of one wait: a lock cannot be waited for as long as an alarm may be away."""
@@ -127,41 +127,38 @@ class _Member:
         self.over = False  # more than are wanted by now: it ends
 
 
+class ThreadOptions(NamedTuple):
+    """What the threads of a pool are to be; ``work`` is the loop that each of them runs."""
+
+    name: str
+    work: Callable[..., None]
+    initializer: Callable[..., object] | None
+    initargs: tuple[Any, ...]
+    initializer_timeout: float | None
+    lifetime: int | None
+    contexts: list[Any] | None
+
+
 class ThreadWorkers:
     """Threads that take tasks from one queue; none of them holds the pool."""
 
     def __init__(
         self,
         size: int,
-        work: Callable[..., None],
-        initializer: Callable[..., object] | None,
-        initargs: tuple[Any, ...],
-        lifetime: int | None,
-        contexts: list[Any] | None,
-        name: str,
+        options: ThreadOptions,
         jobs: Mapping[int, Job],
         answer: Callable[[Any], None],
-        initializer_timeout: float | None = None,
     ) -> None:
         # Tasks as they are, entries, or sources; None asks a thread to end.
         self.tasks = TaskQueue()
         self._answer = answer  # takes results, in any thread
         self.failure: BaseException | None = None
         self.dropped = False
-        self._size = size
-        self._work = work
-        self._initializer = initializer
-        self._initargs = initargs
-        self._initializer_timeout = initializer_timeout
-        self._lifetime = lifetime
-        self._contexts = contexts
-        self._name = name
-        self._jobs = jobs
+        self._size, self._options, self._jobs = size, options, jobs
         # What makes `wait` return: a queue, since the garbage collector may put something into it.
         self._signal: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._failures = 0
-        self._refused = 0  # starts of a thread by the system, one after the other
-        self._start_at: float | None = None  # when to try again
+        # The threads do not end by themselves, and so have no budget for that.
+        self._policy = RestartPolicy(0)
         self._ending = False
         # What is done now that has a limit of time, and by whom.
         # No lock: who pops the entry answers the task, and a `dict` pops in one operation.
@@ -172,68 +169,100 @@ class ThreadWorkers:
         # that ended; how many were left to themselves.  When to look for tasks over their time or
         # to be tried again, and the latter.
         # Held for moments: never while a task, an initializer or the delivery of a result runs.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads: dict[int, _Member] = {}
+        self._pauses: dict[int, float] = {}  # places that stay empty until then
         self._left = 0
         self._over = 0  # of these threads, those that end since fewer are wanted
         self._alarm: float | None = None
         self._later: list[tuple[float, int, Entry]] = []
 
     def start_missing(self) -> None:
-        """Start a thread for every index that has none.
+        """Start a thread for every place that has none.
 
         Raises:
             RuntimeError: the system has no thread for us.
         """
         with self._lock:
-            missing = self._size - len(self._threads) + self._over
-            # The lowest numbers that are free: after a `resize` other threads have stayed.
-            for index in range(len(self._threads) + missing):
-                if missing > 0 and index not in self._threads and not self._ending:
-                    missing -= 1
-                    member = self._threads[index] = _Member(index)
-                    member.thread = threading.Thread(
-                        target=self._run,
-                        args=(member,),
-                        name=f"{self._name}-worker-{index}",
-                        daemon=True,
-                    )
-                    try:
-                        member.thread.start()
-                    except BaseException:
-                        del self._threads[index]  # nobody else would, and all wait for its end
-                        raise
+            for index in self._missing():
+                self._start(index)
+
+    def _missing(self) -> list[int]:
+        """Return the empty places that are to have a thread: the lowest, as many as are wanted."""
+        missing = self._size - len(self._threads) + self._over
+        if missing <= 0 or self._ending:
+            return []
+        # After a `resize`, threads with higher numbers may have stayed.
+        free = (i for i in range(len(self._threads) + missing) if i not in self._threads)
+        return list(itertools.islice(free, missing))
+
+    def _start(self, index: int) -> None:
+        member = self._threads[index] = _Member(index)
+        member.thread = threading.Thread(
+            target=self._run,
+            args=(member,),
+            name=f"{self._options.name}-worker-{index}",
+            daemon=True,
+        )
+        try:
+            member.thread.start()
+        except BaseException:
+            del self._threads[index]  # nobody else would, and all wait for its end
+            raise
+
+    def _lost(self, index: int, kind: EndKind, cause: BaseException | None = None) -> None:
+        """A place has lost its thread: another one starts there, or the pool gives up."""
+        now = time.monotonic()
+        # What an initializer raises in one thread it raises in the others, too.
+        place = _ANY if kind is EndKind.FAILED else index
+        with self._lock:
+            pause, attempts = self._policy.lost(place, kind, now), self._policy.attempts(place)
+            if pause is not None:
+                self._pauses[index] = now + pause
+        if pause is not None:
+            self._replace()
+        elif self.failure is None:
+            story = f"{type(cause).__name__}: {cause}"
+            failure = WorkerStartFailed(index, attempts, story)
+            failure.__cause__ = cause
+            self.failure = failure
+        self.wake()
 
     def _replace(self) -> None:
-        """As `start_missing`; where the system refuses, try again a few times, a moment later."""
-        try:
-            self.start_missing()
-            self._refused = 0
-        except RuntimeError as exc:
-            with self._lock:
-                self._refused += 1
-                refused = self._refused
-            if refused > SYSTEM_ATTEMPTS:
-                index = next((i for i in range(self._size) if i not in self._threads), 0)
-                self.failure = WorkerStartFailed(index, refused, f"RuntimeError: {exc}")
-                self.failure.__cause__ = exc
-            else:
-                self._start_at = time.monotonic() + 0.05 * 2**refused
-                self._wake_by(self._start_at)
+        """Start the threads that are missing and whose pause is over."""
+        now, refused = time.monotonic(), None
+        with self._lock:
+            for index in self._missing() if self.failure is None else ():
+                when = self._pauses.get(index, now)
+                if when > now:
+                    self._wake_by(when)
+                    continue
+                self._pauses.pop(index, None)
+                try:
+                    self._start(index)
+                except RuntimeError as exc:
+                    refused = index, exc
+                    break
+        if refused is not None:
+            self._lost(refused[0], EndKind.REFUSED, refused[1])
 
     # -- in a worker's thread ----------------------------------------------------------------------
 
     def _run(self, me: _Member) -> None:
         index = me.index
-        context = self._contexts[index] if self._contexts is not None else None
-        enter(WorkerInfo(index, self._name, context), thread=True)
+        options, failed = self._options, None
+        context = options.contexts[index] if options.contexts is not None else None
+        enter(WorkerInfo(index, options.name, context), thread=True)
         try:
-            if self._initialize(me):
-                self._failures = 0
+            failed = self._initialize(me)
+            if failed is None and not me.left:
+                with self._lock:
+                    self._policy.succeeded(index)
+                    self._policy.succeeded(_ANY)
                 get, put = self._ends(me)
-                self._work(get, put, None, (), self._lifetime)
+                options.work(get, put, None, (), options.lifetime)
         finally:
-            # The place is free before `_replace` looks for one.  `wake` comes last: whoever
+            # The place is free before another thread is started there.  `wake` comes last: whoever
             # waits for the end of all looks at `_threads` then.
             leave()
             with self._lock:
@@ -242,21 +271,25 @@ class ThreadWorkers:
             if me.source is not None:
                 self._put_back(me.source)  # it has lived its life: another thread goes on
             if not me.left and not self._ending and self.failure is None:
-                self._replace()
+                self._lost(index, EndKind.FAILED if failed else EndKind.FINISHED, failed)
             self.wake()
 
-    def _initialize(self, me: _Member) -> bool:
-        if self._initializer is None:
-            return True
-        key = self._hold(me, Entry(None, TaskOptions(timeout=self._initializer_timeout)))
+    def _initialize(self, me: _Member) -> BaseException | None:
+        """Run the initializer; return what it raised.
+
+        If it was over its time, that was noted, and this thread was left to itself.
+        """
+        options = self._options
+        if options.initializer is None:
+            return None
+        key = self._hold(me, Entry(None, TaskOptions(timeout=options.initializer_timeout)))
         try:
-            self._initializer(*self._initargs)
+            options.initializer(*options.initargs)
         except BaseException as exc:
-            # Else it was over its time: that is noted, and this thread left to itself.
-            if self._held.pop(key, None) is not None:
-                self._failed(me.index, exc)
-            return False
-        return self._held.pop(key, None) is not None
+            return exc
+        finally:
+            self._held.pop(key, None)
+        return None
 
     def _ends(self, me: _Member) -> tuple[Callable[[], Any], Callable[[Any], None]]:
         """Return what a thread takes tasks with, and what it answers with."""
@@ -331,6 +364,7 @@ class ThreadWorkers:
         return key
 
     def _wake_by(self, when: float) -> None:
+        """Have `_mind` called at that time.  The lock may be held: it is reentrant."""
         with self._lock:
             if self._alarm is not None and self._alarm <= when:
                 return
@@ -350,15 +384,6 @@ class ThreadWorkers:
             heapq.heappush(self._later, (when, next(self._numbers), again))
         self._wake_by(when)
         return True
-
-    def _failed(self, index: int, exc: BaseException) -> None:
-        with self._lock:
-            self._failures += 1
-            failures = self._failures
-        if failures >= START_ATTEMPTS and self.failure is None:
-            failure = WorkerStartFailed(index, failures, f"{type(exc).__name__}: {exc}")
-            failure.__cause__ = exc
-            self.failure = failure
 
     # -- in the engine's thread, or a caller's -----------------------------------------------------
 
@@ -435,12 +460,8 @@ class ThreadWorkers:
                 self.tasks.put(heapq.heappop(self._later)[2])
             # Cleared before the table is looked at: an entry that comes meanwhile sets it anew.
             self._alarm = self._later[0][0] if self._later else None
-        if self._start_at is not None:
-            if now >= self._start_at:
-                self._start_at = None
-                self._replace()
-            else:
-                self._wake_by(self._start_at)
+        if self._pauses:
+            self._replace()
         # A copy, made in one operation: other threads begin and end tasks meanwhile.
         for key, (member, entry) in self._held.copy().items():
             if entry.terms.timeout is not None:
@@ -463,12 +484,11 @@ class ThreadWorkers:
             task = f"task {index}" if known is None else known.describe(index)
         error = TaskTimeout(seconds, member.index, os.getpid(), task, stack, stopped=False)
         if entry.task is None:
-            self._failed(member.index, error)
-            self.wake()
-        elif not self._retried(entry, (False, error)):
+            self._lost(member.index, EndKind.FAILED, error)
+            return
+        if not self._retried(entry, (False, error)):
             self._answer((job, index, (False, error)))
-        if self.failure is None:
-            self._replace()
+        self._lost(member.index, EndKind.STOPPED)
 
     def _leave(self, members: list[_Member]) -> None:
         """Leave these threads to themselves."""
@@ -488,9 +508,9 @@ class ThreadWorkers:
         """Leave the threads to themselves that run something of this job; it has ended."""
         with self._lock:
             members = [member for member in self._threads.values() if member.job == job]
-        if members:
-            self._leave(members)
-            self._replace()
+        self._leave(members)
+        for member in members:
+            self._lost(member.index, EndKind.STOPPED)
 
     def runs(self, job: int) -> bool:
         """Whether a thread is in a task of this job now."""
@@ -554,6 +574,6 @@ class ThreadWorkers:
     def after_fork_in_child(self) -> None:
         """The threads were not copied."""
         # Some thread of the parent may have held it.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ending = True
         self._threads = {}

@@ -25,7 +25,17 @@ from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
 from xpool._pickling.frame import lodge
 from xpool._pickling.policy import INLINE_BELOW
-from xpool._pools.assembly import Engine, Main, Orders, Recipe, Relay, WorkerSpec, find_arena
+from xpool._pools.assembly import (
+    Engine,
+    EngineOptions,
+    Main,
+    MemoryLimits,
+    Orders,
+    Recipe,
+    Relay,
+    WorkerSpec,
+    find_arena,
+)
 from xpool._pools.context import shared_processes
 from xpool._worker.launch_shared import File
 from xpool.devices import DeviceContext, devices
@@ -153,18 +163,16 @@ class Agent:
         orders = Orders(spec, launcher, arena, limit, lambda: main, first, host)
         self._engine = Engine(
             workers,
-            Recipe(launcher, orders, spec.pool, spec.daemon, None),
-            arena=arena,
-            lifetime=config.lifetime,
-            describe=lambda job, index: f"task {index}",
-            restart_budget=config.restart_budget,
-            initializer_timeout=config.initializer_timeout,
-            processes=shared_processes(bound),
-            relay=Relay(spec.pool, first),
-            worker_memory=config.worker_memory,
-            memory_high=config.memory_high,
-            memory_full=memory_full,
-            hands_back=True,
+            Recipe(launcher, orders, spec.pool, spec.daemon, None, arena, Relay(spec.pool, first)),
+            lambda job, index: f"task {index}",
+            EngineOptions(
+                lifetime=config.lifetime,
+                restart_budget=config.restart_budget,
+                initializer_timeout=config.initializer_timeout,
+                processes=shared_processes(bound),
+                hands_back=True,
+                memory=MemoryLimits(config.worker_memory, config.memory_high, memory_full),
+            ),
         )
         self._news = threading.Condition()  # guards the session and what follows
         self._session = AgentSession(self._engine, config.lease, time.monotonic())

@@ -179,6 +179,6 @@ def _find(kind: type) -> Reducer | None:
                 return reducer_for(kind)
 
 
-# By name, as in `xpool._engine.slot`.
+# By name, as in `xpool._engine.channel`.
 at_fork.at_fork(before=lambda: _finding.acquire(), in_parent=lambda: _finding.release())
 at_fork.renew(globals(), _finding=threading.RLock)

@@ -6,9 +6,11 @@ imports what a worker needs, the program imports the parent's side of it.
 
 from __future__ import annotations
 
+from xpool._engine.answers import EngineOptions
 from xpool._engine.engine import Engine
+from xpool._engine.memory import MemoryLimits
 from xpool._engine.relay import Relay
-from xpool._engine.replacement import Recipe
+from xpool._engine.worker import Recipe
 from xpool._pickling.policy import pools
 from xpool._pools.orders import Main, Orders, WorkerSpec
 from xpool._pools.packing import Packer, find_arena
@@ -16,7 +18,9 @@ from xpool._python import error_imports
 
 __all__ = [
     "Engine",
+    "EngineOptions",
     "Main",
+    "MemoryLimits",
     "Orders",
     "Packer",
     "Recipe",

@@ -236,18 +236,25 @@ class Pool(BasePool):
         orders = assembly.Orders(spec, launcher, arena, self._packer.memory_limit)
         return assembly.Engine(
             self._size,
-            assembly.Recipe(launcher, orders, self.name, options.is_daemon, inherited),
-            arena=arena,
-            lifetime=self.maxtasksperchild,
-            describe=functools.partial(describe, self._jobs.unanswered),
-            restart_budget=options.deaths_a_minute(self._size),
-            initializer_timeout=options.initializer_timeout,
-            processes=self._processes,
-            together=self._is_group,
-            peers=self._has_peers,
-            relay=assembly.Relay(self.name),
-            worker_memory=options.worker_memory,
-            memory_high=options.memory_high,
+            assembly.Recipe(
+                launcher,
+                orders,
+                self.name,
+                options.is_daemon,
+                inherited,
+                arena,
+                assembly.Relay(self.name),
+                self._has_peers,
+            ),
+            functools.partial(describe, self._jobs.unanswered),
+            assembly.EngineOptions(
+                lifetime=self.maxtasksperchild,
+                restart_budget=options.deaths_a_minute(self._size),
+                initializer_timeout=options.initializer_timeout,
+                processes=self._processes,
+                together=self._is_group,
+                memory=assembly.MemoryLimits(options.worker_memory, options.memory_high),
+            ),
         )
 
     def pool_inqueue_put(self, obj: Task | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._calls.streams import Stream
-from xpool._engine.threads import Entry, ThreadWorkers
+from xpool._engine.threads import Entry, ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import PoolOptions, takes
@@ -62,15 +62,17 @@ class ThreadPool(BasePool):
         self._results: deque[Result] = deque()  # for a `pool_outqueue_get` of a subclass
         self._backend = self._threads = ThreadWorkers(
             self._size,
-            self.worker,
-            self.initializer,
-            self.initargs,
-            self.maxtasksperchild,
-            self._contexts,
-            self.name,
+            ThreadOptions(
+                self.name,
+                self.worker,
+                self.initializer,
+                self.initargs,
+                self._initializer_timeout,
+                self.maxtasksperchild,
+                self._contexts,
+            ),
             self._jobs.unanswered,
             self._answerer(),
-            self._initializer_timeout,
         )
         kind = ThreadSubmitter
         if type(self).pool_inqueue_put is not ThreadPool.pool_inqueue_put:

@@ -1,10 +1,11 @@
-"""How often workers may die, or fail to start, and when to try again: pure, told of events."""
+"""When workers and tasks are started again, and when a pool gives up."""
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 
-__all__ = ["START_ATTEMPTS", "WINDOW", "RestartBudget", "Starts", "back_off"]
+__all__ = ["START_ATTEMPTS", "WINDOW", "EndKind", "RestartPolicy", "back_off"]
 
 WINDOW = 60.0
 """Seconds after which a death is forgotten."""
@@ -17,29 +18,68 @@ START_ATTEMPTS = 3
 """Workers that may fail to start in one place, one after the other, before the pool gives up."""
 
 SYSTEM_ATTEMPTS = 6
-"""Times that the system may refuse to start a process, at intervals that grow to three seconds."""
+"""Times that the system may refuse a process or thread, at intervals that grow to three seconds."""
 
 KILLED_STARTS = 8
 """Workers that may be killed in one place while they start, at intervals that grow to a second.
 More than may fail by themselves: a kill says little about the next one."""
 
 
-class RestartBudget:
-    """Counts the deaths of workers since a task was finished.
+class EndKind(enum.Enum):
+    """How a worker ended."""
 
-    A pool whose workers die and die, and none of whose tasks comes to an end, is of no use to
-    anyone and costs a process each time: when ``most`` have died so within `WINDOW` seconds, the
-    budget is used up.  A task that ends in an exception is finished, too.
+    REFUSED = "the system refused its process or thread"
+    FAILED = "it ended by itself before it was ready"
+    KILLED = "it was killed before it was ready"
+    FINISHED = "it was told to end"
+    STOPPED = "the pool stopped it, for what it did"
+    DIED = "it died after it was ready"
+
+
+class RestartPolicy:
+    """Says when a place that lost its worker gets the next one: of processes, and of threads.
+
+    A pool whose workers die, and none of whose tasks comes to an end, is of no use and costs a
+    process each time: when more than ``most`` have died so within `WINDOW` seconds, it gives up.  A
+    task that ends in an exception is finished, too.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        # Set by whoever takes an answer; looked at when the next worker dies.
-        self.finished = False
         self._deaths: deque[float] = deque()
+        # By place, since a worker was last ready there: starts that failed or were refused, and
+        # those that were killed by another program.
+        self._failures: dict[int, int] = {}
+        self._killed: dict[int, int] = {}
+        self.finished = False  # set when a task is finished, and looked at after a death
 
-    def death(self, now: float) -> bool:
-        """Note that a worker died; return whether that was one too many."""
+    def succeeded(self, place: int) -> None:
+        """Note that a worker became ready."""
+        self._failures.pop(place, None)
+        self._killed.pop(place, None)
+
+    def lost(self, place: int, kind: EndKind, now: float) -> float | None:
+        """Note that a worker ended; return the seconds until the next one starts.
+
+        None: to start another is hopeless.
+        """
+        if kind is EndKind.REFUSED:
+            failures = self._failures[place] = self._failures.get(place, 0) + 1
+            # Never at once: what the system was short of a moment ago, it is short of now.
+            return None if failures > SYSTEM_ATTEMPTS else 0.05 * 2**failures
+        if kind is EndKind.FAILED:
+            failures = self._failures[place] = self._failures.get(place, 0) + 1
+            return None if failures >= START_ATTEMPTS else 0.0
+        if kind is EndKind.KILLED:
+            killed = self._killed[place] = self._killed.get(place, 0) + 1
+            if killed >= KILLED_STARTS:
+                return None
+            # The first kill is taken for an accident: no pause.
+            return min(1.0, 0.05 * 2**killed) if killed > 1 else 0.0
+        self.succeeded(place)
+        return None if kind is EndKind.DIED and self._is_one_too_many(now) else 0.0
+
+    def _is_one_too_many(self, now: float) -> bool:
         deaths = self._deaths
         if self.finished:
             self.finished = False
@@ -49,6 +89,10 @@ class RestartBudget:
         deaths.append(now)
         return len(deaths) > self.most
 
+    def attempts(self, place: int) -> int:
+        """Return how many starts there were since a worker was last ready there."""
+        return self._failures.get(place, 0) + self._killed.get(place, 0)
+
     @property
     def deaths(self) -> int:
         """How many have died since a task was finished, this minute."""
@@ -57,46 +101,6 @@ class RestartBudget:
     def seconds(self) -> float:
         """Return the seconds between the first and the last of these."""
         return self._deaths[-1] - self._deaths[0]
-
-
-class Starts:
-    """The attempts to start a worker, since the last that became ready."""
-
-    def __init__(self) -> None:
-        self.failures = 0  # those that failed by themselves
-        self._killed = 0  # or were killed, by nobody knows whom
-
-    def succeeded(self) -> None:
-        """Note that it became ready."""
-        self.failures = self._killed = 0
-
-    def failed(self, killed: bool) -> float | None:
-        """Note that a process ended before it was ready: how long to wait, None: it is hopeless.
-
-        ``killed``: by an operator, the kernel short of memory, a test: the next may live.
-        """
-        if killed:
-            self._killed += 1
-        else:
-            self.failures += 1
-        if self.failures >= START_ATTEMPTS or self._killed >= KILLED_STARTS:
-            return None
-        # The first kill is taken for an accident: no pause.
-        return min(1.0, 0.05 * 2**self._killed) if self._killed > 1 else 0.0
-
-    def refused(self) -> float | None:
-        """Note that there was no process: how long to wait, None: it is hopeless.
-
-        Descriptors or memory were short, say: that may pass.
-        """
-        self.failures += 1
-        # Never at once: what the system was short of a moment ago, it is short of now.
-        return None if self.failures > SYSTEM_ATTEMPTS else 0.05 * 2**self.failures
-
-    @property
-    def attempts(self) -> int:
-        """How many there were."""
-        return self.failures + self._killed
 
 
 def back_off(tries: int, chance: float) -> float:

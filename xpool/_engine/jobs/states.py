@@ -4,9 +4,9 @@ Rules that one could wrongly assume to be otherwise:
 
 * A pool never goes back.  `close` after `terminate` changes nothing, and a pool that has
   failed (a worker could not be started) is in TERMINATE, with the reason kept beside it.
-* A worker is a *slot*, not a process.  Its process may die and be replaced any number of
-  times; the slot keeps its index, its context and its device.  ABSENT is therefore both the
-  first state and the one between two processes.
+* A worker is not a process.  Its process may die and be replaced any number of times; the worker
+  keeps its index, its context and its device.  ABSENT is therefore both the first state and the
+  one between two processes.
 * A worker that is recalled or interrupted gets nothing more until its hand is empty: from the
   moment of asking it begins nothing new, so nothing but what was named can be hit.
 * CONDEMNED and RETIRING take every word that may still come: a process that ends may have sent it
@@ -45,9 +45,10 @@ class PoolEvent(enum.Enum):
 
 
 class WorkerStates(enum.Enum):
-    """What a worker's slot holds."""
+    """What the place of a worker holds."""
 
     ABSENT = "ABSENT"
+    LAUNCHING = "LAUNCHING"
     STARTING = "STARTING"
     READY = "READY"
     RECALLING = "RECALLING"
@@ -62,9 +63,11 @@ class WorkerStates(enum.Enum):
 
 
 class WorkerEvent(enum.Enum):
-    """What can happen to a worker's slot."""
+    """What can happen to a worker."""
 
-    LAUNCH = "a process is started"
+    LAUNCH = "the start of a process is decided"
+    LAUNCHED = "its process is started"
+    REFUSED = "no process can be started, or none is wanted any more"
     HELLO = "it has bound its device and run the initializer"
     RECALL = "others are to get what it has not begun"
     INTERRUPT = "it is asked to break off what it runs"
@@ -96,7 +99,12 @@ POOL: dict[PoolStates, dict[PoolEvent, PoolStates]] = {
 
 WORKER: dict[WorkerStates, dict[WorkerEvent, WorkerStates]] = {
     WorkerStates.ABSENT: {
-        WorkerEvent.LAUNCH: WorkerStates.STARTING,
+        WorkerEvent.LAUNCH: WorkerStates.LAUNCHING,
+    },
+    # No RETIRE, no CONDEMN: what the worker is told meanwhile, it is told when there is a process.
+    WorkerStates.LAUNCHING: {
+        WorkerEvent.LAUNCHED: WorkerStates.STARTING,
+        WorkerEvent.REFUSED: WorkerStates.ABSENT,
     },
     WorkerStates.STARTING: {
         WorkerEvent.HELLO: WorkerStates.READY,
@@ -174,7 +182,7 @@ def document() -> str:
             "# States",
             "Printed by `python -m xpool._engine.jobs.states`, from the tables there.",
             _markdown("A pool", POOL),
-            _markdown("A worker's slot", WORKER),
+            _markdown("A worker", WORKER),
             "",
         ]
     )

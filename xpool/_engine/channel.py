@@ -1,0 +1,210 @@
+"""The channel to a worker: two pipes, the shared page, and the descriptors beside them.
+
+Descriptors that only the parent may hold are listed, and closed in every child that the program
+forks: a copy of the writing end of a lifeline would keep a worker alive after its parent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from xpool._engine.launch import Handle
+from xpool._engine.relay import Channel as LogChannel
+from xpool._engine.relay import Relay
+from xpool._memory.arena import Arena
+from xpool._python import at_fork
+from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
+from xpool._wire.pipes import FrameReader, FrameWriter
+from xpool._wire.wire import TO_PARENT
+from xpool._worker.entry import ONE, SEVERAL
+
+__all__ = ["Channel", "PipeChannel", "bundle", "owned"]
+
+# Shared by all pools.  Needs no lock: adding to a set is atomic.
+_parents_only: set[int] = set()
+
+_forking = threading.RLock()
+"""Held during a fork, and while a channel is made: no child has an end that is not listed yet.
+Reentrant, since a finalizer may fork."""
+
+
+def owned(fd: int) -> int:
+    """Note that a descriptor is to be closed in each forked child; return it."""
+    _parents_only.add(fd)
+    return fd
+
+
+def disown(fd: int) -> None:
+    """Note that a descriptor is closed by its owner."""
+    _parents_only.discard(fd)
+
+
+def _close(fd: int) -> None:
+    # Struck off first: once it is closed, the number may be another file's, and a child of a fork
+    # would close that.
+    _parents_only.discard(fd)
+    os.close(fd)
+
+
+def _widen(fd: int) -> None:
+    """Let the pipe hold a megabyte, if the system allows: fewer turns for a large message."""
+    if sys.platform == "linux":
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 1 << 20)
+        except (OSError, AttributeError):
+            return  # over the user's share of pipe memory: the usual 64 KiB do as well
+
+
+def _after_fork_in_child() -> None:
+    for fd in _parents_only:
+        os.close(fd)
+    _parents_only.clear()
+
+
+at_fork.at_fork(in_child=_after_fork_in_child)
+# By name, since each child has a lock of its own: Ctrl-C may have kept its parent from taking this.
+at_fork.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
+at_fork.renew(globals(), _forking=threading.RLock)
+
+
+class Channel(Protocol):
+    """What a worker and its parent have in common."""
+
+    writer: FrameWriter  # the pipe to it
+    reader: FrameReader  # the pipe from it
+    box: Outbox  # the page that both see
+    poller: Any  # of `reader` and the process, for a caller that receives its answer itself
+    control: int | None  # a socket, where it can ask for channels to other workers
+
+    def attach(self, handle: Handle) -> None:
+        """Note the process that has the other end."""
+
+    def cut_lifeline(self) -> None:
+        """Have the kernel kill the process, whose pid may be unknown."""
+
+    def close(self) -> None:
+        """Close all descriptors; the process has ended, or was not started."""
+
+
+class PipeChannel:
+    """A channel, and until `boot` is closed, the worker's ends of it.
+
+    ``boot`` is a socket through which the worker receives its ends.  ``has_control``: the worker
+    can ask for channels to others.
+    """
+
+    def __init__(
+        self, index: int, relay: Relay | None, has_control: bool, arena: Arena | None
+    ) -> None:
+        self._relay = relay
+        self._logs: LogChannel | None = None
+        self.control: int | None = None
+        # Until the worker's ends are closed here: a child forked meanwhile would keep them open.
+        with _forking:
+            self.boot = self._make(index, has_control, arena)
+
+    def _make(self, index: int, has_control: bool, arena: Arena | None) -> socket.socket:
+        relay = self._relay
+        mine: list[int] = []
+        theirs: list[int] = []
+        others: list[int] = []  # of these, those that not every worker has
+        try:
+            task_r, task_w = os.pipe()
+            theirs.append(task_r)
+            mine.append(owned(task_w))
+            answer_r, answer_w = os.pipe()
+            theirs.append(answer_w)
+            mine.append(owned(answer_r))
+            life_r, life_w = os.pipe()
+            theirs.append(life_r)
+            mine.append(owned(life_w))
+            if relay is not None:
+                logs, its_logs = relay.pair()
+                theirs.append(its_logs)
+                mine.append(owned(logs))
+            page = make_file()
+            theirs.append(page)
+            # Each end of a pipe has flags of its own: the worker's still block.
+            for fd in (task_w, answer_r):
+                _widen(fd)
+            os.set_blocking(task_w, False)
+            os.set_blocking(answer_r, False)
+            if has_control:
+                pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self.control, its_control = (end.detach() for end in pair)
+                theirs.append(its_control)
+                mine.append(owned(self.control))
+                others.append(its_control)
+                os.set_blocking(self.control, False)
+            box = Outbox(page)
+            # The page is all zeros, which would forbid the worker to begin anything.
+            box.limit = NO_LIMIT
+            # In the order of the table in `worker.entry`.
+            if relay is not None:
+                others.append(its_logs)
+            if arena is not None:
+                others.append(arena.file.fd)
+            boot = _packed(ONE, [task_r, answer_w, life_r, page, *others])
+            if relay is not None:
+                try:
+                    self._logs = relay.add(index, logs, _close)
+                except BaseException:
+                    boot.close()
+                    raise
+        except BaseException:
+            for fd in mine:
+                _close(fd)
+            raise
+        finally:
+            # The boot socket keeps what they stand for until the worker takes it out.
+            for fd in theirs:
+                os.close(fd)
+        self.writer, self.box = FrameWriter(task_w), box
+        self.reader = FrameReader(answer_r, TO_PARENT.size)
+        self._lifeline: int | None = life_w
+        self.poller: Any = select.poll()
+        self.poller.register(answer_r, select.POLLIN)
+        return boot
+
+    def attach(self, handle: Handle) -> None:
+        self.poller.register(handle.sentinel, select.POLLIN)
+
+    def cut_lifeline(self) -> None:
+        if self._lifeline is not None:
+            _close(self._lifeline)
+            self._lifeline = None
+
+    def close(self) -> None:
+        self.cut_lifeline()
+        if self.control is not None:
+            _close(self.control)
+        if self._logs is not None:
+            assert self._relay is not None
+            self._relay.finish(self._logs, self.box.dropped)
+        _close(self.writer.fd)
+        _close(self.reader.fd)
+        self.box.close()
+
+
+def _packed(kind: bytes, fds: Sequence[int]) -> socket.socket:
+    """Return a socket from which these descriptors can be received."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        try:
+            socket.send_fds(ours, [kind], fds)
+        except BaseException:
+            theirs.close()
+            raise
+    return theirs
+
+
+def bundle(boots: Sequence[socket.socket]) -> socket.socket:
+    """Return the boot socket of a process that has several workers: from it come theirs."""
+    return _packed(SEVERAL, [boot.fileno() for boot in boots])
