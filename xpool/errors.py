@@ -1,33 +1,33 @@
-"""The errors of xpool, and who is at fault.
+"""The errors of xpool, grouped by their cause.
 
 ::
 
     XPoolError
     |-- the caller ------------------------------------------------------------
     |   |-- PoolClosed          also ValueError    the pool takes no more work
-    |   |-- OptionError         also ValueError    an argument that makes no sense
-    |   `-- DeviceError         also RuntimeError  a device that cannot be had
+    |   |-- OptionError         also ValueError    an argument is invalid
+    |   `-- DeviceError         also RuntimeError  a device is not available
     |-- the task ----------------------------------------------------------------
     |   |-- TaskNotPicklable    also PicklingError it cannot be sent to a worker
-    |   |-- ResultNotPicklable  also MaybeEncodingError, PicklingError  it cannot be sent back
+    |   |-- ResultNotPicklable  also MaybeEncodingError, PicklingError  its result cannot be sent
     |   |-- TaskTimeout         also TimeoutError, multiprocessing.TimeoutError
     |   `-- TaskCancelled
     |-- the worker --------------------------------------------------------------
     |   |-- WorkerDied          it ended while it ran the task
-    |   |   |-- TensorLost      it ended, and a tensor on its device with it
-    |   |   `-- HostLost        the whole host is gone
-    |   |-- PeerLost            it ended while another worked with it
-    |   |-- WorkerStartFailed   it cannot be started: the pool is stopped
-    |   `-- PoolBroken          workers die and nothing gets done: the pool is stopped
+    |   |   |-- TensorLost      it ended, and a tensor on its device is lost
+    |   |   `-- HostLost        its host is lost
+    |   |-- PeerLost            it ended while another worker worked with it
+    |   |-- WorkerStartFailed   it cannot be started: the pool has stopped
+    |   `-- PoolBroken          workers die and finish no tasks: the pool has stopped
     `-- xpool ---------------------------------------------------------------------
-        `-- InternalError       a bug of ours, with the story
+        `-- InternalError       a bug in xpool, described in the message
 
-A task's own exception is none of these: it is raised as it is, with the worker's
-traceback as its ``__cause__`` (a `RemoteTraceback`).  `TaskStopped` is none either: it is
-what a task itself is interrupted with.
+The exceptions of tasks are not among these: they are raised unchanged, with the worker's traceback
+as ``__cause__`` (a `RemoteTraceback`).  `TaskStopped` is not among them either: it is raised in a
+task to interrupt it.
 
-All are picklable and keep their fields.  Each job gets an instance of its own, so that
-no two callers add their frames to the same traceback.
+All errors are picklable and keep their fields.  Each job gets its own instance, so that two callers
+do not add their frames to the same traceback.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ __all__ = [
 
 
 def exit_reason(exitcode: int | None) -> str:
-    """Say an exit code as a person would: ``-9`` is "killed by SIGKILL"."""
+    """Return a readable text for an exit code: ``-9`` is "killed by SIGKILL"."""
     if exitcode is None:
         return "exit code unknown"
     if exitcode >= 0:
@@ -82,33 +82,33 @@ def exit_reason(exitcode: int | None) -> str:
 class PoolClosed(XPoolError, ValueError):
     """The pool takes no more work: it was closed, terminated, or has failed.
 
-    A `ValueError` too, since that is what `multiprocessing.pool` raises.
+    It is also a `ValueError`, as in `multiprocessing.pool`.
     """
 
 
 class OptionError(XPoolError, ValueError):
-    """An argument has a value that makes no sense; the message names it."""
+    """An argument has an invalid value; the message names the argument."""
 
 
 class DeviceError(XPoolError, RuntimeError):
-    """A device cannot be had: it is not there, in use, or its framework is missing or does not fit.
+    """A device is missing or in use, or its framework is missing or does not fit.
 
     The message says what to do.
     """
 
 
 class TaskNotPicklable(XPoolError, pickle.PicklingError):
-    """The function or an argument cannot be sent to a worker; ``__cause__`` says why."""
+    """The function or an argument cannot be sent to a worker; ``__cause__`` is the reason."""
 
 
 class TaskTimeout(XPoolError, TimeoutError):
-    """The task ran longer than its ``timeout=`` and was stopped, or its thread was left to itself.
+    """The task ran longer than its ``timeout=``, and was stopped.  A thread cannot be stopped: it
+    runs on.
 
     Fields: ``seconds`` (the limit), ``worker`` (its index), ``pid`` (of the worker; None:
-    not known), ``task`` (what ran, as text), ``stack`` (where it was then, as text: the call that
-    was made last comes first; empty when the worker could not tell), ``stopped`` (False: it ran in
-    a thread of this process, which cannot be stopped, and runs on), ``host`` (name of the host that
-    it ran on; empty: this one).
+    not known), ``task`` (the task, as text), ``stack`` (its stack at that time, as text, most
+    recent call first; empty: not known), ``stopped`` (False: it runs on in a thread of this
+    process), ``host`` (name of its host; empty: this one).
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class TaskCancelled(XPoolError):
 
 
 class TaskStopped(BaseException):
-    """Raised inside a task to stop it: its time is over, or it was cancelled.
+    """Raised inside a task to stop it, because its time is over or it was cancelled.
 
-    For ``finally`` and ``with`` to run; the caller never sees it.  No `Exception`, as
-    `KeyboardInterrupt` is none, so that ``except Exception`` does not stop the stopping.  A task
-    that catches it and goes on is killed, with its worker, a moment later.
+    It lets ``finally`` and ``with`` run; the caller never sees it.  Like `KeyboardInterrupt` it is
+    not an `Exception`, so that ``except Exception`` does not catch it.  A task that catches it and
+    goes on is killed a moment later, with its worker.
     """
 
 
@@ -174,11 +174,11 @@ class WorkerDied(XPoolError):
     """The worker ended while it ran this task.
 
     Fields: ``pid`` (int or None), ``exitcode`` (as `multiprocessing.Process.exitcode`:
-    negative for a signal, None when unknown), ``worker`` (its index), ``task``
-    (what it was running, as text), ``killed`` (how many workers have died of this task by
-    now: with ``retries=`` it may be several; 0: it is innocent), ``beside`` (where workers are
-    threads of one process: what the others have to do with its end, as text, or empty), ``host``
-    (name of the host that it was on; empty: this one).
+    negative for a signal, None if unknown), ``worker`` (its index), ``task``
+    (the task, as text), ``killed`` (how many workers this task has killed so far: with
+    ``retries=`` it may be several; 0: the task is not the cause), ``beside`` (if workers are
+    threads of one process: the part of the other workers in its end, as text, or empty), ``host``
+    (name of the worker's host; empty: this one).
     """
 
     def __init__(
@@ -224,9 +224,9 @@ class WorkerDied(XPoolError):
 
 
 class TensorLost(WorkerDied):
-    """The worker that held a tensor on its device has ended, and the tensor with it.
+    """The worker that held a tensor on its device has ended, so the tensor is lost.
 
-    Fields as of `WorkerDied`; ``task`` says which tensor.
+    It has the fields of `WorkerDied`; ``task`` describes the tensor.
     """
 
     def __str__(self) -> str:
@@ -237,15 +237,16 @@ class TensorLost(WorkerDied):
 
 
 class HostLost(WorkerDied):
-    """The host that had this task is gone, and may have run it.
+    """The host that had this task is lost, and may have run it.
 
-    Fields as of `WorkerDied`, and ``reason`` (what is known of its end, as text); ``worker`` is -1
-    where any of the host's may have run the task, ``pid`` and ``exitcode`` are None.
+    It has the fields of `WorkerDied`, and ``reason`` (the known facts about the loss, as text).
+    ``worker`` is -1 if any worker of the host may have run the task; ``pid`` and ``exitcode`` are
+    None.
     """
 
     def __init__(self, host: str, reason: str, task: str, worker: int = -1) -> None:
         super().__init__(None, None, worker, task, 0, "", host)
-        # What `__init__` is called with when this is unpickled.
+        # Unpickling calls `__init__` with these.
         self.args = (host, reason, task, worker)
         self.reason = reason
 
@@ -257,7 +258,7 @@ class HostLost(WorkerDied):
 
 
 class PeerLost(XPoolError):
-    """A process that this one works with has ended, and what it was to send will not come."""
+    """A process with which this one works has ended, so its messages will not arrive."""
 
 
 _HINTS: dict[int | None, str] = {
@@ -272,10 +273,10 @@ _HINTS: dict[int | None, str] = {
 
 
 class WorkerStartFailed(XPoolError):
-    """A worker could not be started, again and again: the pool has stopped.
+    """A worker could not be started in several attempts: the pool has stopped.
 
-    Fields: ``worker`` (its index), ``attempts``, ``reason`` (text).  The
-    exception that the initializer raised, if it was that, is the ``__cause__``.
+    Fields: ``worker`` (its index), ``attempts``, ``reason`` (text).  If the initializer
+    raised an exception, that is the ``__cause__``.
     """
 
     def __init__(self, worker: int, attempts: int, reason: str) -> None:
@@ -290,11 +291,11 @@ class WorkerStartFailed(XPoolError):
 
 
 class PoolBroken(XPoolError):
-    """The pool has stopped: workers died one after the other and no task was finished meanwhile, or
-    an exception cut its own bookkeeping short.
+    """The pool has stopped: workers died one after the other without finishing a task, or an
+    exception interrupted the pool's own bookkeeping.
 
-    Fields: ``deaths`` (how many), ``seconds`` (in how short a time), ``last`` (the last of them,
-    as text; without deaths, the exception).
+    Fields: ``deaths`` (their number), ``seconds`` (the time in which they happened), ``last`` (the
+    last death, as text; without deaths, the exception).
     """
 
     def __init__(self, deaths: int, seconds: float, last: str) -> None:
@@ -315,13 +316,13 @@ class PoolBroken(XPoolError):
 
 
 class InternalError(XPoolError):
-    """A bug in xpool, or in a hook of a pool built on it.  The message tells the story."""
+    """A bug in xpool, or in a hook of a pool that is built on it.  The message describes it."""
 
 
 def __getattr__(name: str) -> Any:
     if name in ("RemoteTraceback", "ResultNotPicklable"):
-        # Their bases are in `multiprocessing.pool`, a tenth of what a worker would have to import
-        # before its first task.
+        # Imported on demand: their bases are in `multiprocessing.pool`, whose import would add a
+        # tenth to the imports of a worker before its first task.
         error_imports.ready()
         value = globals()[name] = getattr(import_module("xpool._python.pool_errors"), name)
         return value
