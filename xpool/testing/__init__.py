@@ -1,7 +1,7 @@
-"""What xpool is tested with, for pools of your own too: see ``docs/testing.md``.
+"""The test tools of xpool, also for your own pools: see ``docs/testing.md``.
 
-Names are resolved when they are first used: the state machine needs hypothesis, the fixture needs
-pytest, and everything else neither.
+Names are imported when they are first used.  The state machine needs hypothesis, and the fixture
+needs pytest; the rest needs neither.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks for the parts of pools of people's own: hooks and channels.
+"""Checks for parts that users write for pools: hooks and channels.
 
-Each check uses the thing as xpool does, watches it, and raises one `AssertionError` that lists
-everything that is not as the description says.
+Each check uses the part as xpool does, and watches it.  Then it raises one `AssertionError` that
+lists all violations of the part's description.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from xpool.testing.waiting import eventually
 __all__ = ["check_channel", "check_hooks"]
 
 QUICK = 0.5
-"""Seconds that a hook which may not block may take; much, for slow machines."""
+"""Seconds that a non-blocking hook may take; long, for slow machines."""
 
 LIMIT = 20.0
-"""Seconds after which something counts as not happening."""
+"""Seconds after which an operation counts as hanging."""
 
 
 class _Report:
-    """What was seen, by all threads."""
+    """The observations of all threads."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
@@ -43,9 +43,9 @@ class _Report:
 
 @contextlib.contextmanager
 def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
-    """Look at every hook of the class as it is called.
+    """Watch all calls of the class's hooks in the block.
 
-    The class itself is changed, and changed back: a subclass could not be found by the workers.
+    This changes the class itself, and restores it.  Workers could not find a subclass.
     """
 
     def wrap(name: str, look: Callable[[Any, float, tuple[Any, ...]], None]) -> Any:
@@ -53,7 +53,7 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
 
         @functools.wraps(hook)
         def call(self: Any, *args: Any) -> Any:
-            # Hooks are called in several threads: a count may be lost, but not the first one.
+            # Several threads call hooks, so a count may be too low, but not 0 after a call.
             report.calls[name] = report.calls.get(name, 0) + 1
             start = time.monotonic()
             try:
@@ -93,7 +93,7 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
         return look
 
     def nothing(value: Any, took: float, args: tuple[Any, ...]) -> None:
-        """Any value, and as long as it takes."""
+        """Accept any value and any duration."""
 
     looks = {
         "setup_queues": nothing,
@@ -104,7 +104,7 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
         "terminate_workers": quick("terminate_workers"),
         "join_workers": nothing,
     }
-    # Hooks that the class inherits are not to stay in it afterwards.
+    # Remember the class's own hooks: inherited ones are deleted from it afterwards.
     own = {name: vars(kind)[name] for name in looks if name in vars(kind)}
     for name, hook in {name: wrap(name, look) for name, look in looks.items()}.items():
         setattr(kind, name, hook)
@@ -125,7 +125,7 @@ def _late(report: _Report, name: str, took: float, args: tuple[Any, ...]) -> Non
 
 
 def _within(report: _Report, what: str, act: Callable[[], Any], limit: float = LIMIT) -> Any:
-    """Do it in a thread of its own; note when it does not come back, or raises."""
+    """Call ``act`` in a new thread; report if it raises, or does not return within ``limit``."""
     box: list[Any] = []
 
     def run() -> None:
@@ -136,7 +136,7 @@ def _within(report: _Report, what: str, act: Callable[[], Any], limit: float = L
 
     thread = threading.Thread(target=run, name=f"check-{what}", daemon=True)
     thread.start()
-    # A hook that hangs leaves its thread behind: a daemon, which does not keep the process.
+    # The thread of a hanging hook stays.  It is a daemon, so the process can end.
     thread.join(limit)
     if not box:
         report.say(f"{what} does not return within {limit:g} s")
@@ -149,14 +149,15 @@ def _within(report: _Report, what: str, act: Callable[[], Any], limit: float = L
 
 
 def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -> None:
-    """Use a subclass of `BasePool` in all the ways that involve its hooks, and watch them.
+    """Use a subclass of `BasePool` in all ways that involve its hooks, and check the hooks.
 
     Args:
-        pool: the class; made as ``pool(processes=2, **options)`` unless ``options`` say otherwise.
-        limit: seconds after which something counts as not happening.
+        pool: the class; called as ``pool(processes=2, **options)`` unless ``options`` contains
+            another number of processes.
+        limit: seconds after which an operation counts as hanging.
 
     Raises:
-        AssertionError: lists what is not as the descriptions of the hooks say.
+        AssertionError: lists the violations of the descriptions of the hooks.
     """
     report = _Report()
     before = Snapshot.take()
@@ -164,7 +165,7 @@ def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -
     make = functools.partial(pool, **options)
     with _watched(pool, report):
         for use in (_use_to_the_end, _use_short_lives, _use_terminate):
-            # After the first fault the pool may hang, and what follows says little.
+            # Stop at the first fault: the pool may hang, and later results mean little.
             if not report.wrong:
                 use(make, report, limit)
     for name in ("pool_inqueue_put", "pool_outqueue_get", "maintain_pool", "join_workers"):
@@ -189,10 +190,10 @@ def _use_to_the_end(make: Callable[..., Any], report: _Report, limit: float) -> 
     if report.wrong:
         pool.terminate()
         return
-    # The engine's thread looks after the workers in turns: a quick pool may end before the first.
-    with contextlib.suppress(AssertionError):  # `check_hooks` says so then
+    # The engine's thread maintains workers at intervals; a fast pool may end before the first.
+    with contextlib.suppress(AssertionError):  # `check_hooks` reports it
         eventually(lambda: report.calls.get("maintain_pool"), "maintain_pool() is called", limit)
-    # An error, and calls that `close` has to wait for.
+    # Submit a task that raises, and calls for which `close` has to wait.
     error = pool.apply_async(perform, (("error", 7, None),))
     raised = _within(report, "get() of a task that raises", lambda: _error(error, limit), limit)
     if raised is not None and not (isinstance(raised, TaskError) and raised.args == (7,)):
@@ -246,13 +247,14 @@ def _error(result: Any, limit: float) -> BaseException:
 
 
 def check_channel(make: Callable[[], Any], *, limit: float = LIMIT) -> None:
-    """Check a queue of people's own: ``put(obj)``, ``get(timeout)``, and ``close()`` if it has it.
+    """Check a queue that you have written: ``put(obj)``, ``get(timeout)``, optionally ``close()``.
 
-    What is put comes out, equal and in order, once, whatever its size and however many threads
-    put and get; `get` raises `queue.Empty` after its timeout in seconds, and not before.
+    `get` must return equal objects in the order of `put`, each once, for objects of any size and
+    any number of threads.  `get` must raise `queue.Empty` after its timeout in seconds, and not
+    before.
 
     Raises:
-        AssertionError: lists what does not hold.
+        AssertionError: lists the violations.
     """
     report = _Report()
     before = Snapshot.take()
@@ -279,7 +281,7 @@ def _one_by_one(channel: Any, objects: list[Any], report: _Report) -> None:
         for obj in objects:
             channel.put(obj)
 
-    # The large one may not fit while nobody gets.
+    # Put in another thread: the large object may not fit before the first `get`.
     putter = threading.Thread(target=put_all, daemon=True)
     putter.start()
     got = [channel.get(LIMIT) for _ in objects]
@@ -321,7 +323,7 @@ def _many(channel: Any, report: _Report, limit: float) -> None:
         thread.start()
     for thread in work:
         thread.join(limit)
-    # On a slow machine, threads that get may have given up before the last was put.
+    # On a slow machine, the getting threads may have timed out before the last `put`.
     while len(got) < threads * each:
         try:
             got.append(channel.get(2 * TURN))

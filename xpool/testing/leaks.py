@@ -1,6 +1,6 @@
-"""What this process has open: children and theirs, threads, descriptors, shared memory.
+"""Finds leaks of this process: descendants, threads, descriptors and shared memory.
 
-Linux only: it reads ``/proc`` and ``/dev/shm``.
+It works only on Linux, since it reads ``/proc`` and ``/dev/shm``.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ __all__ = [
 ]  # fmt: skip
 
 MARK = "XPOOL_TEST_RUN"
-"""Environment variable by which orphans of this run are known again."""
+"""Environment variable that marks the processes of this run, so that orphans are recognized."""
 
 KEPT = ("xpool._worker.server", "multiprocessing.forkserver", "multiprocessing.resource_tracker")
-"""In the command line of processes that live as long as this one, on purpose, to make starting
-the next pool cheap.  Their children are no exception."""
+"""Parts of the command lines of processes that intentionally live as long as this one, to make the
+start of the next pool cheap.  Their children do count as leaks."""
 
 RAYS = (
     "ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "/ray/core/src/", "/ray/_private/",
     "/ray/dashboard/", "/ray/autoscaler/",
 )  # fmt: skip
-"""In the command line of what Ray starts when it likes, and keeps for the next actor."""
+"""Parts of the command lines of processes that Ray starts at any time, and keeps for actors."""
 
 ARENA = "/memfd:xpool-arena"
-"""The file of the arena: one for the program, made with its first pool and kept."""
+"""The file of the arena.  The program makes it with its first pool, and keeps it."""
 
 SHM = "/dev/shm/"
 
@@ -51,10 +51,10 @@ _servers: set[int] = set()
 """Kept servers that were seen at any time."""
 
 _numbers: set[str] = {_SELF}
-"""Of this process and of all that were seen below it."""
+"""Process ids of this process and of all descendants that were seen."""
 
 _strangers: set[str] = set()
-"""Processes that are none of ours, so that looking again costs little."""
+"""Unrelated processes, remembered so that a later search costs little."""
 
 
 def _processes() -> set[str]:
@@ -62,7 +62,7 @@ def _processes() -> set[str]:
 
 
 def mark_this_run() -> None:
-    """Put the mark into the environment that children will get."""
+    """Set the mark in the environment, which children inherit."""
     os.environ[MARK] = f"{_SELF}-{uuid.uuid4().hex[:8]}"
     _strangers.update(_processes())
 
@@ -75,42 +75,42 @@ def _read(pid: str, name: str) -> bytes:
 
 
 def _parent(pid: str) -> str:
-    # The name, in parentheses, may itself hold spaces and parentheses.
-    # After the name come the state and the parent (proc_pid_stat(5)).
+    # The name, in parentheses, may contain spaces and parentheses.  After it come the state and the
+    # parent (proc_pid_stat(5)).
     fields = _read(pid, "stat").rpartition(b")")[2].split()
     return fields[1].decode() if fields else "0"
 
 
 def command(pid: int | str) -> str:
-    """Return the command line of a process; a zombie has none."""
+    """Return the command line of a process; empty for a zombie."""
     return _read(str(pid), "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 def _ours() -> dict[str, str]:
-    """Return the processes below this one, and those that once were, with their parents."""
+    """Return the current and the orphaned descendants of this process, with their parents."""
     there = _processes()
-    # Numbers come again, for other processes.
+    # The system reuses process ids.
     _strangers.intersection_update(there)
     parents = {pid: _parent(pid) for pid in there - _strangers - {_SELF}}
     mark = f"{MARK}={os.environ.get(MARK, '-')}".encode()
     ours = {}
     for pid, parent in parents.items():
         up = parent
-        # Up to the first that is not among them: this process, a stranger, or init.
+        # Go up to the first process that is not among these: this one, an unrelated one, or init.
         while up in parents:
             up = parents[up]
         environment = b"" if up == _SELF else _read(pid, "environ")
         if up == _SELF or mark in environment.split(b"\0"):
             ours[pid] = parent
         elif environment:
-            # One without has ended, or is another user's: it is looked at again.
+            # A process without an environment has ended or is another user's: check it again later.
             _strangers.add(pid)
     _numbers.update(ours)
     return ours
 
 
 def _kept(pid: str, parent: str) -> bool:
-    # The children that a fork server forks show its command line; the server itself is ours.
+    # Forked children of a fork server have its command line, but only the server is our child.
     words = command(pid) if parent == _SELF else ""
     return any(name in words for name in KEPT)
 
@@ -121,30 +121,32 @@ def _rays(pid: str) -> bool:
 
 
 def descendants() -> set[int]:
-    """Return the processes below this one and those that were, without the kept servers and
-    without Ray's own: its actors count, and what they start."""
+    """Return the current and orphaned descendants, without kept servers and Ray's own processes.
+
+    Ray's actors count, and so do the processes that they start.
+    """
     ours = _ours()
     return {int(pid) for pid, parent in ours.items() if not (_kept(pid, parent) or _rays(pid))}
 
 
 def servers() -> list[int]:
-    """Return the kept server processes of this process."""
+    """Return the kept servers of this process."""
     found = [int(pid) for pid, parent in _ours().items() if _kept(pid, parent)]
     _servers.update(found)
     return found
 
 
 def _shm_of(pid: str) -> set[int | str]:
-    """Return what a process has open or mapped in /dev/shm: inodes, and names of files and folders.
+    """Return inodes and names in /dev/shm that a process has open or mapped.
 
-    A semaphore is mapped under another name than it has; of what lies in a folder, the folder's
-    name is here.
+    Inodes are needed since a semaphore is mapped under another name.  For a file in a folder, the
+    name is the folder's.
     """
     found = set[int | str]()
     for line in _read(pid, "maps").decode(errors="replace").splitlines():
         if SHM in line:
             found |= {int(line.split()[4]), _name_in_shm(line.partition(SHM)[2])}
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         for entry in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 to = os.readlink(entry.path)
@@ -158,10 +160,10 @@ def _name_in_shm(path: str) -> str:
 
 
 def descriptors() -> dict[int, str]:
-    """Return this process's open descriptors and what they lead to.
+    """Return this process's open descriptors and their targets.
 
-    Not those that xpool keeps for the whole process: of its shared memory, and one for the imports
-    that a failed task needs.
+    Descriptors that xpool keeps until the process ends are left out: that of its shared memory, and
+    one for the imports that a failed task needs.
     """
     found = {}
     kept = error_imports.kept_descriptor()
@@ -171,13 +173,13 @@ def descriptors() -> dict[int, str]:
             if not to.startswith(ARENA) and int(name) != kept:
                 found[int(name)] = to
         except OSError:
-            continue  # the descriptor of this very listing
+            continue  # the descriptor of this listing itself
     return found
 
 
 @dataclass
 class Snapshot:
-    """What there was at one moment."""
+    """The processes, threads, descriptors and shared memory at one moment."""
 
     processes: set[int]
     servers: list[int]
@@ -186,15 +188,16 @@ class Snapshot:
     shm: set[str]
 
     inside: bool = False
-    """Whether this is about threads and descriptors of this process only."""
+    """Whether it covers only threads and descriptors of this process."""
     outside: bool = False
-    """Whether it is about processes and names in /dev/shm only."""
+    """Whether it covers only processes and names in /dev/shm."""
 
     @classmethod
     def take(cls, inside: bool = False, outside: bool = False) -> Snapshot:
-        """Look now; only at this process itself, which takes a tenth of the time, if ``inside``.
+        """Take a snapshot.
 
-        ``outside`` is the opposite: what lives on in this process is not waited for.
+        ``inside`` covers only this process itself, which takes a tenth of the time.  ``outside`` is
+        the opposite: `leaks` does not wait for threads and descriptors of this process.
         """
         threads, fds = set(threading.enumerate()), descriptors()
         if inside:
@@ -203,13 +206,13 @@ class Snapshot:
         return cls(descendants(), servers(), threads, fds, shm, outside=outside)
 
     def more_fds(self) -> dict[int, str]:
-        """Return descriptors opened since, if there are more than there were."""
+        """Return descriptors opened since the snapshot, if their number has grown."""
         if self.outside:
             return {}
         now = descriptors()
         new = {fd: to for fd, to in now.items() if self.fds.get(fd) != to}
-        # A server is started anew when the program has come to use more modules.
-        # This process has an end of a socket to it, to those of multiprocessing of a pipe.
+        # xpool starts a new server when the program uses more modules.  For each new server, leave
+        # out one end: of a socket for xpool's server, of a pipe for those of multiprocessing.
         for pid in set(servers()) - set(self.servers) if new else ():
             kind = "socket:" if KEPT[0] in command(pid) else "pipe:"
             end = next((fd for fd, to in new.items() if to.startswith(kind)), None)
@@ -218,7 +221,7 @@ class Snapshot:
         return new if len(now) > len(self.fds) else {}
 
     def leaks(self, limit: float, ignore: str = "(?!)") -> list[str]:
-        """Return what is left over, after everything had `limit` seconds to end.
+        """Return the leaks since the snapshot that are still there after `limit` seconds.
 
         Threads whose names match `ignore` may stay.
         """
@@ -229,20 +232,20 @@ class Snapshot:
             if thread not in self.threads and not re.fullmatch(ignore, thread.name)
         ]
         processes = set() if self.inside else descendants() - self.processes
-        # What is in circles may hold all of these.
+        # Reference cycles may hold all of these.
         if new or processes or self.more_fds() or self._more_shm():
             gc.collect()
 
         def left() -> float:
             return max(0.0, end - time.monotonic())
 
-        # A server that has just been started is known for one when its own program runs.
+        # `descendants` again: it recognizes a new server only when the server's program runs.
         stayed = wait_gone(processes, left())
         found = [
             f"process {pid}: {command(pid) or 'not waited for (zombie)'}"
             for pid in (sorted(descendants() & set(stayed)) if stayed else ())
         ]
-        # A process that ended may still be waiting to be waited for.
+        # A process that has ended may still be a zombie, until its parent waits for it.
         if processes and not found:
             try:
                 eventually(lambda: not descendants() - self.processes, "zombies", left())
@@ -263,10 +266,10 @@ class Snapshot:
         return found
 
     def _more_shm(self) -> set[str]:
-        """Return names in /dev/shm that are new and ours.
+        """Return new names in /dev/shm that belong to this process or its descendants.
 
-        A process of ours has them open or mapped; or their names have the number of one, as those
-        of torch and joblib, and nobody may have them any more.
+        One of these has them open or mapped, or their names contain its process id, as those of
+        torch and joblib do even when no process has them open.
         """
         new = set() if self.inside else set(os.listdir(SHM)) - self.shm
         if not new:
@@ -274,7 +277,7 @@ class Snapshot:
         held = set[int | str]().union(*map(_shm_of, [_SELF, *_ours()]))
         found = set[str]()
         for name in new:
-            with contextlib.suppress(FileNotFoundError):  # it was put away just now
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
                 ours = name in held or os.stat(SHM + name).st_ino in held
                 if ours or not _numbers.isdisjoint(_NUMBER.findall(name)):
                     found.add(SHM + name)
@@ -282,23 +285,23 @@ class Snapshot:
 
 
 class LeakError(AssertionError):
-    """Something was left over: the message lists what."""
+    """The block has left something behind; the message lists it."""
 
 
 @contextlib.contextmanager
 def no_leaks(limit: float = 5.0, ignore: str = "(?!)") -> Iterator[None]:
     """Check that the block leaves nothing behind.
 
-    Threads, processes (also those whose parent has ended, after `mark_this_run`), descriptors
-    (sockets among them) and names in ``/dev/shm`` that were not there before have ``limit``
-    seconds to go; threads whose whole name matches the pattern ``ignore`` may stay.  The fork
-    servers that xpool and multiprocessing keep for the next pool are no leak.
+    New threads, processes, descriptors (including sockets) and names in ``/dev/shm`` have ``limit``
+    seconds to disappear.  After `mark_this_run`, processes whose parent has ended count, too.
+    Threads whose whole name matches the pattern ``ignore`` may stay.  The fork servers that xpool
+    and multiprocessing keep for the next pool are not leaks.
 
-    A name in ``/dev/shm`` counts when this process or one below it has it open or mapped, or when
-    the name has the number of one (``torch_1234_...``).  Others may be of any program.
+    A name in ``/dev/shm`` counts if this process or a descendant has it open or mapped, or if the
+    name contains the id of one (``torch_1234_...``).  Other names may belong to any program.
 
     Raises:
-        LeakError (an `AssertionError`): what is left.  Not raised over an error of the block.
+        LeakError (an `AssertionError`): lists the leaks.  Not raised if the block raises an error.
     """
     before = Snapshot.take()
     yield

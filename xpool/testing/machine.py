@@ -1,10 +1,10 @@
-"""A state machine that uses a pool in every order that hypothesis can think of.
+"""A state machine that uses a pool in any order that hypothesis generates.
 
-The model beside it is simple: what each task must become, and what state the pool is in.  In any
-order come calls by every verb (values, errors, chunks), results, callbacks, deaths of workers from
-within and from without, several threads at once, `close`, `terminate` and `join`; and, where the
-pool has them, limits of time and `cancel`.  Whatever has been submitted must be answered, once,
-with what the model says, before a limit; and a pool that has ended must leave nothing behind.
+It compares the pool with a simple model: the expected answer of each task, and the pool's state.
+The order is random for calls of every verb (values, errors, chunks), results, callbacks, deaths of
+workers by tasks and by kills, several threads at once, `close`, `terminate` and `join`; and for
+time limits and `cancel`, if the pool has them.  Every submitted task must be answered once, as the
+model expects, within a time limit.  A pool that has ended must leave nothing behind.
 """
 
 from __future__ import annotations
@@ -39,46 +39,46 @@ _DEATHS = ("os._exit", "SIGKILL")
 _THREADS = 3
 _MIXED = st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9)
 _CHUNK = st.integers(1, 4)
-_SELDOM = st.sampled_from([False, False, False, True])  # else most histories would end early
+_SELDOM = st.sampled_from([False, False, False, True])  # rarely, so that few histories end early
 
 
 class _Answer:
-    """An answer that is owed: how to get it, and what it may be."""
+    """An expected answer: how to get it, and its possible values."""
 
     def __init__(self, what: str, get: Callable[[float], Any], specs: list[Spec]) -> None:
         self.what = what
         self.get = get
         self.specs = specs
-        self.result: Any = None  # where there is one that can be cancelled
-        self.called: list[Any] | None = None  # what its callbacks were called with
+        self.result: Any = None  # the pool's result, if it can be cancelled
+        self.called: list[Any] | None = None  # the arguments of its callbacks
         self.unordered = False
-        self.asked = False  # to be cancelled
-        self.cancelled = False  # and `cancel` said that it is
+        self.asked = False  # `cancel` was called
+        self.cancelled = False  # `cancel` returned that it is cancelled
         self.times_out = False
 
     @property
     def kinds(self) -> set[str]:
-        """What its tasks do."""
+        """The kinds of its tasks."""
         return {spec[0] for spec in self.specs}
 
 
 class PoolStateMachine(RuleBasedStateMachine):
-    """Rules over one pool; make one for your own class with `for_pool`."""
+    """Rules for one pool; `for_pool` makes a machine for your own class."""
 
     make: ClassVar[Callable[[], Any]]
     """Makes the pool."""
 
     deaths: ClassVar[bool] = False
-    """Whether its workers are processes whose death costs the task that they run, and only that."""
+    """Whether workers are processes, and the death of one loses only the task that it runs."""
 
     gets_context: ClassVar[bool] = False
     """Whether tasks get a context before their arguments."""
 
     limit: ClassVar[float] = 20.0
-    """Seconds after which an answer that has not come counts as a hang."""
+    """Seconds after which a missing answer counts as a hang."""
 
     slowest: ClassVar[float] = 0.0
-    """Seconds that the slowest answer of any history took."""
+    """Seconds of the slowest answer in all histories."""
 
     @classmethod
     def for_pool(
@@ -92,15 +92,15 @@ class PoolStateMachine(RuleBasedStateMachine):
         steps: int = 15,
         **options: Any,
     ) -> type[PoolStateMachine]:
-        """Return a machine for ``pool(*args, **options)``; its ``TestCase`` is what pytest runs.
+        """Return a machine for ``pool(*args, **options)``; pytest runs its ``TestCase``.
 
         Args:
-            pool: a subclass of `xpool.BasePool`, or anything that has the verbs.  Two workers if
-                ``options`` do not say how many.
-            deaths: whether workers may be killed; None: yes for the process pools of xpool.
-            gets_context: whether tasks get a context first; None: yes for xpool's context pools.
-            limit: seconds after which an answer that has not come counts as a hang.
-            examples, steps: histories to try, and rules in each at most.
+            pool: a subclass of `xpool.BasePool`, or another callable that makes a pool with its
+                verbs.  The pool has two workers unless ``args`` or ``options`` give a number.
+            deaths: whether workers may be killed; None: only for the process pools of xpool.
+            gets_context: whether tasks get a context first; None: only for xpool's context pools.
+            limit: seconds after which a missing answer counts as a hang.
+            examples, steps: the number of histories, and the most rules in each.
         """
         from xpool._pools.context import CtxPool, CtxThreadPool
         from xpool._pools.process import Pool
@@ -126,9 +126,9 @@ class PoolStateMachine(RuleBasedStateMachine):
             stateful_step_count=steps,
             deadline=None,
             print_blob=True,
-            # One fault of a pool shows in many places, each of which would be searched by itself.
+            # One fault of a pool causes many failures, and hypothesis would shrink each of them.
             report_multiple_bugs=False,
-            # Not `explain`: it would try many more histories, each of which may hang.
+            # Without `explain`, which would try many more histories, each of which may hang.
             phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         )
@@ -143,30 +143,30 @@ class PoolStateMachine(RuleBasedStateMachine):
         self.held = 0
         self.state = "RUN"
         self.owed: list[_Answer] = []
-        self.kills = 0  # by us, from without
-        self.lost = 0  # tasks that were lost and did not end their worker themselves
+        self.kills = 0  # workers that this machine has killed
+        self.lost = 0  # lost tasks that did not end their worker themselves
         self.numbers = 0
 
     # -- helpers ---------------------------------------------------------------------------------
 
     def spec(self, what: str) -> Spec:
-        """Return what a task is to do."""
+        """Return the specification of a new task."""
         self.numbers += 1
         if what == "held":
             self.held += 1
         return what, self.numbers, self.gate.path if what == "held" else None
 
     def functions(self) -> tuple[Any, Any]:
-        """Return the function of one argument, and that of two."""
+        """Return the task functions of one and of two arguments."""
         return (in_context, in_context) if self.gets_context else (perform, perform_pair)
 
     def expect(self, answer: _Answer) -> None:
-        """Take an answer and compare it with what it must be."""
+        """Get an answer and compare it with the model."""
         start = time.monotonic()
         try:
             value = answer.get(self.limit)
         except PoolTimeout as exc:
-            # It is a TimeoutError too, and an answer: the task's own limit.
+            # `TaskTimeout` is a TimeoutError, too, but an answer: the task reached its own limit.
             if isinstance(exc, errors.TaskTimeout):
                 self.check_cancelled(answer, exc)
                 assert answer.times_out, f"{answer.what} ended with {exc!r}, without a limit"
@@ -180,7 +180,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             assert not answer.cancelled, f"{answer.what} was cancelled, and gave {value!r:.80}"
             assert not (answer.kinds - _GOOD), f"{answer.what} gave {value!r:.80}, and must fail"
             assert not answer.times_out, f"{answer.what} gave {value!r:.80}, after its limit"
-            # By their reprs: numbers and bytes do not compare.
+            # Sort by repr, since numbers and bytes cannot be compared.
             if answer.unordered:
                 value, expected = sorted(value, key=repr), sorted(expected, key=repr)
             assert value == expected, f"{answer.what} gave {value!r:.80}, not {expected!r:.80}"
@@ -195,21 +195,21 @@ class PoolStateMachine(RuleBasedStateMachine):
                 assert isinstance(kind, BaseException) or answer.called[0] == kind[0]
 
     def hangs(self, what: str) -> NoReturn:
-        """Say that something has not come to its end within the limit."""
+        """Raise the error that something has not ended within the limit."""
         patience, kind = self.limit, type(self)
-        # Hypothesis tries hundreds of histories to find a short one, each of which may hang.
+        # Lower the limit: to find a short history, hypothesis tries hundreds that may all hang.
         kind.limit = min(patience, max(0.25, 10 * kind.slowest))
         raise AssertionError(f"{what} within {patience:g} s; {self.pool!r}") from None
 
     def check_cancelled(self, answer: _Answer, exc: BaseException) -> None:
-        """What was cancelled ends so."""
+        """Check that a cancelled answer has the error of a cancelled task or of a closed pool."""
         ends = (errors.TaskCancelled, errors.PoolClosed)
         assert not answer.cancelled or isinstance(exc, ends), (
             f"{answer.what} was cancelled, and raised {exc!r}"
         )
 
     def check_error(self, answer: _Answer, exc: BaseException) -> None:
-        """An error is the one that some task of the answer owes, or one that we have caused."""
+        """Check that an error comes from a task of the answer, or was caused by the machine."""
         self.check_cancelled(answer, exc)
         if isinstance(exc, TaskError):
             numbers = [spec[1] for spec in answer.specs if spec[0] == "error"]
@@ -232,7 +232,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             raise AssertionError(f"{answer.what} raised {exc!r}") from exc
 
     def submit(self, verb: str, whats: list[str], retries: int = 0, **terms: Any) -> None:
-        """Submit tasks by a verb that does not wait, and note what is owed."""
+        """Submit tasks by a verb that does not wait, and record the expected answer."""
         specs = [self.spec(what) for what in whats]
         if retries and "retries" in inspect.signature(getattr(self.pool, verb)).parameters:
             terms["retries"] = retries
@@ -240,14 +240,14 @@ class PoolStateMachine(RuleBasedStateMachine):
         self.owed.append(answer)
 
     def open_gate(self) -> None:
-        """Let all held tasks go on."""
+        """Let all held tasks continue."""
         if self.held:
-            # A task that is run again passes once more.
+            # Open it more than once for each task: a task that is run again passes it again.
             self.gate.open(2 * self.held + 2)
             self.held = 0
 
     def running(self) -> bool:
-        """For preconditions: the pool takes work."""
+        """Whether the pool takes work.  A precondition of rules."""
         return self.state == "RUN"
 
     # -- rules: work -----------------------------------------------------------------------------
@@ -255,26 +255,26 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(running)
     @rule(what=st.sampled_from(["value", "value", "error", "held", "large"]))
     def apply_async(self, what: str) -> None:
-        """A call."""
+        """Submit a call."""
         self.submit("apply_async", [what])
 
     @precondition(running)
     @rule(verb=st.sampled_from(["map_async", "starmap_async"]), whats=_MIXED, chunk=_CHUNK)
     def many(self, verb: str, whats: list[str], chunk: int) -> None:
-        """A map."""
+        """Submit a map."""
         self.submit(verb, whats, chunksize=chunk)
 
     @precondition(running)
     @rule(verb=st.sampled_from(["imap", "imap_unordered"]), whats=_MIXED, chunk=_CHUNK)
     def stream(self, verb: str, whats: list[str], chunk: int) -> None:
-        """A map whose results are drawn one by one."""
+        """Submit a map whose results are drawn one by one."""
         self.submit(verb, whats, chunksize=chunk)
 
     @precondition(running)
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), max_size=5))
     def apply(self, whats: list[str]) -> None:
-        """Calls that wait, from this thread."""
-        # Tasks that are held may have all the workers, and this waits.
+        """Make calls in this thread that wait for their results."""
+        # Open the gate first: held tasks may occupy all workers.
         self.open_gate()
         one, _ = self.functions()
         for what in whats:
@@ -285,7 +285,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(running)
     @rule(verb=st.sampled_from(["map", "starmap"]), n=st.integers(0, 8))
     def map(self, verb: str, n: int) -> None:
-        """A map that waits."""
+        """Make a map that waits for its results."""
         self.open_gate()
         one, two = self.functions()
         specs = [self.spec("value") for _ in range(n)]
@@ -298,7 +298,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(running)
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), min_size=_THREADS, max_size=9))
     def several_threads(self, whats: list[str]) -> None:
-        """Several threads submit at once, and take their answers."""
+        """Let several threads submit tasks at once, and get their answers."""
         trouble: list[BaseException] = []
         self.open_gate()
         shares = [[self.spec(what) for what in whats[i::_THREADS]] for i in range(_THREADS)]
@@ -325,7 +325,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.owed)
     @rule(which=st.integers(0, 5))
     def take(self, which: int) -> None:
-        """Take an answer that is owed, any of them."""
+        """Get any one of the expected answers."""
         self.open_gate()
         self.expect(self.owed.pop(which % len(self.owed)))
 
@@ -339,36 +339,36 @@ class PoolStateMachine(RuleBasedStateMachine):
         retries=st.integers(0, 1),
     )
     def saboteur(self, what: str, verb: str, others: int, retries: int) -> None:
-        """A task that ends its worker, alone or among others of a map."""
+        """Submit a task that ends its worker, alone or among other tasks of a map."""
         whats = [what] if verb == "apply_async" else ["value"] * others + [what, "value"]
         self.submit(verb, whats, retries)
 
     @precondition(lambda self: self.running() and self.deaths)
     @rule(victim=st.integers(0, 1))
     def kill(self, victim: int) -> None:
-        """A worker is killed from without, whatever it is doing."""
-        # Nothing may be drawn that depends on time, as this does: hypothesis replays histories.
+        """Kill a worker, in whatever state it is."""
+        # Hypothesis replays histories, so `victim` must not depend on the pids, which vary.
         pids = self.pool.statistics()["pids"]
         pid = pids[victim % len(pids)]
-        # None: its process has ended, and there is no other yet.
+        # None: its process has ended, and has not been replaced yet.
         if pid is not None:
             self.kills += 1
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.kills -= 1  # its own task was quicker
+                self.kills -= 1  # its own task has ended it before
 
     @precondition(lambda self: self.running() and self.deaths and _takes(self.pool, "timeout"))
     @rule(what=st.sampled_from(["hang", "spin"]))
     def timeout(self, what: str) -> None:
-        """A task that never ends by itself has a limit of time."""
+        """Submit a task that never ends by itself, with a time limit."""
         self.submit("apply_async", [what], timeout=0.05)
         self.owed[-1].times_out = True
 
     @precondition(lambda self: any(hasattr(a.result, "cancel") for a in self.owed))
     @rule(which=st.integers(0, 5))
     def cancel(self, which: int) -> None:
-        """A result that waits, runs or is there already is cancelled."""
+        """Cancel a result, whose task may be waiting, running or finished."""
         answers = [a for a in self.owed if hasattr(a.result, "cancel")]
         answer = answers[which % len(answers)]
         answer.asked = True
@@ -380,7 +380,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.state == "RUN")
     @rule()
     def join_too_early(self) -> None:
-        """`join` refuses while the pool runs."""
+        """Check that `join` raises while the pool runs."""
         try:
             self.pool.join()
         except ValueError:
@@ -390,7 +390,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.state != "RUN")
     @rule()
     def submit_too_late(self) -> None:
-        """A pool that was closed takes no more."""
+        """Check that a closed pool takes no more tasks."""
         one, _ = self.functions()
         try:
             self.pool.apply_async(one, (("value", 0, None),))
@@ -400,7 +400,7 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     @rule(really=_SELDOM)
     def close(self, really: bool = True) -> None:
-        """No more work; what was submitted is still answered."""
+        """Close the pool; submitted tasks are still answered."""
         if not really:
             return
         self.ends("close", self.pool.close)
@@ -409,7 +409,7 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     @rule(really=_SELDOM)
     def terminate(self, really: bool) -> None:
-        """All ends now."""
+        """Terminate the pool."""
         if not really:
             return
         self.open_gate()
@@ -419,19 +419,19 @@ class PoolStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.state != "RUN")
     @rule(threads=st.integers(1, _THREADS))
     def join(self, threads: int) -> None:
-        """The end is waited for, by several threads at once."""
+        """Wait for the pool's end, in several threads at once."""
         self.open_gate()
         self.ends("join", self.pool.join, threads)
 
     def ends(self, what: str, act: Callable[[], Any], threads: int = 1) -> None:
-        """Do it in threads of its own; it must return before the limit."""
+        """Call ``act`` in new threads, and check that it returns within the limit."""
         try:
             _in_time(act, self.limit, threads)
         except PoolTimeout:
             self.hangs(f"{what}() does not return")
 
     def teardown(self) -> None:
-        """Take every answer that is still owed, end the pool, and look for what it left."""
+        """Get all expected answers, end the pool, and check for leaks."""
         try:
             if self.state == "RUN":
                 self.close()
@@ -441,13 +441,13 @@ class PoolStateMachine(RuleBasedStateMachine):
             self.join(1)
         except BaseException:
             self.open_gate()
-            with contextlib.suppress(PoolTimeout):  # what was wrong first is what counts
+            with contextlib.suppress(PoolTimeout):  # report the first error
                 _in_time(self.pool.terminate, self.limit)
             raise
         finally:
             self.gate.close()
             shutil.rmtree(self.folder)
-        # What the pool object keeps for as long as it lives is no leak.
+        # Drop the pool: objects that it keeps while it exists are not leaks.
         del self.pool
         left = self.before.leaks(5.0, r"xpool-\d+-callbacks.*")
         assert not left, "left over by the pool:\n  " + "\n  ".join(left)
@@ -457,7 +457,7 @@ _GOOD = {"value", "held", "large"}
 
 
 def _in_time(act: Callable[[], Any], limit: float, threads: int = 1) -> Any:
-    """Do it in threads, and return what it returns; raise `TimeoutError` when it takes longer."""
+    """Return ``act()``, called in new threads; raise `TimeoutError` if it exceeds the limit."""
     done: list[tuple[bool, Any]] = []
 
     def run() -> None:
@@ -496,7 +496,7 @@ def _takes(pool: Any, name: str) -> bool:
 def _submit(
     pool: Any, verb: str, specs: list[Spec], functions: tuple[Any, Any], terms: dict[str, Any]
 ) -> _Answer:
-    """Submit by a verb that returns at once; return what is owed."""
+    """Submit tasks by a verb that returns at once; return the expected answer."""
     one, two = functions
     what = f"{verb} of {[spec[:2] for spec in specs]}"
     if verb == "apply_async":
@@ -521,7 +521,7 @@ def _submit(
 
 
 def _drawn(iterator: Any, limit: float) -> list[Any]:
-    """Draw an iterator to its end; raise the first error only then."""
+    """Return all values of an iterator; raise its first error, but only at its end."""
     values: list[Any] = []
     first: Exception | None = None
     while True:

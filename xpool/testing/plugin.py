@@ -1,4 +1,5 @@
-"""The pytest fixtures.  In a ``conftest.py``: ``pytest_plugins = ["xpool.testing.plugin"]``."""
+"""The pytest fixtures.  To use them, set in ``conftest.py``:
+``pytest_plugins = ["xpool.testing.plugin"]``."""
 
 from __future__ import annotations
 
@@ -13,17 +14,17 @@ __all__ = ["no_leaks"]
 
 
 def pytest_configure() -> None:
-    """Mark this run, so that processes whose parent has ended are still known as ours."""
+    """Mark this run, so that its processes are recognized even if their parent has ended."""
     leaks.mark_this_run()
 
 
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
-    """Fail the test when it leaves threads, processes, descriptors or shared memory behind.
+    """Fail the test if it leaves threads, processes, descriptors or shared memory behind.
 
-    Name it last among the arguments of a test, and it looks before the other fixtures clean up;
-    name it first, and it looks after them.  What is there then has ``XPOOL_TEST_LEAK_LIMIT``
-    seconds (of the environment; 5) to go.
+    As the last argument of a test it checks before the other fixtures clean up; as the first
+    argument it checks after them.  Leftovers have some seconds to disappear: the environment
+    variable ``XPOOL_TEST_LEAK_LIMIT``, or 5.
     """
     with leaks.no_leaks(float(os.environ.get("XPOOL_TEST_LEAK_LIMIT", "5"))):
         yield

@@ -1,6 +1,6 @@
-"""Functions and objects that end their process, at whatever stage of a task you like.
+"""Functions and objects that end their process at a chosen stage of a task.
 
-For tests of pools: each works in any worker, since it can be imported, and needs nothing.  ::
+They are for tests of pools.  All can be imported in any worker, and have no dependencies.  ::
 
     result = pool.apply_async(*sabotage("run", "SIGKILL"))
     with pytest.raises(WorkerDied):
@@ -30,8 +30,8 @@ EXITS = {
 """Ways to end a process, and the exit code that its parent sees."""
 
 WAYS = ("raise", *EXITS, "SIGSTOP", "hang", "spin")
-"""All ways: an exception, the ends in `EXITS`, and three ways not to go on: stopped, waiting for
-ever, and computing for ever."""
+"""All ways: an exception, the ways in `EXITS`, and three ways to hang: stopped by a signal, waiting
+for ever, and computing for ever."""
 
 
 def same(x: Any = None) -> Any:
@@ -40,8 +40,8 @@ def same(x: Any = None) -> Any:
 
 
 def log_line(path: str, text: str) -> None:
-    """Append one line to a file, whole even when many processes write."""
-    # O_APPEND: going to the end and writing are one step (open(2)).
+    """Append one line to a file; lines stay whole if many processes write."""
+    # With O_APPEND, the system appends in one atomic step (open(2)).
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, f"{text}\n".encode())
@@ -50,13 +50,13 @@ def log_line(path: str, text: str) -> None:
 
 
 def spin() -> None:
-    """Use the processor for ever, never calling anything that looks at signals' pipes."""
+    """Use the processor for ever, without calls that check pipes of signals."""
     while True:
         pass
 
 
 def end(how: str) -> None:
-    """End this process, or the call, or never end, in the way that is named (see `WAYS`)."""
+    """End this process or this call, or hang, in the given way (see `WAYS`)."""
     if how == "raise":
         raise RuntimeError("sabotage")
     if how == "sys.exit":
@@ -74,17 +74,17 @@ def end(how: str) -> None:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            # Python sets handlers in the main thread only; elsewhere one that is there stays.
+            # Python can set handlers only in the main thread; in others the handler stays.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
-        # The signal may be delivered to another thread: do not go on meanwhile.
+        # Another thread may get the signal: do not continue before it has ended the process.
         threading.Event().wait(None if number == signal.SIGSTOP else 30)
     raise ValueError(f"{how!r} is not one of {', '.join(WAYS)}")
 
 
 def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
-    """Log `x`; end as told when it is the bad one; else return it."""
+    """Log `x`; end in the given way if it equals `bad`, else return it."""
     log_line(log, str(x))
     if x == bad:
         end(how)
@@ -92,9 +92,9 @@ def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
 
 
 def end_once(how: str, flag: str, x: Any = None) -> Any:
-    """End as told the first time (the flag file is not there yet); later return `x`."""
+    """End in the given way if the flag file does not exist yet, and make it; later return `x`."""
     try:
-        # O_EXCL: of several processes, one makes the file (open(2)).
+        # With O_EXCL, only one of several processes makes the file (open(2)).
         os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return x
@@ -107,7 +107,7 @@ def _rebuild(how: str) -> Any:
 
 
 class EndsWhenUnpickled:
-    """Pickles well; whoever unpickles it ends as told."""
+    """Can be pickled; unpickling it ends the process in the given way."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -117,7 +117,7 @@ class EndsWhenUnpickled:
 
 
 class EndsWhenPickled:
-    """Whoever pickles it ends as told."""
+    """Pickling it ends the process in the given way."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -128,7 +128,7 @@ class EndsWhenPickled:
 
 
 class EndsWhenPickledTwice:
-    """The first pickling (the caller's) is well; the next (the worker's) ends as told."""
+    """The first pickling (the caller's) succeeds; the next (the worker's) ends the process."""
 
     def __init__(self, how: str, trips: int = 0) -> None:
         self.how, self.trips = how, trips
@@ -140,30 +140,30 @@ class EndsWhenPickledTwice:
 
 
 def make_ends_when_pickled(how: str, log: str | None = None, x: Any = None) -> Any:
-    """Return an object that ends this process while the result is pickled."""
+    """Return an object that ends this process when the result is pickled."""
     if log is not None:
         log_line(log, str(x))
     return EndsWhenPickled(how)
 
 
 def make_ends_when_unpickled(how: str) -> Any:
-    """Return an object that ends the receiver while the result is unpickled."""
+    """Return an object that ends the receiver when the result is unpickled."""
     return EndsWhenUnpickled(how)
 
 
 class EndsWhenCollected:
-    """Ends the process that lets go of it."""
+    """Ends its process when it is garbage-collected."""
 
     def __init__(self, how: str) -> None:
         self.how = how
-        self.me = self  # a cycle: only the collector finds it
+        self.me = self  # a cycle, which only the garbage collector frees
 
     def __del__(self) -> None:
         end(self.how)
 
 
 def end_when_collected(how: str) -> None:
-    """Leave garbage behind that ends the process when it is collected, soon."""
+    """Leave garbage behind that ends the process when it is collected, after 0.05 s."""
     EndsWhenCollected(how)
     threading.Timer(0.05, gc.collect).start()
 
@@ -176,14 +176,14 @@ STAGES: dict[str, Callable[[str], tuple[Callable[..., Any], tuple[Any, ...]]]] =
     "result unpickle": lambda how: (make_ends_when_unpickled, (how,)),
     "collection": lambda how: (end_when_collected, (how,)),
 }
-"""Stages of a task.  The first and the fifth are the caller's own process: use "raise" there."""
+"""Stages of a task.  The first and the fifth run in the caller's process: use "raise" there."""
 
 
 def sabotage(stage: str, how: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function and its arguments that end their process in this way at this stage.
+    """Return a function and arguments that end their process in the given way at a stage.
 
     Raises:
-        ValueError: there is no such stage or way; the message names all.
+        ValueError: the stage or way does not exist; the message names all.
     """
     if stage not in STAGES:
         raise ValueError(f"{stage!r} is not one of {', '.join(STAGES)}")

@@ -1,4 +1,4 @@
-"""The tasks of `xpool.testing.machine` and `conformance`: importable in any worker, and light."""
+"""Tasks for `xpool.testing.machine` and `conformance`, which any worker can import cheaply."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["TaskError", "in_context", "perform", "perform_pair", "unpicklable"]
 
 
 class TaskError(Exception):
-    """What a task raises that was told to."""
+    """The error of tasks that were told to raise one."""
 
 
 def perform(spec: tuple[str, int, str | None]) -> Any:
-    """Do what the specification says: (what, number, path of a gate or None)."""
+    """Perform a specification: (what, number, path of a gate or None)."""
     what, number, path = spec
     if what == "value":
         return number
@@ -38,15 +38,15 @@ def perform(spec: tuple[str, int, str | None]) -> Any:
 
 
 def perform_pair(number: int, spec: tuple[str, int, str | None]) -> Any:
-    """As `perform`, with two arguments, for `starmap`."""
+    """Do the same as `perform`, with two arguments, for `starmap`."""
     return perform(spec)
 
 
 def in_context(_context: Any, *args: Any) -> Any:
-    """As `perform` or `perform_pair`, for the pools whose tasks get a context first."""
+    """Do the same as `perform` or `perform_pair`, for pools whose tasks get a context first."""
     return perform(args[-1])
 
 
 def unpicklable(*_: Any) -> Any:
-    """Return what no pickler can send."""
+    """Return an object that cannot be pickled."""
     return threading.Lock()

@@ -1,7 +1,7 @@
-"""Waiting that ends: every function here takes a limit in seconds and says what it waited for.
+"""Waiting with a limit in seconds, and with errors that name the missing event.
 
-`Mailbox` and `Gate` are held by the test; tasks in any process reach them by path, with `post` and
-`pass_gate`.  So a test knows where its tasks are, without a sleep.
+A test holds a `Mailbox` or `Gate`; tasks in any process reach it by its path, with `post` and
+`pass_gate`.  So a test knows the progress of its tasks without a sleep.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 __all__ = ["LIMIT", "Gate", "Mailbox", "eventually", "pass_gate", "post", "wait_gone", "watch"]
 
 LIMIT = float(os.environ.get("XPOOL_TEST_WAIT", "20"))
-"""Seconds after which something that should have happened counts as not happening."""
+"""Seconds after which an expected event counts as missing."""
 
 
 def eventually(fact: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
-    """Return the first true value of `fact()`; fail when it is not true within the limit.
+    """Return the first true value of `fact()`; fail if it is not true within the limit.
 
-    For facts that offer no event to wait on, such as the table of open descriptors.
+    Use it for facts without an event to wait for, such as the table of open descriptors.
     """
     pause = threading.Event()
     end = time.monotonic() + limit
@@ -38,7 +38,7 @@ def eventually(fact: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
 
 
 def watch(pid: int) -> int | None:
-    """Open a pidfd for `pid`, or return None when it has already gone."""
+    """Open a pidfd for `pid`, or return None if the process has already ended."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -46,7 +46,7 @@ def watch(pid: int) -> int | None:
 
 
 def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
-    """Wait until all processes have ended; return those that are still there at the limit."""
+    """Wait until all processes have ended; return those that are still running at the limit."""
     fds = {fd: pid for pid in pids if (fd := watch(pid)) is not None}
     poller = select.poll()
     for fd in fds:
@@ -69,26 +69,26 @@ def wait_gone(pids: Iterable[int], limit: float = LIMIT) -> list[int]:
 
 
 def _reader(fd: int) -> select.poll:
-    poller = select.poll()  # `select` refuses descriptors from 1024 on (select(2))
+    poller = select.poll()  # not `select`, which takes no descriptors from 1024 on (select(2))
     poller.register(fd, select.POLLIN)
     return poller
 
 
 class Mailbox:
-    """Lines from any process to the test, through a named pipe that the test holds open.
+    """Receives lines from any process, through a named pipe that the test holds open.
 
-    Writers know the path only (`post`), so it works with every start method.
+    Writers need only the path (`post`), so it works with every start method.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
-        # Both ends (fifo(7)): opening waits for nobody, and no writer's end is the end of the pipe.
+        # Open both ends (fifo(7)): then opening does not wait, and the pipe never reports its end.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._rest = b""
 
     def line(self, limit: float = LIMIT) -> str:
-        """Return the next line that someone posted."""
+        """Return the next line that was posted."""
         end = time.monotonic() + limit
         while b"\n" not in self._rest:
             left = end - time.monotonic()
@@ -103,42 +103,42 @@ class Mailbox:
         return [self.line(limit) for _ in range(count)]
 
     def empty(self) -> bool:
-        """Whether nothing has been posted that was not read."""
+        """Whether all posted lines have been read."""
         return not self._rest and not _reader(self._fd).poll(0)
 
     def close(self) -> None:
-        """Close the pipe; the path stays with the test's directory."""
+        """Close the pipe; the path stays in the test's directory."""
         os.close(self._fd)
 
 
 class Gate:
-    """Holds tasks (`pass_gate(path)`) until the test opens it; lets go when the test dies."""
+    """Holds tasks (`pass_gate(path)`) until the test opens it, or the test's process ends."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         os.mkfifo(self.path)
-        # Both ends, as of `Mailbox`: while the test holds it, tasks that read find no end.
+        # Open both ends, as in `Mailbox`: while the test holds them, readers find no end.
         self._fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def open(self, passes: int = 1) -> None:
-        """Let `passes` tasks through, those that wait and those that come later."""
+        """Let `passes` tasks through: waiting tasks and later ones."""
         os.write(self._fd, b"." * passes)
 
     def close(self) -> None:
-        """Let everyone through for good (they read the end of the pipe)."""
+        """Let all tasks through from now on: they read the end of the pipe."""
         self.open(4096)
         os.close(self._fd)
 
 
 def post(path: str, text: str) -> None:
-    """Write one line into a `Mailbox`; without effect when the test has closed it."""
+    """Write one line into a `Mailbox`; do nothing if the test has closed it."""
     try:
         fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as exc:
-        if exc.errno == errno.ENXIO:  # nobody reads it: to open it would wait for ever
+        if exc.errno == errno.ENXIO:  # it has no reader
             return
         raise
-    # A pipe that is full is waited for.
+    # Blocking, so that the write waits if the pipe is full.
     os.set_blocking(fd, True)
     try:
         os.write(fd, f"{text}\n".encode())
@@ -147,16 +147,16 @@ def post(path: str, text: str) -> None:
 
 
 def pass_gate(path: str) -> None:
-    """Wait until the `Gate` lets this task through, or nobody holds the gate any more."""
+    """Wait until the `Gate` lets this task through, or its holder has ended."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         while True:
             try:
-                # Empty: no writer, so the test has ended or died.
+                # An empty read means that there is no writer, so the test has ended.
                 os.read(fd, 1)
                 return
             except BlockingIOError:
-                # Non-blocking reads: of several tasks that this wakes, one gets the byte.
+                # Reads do not block: if one byte wakes several tasks, only one gets it.
                 _reader(fd).poll()
     finally:
         os.close(fd)
