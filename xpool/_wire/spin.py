@@ -42,9 +42,9 @@ class Spin:
         self._left = 0  # how many of these waits are left
 
     def look(self, poll: Callable[[int], _Events]) -> _Events:
-        """Call ``poll(0)`` for a moment until it finds events; return them.  It may skip polling.
+        """Call ``poll(0)`` for a moment until it finds events; return them.
 
-        An empty list: poll and sleep now.
+        It may skip polling.  If it returns no events, the caller should sleep.
         """
         # Needs no lock: if two threads arrive at the same moment, both poll, which costs little.  A
         # signal handler that interrupts a poll, and waits here too, sleeps at once.

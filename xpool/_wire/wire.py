@@ -35,7 +35,7 @@ An entry in the outbox, and in the body of several answers: size u32 (top bit: i
 payload.  Answers have no names: they come in the order in which the worker was given the items.
 """
 
-# No `from __future__ import annotations`: it would make Python compile each field of a NamedTuple.
+# No `from __future__ import annotations`: Python would compile each NamedTuple field from a string.
 
 import struct
 from typing import NamedTuple

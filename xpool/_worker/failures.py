@@ -80,7 +80,7 @@ def _text_of(exc: BaseException, tb: TracebackType | None) -> str:
 
 
 def _say_where(exc: ModuleNotFoundError) -> None:
-    """Add a note on which host a module is missing and what to do, unless it is the program's."""
+    """On a host other than the program's, add a note that names the host and a remedy."""
     try:
         host = current_worker().host
     except RuntimeError:  # the worker has not begun

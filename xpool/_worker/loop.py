@@ -457,8 +457,8 @@ def become(orders: dict[str, Any], lifeline: int) -> None:
 def _use_threads(n: int, forked: bool) -> None:
     """Set the number of threads to this worker's share of the cores, unless the user has set it.
 
-    A fork of a program that has used OpenMP's threads gets 1 thread: with more, a computation would
-    wait for ever for threads that the fork does not have.
+    A fork of the program gets 1 thread.  If the program has used OpenMP's threads, a computation
+    with more would wait for ever for threads that the fork does not have.
     """
     torch = sys.modules.get("torch")
     if torch is not None and forked:

@@ -78,7 +78,7 @@ def run(
 
 
 def _next(news: _News, members: list[_Member]) -> tuple[_Member, int | None]:
-    """Wait for news of a member; meanwhile handle requests to break off tasks."""
+    """Wait for news of a member; handle requests to break off tasks or to write stacks."""
     while (one := news.get()) is None:
         for member in members:
             if member.fd >= 0 and member.box.asked:
