@@ -38,6 +38,8 @@ EXCLUDED = {
     "WithProcessesTestPoolWorkerErrors.test_unpickleable_result": (
         "its unpicklable result is a lambda, which xpool returns (docs/migrating.md)"
     ),
+    "WithProcessesTestPool.test_resource_warning": "sets pool._state; here that is a part's own",
+    "WithThreadsTestPool.test_resource_warning": "as above",
     "TestPoolNotLeakOnFailure.test_release_unused_processes": (
         "a stand-in for a context whose Process has neither pid nor sentinel"
     ),

@@ -136,7 +136,7 @@ def pool(request: pytest.FixtureRequest, warm: None) -> Iterator[Any]:
 @given(data=st.data())
 def test_through_a_pool(pool: Any, data: Any) -> None:
     """To a worker and back: right there, and right here again."""
-    copies = pool._copy_tensor
+    copies = pool._options.is_copy_tensor
     sent = data.draw(anything.structures(arrays=copies))
     before = anything.fingerprint(sent)
     back, there = pool.apply(anything.echo, (sent,))
