@@ -6,7 +6,6 @@ import os
 import threading
 import tracemalloc
 
-import numpy
 import pytest
 
 from xpool._worker.entry import _read
@@ -54,6 +53,7 @@ def test_each_worker_has_initargs_of_its_own(make_pool):
     """What a worker writes to a large argument no other one sees, and no replacement."""
     from xpool import Pool
 
+    numpy = pytest.importorskip("numpy")
     pool = make_pool(Pool, 2, keep, (numpy.full(1 << 20, 7),), 1)
     assert pool.map(write_name, range(6), 1) == [7] * 6
 
