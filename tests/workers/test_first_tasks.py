@@ -23,7 +23,7 @@ FAILING = """
     def forget_the_path():
         sys.path[:] = []
         sys.path_importer_cache.clear()
-        raise ValueError("nothing is found")
+        raise ValueError("nothing is found")  # größer: not ASCII
 
     def unsendable():
         take = KEPT.append

@@ -101,10 +101,12 @@ PRELOAD = ("xpool._worker.loop",)
 
 LATER = (
     "traceback",
+    "tokenize",
+    "unicodedata",
     "xpool._python.pool_errors",
     "xpool._python.tracker",
     "random",
-    *(["_sha2"] if sys.version_info >= (3, 14) else []),  # imported by the first `random.seed`
+    *(["_sha2"] if sys.version_info >= (3, 13) else []),  # imported by the first `random.seed`
     "dill",
     "xpool._worker.peers",
     "xpool._pickling.tensors.handles",
@@ -398,6 +400,9 @@ class ProcessLauncher:
         if self.forks:  # once, instead of in each worker
             for name in PRELOAD:
                 importlib.import_module(name)
+            import random  # only here: most programs need it never
+
+            random.Random(b"")  # from Python 3.13 on the first seed imports its hash function
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         # A Connection is what may be given to any Process; the boot socket travels through it.

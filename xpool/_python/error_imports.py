@@ -16,7 +16,9 @@ from xpool._python import at_fork
 
 __all__ = ["kept_descriptor", "prepare", "ready"]
 
-_MODULES = ("traceback", "xpool._python.pool_errors")
+# `traceback` imports `tokenize` for the lines of a file (from Python 3.13 on only when it reads the
+# first), and `unicodedata` for the width of a line that is not ASCII.
+_MODULES = ("traceback", "tokenize", "unicodedata", "xpool._python.pool_errors")
 
 _spare: int | None = None  # a descriptor; None: none is kept
 _path: list[str] | None = None
