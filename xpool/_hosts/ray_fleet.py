@@ -209,17 +209,21 @@ class RayFleet:
             self._tell(f.Dead(number, reason))
 
     def _say_who_waits(self) -> None:
+        """Warn of each agent that waits for CPUs; one that has enough is only slow to start."""
         now = time.monotonic()
         late = [number for number, when in list(self._waiting.items()) if when <= now]
         free = _free_cpus() if late else {}
         for number in late:
             node = self._nodes[number]
+            has = free.get(node.id)
+            if has is not None and has >= node.cpus:
+                continue
             if self._waiting.pop(number, None) is not None and number not in self._over:
                 logging.getLogger("xpool").warning(
                     "host %s has not begun after %g s: its agent needs %d CPUs, and %s of them are "
                     "free there. If other pools or actors hold them, it waits until these end; "
                     "per_host= asks for fewer",
-                    node.name, WAITS, node.cpus, free.get(node.id, "an unknown number"),
+                    node.name, WAITS, node.cpus, "an unknown number" if has is None else f"{has:g}",
                 )  # fmt: skip
 
     def _look_at_hosts(self) -> None:
@@ -378,12 +382,12 @@ def _draining() -> Collection[str]:
     return getattr(state, "get_draining_nodes", dict)()  # older versions have none
 
 
-def _free_cpus() -> dict[str, str]:
+def _free_cpus() -> dict[str, float]:
     """Return how many CPUs each host has free, by Ray's id."""
     from ray._private.state import state  # there is no public way to ask
 
     ask = getattr(state, "available_resources_per_node", dict)  # versions may have none
-    return {node: f"{has.get('CPU', 0):g}" for node, has in ask().items()}
+    return {node: has.get("CPU", 0.0) for node, has in ask().items()}
 
 
 def _why(error: BaseException) -> str:
