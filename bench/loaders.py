@@ -1,9 +1,17 @@
 """Loaders at the same works, two workers each, interleaved: `python -m bench.loaders`.
 
-Peers are torch's loader and, where it is installed, torchdata's loader and its nodes in threads.
-Workers stay from epoch to epoch (the nodes' threads do not), and the first epoch of each loader is
-not counted.  Prints a line for each work: samples a second, medians over the epochs, and the ratio
-of xpool's better way to the best peer.  ``--soak SECONDS`` kills workers instead.
+Peers, where they are installed (`pip install torchdata spdl grain`): torch's loader, torchdata's
+loader and its nodes in threads, SPDL's pipeline in threads, grain in threads and in processes.
+Each loader has a process of its own, in which workers stay from epoch to epoch where the loader can
+have that; the processes take turns, an epoch each.  Printed for each work and loader:
+
+    rate        samples a second: the median over the epochs, without the first one
+    CPU         seconds of processor time for 1,000 samples, of the program and all its processes
+    PSS         MiB of memory in the middle of an epoch, of all these processes
+    first       seconds from ``iter(loader)`` to the first batch, right after the loader was made
+
+and for each work the ratio of xpool's better way to the best peer.  ``--soak SECONDS`` kills
+workers instead.
 """
 
 from __future__ import annotations
@@ -12,18 +20,26 @@ import argparse
 import importlib
 import importlib.util
 import io
+import json
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+if "xpool preloaded" in sys.argv:
+    import xpool
+
+    xpool.preload("torch")
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader as Theirs
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, RandomSampler, default_collate
 
 from xpool.data import DataLoader as Ours
 
@@ -93,40 +109,205 @@ WORKS = {
     "dicts": Work(record, 16_384, 64),
 }
 
+OPTIONS: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True, "shuffle": True}
 
-def loaders(work: Work) -> dict[str, Iterable[Any]]:
-    """Return a loader of each kind that is installed; their names tell them apart."""
+# -- the loaders -----------------------------------------------------------------------------------
+
+Loader = Callable[[], Iterable[Any]]
+"""Returns one epoch's batches; is called for each epoch."""
+
+
+def _ours(work: Work, **options: Any) -> Loader:
+    loader: Any = Ours(Made(work.make, work.samples), work.batch, **OPTIONS, **options)
+    return lambda: loader
+
+
+def _torch(work: Work) -> Loader:
+    loader = Theirs(Made(work.make, work.samples), work.batch, **OPTIONS)
+    return lambda: loader
+
+
+def _torchdata(work: Work) -> Loader:
+    stateful: Any = importlib.import_module("torchdata.stateful_dataloader")
     dataset = Made(work.make, work.samples)
-    options: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True, "shuffle": True}
-    found: dict[str, Iterable[Any]] = {
-        "xpool": Ours(dataset, work.batch, **options),
-        "xpool threads": Ours(dataset, work.batch, workers="thread", **options),
-        "torch": Theirs(dataset, work.batch, **options),
-    }
-    if importlib.util.find_spec("torchdata"):
-        nodes: Any = importlib.import_module("torchdata.nodes")
-        stateful: Any = importlib.import_module("torchdata.stateful_dataloader")
-        found["torchdata"] = stateful.StatefulDataLoader(dataset, work.batch, **options)
-        places = nodes.SamplerWrapper(torch.utils.data.RandomSampler(dataset))
-        batches = nodes.Batcher(places, work.batch, drop_last=False)
-        found["torchdata threads"] = nodes.Loader(
-            nodes.ParallelMapper(
-                batches,
-                lambda indices: default_collate([dataset[i] for i in indices]),
-                num_workers=WORKERS,
-                method="thread",
-            )
+    loader = stateful.StatefulDataLoader(dataset, work.batch, **OPTIONS)
+    return lambda: loader
+
+
+def _fetch(work: Work) -> Callable[[list[int]], Any]:
+    dataset = Made(work.make, work.samples)
+    return lambda indices: default_collate([dataset[i] for i in indices])
+
+
+def _nodes(work: Work) -> Loader:
+    nodes: Any = importlib.import_module("torchdata.nodes")
+    places = nodes.SamplerWrapper(RandomSampler(range(work.samples)))
+    batches = nodes.Batcher(places, work.batch, drop_last=False)
+    mapped = nodes.ParallelMapper(batches, _fetch(work), num_workers=WORKERS, method="thread")
+    loader = nodes.Loader(mapped)
+    return lambda: loader
+
+
+def _spdl(work: Work) -> Loader:
+    pipeline: Any = importlib.import_module("spdl.pipeline")
+    batches = torch.utils.data.BatchSampler(RandomSampler(range(work.samples)), work.batch, False)
+    fetch = _fetch(work)
+
+    def epoch() -> Iterable[Any]:
+        builder = pipeline.PipelineBuilder().add_source(batches)
+        builder = builder.pipe(fetch, concurrency=WORKERS, output_order="input").add_sink(4)
+        built = builder.build(num_threads=WORKERS)
+        with built.auto_stop():
+            yield from built
+
+    return epoch
+
+
+def _grain(work: Work, processes: bool) -> Loader:
+    grain: Any = importlib.import_module("grain.python")
+    dataset: Any = grain.MapDataset.source(Made(work.make, work.samples)).shuffle(seed=0)
+    dataset = dataset.batch(work.batch, batch_fn=default_collate)
+    if processes:
+        options = grain.MultiprocessingOptions(num_workers=WORKERS)
+        loader = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)).mp_prefetch(options)
+    else:
+        loader = dataset.to_iter_dataset(
+            grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=2 * WORKERS)
         )
+    return lambda: loader
+
+
+KINDS: dict[str, tuple[str, Callable[[Work], Loader]]] = {
+    "xpool": ("xpool", _ours),
+    "xpool threads": ("xpool", lambda work: _ours(work, workers="thread")),
+    "xpool preloaded": ("xpool", _ours),
+    "torch": ("torch", _torch),
+    "torchdata": ("torchdata", _torchdata),
+    "torchdata threads": ("torchdata", _nodes),
+    "SPDL threads": ("spdl", _spdl),
+    "grain": ("grain", lambda work: _grain(work, True)),
+    "grain threads": ("grain", lambda work: _grain(work, False)),
+}
+"""The package that each needs, and how it is made."""
+
+# -- one of them, in its process -------------------------------------------------------------------
+
+
+def serve(kind: str, work: Work) -> None:
+    """Run an epoch for each line on stdin, and print its figures."""
+    torch.set_num_threads(1)
+    loader = KINDS[kind][1](work)
+    batches = -(-work.samples // work.batch)
+    for line in sys.stdin:
+        cpu, first, pss = cpu_seconds(), 0.0, 0.0
+        begin = time.perf_counter()
+        seen = 0
+        for _ in loader():
+            first = first or time.perf_counter() - begin
+            seen += 1
+            if seen == batches // 2 and line.strip() == "memory":
+                pss = memory()
+        seconds = time.perf_counter() - begin
+        assert seen == batches, (seen, batches)
+        cpu = cpu_seconds() - cpu
+        print(json.dumps({"seconds": seconds, "cpu": cpu, "first": first, "pss": pss}), flush=True)
+    # Without what libraries do at the end of a program.
+    os._exit(0)
+
+
+def family() -> list[int]:
+    """Return this process and all that descend from it."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # it has ended
+    found = [os.getpid()]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
     return found
 
 
-def epoch(loader: Iterable[Any], batches: int) -> float:
-    """Walk through the loader once; return the seconds that took."""
-    begin = time.perf_counter()
-    seen = sum(1 for _ in loader)
-    seconds = time.perf_counter() - begin
-    assert seen == batches, (seen, batches)
-    return seconds
+def cpu_seconds() -> float:
+    """Return the processor time of the family, and of those in it that have ended."""
+    ticks = 0
+    for pid in family():
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:15]))
+        except OSError:
+            continue
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def memory() -> float:
+    """Return the proportional set size of the family, in MiB."""
+    kilobytes = 0
+    for pid in family():
+        try:
+            with open(f"/proc/{pid}/smaps_rollup") as file:
+                kilobytes += sum(int(row.split()[1]) for row in file if row.startswith("Pss:"))
+        except OSError:
+            continue
+    return kilobytes / 1024
+
+
+# -- all of them, in turns -------------------------------------------------------------------------
+
+
+class Child:
+    """A loader in its own process."""
+
+    def __init__(self, kind: str, work: str) -> None:
+        self.name = kind
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "bench.loaders", work, "--serve", kind],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.first = self.epoch()["first"]
+        self.epochs: list[dict[str, float]] = []
+
+    def epoch(self, order: str = "go") -> dict[str, float]:
+        """Have it run one epoch; return the figures."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(order, file=self._process.stdin, flush=True)
+        figures: dict[str, float] = json.loads(self._process.stdout.readline())
+        return figures
+
+    def median(self, figure: str) -> float:
+        """Return the median of a figure over the epochs."""
+        return statistics.median(epoch[figure] for epoch in self.epochs)
+
+    def end(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def compare(name: str, kinds: Iterable[str], epochs: int) -> None:
+    """Measure one work, and print."""
+    work = WORKS[name]
+    children = [Child(kind, name) for kind in kinds]
+    for turn in range(epochs):
+        for child in children[turn % len(children) :] + children[: turn % len(children)]:
+            child.epochs.append(child.epoch())
+    rates = {child.name: work.samples / child.median("seconds") for child in children}
+    for child in children:
+        pss = child.epoch("memory")["pss"]
+        cpu = child.median("cpu") / work.samples * 1000
+        print(
+            f"{name:9} {child.name:18} {rates[child.name]:11,.0f}/s  CPU {cpu:7.3f}  "
+            f"PSS {pss:6,.0f}  first {child.first:.3f}"
+        )
+        child.end()
+    ours = max(rate for kind, rate in rates.items() if kind.startswith("xpool"))
+    best = max((rate, kind) for kind, rate in rates.items() if not kind.startswith("xpool"))
+    load = os.getloadavg()[0]
+    print(f"{name}: ratio {ours / best[0]:.2f} to {best[1]}; load {load:.1f}\n", flush=True)
+
+
+# -- workers that are killed -----------------------------------------------------------------------
 
 
 def with_pid(i: int) -> Any:
@@ -176,27 +357,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
     parser.add_argument("--epochs", type=int, default=7)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="with commas")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="only kill workers, so long")
+    parser.add_argument("--serve", metavar="KIND", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, WORKS[args.works[0]])
+        return
     torch.set_num_threads(1)
     if args.soak:
         soak(args.soak)
         return
+    kinds = [kind for kind in args.kinds.split(",") if importlib.util.find_spec(KINDS[kind][0])]
     for name in args.works:
-        work = WORKS[name]
-        batches = -(-work.samples // work.batch)
-        kinds = loaders(work)
-        taken: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for turn in range(args.epochs + 1):
-            for kind, loader in kinds.items():
-                seconds = epoch(loader, batches)
-                if turn:
-                    taken[kind].append(seconds)
-        rates = {kind: work.samples / statistics.median(times) for kind, times in taken.items()}
-        ours = max(rate for kind, rate in rates.items() if kind.startswith("xpool"))
-        best = max(rate for kind, rate in rates.items() if not kind.startswith("xpool"))
-        told = ", ".join(f"{kind} {rate:,.0f}" for kind, rate in rates.items())
-        print(f"{name}: {told}; ratio {ours / best:.2f}; load {os.getloadavg()[0]:.1f}", flush=True)
+        compare(name, kinds, args.epochs)
 
 
 if __name__ == "__main__":
