@@ -97,6 +97,21 @@ def test_the_batches_of_torch(options):
     assert len(loader) == len(wanted) and isinstance(loader, theirs.DataLoader)
 
 
+class Permuted(theirs.Sampler):
+    """Draws when it is begun, not when its first number is asked for."""
+
+    def __iter__(self):
+        return iter(torch.randperm(60).tolist())
+
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_a_sampler_is_begun_as_often_as_by_torch(batch_size):
+    """What it draws then is drawn once."""
+    options = {"sampler": Permuted(), "batch_size": batch_size}
+    ours = list(seeded(DataLoader, Rows(), workers="thread", **options))
+    assert_same(ours, seeded(theirs.DataLoader, Rows(), **options))
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_an_iterable_dataset(batch_size, drop_last):

@@ -203,8 +203,9 @@ def test_the_state_after_an_epoch_stays_with_the_workers():
     assert [[row[:2] for row in batch] for batch in values(again)] == wanted
 
 
-def test_a_stateful_sampler_is_asked():
-    """A sampler with a state goes on by it: it is not walked through again."""
+@pytest.mark.parametrize(("interval", "drawn"), [(1, 12), *also((0, 30), (4, 18))])
+def test_a_stateful_sampler_is_asked(interval, drawn):
+    """A sampler with a state goes on by it, and walks only from there; 0: from its beginning."""
 
     class Falling(theirs.Sampler):
         def __init__(self):
@@ -225,7 +226,7 @@ def test_a_stateful_sampler_is_asked():
         def load_state_dict(self, state):
             self.left = state["left"]
 
-    options = {"num_workers": 2, "workers": "thread"}
+    options = {"num_workers": 2, "workers": "thread", "snapshot_every_n_steps": interval}
     loader = DataLoader(Numbers(), 3, sampler=Falling(), **options)
     batches = iter(loader)
     take(batches, 6)
@@ -233,7 +234,7 @@ def test_a_stateful_sampler_is_asked():
     wanted = values(batches)
     again = DataLoader(Numbers(), 3, sampler=Falling(), **options)
     again.load_state_dict(state)
-    assert values(again) == wanted and again.sampler.drawn == 12
+    assert values(again) == wanted and again.sampler.drawn == drawn
 
 
 def test_a_worker_that_dies_goes_on_by_the_state(tmp_path):

@@ -45,15 +45,12 @@ class Sampling(Iterator[Request]):
         self._digest = 0
 
     def begin(self) -> None:
-        """Call the sampler's ``__iter__``."""
-        self._indices = iter(self._inner)
-        self._has_state = is_stateful(self._inner) or is_stateful(self._indices)
+        """Call ``__iter__`` of a sampler of one's own; below torch's batches, that comes later."""
+        self._indices: Any = None
         if self._inner is self._sampler:
-            self._requests = self._indices
-        elif self._has_state:
-            self._requests = self._batches()
+            self._indices = self._requests = iter(self._inner)
         else:
-            self._requests = iter(self._sampler)
+            self._requests = self._batches()
 
     def go_on(self, taken: int, digest: int, drawn: int, state: bytes | None) -> None:
         """Begin behind ``taken`` batches; a sampler with a state, from ``drawn`` ones on.
@@ -67,6 +64,7 @@ class Sampling(Iterator[Request]):
                 self._inner.load_state_dict(states["sampler"])
             self.begin()
             if "iterator" in states:
+                self._indices = self._indices or iter(self._inner)
                 self._indices.load_state_dict(states["iterator"])
             self._drawn = drawn
             for _ in itertools.islice(self, taken - drawn):
@@ -98,11 +96,13 @@ class Sampling(Iterator[Request]):
         number = self._drawn
         self._drawn += 1
         self._digest = _digest(indices, self._digest)
-        is_due = self._has_state and self._drawn % self._interval == 0
+        is_due = self._interval and self._drawn % self._interval == 0
         return Request(number, indices, self._digest, self.states() if is_due else None)
 
     def _batches(self) -> Iterator[list[Any]]:
-        """As torch's `BatchSampler`, which would begin the sampler itself."""
+        """As torch's `BatchSampler`, which begins the sampler with the first batch."""
+        if self._indices is None:
+            self._indices = iter(self._inner)
         while True:
             batch = list(itertools.islice(self._indices, self._size))
             if not batch or (self._drop_last and len(batch) < self._size):
