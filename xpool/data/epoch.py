@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import reprlib
 import threading
 import time
 import warnings
@@ -20,8 +19,9 @@ from xpool import pickle
 from xpool._python.waiters import LOST_SIGNAL
 from xpool.data.generators import Generators
 from xpool.data.pinning import can_pin, pinned
+from xpool.data.preview import Preview
 from xpool.data.report import Times
-from xpool.data.sampling import Request, Sampling
+from xpool.data.sampling import Request, Sampling, label
 from xpool.data.state import Progress
 from xpool.data.worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
 from xpool.data.workers import Inline, Processes, Threads, end_later
@@ -67,7 +67,7 @@ class Epoch(Iterator[Any]):
         # Before all that may fail: `__del__` calls it then.
         self._clean = workers.end if is_only else end_later(None)
         self._pending: deque[Pending] = deque()
-        self._is_only, self._ended = is_only, False
+        self._is_only, self._ended, self._has_begun_next = is_only, False, False
         self.times = Times(loader.num_workers)
         self._has_parts = loader._has_parts
         self._pins = loader.pin_memory and can_pin()
@@ -173,6 +173,7 @@ class Epoch(Iterator[Any]):
         if not loader._iterable:
             request = next(self._ahead, None)
             if request is None:
+                self._begin_next()
                 return
         if self._has_parts:
             part = self._next_part()
@@ -180,10 +181,27 @@ class Epoch(Iterator[Any]):
                 self._submit_to(part, request)
             return
         assert request is not None
-        result = self._workers.make(
-            _label(request), WorkerCopy.make, self._spec, request.number, request.indices
-        )
+        preview = loader._preview
+        result = None if preview is None else preview.take(self._spec, request)
+        if result is None:
+            result = self._workers.make(
+                label(request), WorkerCopy.make, self._spec, request.number, request.indices
+            )
         self._pending.append(Pending(result, request, None, 0))
+
+    def _begin_next(self) -> None:
+        """Have workers begin a batch of the next epoch: all of this one are made, or being made."""
+        loader, progress = self._loader, self.progress
+        if not loader._previews or self._is_only:
+            return
+        if not self._has_begun_next:
+            self._has_begun_next = True
+            if loader._preview is not None:
+                loader._preview.drop()
+            seed = _seed_of_turn(progress.seed, progress.turn + 1)
+            spec = self._spec._replace(number=loader._number + 1, seed=seed)
+            loader._preview = Preview(loader, self._workers, spec, self._ahead_at_most())
+        loader._preview.begin_one()
 
     def _submit_to(self, part: int, request: Request | None) -> None:
         progress, place = self.progress, self._places[part]
@@ -203,9 +221,9 @@ class Epoch(Iterator[Any]):
             # It is where it is: its state is asked for when it is wanted.
             wants_state, requests = False, requests and requests[-1:]
             base = Base(place if requests else 0)
-        label = f"batch {place} of worker {part}" if request is None else _label(request)
+        name = f"batch {place} of worker {part}" if request is None else label(request)
         result = self._workers.make(
-            label, WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state,
+            name, WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state,
             shard=part,
         )  # fmt: skip
         self._pending.append(Pending(result, request, part, place))
@@ -369,11 +387,6 @@ def _untaken(
             known[request.number] = request
         else:
             yield request
-
-
-def _label(request: Request) -> str:
-    """Return how messages call a batch."""
-    return f"batch {request.number} (indices {reprlib.repr(request.indices)})"
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

@@ -15,6 +15,7 @@ from xpool._pools.thread import ThreadPool
 from xpool.data.epoch import Before, Epoch
 from xpool.data.generators import Generators, decoded
 from xpool.data.pinning import warn_of_pinning
+from xpool.data.preview import Preview, can_preview
 from xpool.data.report import LoaderReport, Times
 from xpool.data.start import prepare
 from xpool.data.state import Progress, between, check_state, facts
@@ -47,6 +48,10 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         multiprocessing_context: a start method or context for workers of its own, as for `Pool`.
             What only a start can pass on (locks, `multiprocessing.Value`, with "fork" open files)
             goes to the workers as torch's loader sends it.
+        prefetch_epochs: with ``persistent_workers``, have the workers begin the next epoch while
+            the last batches of this one are taken.  The sampler is drawn from in its turn all the
+            same.  Without effect where a dataset, a ``worker_init_fn`` or a sampler other than
+            torch's may keep state.
         snapshot_every_n_steps: how many batches of a worker lie between two states of an iterable
             dataset, or of a sampler, that is asked for its ``state_dict``; 0: none are asked.
             Resuming makes again, and passes over, what lies between.
@@ -81,6 +86,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        prefetch_epochs: bool = False,
         snapshot_every_n_steps: int = 1,
         pool: BasePool | None = None,
         workers: str = "process",
@@ -95,6 +101,11 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         )  # fmt: skip
         if prefetch_factor == 0:
             raise OptionError("prefetch_factor=0: workers need a batch to make; give 1 or more")
+        if prefetch_epochs and not persistent_workers:
+            raise OptionError(
+                "prefetch_epochs=True: without persistent_workers=True the next epoch has other "
+                "workers; give both"
+            )
         if workers not in ("process", "thread"):
             raise OptionError(f"workers must be 'process' or 'thread', not {workers!r}")
         self.in_order = in_order
@@ -111,6 +122,10 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
             # What `worker_init_fn` seeds is drawn from in the same order each time.
             self._has_parts = self._has_parts or worker_init_fn is not None
             prepare(multiprocessing_context)
+        self._previews = (
+            prefetch_epochs and not self._has_parts and can_preview(self._index_sampler)
+        )
+        self._preview: Preview | None = None
         self._kept: Processes | Threads | None = None
         # Of the epoch that runs, or ran last.  Not the epoch itself: it ends when it is dropped.
         self._progress: Progress | None = None
@@ -188,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader, Generic[T]):  # type: ignore[misc]
         """
         check_state(self, state)
         self._loaded = copy.deepcopy(dict(state))
-        self._kept = None  # their datasets are somewhere else
+        self._kept = self._preview = None  # their datasets are somewhere else
 
     def _of(self, state: dict[str, Any]) -> tuple[Progress | None, Before]:
         """Return what a loaded state says of the next epoch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import marshal
+import reprlib
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from xpool import pickle
 from xpool.data.worker import is_stateful
 from xpool.errors import OptionError
 
-__all__ = ["Request", "Sampling"]
+__all__ = ["Request", "Sampling", "label"]
 
 
 class Request(NamedTuple):
@@ -108,6 +109,11 @@ class Sampling(Iterator[Request]):
             if not batch or (self._drop_last and len(batch) < self._size):
                 return
             yield batch
+
+
+def label(request: Request) -> str:
+    """Return how messages call a batch."""
+    return f"batch {request.number} (indices {reprlib.repr(request.indices)})"
 
 
 def _digest(indices: Any, before: int) -> int:

@@ -1,0 +1,81 @@
+"""The first batches of an epoch that has not begun: workers make them as the last one ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from xpool.data.generators import Generators
+from xpool.data.sampling import Request, Sampling, label
+from xpool.data.worker import EpochSpec, WorkerCopy
+
+__all__ = ["Preview", "can_preview"]
+
+_DRAW_ONLY = {
+    DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler,
+    WeightedRandomSampler,
+}  # fmt: skip
+"""The samplers that change nothing but generators when they are iterated over."""
+
+
+def can_preview(sampler: Any) -> bool:
+    """Whether a sampler can be asked what it will say, without changing what it says."""
+    if type(sampler) is BatchSampler:
+        sampler = sampler.sampler
+    return type(sampler) in _DRAW_ONLY
+
+
+class Preview:
+    """Batches of the next epoch, made before the program has begun it.
+
+    The sampler is asked, and the generators are set back.  When the epoch begins, it asks the
+    sampler again, in its turn: the batches are used as long as the indices and the seed are these.
+
+    Args:
+        loader, workers: whose batches, and who makes them.
+        spec: of the next epoch.
+        at_most: how many batches are made.
+    """
+
+    def __init__(self, loader: Any, workers: Any, spec: EpochSpec, at_most: int) -> None:
+        self._workers, self._spec = workers, spec
+        sampling = Sampling(loader._index_sampler, 0)
+        with Generators(loader).restored():
+            sampling.begin()
+            self._requests = deque(itertools.islice(sampling, at_most))
+        self._begun: deque[tuple[Request, Any]] = deque()
+
+    def begin_one(self) -> None:
+        """Have a worker begin one more batch, if there is one."""
+        if self._requests:
+            request = self._requests.popleft()
+            result = self._workers.make(
+                label(request), WorkerCopy.make, self._spec, request.number, request.indices
+            )
+            self._begun.append((request, result))
+
+    def take(self, spec: EpochSpec, request: Request) -> Any:
+        """Return the result that this epoch asks for next; None: it was not begun."""
+        if self._begun and spec == self._spec:
+            known, result = self._begun[0]
+            if (known.number, known.indices) == (request.number, request.indices):
+                self._begun.popleft()
+                return result
+        self.drop()
+        return None
+
+    def drop(self) -> None:
+        """Cancel what is of no use."""
+        self._requests.clear()
+        while self._begun:
+            self._begun.popleft()[1].cancel()
