@@ -35,7 +35,9 @@ def test_the_note_stands_once_in_the_traceback(pool):
     with pytest.raises(ValueError, match="3") as caught:
         pool.map(work.fail_on_three, [3])
     shown = "".join(traceback.format_exception(caught.value))
-    assert shown.count("\nitem ") == (sys.version_info >= (3, 11)), shown
+    # Before 3.11 tracebacks have no notes, but where exceptiongroup (of pytest) has added them.
+    expected = {1} if sys.version_info >= (3, 11) else {0, 1}
+    assert shown.count("\nitem ") in expected, shown
 
 
 @pytest.mark.parametrize("chunksize", [1, 2])
@@ -111,6 +113,7 @@ def _draw(x):
     return x, random.random(), float(np.random.rand()), torch.rand(2).tolist()
 
 
+@pytest.mark.torch
 def test_seed_of_each_item():
     """With ``seed=`` an item draws the same numbers in any worker, chunk and pool."""
     with Pool(2) as pool:
@@ -123,6 +126,7 @@ def test_seed_of_each_item():
         assert pool.map(_draw, range(6), seed=1) == first
 
 
+@pytest.mark.torch
 def test_a_seed_leaves_the_generators_alone():
     """After items with ``seed=``, a worker draws on as if there had been none."""
     with Pool(1, seed=5) as pool:
