@@ -90,7 +90,7 @@ BUSY = """
     if __name__ == "__main__":
         last = server.PATIENCE + 2
         with xpool.Pool(2, maxtasksperchild=1) as pool:
-            wanted = [("xpool._python.pool_errors", i) for i in range(2 * last)]
+            wanted = [("traceback", i) for i in range(2 * last)]
             found = pool.starmap(has, wanted, 1)
         assert found[-1], found
 """
