@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -313,10 +314,36 @@ def test_a_port_that_another_has(ranks: Ranks):
     assert "within 1 s" in str(second) and "Rank 0 opens it" in str(second)
 
 
-def test_a_host_without_an_address(ranks: Ranks):
-    """The error says that it is the name."""
-    [error] = ranks.run(1, at_a_port, f"tcp://no-such-host.invalid:{free_port()}", 1)
-    assert isinstance(error, GroupTimeout) and "'no-such-host.invalid' has no addr" in str(error)
+@pytest.mark.parametrize("option", ["dist_init_method", "rpc_init_method"])
+def test_a_host_without_an_address(ranks: Ranks, option: str):
+    """The error says that it is the name, and torch is not asked, which may wait for longer."""
+    [text] = ranks.run(1, at_no_address, option, f"tcp://no-such-host.invalid:{free_port()}")
+    assert "'no-such-host.invalid' has no address" in text and "within 1 s" in text
+
+
+def at_no_address(rank: int, option: str, address: str) -> str:
+    asked: list[str] = []
+
+    def listening(original: Any) -> Any:
+        def ask(place: str, *args: Any, **options: Any) -> Any:
+            asked.append(place)
+            if "no-such-host" in place:
+                raise AssertionError("torch is asked")
+            return original(place, *args, **options)
+
+        return ask
+
+    # The process is this test's alone.
+    for name in ("TCPStore", "rendezvous"):
+        setattr(torch.distributed, name, listening(getattr(torch.distributed, name)))
+    places = {"dist_init_method": f"tcp://127.0.0.1:{free_port()}", option: address}
+    with pytest.raises(GroupTimeout) as error:
+        World("w0", 0, 1, dist_timeout=1, **places)
+    for thread in threading.enumerate():
+        if thread.name == "xpool-open-store":
+            thread.join()
+    assert not any("no-such-host" in place for place in asked)
+    return str(error.value)
 
 
 def test_a_rank_that_does_not_come_to_a_port(ranks: Ranks):

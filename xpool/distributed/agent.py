@@ -4,6 +4,7 @@ torch keeps some things of its RPC beyond the shutdown, and takes no word in oth
 right here, and only here; where a version of torch has them no more, nothing is set.
 
 * Its ranks meet through a process group with a limit of half an hour, whatever its options say.
+* It opens the store at its address itself, without a limit where a host's name has no address.
 * It tells meetings apart by counts of its own, which a process that has replaced another has not.
 * It lets a process have one rank only, for good: that can only be refused in time.
 * It takes 57 descriptors for each connected rank, so that 16 ranks reach the usual limit.
@@ -15,9 +16,11 @@ from __future__ import annotations
 import resource
 import threading
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import rpc
 
 from xpool.errors import OptionError
@@ -28,6 +31,19 @@ DESCRIPTORS = 60  # that TensorPipe opens for each rank to which it has a connec
 LIMIT = 10  # seconds for the shutdown, when nobody has anything left to say
 
 _rank: int | None = None  # of this process, once it has had an agent
+
+_SCHEME = "xpool"
+_offered: tuple[Any, int, int] | None = None  # store, rank and world size, while an agent starts
+
+
+def _rendezvous(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Yield the store that `start` was given: torch takes an address only."""
+    offered = _offered  # torch keeps this generator, and with it the store
+    assert offered is not None
+    yield offered
+
+
+dist.register_rendezvous_handler(_SCHEME, _rendezvous)
 
 
 def check_rank(rank: int) -> None:
@@ -43,21 +59,21 @@ def start(
     name: str,
     rank: int,
     world_size: int,
-    address: str,
+    store: Any,
     earlier: int,
     timeout: float,
     rpc_timeout: float,
 ) -> None:
     """Start the agent; returns when all ranks have.
 
-    ``earlier`` is the number of worlds that there were at the address before, ``timeout`` the
-    seconds for all ranks to come, ``rpc_timeout`` the default limit of later calls.
+    ``earlier`` is the number of worlds that had this store before, ``timeout`` the seconds for all
+    ranks to come, ``rpc_timeout`` the default limit of later calls.
     """
-    global _rank
+    global _rank, _offered
     # Before torch is called: it keeps the rank also where its start fails.
     _rank = rank
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=address, rpc_timeout=rpc_timeout, **_transports(world_size)
+        init_method=f"{_SCHEME}://", rpc_timeout=rpc_timeout, **_transports(world_size)
     )
     # torch puts this number before the keys of its store; a replacement would count from 0.
     rpc._init_counter = earlier
@@ -69,10 +85,12 @@ def start(
         # torch's own doing: the class that its ranks meet through is one that it deprecates.
         warnings.filterwarnings("ignore", "You are using a Backend .*", UserWarning)
         constants.DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(seconds=timeout)
+        _offered = store, rank, world_size
         try:
             rpc.init_rpc(name, rpc.BackendType.TENSORPIPE, rank, world_size, options)
         finally:
             constants.DEFAULT_PROCESS_GROUP_TIMEOUT = limit
+            _offered = None
 
 
 def _transports(world_size: int) -> dict[str, Any]:

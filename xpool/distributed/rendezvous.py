@@ -208,7 +208,7 @@ class _Opening:
 
     def timed_out(self, story: str) -> GroupTimeout:
         """The error for a store that was not found."""
-        seconds = self._limit.total_seconds()
+        seconds = round(self._limit.total_seconds(), 1)
         if self._unknown is not None:
             text = f"{self._unknown}. See that the name is right and known here."
         elif self._rank == 0:
@@ -251,7 +251,11 @@ class _Opening:
         )
 
     def _await_name(self, host: str) -> None:
-        """Wait until a name has an address, as those of services may only after a while."""
+        """Wait until a name has an address, as those of services may only after a while.
+
+        Raises:
+            GroupTimeout: nobody waits any more.
+        """
         while not self._over.is_set():
             try:
                 socket.getaddrinfo(host, None)
@@ -260,6 +264,7 @@ class _Opening:
             except OSError as exc:
                 self._unknown = f"{host!r} has no address ({exc.strerror})"
             self._over.wait(0.2)
+        raise self.timed_out("no answer")
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:

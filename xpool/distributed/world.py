@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import re
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -124,7 +125,12 @@ class World:
         place = self.rank, self.world_size
         # A store may outlive a world, as torchrun's does: what is in it is told apart by this.
         earlier = _joined.get(address, 0)
+        end = time.monotonic() + limit
         base = rendezvous.open_store(address, *place, limit)
+        if self.has_rpc:
+            # Before the names: where RPC's store is not found, the others learn who is missing.
+            left = max(end - time.monotonic(), 0.1)
+            rpc_store = rendezvous.open_store(rpc_address, *place, left)
         self._store = dist.PrefixStore(f"xpool/{earlier}", base)
         self.names = rendezvous.exchange_names(self._store, address, self.name, *place, limit)
         # From here on all ranks are known by name, also to the errors of what follows.
@@ -144,7 +150,7 @@ class World:
                 )
             if self.has_rpc:
                 self._running.append("rpc")
-                agent.start(self.name, *place, rpc_address, earlier, limit, self.rpc_timeout)
+                agent.start(self.name, *place, rpc_store, earlier, limit, self.rpc_timeout)
                 # Before the meeting, so that a death ends it.
                 watch(self.peers, limit)
                 # No rank begins, and perhaps leaves again, while others still connect.
