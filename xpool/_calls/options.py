@@ -312,9 +312,9 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
 
 
 def check_output(output: Any) -> None:
-    """Raise `OptionError` unless ``output`` is "prefix" or None."""
-    if output not in ("prefix", None):
-        raise OptionError(f"output must be 'prefix' or None, not {output!r}")
+    """Raise `OptionError` unless ``output`` is "prefix", "files" or None."""
+    if output not in ("prefix", "files", None):
+        raise OptionError(f"output must be 'prefix', 'files' or None, not {output!r}")
 
 
 def check_seed(seed: Any) -> None:

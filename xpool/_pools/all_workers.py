@@ -18,6 +18,7 @@ from xpool.errors import OptionError, PeerLost, PoolClosed
 if TYPE_CHECKING:
     from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pools.group import WorkerGroup
+    from xpool._pools.task_files import TaskFiles
     from xpool._worker.launch_shared import File
 
 __all__ = ["AllWorkers"]
@@ -38,7 +39,7 @@ do not within a tenth of one."""
 class AllWorkers:
     """Calls on all workers of a pool at once; it does not hold the pool.
 
-    ``hosts``: where the workers are, if not here.
+    ``hosts``: where the workers are, if not here.  ``files``: of what they print, if it has some.
     """
 
     def __init__(
@@ -48,13 +49,15 @@ class AllWorkers:
         size: int,
         task_timeout: float | None,
         hosts: Any,
+        files: TaskFiles | None,
     ) -> None:
         self.name, self.size, self.hosts = life.name, size, hosts
         self._submitter, self._life, self._task_timeout = submitter, life, task_timeout
+        self._files = files
         # Guards the size, and the order of what runs in all workers.
         self._order = threading.RLock()
         self._group: WorkerGroup | None = None
-        self._files: list[File] = []  # what was broadcast where there is no arena for it
+        self._broadcast: list[File] = []  # what was broadcast where there is no arena for it
 
     def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
         """Do what `Pool.run_all` says."""
@@ -93,6 +96,8 @@ class AllWorkers:
                 number = next(jobs.numbers)
                 job = AllWorkersResult(number, name or label(func), self.size)
                 job.terms = TaskOptions(timeout=timeout)
+                if self._files is not None:
+                    func = self._files.of_all(job, func)
                 self._submit(job, (func, args, {}))
             return job.get()
         # The pool has ended: no worker runs the call any more.
@@ -155,7 +160,7 @@ class AllWorkers:
             place = FileOfAgent(engine.broadcast(message))
             return Broadcast(packer.token, place, len(message), None, name)
         file = File(message)
-        self._files.append(file)
+        self._broadcast.append(file)
         return Broadcast(packer.token, file, len(message), None, name)
 
 

@@ -77,7 +77,12 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
             )
         if self._processes:
             self._seeds_items = False
-            _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"))
+            output = options.get("output")
+            _refuse(
+                maxtasksperchild=maxtasksperchild,
+                seed=options.get("seed"),
+                output=output if output == "files" else None,
+            )
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
 
     _gives_context = True
@@ -118,6 +123,7 @@ def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
 def _refuse(**options: Any) -> None:
     why = {
         "maxtasksperchild": "they cannot be replaced one by one",
+        "output": "they share its stdout and stderr",
         "seed": "they draw from the same generators, in an order that nobody determines",
     }
     for name, value in options.items():

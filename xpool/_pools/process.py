@@ -67,7 +67,8 @@ class Pool(BasePool):
             imports and initializer included; None: any time.
         restart_budget: how many workers may die in a minute without any task being finished; with
             the next death the pool stops (`PoolBroken`).  None: 100, or 4 for each worker.
-        output: "prefix" puts ``[worker 3]`` before each line that a task prints.
+        output: "prefix" puts ``[worker 3]`` before each line that a task prints; "files" writes
+            what each task prints into a file of its own, in the folder ``output_folder``.
         worker_memory: bytes of memory that a worker may have to itself, as a number or as text
             ("2GB", in powers of 1024; ``memory_limit`` too).  One that has more is ended
             within a fifth of a second or so and replaced; its task fails with a `WorkerDied` that
@@ -82,6 +83,9 @@ class Pool(BasePool):
         TypeError, OptionError (a `ValueError`): an argument makes no sense.
         OSError: the system refuses descriptors or processes.
     """
+
+    output_folder: str | None = None
+    """With ``output="files"``: the folder of what the tasks print; else None."""
 
     _engine: EngineProtocol
     _packer: Packer
@@ -192,13 +196,20 @@ class Pool(BasePool):
     def setup_queues(self) -> None:
         """Make the engine: it has a private channel to each worker."""
         hosts = self._options.hosts
+        if self._options.output == "files":
+            from xpool._pools.task_files import TaskFiles
+
+            self._files = TaskFiles(self.name)
+            self.output_folder = self._files.folder
         if hosts is not None:
             self._engine = hosts.make_engine(self, self._nodes)
         else:
             self._engine = self._make_engine(self._start_server())
         self._backend = self._engine
         self._tasks = self._submitter = self._make_submitter()
-        self._all = AllWorkers(self._tasks, self._life, self._size, self._task_timeout, hosts)
+        self._all = AllWorkers(
+            self._tasks, self._life, self._size, self._task_timeout, hosts, self._files
+        )
 
     def _make_submitter(self) -> EngineSubmitter:
         kind = EngineSubmitter

@@ -29,6 +29,8 @@ from xpool._pools.verbs import (
 if TYPE_CHECKING:
     from typing_extensions import Never, Unpack
 
+    from xpool._pools.task_files import TaskFiles
+
 __all__ = ["PublicVerbs"]
 
 S = TypeVar("S")
@@ -51,6 +53,7 @@ class PublicVerbs:
     _stops_tasks = False
     # Whether each worker has random generators of its own.
     _seeds_items = False
+    _files: TaskFiles | None = None
     # The worker that a call goes to which names none; None: any, -1: the one with the least to do.
     _calls_go_to: int | None = None
     # Whether functions get their worker's context in front of their arguments; and the contexts.

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xpool._calls.keywords import names_of, refuse_unknown
 from xpool._calls.options import (
@@ -37,6 +37,9 @@ from xpool._python.interrupt import by_handler, deliver, interruptible, pending,
 from xpool._worker.callables import Item, Seeded
 from xpool.errors import OptionError
 
+if TYPE_CHECKING:
+    from xpool._pools.task_files import TaskFiles
+
 __all__ = [
     "PLAIN", "WAITING", "PoolOfVerbs", "imap", "map_recorded", "options_of", "start_call",
     "submit_call", "submit_map",
@@ -64,6 +67,7 @@ class PoolOfVerbs(Protocol):
     _calls_go_to: int | None
     _gives_context: bool
     _contexts: list[Any] | None
+    _files: TaskFiles | None
 
 
 def options_of(
@@ -178,6 +182,8 @@ def start_call(
     if not pool._jobs.enter(job, 1):
         pool._life.check_running()  # raises
     try:
+        if pool._files is not None:
+            func = pool._files.of_call(job, func)
         pool._submitter.call(job, func, args, kwds)
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
@@ -234,6 +240,8 @@ def _start_map(
     pool._life.enter(job, -(-len(items) // size))
     try:
         work = _begin_progress(pool, job, work)
+        if pool._files is not None:
+            work, items = pool._files.of_items(job, work), list(starmap(Item, enumerate(items)))
         if not items:
             # No answer of a task would complete it.
             job.settled = True
@@ -340,8 +348,12 @@ def _begin_stream(
     flow, jobs = job.flow, pool._jobs
     try:
         work = _begin_progress(pool, job, work)
-        put = job.around(pool._submitter.stream(job, work, flow))
-        runs = job.runs if job.terms.journal is None else None
+        files = pool._files
+        if files is not None:
+            work = files.of_items(job, work)
+        put = pool._submitter.stream(job, work, flow)
+        runs = job.runs if job.terms.journal is None and files is None else None
+        put = job.around(put if files is None else files.numbering(put, work.chunked, size))
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
         return

@@ -67,7 +67,9 @@ def _note(exc: Exception, chunk: Sequence[Any], rest: Any) -> None:
 
 
 def _value(item: Any) -> Any:
-    return item.value if type(item) is Item else item
+    while type(item) is Item:
+        item = item.value
+    return item
 
 
 def item_of(frame: FrameType | None) -> str:
@@ -99,7 +101,7 @@ def applied(
 
 
 class Item:
-    """An item of a map with ``seed=``, together with its number."""
+    """An item of a map with ``seed=`` or ``output="files"``, together with its number."""
 
     __slots__ = ("number", "value")
 
