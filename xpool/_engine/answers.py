@@ -3,13 +3,12 @@
 Called with the engine's lock held.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from xpool._engine.jobs.budget import RestartPolicy, back_off
 from xpool._engine.jobs.ranges import name_of
@@ -47,8 +46,7 @@ def _chance() -> float:
     return int.from_bytes(os.urandom(4), "little") / (1 << 32)
 
 
-@dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(NamedTuple):
     """What a pool asks of its engine.
 
     ``lifetime``: tasks that a process may run, None: any number.  ``processes``: workers that are
@@ -63,11 +61,10 @@ class EngineOptions:
     processes: Iterable[Sequence[int]] = ()
     together: bool = False
     hands_back: bool = False
-    memory: MemoryLimits = field(default_factory=MemoryLimits)
+    memory: MemoryLimits = MemoryLimits()
 
 
-@dataclass(frozen=True)
-class Parts:
+class Parts(NamedTuple):
     """The parts of an engine that all others use."""
 
     workers: list[WorkerProcess]

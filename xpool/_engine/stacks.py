@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 from xpool._engine.answers import OURS, own_part
@@ -49,25 +48,30 @@ class Whereabouts(NamedTuple):
     host: str = ""
 
 
-def in_kernel(pid: int, root: Path = Path("/proc")) -> str:
+def in_kernel(pid: int) -> str:
     """Return what a process does, and where the kernel says that it waits; "": not known."""
     try:
-        state = (root / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-        place = (root / str(pid) / "wchan").read_text().strip("0 \n")
+        state = _read(pid, "stat").rpartition(")")[2].split()[0]
+        place = _read(pid, "wchan").strip("0 \n")
     except (OSError, IndexError):
         return ""
     found = _STATES.get(state, state)
     if place:
         found += f" in the kernel's {place}()"
-    library = _library(root / str(pid))
+    library = _library(pid)
     return f"{found}, called by {library}" if library else found
 
 
-def _library(folder: Path) -> str:
+def _read(pid: int, name: str) -> str:
+    with open(f"/proc/{pid}/{name}") as file:
+        return file.read()
+
+
+def _library(pid: int) -> str:
     """Return the file whose code has made the system call in which a process waits."""
     try:
-        pc = int((folder / "syscall").read_text().split()[-1], 16)
-        maps = (folder / "maps").read_text().splitlines()
+        pc = int(_read(pid, "syscall").split()[-1], 16)
+        maps = _read(pid, "maps").splitlines()
     except (OSError, ValueError, IndexError):
         return ""  # it runs, or may not be looked into
     for line in maps:
@@ -84,27 +88,32 @@ def outside(pid: int) -> list[Whereabouts]:
         ProcessLookupError: there is no such process.
         PermissionError: it is another user's.
     """
-    pages = _pages(Path("/proc") / str(pid) / "maps")
+    pages = _pages(pid)
     found: list[Whereabouts] = []
-    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-        worker = int(folder.name)
+    for worker in sorted(int(name) for name in os.listdir("/proc") if name.isdecimal()):
         try:
-            page = next((fd for fd in (folder / "fd").iterdir() if fd.stat().st_ino in pages), None)
             # The parent has it too, perhaps.
-            if worker != pid and page is not None:
+            if worker != pid and (page := _mapped(worker, pages)):
                 found.append(_outside(worker, page, len(found)))
         except OSError:
             continue  # it has ended, or is another user's
     return found
 
 
-def _pages(maps: Path) -> set[int]:
+def _pages(pid: int) -> set[int]:
     """Return the inodes of the outboxes that a process maps."""
-    lines = maps.read_text().splitlines()
+    lines = _read(pid, "maps").splitlines()
     return {int(line.split()[4]) for line in lines if "/memfd:xpool-outbox" in line}
 
 
-def _outside(pid: int, page: Path, index: int) -> Whereabouts:
+def _mapped(pid: int, pages: set[int]) -> str | None:
+    """Return the path of the first descriptor of a process that leads to one of these inodes."""
+    folder = f"/proc/{pid}/fd"
+    paths = (f"{folder}/{name}" for name in os.listdir(folder))
+    return next((path for path in paths if os.stat(path).st_ino in pages), None)
+
+
+def _outside(pid: int, page: str, index: int) -> Whereabouts:
     with open(page, "r+b") as file:
         box = Outbox(file.fileno())
     try:
