@@ -22,6 +22,8 @@ def mistakes(pool: Pool, contexts: CtxPool[bytes], executor: Executor) -> None:
     pool.map(name, [1], on_error="keep")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     pool.apply(name, (1,), {}, 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     pool.run_all(name, "a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    pool.map(on_device, [1])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    contexts.apply(name, (1,))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     contexts.map(name, [1])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     executor.submit(name, "a")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     number: int = pool.apply(name, (1,))  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]

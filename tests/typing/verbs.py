@@ -73,9 +73,18 @@ def with_contexts(pool: CtxPool[Device], threads: CtxThreadPool[Device]) -> None
     assert_type(threads.map(on_device, [1, 2]), list[float])
     assert_type(pool.imap(on_device, [1, 2]), IMapIterator[float])
     assert_type(pool.map_async(on_device, [1]), MapResult[float])
+    assert_type(pool.map(lambda device, n: (device, n), [1]), list[tuple[Device, int]])
+    assert_type(pool.map(on_device, [1], on_error="return"), list[float | BaseException])
+    assert_type(pool.starmap(on_device, [(1,)]), list[float])
+    assert_type(pool.submit(on_device, 1), Future[float])
     assert_type(pool.run_all(on_device, 3), list[float])
+    of_any(pool)
     with CtxPool(2) as some:
         some.map(on_device, [1])
+
+
+def of_any(pool: Pool) -> None:
+    assert_type(pool.apply(lambda x: f"{x}", (1,)), str)
 
 
 def on_all(pool: Pool, bound: P2PPool) -> None:

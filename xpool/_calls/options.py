@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from xpool.errors import OptionError
 
 __all__ = [
+    "JOURNAL_HELP",
     "MANY_HELP",
     "CallOptions",
     "Exceptions",
@@ -88,6 +89,16 @@ timeout: seconds that each call of ``func`` may take, from when a worker begins 
             seed: an int.  Each item finds the generators of `random`, numpy and torch seeded by it
                 and by the item's number, whatever worker runs it.  Not for threads."""
 """Of the verbs of many tasks, in their docstrings: what these keywords mean."""
+
+JOURNAL_HELP = """\
+journal: path of an SQLite database.  Results are written there before they are handed
+                out, and an item whose result is there does not run again.  Each item is a task.
+            key: a function that returns the name of an item in the journal, a str, bytes or an int;
+                None: the name is a digest of the item's value.
+            version: a str or an int that identifies, with the name of ``func``, the computation.
+                None: the code of ``func``, the code of the program's functions that it calls, and
+                the values that they use must be unchanged."""
+"""The same of the verbs that take a journal."""
 
 
 class TaskOptions(NamedTuple):

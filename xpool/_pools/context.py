@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from xpool._calls.options import check_iterable, resolve_processes
-from xpool._pools.context_verbs import C, ContextVerbs
 from xpool._pools.hooks import Hooks, Result, Task
 from xpool._pools.process import Pool
+from xpool._pools.public import PublicVerbs
 from xpool._pools.thread import ThreadPool
 from xpool._worker.callables import each, one, star, star_each
 from xpool._worker.context import current_worker
@@ -19,6 +19,54 @@ from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
 
 __all__ = ["CtxPool", "CtxThreadPool"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from concurrent.futures import Future
+
+    from typing_extensions import TypeVar as TypeVarWithDefault
+    from typing_extensions import TypeVarTuple, Unpack
+
+    from xpool._calls.options import CallOptions
+    from xpool._calls.results import AsyncResult
+
+    C = TypeVarWithDefault("C", default=Any)
+    Ts = TypeVarTuple("Ts")
+
+    class ContextVerbs(PublicVerbs[C]):
+        def submit(
+            self, func: Callable[Concatenate[C, P], T], /, *args: P.args, **kwds: P.kwargs
+        ) -> Future[T]: ...
+
+        def apply(  # type: ignore[override]
+            self,
+            func: Callable[Concatenate[C, ...], T],
+            args: Iterable[object] = (),
+            kwds: Mapping[str, object] | None = None,
+            **options: Unpack[CallOptions],
+        ) -> T: ...
+
+        def apply_async(  # type: ignore[override]
+            self,
+            func: Callable[Concatenate[C, ...], T],
+            args: Iterable[object] = (),
+            kwds: Mapping[str, object] | None = None,
+            callback: Callable[[T], object] | None = None,
+            error_callback: Callable[[BaseException], object] | None = None,
+            **options: Unpack[CallOptions],
+        ) -> AsyncResult[T]: ...
+
+else:
+    C = TypeVar("C")
+
+    class ContextVerbs(Generic[C]):
+        """What `CtxPool` and `CtxThreadPool` of contexts of one type have in common."""
+
+        _fixed_size = "it has a worker for each of its contexts"
+        _gives_context = True
 
 
 class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
@@ -41,6 +89,15 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
     The other arguments are those of `Pool`.  The initializer gets ``initargs`` alone; it finds
     the context in ``current_worker().context``.
     """
+
+    if TYPE_CHECKING:
+
+        def run_all(  # type: ignore[override]
+            self,
+            func: Callable[[C, Unpack[Ts]], T],
+            *args: Unpack[Ts],
+            timeout: float | None = None,
+        ) -> list[T]: ...
 
     def __init__(
         self,
@@ -84,8 +141,6 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
                 output=output if output == "files" else None,
             )
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
-
-    _gives_context = True
 
 
 def _contexts(contexts: Iterable[Any] | None, processes: int | None) -> list[Any]:
@@ -154,8 +209,6 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
         self._contexts = _contexts(worker_contexts, processes)
         n = resolve_processes(processes, self._contexts)
         super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
-
-    _gives_context = True
 
     @staticmethod
     def worker(

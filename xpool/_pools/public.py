@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import MANY_HELP, Exceptions, ManyOptions, ProgressOption
+from xpool._calls.options import JOURNAL_HELP, MANY_HELP, Exceptions, ManyOptions, ProgressOption
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
 from xpool._pools.job_table import JobTable
@@ -20,16 +20,29 @@ from xpool._pools.verbs import (
     PLAIN,
     WAITING,
     imap,
-    map_recorded,
+    map_now,
     options_of,
     submit_call,
     submit_map,
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Never, Unpack
+    from typing import Generic
+
+    from typing_extensions import Never, TypeVarTuple, Unpack
 
     from xpool._pools.task_files import TaskFiles
+
+    Cs = TypeVarTuple("Cs", default=Unpack[tuple[()]])  # what a function gets before the item
+else:
+
+    class Generic:
+        """At run time nothing is generic: Python 3.10 has no `TypeVarTuple`."""
+
+        def __class_getitem__(cls, parameters):
+            return object
+
+    Cs, Unpack = None, Generic
 
 __all__ = ["PublicVerbs"]
 
@@ -37,8 +50,11 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-class PublicVerbs:
-    """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each."""
+class PublicVerbs(Generic[Unpack[Cs]]):
+    """The verbs of `multiprocessing.pool.Pool`, with what xpool adds to each.
+
+    To type checkers, pools whose functions get a context of type C first are `PublicVerbs[C]`.
+    """
 
     name: str
     initializer: Callable[..., object] | None
@@ -125,7 +141,7 @@ class PublicVerbs:
     @overload
     def map(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int | None = None,
         *,
@@ -136,7 +152,7 @@ class PublicVerbs:
     @overload
     def map(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int | None = None,
         *,
@@ -145,22 +161,13 @@ class PublicVerbs:
     ) -> list[T | BaseException]: ...
 
     def map(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        progress: ProgressOption = False,
-        on_error: str = "raise",
+        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = None,
+        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
+        progress: ProgressOption = False, on_error: str = "raise",
         journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None,
-        version: str | int | None = None,
-        seed: int | None = None,
-        **unknown: Any,
-    ) -> list[Any]:
+        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
+        seed: int | None = None, **unknown: Any,
+    ) -> list[Any]:  # fmt: skip
         """Return ``[func(x) for x in iterable]``, computed by the workers, in order.
 
         A task is a chunk of ``chunksize`` items; by default about four chunks for each worker.
@@ -168,13 +175,7 @@ class PublicVerbs:
 
         Args:
             {many}
-            journal: path of an SQLite database.  Results are written there before they are handed
-                out, and what is there is not run again.  Each item is a task.
-            key: a function that returns the name of an item in the journal, a str, bytes or an int;
-                None: the name is a digest of the item's value.
-            version: a str or an int that says, with the name of ``func``, what the results are of.
-                None: the code of ``func``, that of the program's functions that it calls, and the
-                values that they use must all be as they were.
+            {journal}
 
         Raises:
             Exception: what a task raised, as it is; of several, what arrived first.
@@ -184,30 +185,15 @@ class PublicVerbs:
             sqlite3.Error: the journal cannot be opened or written.
         """
         options = options_of(
-            self,
-            None,
-            True,
-            timeout,
-            retries,
-            retry_on,
-            progress,
-            on_error,
-            journal,
-            key,
-            version,
-            seed,
-            **unknown,
-        )
-        if options.journal is not None:
-            return map_recorded(self, Work(func), iterable, options)
-        work = Work(func)
-        values: list[Any] = submit_map(self, work, iterable, chunksize, options).get()
-        return values
+            self, None, True, timeout, retries, retry_on, progress, on_error, journal, key,
+            version, seed, **unknown,
+        )  # fmt: skip
+        return map_now(self, Work(func), iterable, chunksize, options)
 
     @overload
     def map_async(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int | None = None,
         callback: Callable[[list[T]], object] | None = None,
@@ -220,7 +206,7 @@ class PublicVerbs:
     @overload
     def map_async(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int | None = None,
         callback: Callable[[list[T | BaseException]], object] | None = None,
@@ -231,21 +217,13 @@ class PublicVerbs:
     ) -> MapResult[T | BaseException]: ...
 
     def map_async(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int | None = None,
+        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = None,
         callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        progress: ProgressOption = False,
-        on_error: str = "raise",
-        seed: int | None = None,
+        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
+        progress: ProgressOption = False, on_error: str = "raise", seed: int | None = None,
         **unknown: Any,
-    ) -> MapResult[Any]:
+    ) -> MapResult[Any]:  # fmt: skip
         """Submit ``func(x)`` for each item; return a `MapResult` at once.
 
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
@@ -286,29 +264,20 @@ class PublicVerbs:
     ) -> list[T | BaseException]: ...
 
     def starmap(
-        self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[object]],
-        chunksize: int | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        progress: ProgressOption = False,
-        on_error: str = "raise",
+        self, func: Callable[..., Any], iterable: Iterable[Iterable[object]],
+        chunksize: int | None = None, *, timeout: float | None = None, retries: int = 0,
+        retry_on: Exceptions = (), progress: ProgressOption = False, on_error: str = "raise",
         journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None,
-        version: str | int | None = None,
-        seed: int | None = None,
-        **unknown: Any,
-    ) -> list[Any]:
+        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
+        seed: int | None = None, **unknown: Any,
+    ) -> list[Any]:  # fmt: skip
         """Return ``[func(*args) for args in iterable]``, computed by the workers, in order.
 
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
 
         Args:
             {many}
-            journal, key, version: as in `map`.
+            {journal}
 
         Raises:
             Exception: what a task raised; of several errors, the first that arrived.
@@ -316,25 +285,10 @@ class PublicVerbs:
             PoolClosed: the pool takes no more work.
         """
         options = options_of(
-            self,
-            None,
-            True,
-            timeout,
-            retries,
-            retry_on,
-            progress,
-            on_error,
-            journal,
-            key,
-            version,
-            seed,
-            **unknown,
-        )
-        if options.journal is not None:
-            return map_recorded(self, Work(func, starred=True), iterable, options)
-        work = Work(func, starred=True)
-        values: list[Any] = submit_map(self, work, iterable, chunksize, options).get()
-        return values
+            self, None, True, timeout, retries, retry_on, progress, on_error, journal, key,
+            version, seed, **unknown,
+        )  # fmt: skip
+        return map_now(self, Work(func, starred=True), iterable, chunksize, options)
 
     @overload
     def starmap_async(
@@ -363,21 +317,13 @@ class PublicVerbs:
     ) -> MapResult[T | BaseException]: ...
 
     def starmap_async(
-        self,
-        func: Callable[..., Any],
-        iterable: Iterable[Iterable[object]],
-        chunksize: int | None = None,
-        callback: Callable[[list[Any]], object] | None = None,
+        self, func: Callable[..., Any], iterable: Iterable[Iterable[object]],
+        chunksize: int | None = None, callback: Callable[[list[Any]], object] | None = None,
         error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        progress: ProgressOption = False,
-        on_error: str = "raise",
-        seed: int | None = None,
+        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
+        progress: ProgressOption = False, on_error: str = "raise", seed: int | None = None,
         **unknown: Any,
-    ) -> MapResult[Any]:
+    ) -> MapResult[Any]:  # fmt: skip
         """Submit ``func(*args)`` for each ``args``; return a `MapResult` at once.
 
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
@@ -398,7 +344,7 @@ class PublicVerbs:
     @overload
     def imap(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
         buffersize: int | None = None,
@@ -410,7 +356,7 @@ class PublicVerbs:
     @overload
     def imap(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
         buffersize: int | None = None,
@@ -420,23 +366,14 @@ class PublicVerbs:
     ) -> IMapIterator[T | BaseException]: ...
 
     def imap(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int = 1,
+        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,
         buffersize: int | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        progress: ProgressOption = False,
-        on_error: str = "raise",
+        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
+        progress: ProgressOption = False, on_error: str = "raise",
         journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None,
-        version: str | int | None = None,
-        seed: int | None = None,
-        **unknown: Any,
-    ) -> IMapIterator[Any]:
+        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
+        seed: int | None = None, **unknown: Any,
+    ) -> IMapIterator[Any]:  # fmt: skip
         """Return an iterator over the results, in order, while the input is still drawn.
 
         ``buffersize``: at most so many items, not chunks, are drawn ahead of the consumer.  Then
@@ -452,33 +389,22 @@ class PublicVerbs:
 
         Args:
             {many}
-            journal, key, version: as in `map`.
+            {journal}
 
         Raises:
             PoolClosed: the pool takes no more work.
             OptionError: the journal is of another function, or of this one before a change.
         """
         options = options_of(
-            self,
-            None,
-            False,
-            timeout,
-            retries,
-            retry_on,
-            progress,
-            on_error,
-            journal,
-            key,
-            version,
-            seed,
-            **unknown,
-        )
+            self, None, False, timeout, retries, retry_on, progress, on_error, journal, key,
+            version, seed, **unknown,
+        )  # fmt: skip
         return imap(self, IMapIterator, Work(func), iterable, chunksize, buffersize, options)
 
     @overload
     def imap_unordered(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
         buffersize: int | None = None,
@@ -491,7 +417,7 @@ class PublicVerbs:
     @overload
     def imap_unordered(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
         buffersize: int | None = None,
@@ -504,7 +430,7 @@ class PublicVerbs:
     @overload
     def imap_unordered(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
         buffersize: int | None = None,
@@ -517,7 +443,7 @@ class PublicVerbs:
     @overload
     def imap_unordered(
         self,
-        func: Callable[[S], T],
+        func: Callable[[Unpack[Cs], S], T],
         iterable: Iterable[S],
         chunksize: int = 1,
         buffersize: int | None = None,
@@ -528,24 +454,14 @@ class PublicVerbs:
     ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...
 
     def imap_unordered(
-        self,
-        func: Callable[[Any], Any],
-        iterable: Iterable[Any],
-        chunksize: int = 1,
+        self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,
         buffersize: int | None = None,
-        *,
-        timeout: float | None = None,
-        retries: int = 0,
-        retry_on: Exceptions = (),
-        progress: ProgressOption = False,
-        on_error: str = "raise",
+        *, timeout: float | None = None, retries: int = 0, retry_on: Exceptions = (),
+        progress: ProgressOption = False, on_error: str = "raise",
         journal: str | os.PathLike[str] | None = None,
-        key: Callable[[Any], str | bytes | int] | None = None,
-        version: str | int | None = None,
-        with_index: bool = False,
-        seed: int | None = None,
-        **unknown: Any,
-    ) -> IMapUnorderedIterator[Any]:
+        key: Callable[[Any], str | bytes | int] | None = None, version: str | int | None = None,
+        with_index: bool = False, seed: int | None = None, **unknown: Any,
+    ) -> IMapUnorderedIterator[Any]:  # fmt: skip
         """Return an iterator over the results in the order in which they arrive.
 
         ``buffersize``: at most so many items are drawn ahead of the consumer; None: as in `imap`.
@@ -554,32 +470,21 @@ class PublicVerbs:
             with_index: True: an item of the iterator is ``(index, result)``, where ``index`` is the
                 position in ``iterable``, from 0 on.
             {many}
-            journal, key, version: as in `map`.
+            {journal}
 
         Raises:
             PoolClosed: the pool takes no more work.
             OptionError: the journal is of another function, or of this one before a change.
         """
         options = options_of(
-            self,
-            None,
-            False,
-            timeout,
-            retries,
-            retry_on,
-            progress,
-            on_error,
-            journal,
-            key,
-            version,
-            seed,
-            **unknown,
-        )
+            self, None, False, timeout, retries, retry_on, progress, on_error, journal, key,
+            version, seed, **unknown,
+        )  # fmt: skip
         kind, work = IMapUnorderedIterator, Work(func)
         return imap(self, kind, work, iterable, chunksize, buffersize, options, with_index)
 
 
 for _name in ("map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"):
     _verb = vars(PublicVerbs)[_name]
-    # None: under python -OO.
-    _verb.__doc__ = _verb.__doc__ and _verb.__doc__.replace("{many}", MANY_HELP)
+    _help = _verb.__doc__ or ""  # None: under python -OO
+    _verb.__doc__ = _help.replace("{many}", MANY_HELP).replace("{journal}", JOURNAL_HELP)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from xpool._pools.task_files import TaskFiles
 
 __all__ = [
-    "PLAIN", "WAITING", "PoolOfVerbs", "imap", "map_recorded", "options_of", "start_call",
+    "PLAIN", "WAITING", "PoolOfVerbs", "imap", "map_now", "options_of", "start_call",
     "submit_call", "submit_map",
 ]  # fmt: skip
 
@@ -268,10 +268,16 @@ def _begin_progress(pool: PoolOfVerbs, job: Job, work: Work) -> Work:
     return work._replace(func=pool._submitter.beside_bar(work.func)) if beside_bar else work
 
 
-def map_recorded(
-    pool: PoolOfVerbs, work: Work, iterable: Iterable[Any], options: TaskOptions
+def map_now(
+    pool: PoolOfVerbs,
+    work: Work,
+    iterable: Iterable[Any],
+    chunksize: int | None,
+    options: TaskOptions,
 ) -> list[Any]:
-    """As `map`, through an iterator whose results are written to a journal."""
+    """Submit a call for each item; return the results, which a journal may hold already."""
+    if options.journal is None:
+        return submit_map(pool, work, iterable, chunksize, options).get()
     items = list(iterable)
     results: IMapIterator[Any] = imap(pool, IMapIterator, work, items, 1, None, options)
     values: list[Any] = []
