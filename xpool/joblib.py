@@ -1,4 +1,4 @@
-"""The backend ``"xpool"`` of joblib: importing this module registers it.
+"""The backends ``"xpool"`` and ``"xpool-threads"`` of joblib: importing this module registers them.
 
     >>> import joblib, xpool.joblib
     >>> with joblib.parallel_config("xpool", n_jobs=2):
@@ -7,6 +7,8 @@
 
 Workers stay for the next call with the same number of them, as loky's do; `shutdown` ends them.  A
 worker that dies costs the batch that it ran, which is run again, up to `RETRIES` times.
+
+``"xpool-threads"`` runs the batches in threads, as joblib's ``"threading"`` does.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from joblib._parallel_backends import (
 )
 
 from xpool._calls.results import AsyncResult
+from xpool._pools.base import BasePool
 from xpool._pools.process import Pool
+from xpool._pools.thread import ThreadPool
 from xpool._python import at_fork
 from xpool._worker.context import current_worker
 
-__all__ = ["RETRIES", "Backend", "shutdown"]
+__all__ = ["RETRIES", "Backend", "ThreadsBackend", "shutdown"]
 
 RETRIES = 2
 """How often a batch is run again whose worker died: once for bad luck, once more for a bad day."""
@@ -44,7 +48,70 @@ _OF_FILES = frozenset({"max_nbytes", "mmap_mode", "temp_folder", "verbose"})
 _OF_WORKERS = frozenset({"initializer", "initargs"})
 
 
-class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
+class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
+    """Runs the batches of one `joblib.Parallel` in a pool."""
+
+    supports_retrieve_callback = True
+
+    _retries = 0
+    _jobs: set[AsyncResult[Any]]
+    """The unfinished batches.  Needs no lock: one operation on it is atomic."""
+
+    def effective_n_jobs(self, n_jobs: int | None) -> int:
+        """Return how many workers there will be."""
+        if n_jobs == 0:
+            raise ValueError("n_jobs == 0 in Parallel has no meaning")
+        if n_jobs is None:
+            return 1
+        return n_jobs if n_jobs > 0 else max(joblib.cpu_count() + 1 + n_jobs, 1)
+
+    def _begin(self, n_jobs: int | None, parallel: Any) -> int:
+        """Begin a call; return the number of workers, more than one."""
+        workers = self.effective_n_jobs(n_jobs)
+        if workers == 1:
+            # joblib catches this, and runs the batches in this process.
+            raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
+        self.parallel = parallel
+        self._jobs = set()
+        return workers
+
+    def _configured(self) -> BasePool | None:
+        """Return the pool of this call; None: there is none."""
+        raise NotImplementedError
+
+    def submit(
+        self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
+    ) -> AsyncResult[Any]:
+        """Have a batch run; ``callback`` is called with its outcome, in a thread of the pool."""
+        pool = self._configured()
+        if pool is None:
+            raise RuntimeError(
+                "this backend is not configured; a generator of an earlier call to Parallel may "
+                "have been dropped: exhaust it first"
+            )
+        done = _Done(self._jobs, callback)
+        job = pool.apply_async(
+            _run, (func,), callback=done.value, error_callback=done.error, retries=self._retries
+        )
+        done.started(job)
+        return job
+
+    def retrieve_result_callback(self, out: _Outcome) -> Any:
+        """Return what the batch returned, or raise what it raised."""
+        if out.error is not None:
+            raise out.error
+        return out.value
+
+    def abort_everything(self, ensure_ready: bool = True) -> None:
+        """Stop what runs and drop what waits; a worker that does not stop is replaced."""
+        # A copy: callbacks take jobs out, in another thread.
+        for job in list(self._jobs):
+            job.cancel()
+        if not ensure_ready:
+            self.terminate()
+
+
+class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     """Runs the batches of one `joblib.Parallel` in the workers of a `Pool`.
 
     Keyword arguments of ``parallel_config`` and ``Parallel`` that joblib does not know go to
@@ -53,9 +120,9 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
     ``context=``, or the variable ``JOBLIB_START_METHOD`` names one.
     """
 
-    supports_retrieve_callback = True
     supports_inner_max_num_threads = True
 
+    _retries = RETRIES
     _pool: _Kept | None = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
@@ -64,19 +131,18 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         Of a worker of `multiprocessing` too, with a warning: those that are daemons may have no
         processes of their own.
         """
-        if n_jobs == 0:
-            raise ValueError("n_jobs == 0 in Parallel has no meaning")
-        if n_jobs is None or _in_worker():
+        workers: int = super().effective_n_jobs(n_jobs)
+        if _in_worker():
             return 1
         if multiprocessing.current_process().daemon:
-            if n_jobs != 1:
+            if workers != 1:
                 warnings.warn(
                     "the xpool backend of joblib has no workers inside a daemonic process of "
                     "multiprocessing: n_jobs is 1",
                     stacklevel=3,
                 )
             return 1
-        return n_jobs if n_jobs > 0 else max(joblib.cpu_count() + 1 + n_jobs, 1)
+        return workers
 
     def configure(
         self,
@@ -93,47 +159,13 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         options = {name: value for name, value in options.items() if name not in _OF_FILES}
         # joblib always passes a context; this one is None unless its user has asked for one.
         options["context"] = self.backend_kwargs.get("context", joblib.parallel.DEFAULT_MP_CONTEXT)
-        n_jobs = self.effective_n_jobs(n_jobs)
-        if n_jobs == 1:
-            # joblib catches this, and runs the batches in this process.
-            raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
-        self.parallel = parallel
-        # Guards nothing but itself: one operation on it is atomic.
-        self._jobs: set[AsyncResult[Any]] = set()
+        n_jobs = self._begin(n_jobs, parallel)
         threads = self._prepare_worker_env(n_jobs)
         self._pool = _take(n_jobs, threads, {**self.backend_kwargs, **options})
         return n_jobs
 
-    def submit(
-        self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
-    ) -> AsyncResult[Any]:
-        """Have a batch run; ``callback`` is called with its outcome, in a thread of the pool."""
-        kept = self._pool
-        if kept is None:
-            raise RuntimeError(
-                "this backend is not configured; a generator of an earlier call to Parallel may "
-                "have been dropped: exhaust it first"
-            )
-        done = _Done(self._jobs, callback)
-        job = kept.pool.apply_async(
-            _run, (func,), callback=done.value, error_callback=done.error, retries=RETRIES
-        )
-        done.started(job)
-        return job
-
-    def retrieve_result_callback(self, out: _Outcome) -> Any:
-        """Return what the batch returned, or raise what it raised."""
-        if out.error is not None:
-            raise out.error
-        return out.value
-
-    def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Stop what runs and drop what waits; workers that do not stop are replaced."""
-        # A copy: callbacks take jobs out, in another thread.
-        for job in list(self._jobs):
-            job.cancel()
-        if not ensure_ready:
-            self.terminate()
+    def _configured(self) -> BasePool | None:
+        return None if self._pool is None else self._pool.pool
 
     def terminate(self) -> None:
         """Give the workers back; they stay for the next call."""
@@ -142,6 +174,45 @@ class Backend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]
         if kept is not None:
             kept.give_back()
         self.reset_batch_stats()
+
+
+class ThreadsBackend(_PoolBackend):
+    """Runs the batches of one `joblib.Parallel` in the threads of a `ThreadPool`.
+
+    Objects are passed by reference, so ``require="sharedmem"`` finds this backend fit.  A thread
+    cannot be stopped: after an error or joblib's ``timeout=``, the batches that run go on unseen.
+
+    Keyword arguments that joblib does not know go to `ThreadPool`.
+    """
+
+    uses_threads = supports_sharedmem = True
+
+    _pool: ThreadPool | None = None
+
+    def configure(
+        self,
+        n_jobs: int = 1,
+        parallel: Any = None,
+        prefer: str | None = None,
+        require: str | None = None,
+        **options: Any,
+    ) -> int:
+        """Start the threads for the calls to come; return their number."""
+        n_jobs = self._begin(n_jobs, parallel)
+        options = {**self.backend_kwargs, **options}
+        others = {name: options[name] for name in options.keys() - _OF_FILES - {"context"}}
+        self._pool = ThreadPool(n_jobs, name="joblib", **others)
+        return n_jobs
+
+    def _configured(self) -> BasePool | None:
+        return self._pool
+
+    def terminate(self) -> None:
+        """End the threads."""
+        # Ended once, however often joblib calls this.
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.terminate()
 
 
 class _Outcome:
@@ -288,3 +359,4 @@ def shutdown() -> None:
 
 
 joblib.register_parallel_backend("xpool", Backend)
+joblib.register_parallel_backend("xpool-threads", ThreadsBackend)

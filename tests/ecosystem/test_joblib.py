@@ -190,3 +190,69 @@ def test_in_a_worker_of_multiprocessing(method):
     with multiprocessing.get_context(method).Pool(1) as pool:
         is_alone, seen = pool.apply(alone, (3,))
     assert is_alone and "n_jobs is 1" in seen[0]
+
+
+@pytest.fixture
+def in_threads():
+    """Calls of the test go to two threads."""
+    with joblib.parallel_config("xpool-threads", n_jobs=2):
+        yield
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_threads_share_objects():
+    """Batches run in threads of this process, on the caller's own objects; results are in order."""
+    found = []
+    names = joblib.Parallel(require="sharedmem")(
+        delayed(lambda n: found.append(n) or threading.current_thread().name)(n) for n in range(50)
+    )
+    assert sorted(found) == list(range(50))
+    assert set(names) <= {"joblib-worker-0", "joblib-worker-1"}
+    assert joblib.Parallel()(delayed(pow)(n, 2) for n in range(50)) == [n * n for n in range(50)]
+
+
+@pytest.mark.usefixtures("in_threads")
+@pytest.mark.parametrize("how", ["generator", "generator_unordered"])
+def test_generators_of_threads(how):
+    """Results can be had while others are computed."""
+    got = joblib.Parallel(return_as=how)(delayed(work.square)(n) for n in range(50))
+    assert sorted(got) == [n * n for n in range(50)]
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_errors_and_timeouts_of_threads(tmp_path):
+    """An exception, and a call that takes too long, end the call; the next one runs."""
+    with pytest.raises(ZeroDivisionError):
+        joblib.Parallel()(delayed(divmod)(1, n % 2) for n in range(100))
+    gate = Gate(tmp_path / "gate")
+    with pytest.raises((TimeoutError, joblib.parallel.TimeoutError)):
+        joblib.Parallel(timeout=0.2)(delayed(work.pass_gate)(gate.path) for _ in range(2))
+    gate.close()
+    assert joblib.Parallel()(delayed(work.square)(n) for n in range(4)) == [0, 1, 4, 9]
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_nested_calls_of_threads():
+    """A call inside a task of a thread pool does not wait for that pool's threads."""
+
+    def inner(n):
+        return joblib.Parallel(n_jobs=2)(delayed(abs)(-k) for k in range(n))
+
+    assert joblib.Parallel()(delayed(inner)(n) for n in range(6)) == [
+        list(range(n)) for n in range(6)
+    ]
+
+
+@pytest.mark.usefixtures("in_threads")
+def test_options_of_threads():
+    """What joblib does not know goes to the pool; one job needs no thread, none is refused."""
+    started = []
+    parallel = joblib.Parallel(initializer=started.append, initargs=("started",))
+    assert parallel(delayed(abs)(-n) for n in range(9)) == list(range(9))
+    assert started == ["started", "started"]
+    (name,) = joblib.Parallel(n_jobs=1)([delayed(threading.current_thread)()])
+    assert name is threading.current_thread()
+    with pytest.raises(ValueError, match="n_jobs == 0"):
+        joblib.Parallel(n_jobs=0)([delayed(abs)(1)])
+    with pytest.raises(TypeError, match="initialiser.*initializer="):
+        joblib.Parallel(initialiser=abs)([delayed(abs)(1)])
