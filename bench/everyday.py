@@ -1,9 +1,8 @@
 """Everyday programs, with xpool and with what a user would pick instead.
 
 Each row is a small program.  It is run as a process of its own with each peer, one after the other,
-round by round, after a round that is not counted (it compiles modules and fills caches); what is
-printed are medians, and xpool's against that of the best peer.  xpool is behind where it takes more
-than a tenth longer, or more memory.
+round by round, once xpool's modules are compiled.  The table has medians, and xpool's against that
+of the best peer.  xpool is behind where it takes more than a tenth longer, or more memory.
 
 A row to add is a `Row` in `ROWS`: the text of a program that uses ``start(n, **options)``,
 ``run(pool, func, items)``, which has each item be a task, ``spread(pool, func, items)``, which lets
@@ -16,6 +15,7 @@ to be measured.  A work that other packages are made for has programs of its own
 from __future__ import annotations
 
 import argparse
+import compileall
 import importlib.util
 import json
 import math
@@ -102,6 +102,12 @@ PEERS = {
             return ProcessPoolExecutor(n)
     """
     + _AS_AN_EXECUTOR,
+    "torch": """
+        import torch.multiprocessing
+        def start(n, **options):
+            return torch.multiprocessing.get_context("fork").Pool(n, **options)
+    """
+    + _AS_A_POOL,
     "loky": """
         import loky
         def start(n, maxtasksperchild=None):
@@ -110,26 +116,6 @@ PEERS = {
             return loky.ProcessPoolExecutor(n)
     """
     + _AS_AN_EXECUTOR,
-    "mpire": """
-        import mpire
-        def start(n, maxtasksperchild=None):
-            global lifespan
-            lifespan = maxtasksperchild
-            return mpire.WorkerPool(n_jobs=n, start_method="fork")
-        def run(pool, func, items):
-            return pool.map(func, items, chunk_size=1, worker_lifespan=lifespan)
-        def spread(pool, func, items):
-            return pool.map(func, items)
-        def star(pool, func, items):
-            return pool.map(func, items)
-        def notify(pool, func, items, callback):
-            for one in [pool.apply_async(func, (item,), callback=callback) for item in items]:
-                one.get()
-        def stream(pool, func, items, chunk):
-            return pool.imap(func, items, chunk_size=chunk)
-        def finish(pool):
-            pool.stop_and_join()
-    """,
 }
 THREADS = {
     "xpool": """
@@ -154,14 +140,13 @@ THREADS = {
         start = InterpreterPoolExecutor
     """
     + _AS_AN_EXECUTOR,
-    "mpire": PEERS["mpire"].replace('start_method="fork"', 'start_method="threading"'),
 }
 """Pools of threads; in the column `fork`, the standard library's.
 
 The workers of `interpreters` are threads that have an interpreter each.
 """
 
-PACKAGES = {"loky": "loky", "mpire": "mpire", "torch": "torch", "joblib": "joblib"}
+PACKAGES = {"loky": "loky", "torch": "torch", "joblib": "joblib"}
 
 PRELUDE = """
     import sys, time
@@ -182,7 +167,7 @@ class Row(NamedTuple):
     needs: str = ""  # packages
     programs: Mapping[str, str] = MappingProxyType({})  # by peer; others than these have nothing
     unit: str = "ms"
-    once: bool = False  # memory, which is the same every time, and takes long to fill
+    once: bool = False  # run once: it takes long, and is the same every time
 
 
 TASKS = """
@@ -256,6 +241,17 @@ REPLACED = """
         begin = time.perf_counter()
         run(pool, square, range(30))
         tell((time.perf_counter() - begin) / 30)
+        finish(pool)
+"""
+
+RELOADED = """
+    def total(x):
+        return len(data) + x
+    if __name__ == "__main__":
+        begin = time.perf_counter()
+        pool = start(2, maxtasksperchild=1)
+        assert list(run(pool, total, range(4))) == [1000, 1001, 1002, 1003]
+        tell(time.perf_counter() - begin)
         finish(pool)
 """
 
@@ -390,6 +386,34 @@ ONE_BY_ONE = """
         finish(pool)
 """
 
+SHARED = """
+    def first(t):
+        return int(t[0])
+    if __name__ == "__main__":
+        t = torch.arange(1 << 20).share_memory_()
+        pool = start(2)
+        one = getattr(pool, "apply", None) or (lambda f, args: pool.submit(f, *args).result())
+        for n in range(20):
+            one(first, (t,))
+        begin = time.perf_counter()
+        for n in range(300):
+            one(first, (t,))
+        tell((time.perf_counter() - begin) / 300)
+        finish(pool)
+"""
+
+ARRAYS_STREAMED = """
+    if __name__ == "__main__":
+        import numpy
+        pool = start(2)
+        assert sum(a.nbytes for a in stream(pool, make, [1 << 20] * 300, 1)) == 300 << 20
+        begin = time.perf_counter()
+        for _ in range(3):
+            assert sum(a.nbytes for a in stream(pool, make, [1 << 20] * 300, 1)) == 300 << 20
+        tell((time.perf_counter() - begin) / 3)
+        finish(pool)
+"""
+
 MEMORY = """
     def field(name, pid="self"):
         with open(f"/proc/{{pid}}/status") as file:
@@ -503,6 +527,7 @@ def load():
     return list(range(1000))
 data = load()
 """
+PANDAS_TOP = "import pandas\n"
 LISTS_TOP = "rows = [[i, i + 1, i + 2, i + 3] for i in range(700_000)]\n"
 RECORDS = '[{"id": i, "name": f"name {i}", "values": [i, i + 1.5]} for i in range(20_000)]'
 STRINGS = '[f"line {i} of a text" for i in range(50_000)]'
@@ -543,17 +568,21 @@ ROWS = [
     Row("first pool to first answer", _program(FIRST)),
     Row("the same, with torch", _program(FIRST, IMPORT_TORCH), needs="torch"),
     Row("the same, torch set up at the top", _program(FIRST, SET_TORCH), needs="torch"),
-    Row("the same, a top that loads for 2 s", _program(FIRST, LOADING_TOP)),
+    Row("the same, with pandas", _program(FIRST, PANDAS_TOP), needs="pandas"),
+    Row("the same, a top that loads for 2 s", _program(FIRST, LOADING_TOP), once=True),
     Row("the same, torch preloaded", _program(PRELOADED), needs="torch"),
     Row("second pool to first answer", _program(SECOND)),
     Row("the same, with torch", _program(SECOND, IMPORT_TORCH), needs="torch"),
     Row("maxtasksperchild=1, a worker", _program(REPLACED)),
     Row("the same, a top of 150 MB", _program(REPLACED, LARGE_TOP)),
     Row("the same, a top of 150 MB of lists", _program(REPLACED, LISTS_TOP)),
+    Row("the same, 4 tasks, a top of 2 s", _program(RELOADED, LOADING_TOP), once=True),
     Row("open, 10 tasks, close, join", _program(TEN)),
     Row("the same, a top of 150 MB", _program(TEN, LARGE_TOP)),
+    Row("the same, a top of 150 MB of lists", _program(TEN, LISTS_TOP)),
     Row("Pool(32), 320 tasks", _program(MANY)),
     Row("the same, a top of 150 MB", _program(MANY, LARGE_TOP)),
+    Row("the same, a top of 150 MB of lists", _program(MANY, LISTS_TOP), once=True),
     Row("a pool in a test", _program(TESTED), needs="pytest"),
     Row("map of 20,000 records", _data(RECORDS, "spread", "record"), needs="numpy"),
     Row("map of 50,000 strings", _data(STRINGS, "spread", "shout"), needs="numpy"),
@@ -602,6 +631,17 @@ ROWS = [
         programs=_with_threads(DATA.format(items="range(20_000)", how="spread", func="square")),
         needs="numpy",
     ),
+    Row(
+        "threads: starmap of 100,000", "",
+        programs=_with_threads_and_arrays(
+            DATA.format(items="[(i, 1) for i in range(100_000)]", how="star", func="add")
+        ),
+        needs="numpy",
+    ),
+    Row(
+        "threads: imap of 300 arrays of 1 MiB", "",
+        programs=_with_threads_and_arrays(ARRAYS_STREAMED), needs="numpy",
+    ),
     Row("threads: 2,000 callbacks", "", programs=_with_threads(CALLBACKS)),
     Row("threads: 40 tasks of pure Python", "", programs=_with_threads(COMPUTED)),
     Row(
@@ -614,6 +654,8 @@ ROWS = [
         needs="numpy",
     ),
     Row("1,000 calls of apply", _program(ONE_BY_ONE)),
+    Row("100 imaps of 8", _program(STREAMED_THROUGH.format(n=8, times=100))),
+    Row("a call with a shared tensor", _program(SHARED, IMPORT_TORCH), needs="torch"),
     Row(
         "memory, map of 1,000,000: parent", _memory(1_000_000, MAPPED, OF_PARENT),
         unit="B/task", once=True,
@@ -623,11 +665,11 @@ ROWS = [
         unit="B/task", once=True,
     ),
     Row(
-        "memory, imap of 10,000,000: parent", _memory(10_000_000, STREAMED, OF_PARENT),
+        "memory, imap of 1,000,000: parent", _memory(1_000_000, STREAMED, OF_PARENT),
         unit="B/task", once=True,
     ),
     Row(
-        "memory, imap of 10,000,000: worker", _memory(10_000_000, STREAMED, OF_WORKER),
+        "memory, imap of 1,000,000: worker", _memory(1_000_000, STREAMED, OF_WORKER),
         unit="B/task", once=True,
     ),
 ]  # fmt: skip
@@ -668,22 +710,22 @@ _LAST_NUMBER = re.compile(r"^\S*?(\d[-.e\d]*)$", re.MULTILINE)
 def run_row(row: Row, peers: list[str], rounds: int) -> dict[str, float | str]:
     """Return the median of each peer, or why there is none."""
     found: dict[str, list[float]] = {peer: [] for peer in peers}
-    words = {peer: "-" for peer in peers if (row.programs or PEERS).get(peer) is None}
-    first = 0 if row.once else 1  # of the rounds that count
+    known = row.programs or {p: PEERS[p] for p in PEERS if p != "torch" or "torch" in row.needs}
+    words = {peer: "-" for peer in peers if peer not in known}
     with tempfile.TemporaryDirectory() as folder:
-        for n in range(1 if row.once else rounds + 1):
+        for n in range(1 if row.once else rounds):
             for peer in peers[n % len(peers) :] + peers[: n % len(peers)]:
                 if peer in words:
                     continue
                 outcome = measure(row, peer, Path(folder))
                 if isinstance(outcome, str):
                     words[peer] = outcome
-                elif n >= first:
+                else:
                     found[peer].append(outcome)
     return {p: words[p] if p in words else statistics.median(found[p]) for p in peers}
 
 
-FORKS = {"fork", "futures", "mpire", "torch"}
+FORKS = {"fork", "futures", "torch"}
 """Peers whose workers are forks of the program where Python's own are, so that they have at once
 all that it has."""
 
@@ -713,9 +755,9 @@ def show(row: Row, peers: list[str], results: dict[str, float | str]) -> float:
 def main() -> None:
     """Run the rows that were asked for, and count where xpool is behind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="", help="rows of which the name, or number, has this")
-    parser.add_argument("--peers", default=",".join([*PEERS, "interpreters", "torch", "joblib"]))
+    parser.add_argument("--peers", default=",".join([*PEERS, "interpreters", "joblib"]))
     parser.add_argument("--json", type=Path, help="where to write the medians, in seconds")
     given = parser.parse_args()
     peers = [
@@ -724,6 +766,7 @@ def main() -> None:
     ]  # fmt: skip
     if "xpool" not in peers:
         peers.insert(0, "xpool")
+    compileall.compile_dir(ROOT / "xpool", quiet=1)
     print(" " * 43 + "".join(f"{peer:>{COLUMN}}" for peer in peers) + "   xpool/best")
     behind, only_forks, kept = 0, 0, {}
     for number, row in enumerate(ROWS, 1):
