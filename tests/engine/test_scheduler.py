@@ -82,6 +82,23 @@ def test_short_tasks_come_by_the_handful():
     assert len(sched.next_batches()[0][1].items) == 10
 
 
+def test_idle_workers_divide_a_handful():
+    """What is one handful goes to all idle workers at once, and leaves nothing for a refill."""
+    sched = ready(3)
+    sched.cost = 1e-6
+    sched.put(task_range(n=8))
+    batches = sched.next_batches()
+    assert [len(batch.items) for _, batch in batches] == [3, 3, 2] and not sched.waiting()
+    for w, batch in batches[:2]:
+        sched.answered(w, len(batch.items))
+    # The third is busy: it may be done first, so a part is left for it.
+    sched.put(task_range(n=8))
+    assert [len(batch.items) for _, batch in sched.next_batches()] == [3, 2]
+    sched = ready(3)  # whose tasks are not known to be short
+    sched.put(task_range(n=8))
+    assert [len(batch.items) for _, batch in sched.next_batches()] == [1, 1, 1]
+
+
 def test_long_tasks_are_not_held():
     """A task that takes long stands alone in its worker's hand."""
     sched = ready(1)

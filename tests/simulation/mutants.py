@@ -78,8 +78,8 @@ def nothing(*_: Any, **__: Any) -> None:
 
 @mutant("a batch numbers its first item wrongly", "scheduler")
 def _(patch: Patch) -> None:
-    def cut(original: Any, sched: Scheduler, w: int) -> Any:
-        batch = original(sched, w)
+    def cut(original: Any, sched: Scheduler, w: int, among: int) -> Any:
+        batch = original(sched, w, among)
         if batch is not None:
             batch.seq = sched.in_flight[w].answered
         return batch
@@ -582,7 +582,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("a worker that ends is not looked at while it has tasks in hand", pinned=8283)
+@mutant("a worker that ends is not looked at while it has tasks in hand", pinned=11931)
 def _(patch: Patch) -> None:
     def after(original: Any, monitor: WorkerMonitor, worker: WorkerProcess) -> None:
         if worker.state is WorkerStates.READY:

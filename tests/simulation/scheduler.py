@@ -208,17 +208,19 @@ class SchedulerWorld(World):
 
     def batches(self) -> None:
         """What waits is given to the idle."""
-        idle = set(self.sched.idle)
+        idle = list(self.sched.idle)
+        among = len(self.workers)
         for w, batch in self.sched.next_batches():
             if w not in idle:
                 self.wrong(f"worker {w} was given something, and was not idle")
-            self.given(w, batch)
+            left = among - idle.index(w) if len(idle) == among else among
+            self.given(w, batch, left)
         for w in self.sched.idle:
             if any(tasks for q in (w, None) for _, tasks in self.queues[q]):
                 self.wrong(f"worker {w} is idle and something waits that it may run")
 
-    def given(self, w: int, batch: Batch) -> None:
-        """Look at a batch and give it to the worker."""
+    def given(self, w: int, batch: Batch, among: int = 0) -> None:
+        """Look at a batch and give it to the worker; ``among``: who divides a handful, 0: all."""
         worker = self.workers[w]
         tasks = [(batch.job, batch.first + k) for k in range(len(batch.items))]
         self.note("worker", w, "gets", tasks)
@@ -236,7 +238,8 @@ class SchedulerWorld(World):
         for task, item in zip(tasks, batch.items):
             if item != self.payload(task):
                 self.wrong(f"task {task} travels with the payload of another")
-        self.check_handful(w, batch, len(queue[0][1]), queue is self.queues[None])
+        among = among or len(self.workers)
+        self.check_handful(w, batch, len(queue[0][1]), queue is self.queues[None], among)
         del queue[0][1][: len(tasks)]
         if not queue[0][1]:
             queue.pop(0)
@@ -245,7 +248,7 @@ class SchedulerWorld(World):
         if worker.lifetime is not None and len(worker.given) - worker.taken > worker.lifetime:
             self.wrong(f"worker {w} was given more than the {worker.lifetime} that it may run")
 
-    def check_handful(self, w: int, batch: Batch, waiting: int, shared: bool) -> None:
+    def check_handful(self, w: int, batch: Batch, waiting: int, shared: bool, among: int) -> None:
         """A batch is as large as the rules allow, and no larger."""
         n, cost = len(batch.items), self.sched.cost
         most = (
@@ -254,7 +257,8 @@ class SchedulerWorld(World):
             else max(1, min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / cost)))
         )
         if shared:
-            most = min(most, -(-waiting // len(self.workers)))
+            divisor = among if waiting <= most else len(self.workers)
+            most = min(most, -(-waiting // divisor))
         worker = self.workers[w]
         if worker.lifetime is not None:
             most = min(most, worker.lifetime - len(worker.given) + worker.taken)

@@ -13,7 +13,8 @@ How much is in flight?  As much as the worker runs in `PREFETCH_SECONDS`, judged
 last tasks took, in two batches, so that the next is there when the first is done.  A worker that
 may run long gets one item, and some more where many wait: it need not wait for the parent, whose
 engine gets the interpreter late while the program computes.  A share of what waits is the upper
-bound, so that the last items of a map are spread over all workers.  When the guess was wrong and a
+bound, so that the last items of a map are spread over all workers.  Idle workers divide a handful
+evenly: each gets its part in one message, and answers it in one.  When the guess was wrong and a
 worker sits on items behind a long one, the engine takes them back (`surplus`, `take_back`) as soon
 as another worker has nothing.
 
@@ -141,10 +142,11 @@ class Scheduler(Waiting):
         order = list(self.idle)
         if newest:
             order.reverse()
-        for w in order:
+        all_idle = len(order) == self.size and most is None
+        for i, w in enumerate(order):
             if not self.queued or len(batches) == most:
                 break
-            batch = self._cut(w)
+            batch = self._cut(w, self.size - i if all_idle else self.size)
             if batch is not None:
                 batches.append((w, batch))
         return batches
@@ -178,7 +180,7 @@ class Scheduler(Waiting):
         batches: list[Batch] = []
         held = in_flight.held
         while self.queued and in_flight.accepting and len(held) < self._most_held(w):
-            batch = self._cut(w)
+            batch = self._cut(w, self.size)
             if batch is None:
                 break
             batches.append(batch)
@@ -197,8 +199,11 @@ class Scheduler(Waiting):
                 return 1 + min(more, share)
         return 2 if 2 * self.cost <= PREFETCH_SECONDS else 1
 
-    def _cut(self, w: int) -> Batch | None:
-        """Cut the next batch for a worker, or None when nothing waits that it may run."""
+    def _cut(self, w: int, among: int) -> Batch | None:
+        """Cut the next batch for a worker, or None when nothing waits that it may run.
+
+        ``among``: the workers between which a single handful is divided.
+        """
         in_flight = self.in_flight[w]
         if not in_flight.accepting:
             return None
@@ -206,7 +211,7 @@ class Scheduler(Waiting):
         for queue in (self.own[w], self.shared):
             task_range = self.first_of(queue)
             if task_range is not None:
-                n = self._share(len(task_range.items), in_flight, queue is self.shared)
+                n = self._share(len(task_range.items), in_flight, queue is self.shared, among)
                 items = self.take(queue, n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
                 # `take` has moved the range on: the batch is what came before its first item now.
@@ -221,11 +226,11 @@ class Scheduler(Waiting):
             return 1
         return min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
 
-    def _share(self, waiting: int, in_flight: InFlight, shared: bool) -> int:
+    def _share(self, waiting: int, in_flight: InFlight, shared: bool, among: int) -> int:
         n = self._handful()
         if shared:
             # Rounded up: the last few items go one to each worker.
-            n = min(n, -(-waiting // self.size))
+            n = min(n, -(-waiting // (among if waiting <= n else self.size)))
         if in_flight.left is not None:
             n = min(n, in_flight.left)
         return max(1, n)
