@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xpool._calls.options import check_iterable, resolve_processes
 from xpool._pools.hooks import Hooks, Result, Task
@@ -35,8 +35,44 @@ if TYPE_CHECKING:
 
     C = TypeVarWithDefault("C", default=Any)
     Ts = TypeVarTuple("Ts")
+else:
+    C = TypeVar("C")
 
-    class ContextVerbs(PublicVerbs[C]):
+
+class ContextVerbs(PublicVerbs[C]):
+    """What `CtxPool` and `CtxThreadPool` of contexts of one type have in common."""
+
+    _fixed_size = "it has a worker for each of its contexts"
+    _gives_context = True
+
+    def __init__(
+        self,
+        processes: int | None = None,
+        initializer: Callable[..., object] | None = None,
+        initargs: Iterable[object] = (),
+        maxtasksperchild: int | None = None,
+        context: BaseContext | str | None = None,
+        *,
+        worker_contexts: Iterable[C] | None = None,
+        **options: Any,
+    ) -> None:
+        n = self._take_contexts(worker_contexts, processes, maxtasksperchild, options)
+        super().__init__(  # type: ignore[call-arg]
+            n, initializer, initargs, maxtasksperchild, context, **options
+        )
+
+    def _take_contexts(
+        self, contexts: Any, processes: int | None, maxtasksperchild: Any, options: dict[str, Any]
+    ) -> int | None:
+        """Keep the contexts; return the number of workers."""
+        if contexts is None:
+            self._contexts = [None] * resolve_processes(processes)
+        else:
+            self._contexts = list(check_iterable("worker_contexts", contexts))
+        return resolve_processes(processes, self._contexts)
+
+    if TYPE_CHECKING:
+
         def submit(
             self, func: Callable[Concatenate[C, P], T], /, *args: P.args, **kwds: P.kwargs
         ) -> Future[T]: ...
@@ -58,15 +94,6 @@ if TYPE_CHECKING:
             error_callback: Callable[[BaseException], object] | None = None,
             **options: Unpack[CallOptions],
         ) -> AsyncResult[T]: ...
-
-else:
-    C = TypeVar("C")
-
-    class ContextVerbs(Generic[C]):
-        """What `CtxPool` and `CtxThreadPool` of contexts of one type have in common."""
-
-        _fixed_size = "it has a worker for each of its contexts"
-        _gives_context = True
 
 
 class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
@@ -99,34 +126,24 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
             timeout: float | None = None,
         ) -> list[T]: ...
 
-    def __init__(
-        self,
-        processes: int | None = None,
-        initializer: Callable[..., object] | None = None,
-        initargs: Iterable[object] = (),
-        maxtasksperchild: int | None = None,
-        context: BaseContext | str | None = None,
-        *,
-        worker_contexts: Iterable[C] | None = None,
-        **options: Any,
-    ) -> None:
-        hosts = getattr(worker_contexts, "hosts", None)
+    def _take_contexts(
+        self, contexts: Any, processes: int | None, maxtasksperchild: Any, options: dict[str, Any]
+    ) -> int | None:
+        hosts = getattr(contexts, "hosts", None)
         if hosts is not None:
             options.setdefault("hosts", hosts)
         if options.get("hosts") is not None:
-            if worker_contexts is not None and hosts is None:
+            if contexts is not None and hosts is None:
                 raise OptionError(
                     "worker_contexts of a pool over hosts: as xpool.ray.devices() makes them, each "
                     "on its host; what else a worker is to have, make in the initializer"
                 )
-            # The hosts decide how many workers there are, which `Pool` asks them.
-            self._contexts = list(worker_contexts or ()) or None
-            super().__init__(processes, initializer, initargs, maxtasksperchild, context, **options)
-            return
-        self._contexts = _contexts(worker_contexts, processes)
-        n = resolve_processes(processes, self._contexts)
-        self._processes = shared_processes(self._contexts)
-        self._is_group = any(getattr(context, "group", 0) for context in self._contexts)
+            # `Pool` asks the hosts how many workers there are.
+            self._contexts = list(contexts or ()) or None
+            return processes
+        n = super()._take_contexts(contexts, processes, maxtasksperchild, options)
+        self._processes = shared_processes(self._contexts or ())
+        self._is_group = any(getattr(context, "group", 0) for context in self._contexts or ())
         if self._is_group and maxtasksperchild is not None:
             raise OptionError(
                 "maxtasksperchild: workers of a replica group (independent=False) cannot be "
@@ -134,19 +151,8 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
             )
         if self._processes:
             self._seeds_items = False
-            output = options.get("output")
-            _refuse(
-                maxtasksperchild=maxtasksperchild,
-                seed=options.get("seed"),
-                output=output if output == "files" else None,
-            )
-        super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
-
-
-def _contexts(contexts: Iterable[Any] | None, processes: int | None) -> list[Any]:
-    if contexts is None:
-        return [None] * resolve_processes(processes)
-    return list(check_iterable("worker_contexts", contexts))
+            _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"))
+        return n
 
 
 def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
@@ -194,21 +200,6 @@ class CtxThreadPool(ContextVerbs[C], ThreadPool):  # type: ignore[misc]
 
     The other arguments are those of `ThreadPool`.
     """
-
-    def __init__(
-        self,
-        processes: int | None = None,
-        initializer: Callable[..., object] | None = None,
-        initargs: Iterable[object] = (),
-        maxtasksperchild: int | None = None,
-        context: BaseContext | str | None = None,
-        *,
-        worker_contexts: Iterable[C] | None = None,
-        **options: Any,
-    ) -> None:
-        self._contexts = _contexts(worker_contexts, processes)
-        n = resolve_processes(processes, self._contexts)
-        super().__init__(n, initializer, initargs, maxtasksperchild, context, **options)
 
     @staticmethod
     def worker(

@@ -35,14 +35,8 @@ if TYPE_CHECKING:
 
     Cs = TypeVarTuple("Cs", default=Unpack[tuple[()]])  # what a function gets before the item
 else:
-
-    class Generic:
-        """At run time nothing is generic: Python 3.10 has no `TypeVarTuple`."""
-
-        def __class_getitem__(cls, parameters):
-            return object
-
-    Cs, Unpack = None, Generic
+    # At run time nothing is generic: Python 3.10 has no `TypeVarTuple`.
+    Generic, Unpack, Cs = {None: object}, {None: None}, None
 
 __all__ = ["PublicVerbs"]
 
@@ -55,6 +49,11 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
     To type checkers, pools whose functions get a context of type C first are `PublicVerbs[C]`.
     """
+
+    if not TYPE_CHECKING:
+
+        def __class_getitem__(cls, parameters):
+            return cls
 
     name: str
     initializer: Callable[..., object] | None
