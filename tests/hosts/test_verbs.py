@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 
 import pytest
 from support import clusters, scripts, work
@@ -488,3 +489,47 @@ def test_options_that_do_not_fit(cluster, kind, options, why):
 
     with pytest.raises(OptionError, match=why):
         kind(hosts=xpool.ray.hosts(n=1, per_host=1), **options)
+
+
+def test_stacks_say_host_task_item_and_calls(pool, tmp_path):
+    """`stacks` tells of each worker where it is, on whichever host; those without a task wait."""
+
+    def hold(path):
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    open_at, hosts = str(tmp_path / "open"), {host for _, host, _ in pool.run_all(where)}
+    result = pool.map_async(hold, [open_at, open_at], 1)
+    try:
+        (found,) = eventually(
+            lambda: [s for s in [pool.stacks()] if str(s).count("in hold") == 2], "both run"
+        )
+        busy = [one for one in found if one.task]
+        assert [one.index for one in found] == [0, 1, 2, 3]
+        assert {one.host for one in found} == hosts
+        tasks = sorted(one.task for one in found)
+        assert tasks[:2] == ["", ""] and tasks[2].startswith("item 0 of ") and "hold()" in tasks[3]
+        assert all(one.seconds is not None and "open" in one.item for one in busy)
+        assert str(found).count("waits for a task") == 2
+    finally:
+        open(open_at, "w").close()
+    result.get(WAIT)
+
+
+def test_stacks_of_a_silent_host(pool, monkeypatch):
+    """The workers of a host that does not answer in time are told of, with that."""
+    monkeypatch.setattr("xpool._hosts.engine.LOOK_SECONDS", 0.0)
+    found = pool.stacks()
+    assert [one.index for one in found] == [0, 1, 2, 3] and all(one.pid for one in found)
+    assert str(found).count("its host has not answered within a second") == 4
+
+
+def test_files_of_tasks(cluster, warm, tmp_path, monkeypatch):
+    """``output="files"``: a worker's host has its files in the folder that the pool names."""
+    monkeypatch.chdir(tmp_path)
+    with over(cluster, output="files") as pool:
+        pool.map(print, range(4), 1)
+        pool.run_all(print, "all")
+        found = [path.read_text() for path in Path(pool.output_folder or "").iterdir()]
+    # Here the hosts have one file system.
+    assert sorted(found) == ["0\n", "1\n", "2\n", "3\n", "all\n", "all\n"]

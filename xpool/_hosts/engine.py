@@ -198,7 +198,7 @@ class HostEngine:
         return work, sorted(slow, reverse=True)[:10], out, back, retries
 
     def stacks(self) -> list[Whereabouts]:
-        """Return where each worker is; of hosts that do not tell in a second, nothing."""
+        """Return where each worker is; those of hosts that do not tell in a second say so."""
         service, number = self.service, next(self._functions)
         with self.lock:
             living = service.living()
@@ -209,7 +209,8 @@ class HostEngine:
             time.sleep(0.01)  # as in the engine of one machine
         with self.lock:
             seen = service.seen.pop(number)
-            return [where for host in sorted(seen) for where in service.placed(host, seen[host])]
+            told = [service.placed(host, seen.get(host)) for host in sorted({*living, *seen})]
+            return [where for of_host in told for where in of_host]
 
     def begin_trace(self) -> None:
         """Refuse: each host has a clock of its own.

@@ -274,9 +274,16 @@ class HostService:
             else:  # it has not heard of us for so long that its lease is over
                 self._dead(host, "it was out of reach for too long")
 
-    def placed(self, host: int, workers: list[Whereabouts]) -> list[Whereabouts]:
-        """Return where workers of a host are, by their numbers and tasks in the pool."""
+    def placed(self, host: int, workers: list[Whereabouts] | None) -> list[Whereabouts]:
+        """Return where workers of a host are, by their numbers and tasks in the pool.
+
+        None: the host has not told.
+        """
         agent, found = self.agents[host], []
+        if workers is None:
+            pids = agent.status.statistics.get("pids", ())
+            why = "its host has not answered within a second"
+            workers = [Whereabouts(i, pid, "", "", None, why, "") for i, pid in enumerate(pids)]
         for one in workers:
             job = one.task.split()
             task = self._describe(int(job[0]), int(job[1])) if len(job) == 2 else one.task

@@ -7,6 +7,7 @@ import concurrent.futures
 import functools
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
@@ -455,7 +456,10 @@ def _results(
                 break
             except Exception as error:
                 if type(error) is TimeoutError and deadline and time.monotonic() >= deadline:
-                    story = f"no next result of {results.label} {timeout:g} s after the call of map"
+                    story = (
+                        f"no next result of {results.label} {timeout:g} s after the call of map; "
+                        f"`python -m xpool stacks {os.getpid()}` says where each worker is"
+                    )
                     raise concurrent.futures.TimeoutError(story) from error
                 failure = results._failure
                 if error is not failure and not isinstance(failure, Parcel):

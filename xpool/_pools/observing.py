@@ -123,7 +123,8 @@ class WorkerStack:
 
     ``task``: what it runs, and ``item``, of that, what is known; both are empty where it waits for
     work.  ``seconds``: for how long it has run that; None: not known.  ``stack``: the calls of the
-    task, most recent first.  ``waits``: what its process does, by the kernel's word.
+    task, most recent first, or why they are not known.  ``waits``: what its process does, by the
+    kernel's word.
     """
 
     index: int
@@ -138,6 +139,8 @@ class WorkerStack:
     def __str__(self) -> str:
         where = f" on host {self.host}" if self.host else ""
         who = f"worker {self.index} (pid {self.pid}){where}"
+        if not self.task and self.stack:
+            return f"{who}: {self.stack}"
         if not self.task:
             return f"{who} {'waits for a task' if self.pid else 'has no process now'}"
         since = "" if self.seconds is None else f" for {self.seconds:.1f} s"

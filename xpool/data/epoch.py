@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 import time
@@ -307,7 +308,10 @@ class Epoch(Iterator[Any]):
                             return place
                     left = LOST_SIGNAL if until is None else until - time.monotonic()
                     bell.acquire(timeout=max(0, min(left, LOST_SIGNAL)))
-        raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+        raise RuntimeError(
+            f"DataLoader timed out after {timeout} seconds; `python -m xpool stacks {os.getpid()}` "
+            "says where each worker is"
+        )
 
     def _count(self, item: Pending, answer: Made | None) -> None:
         """Note in the progress that a batch, or an error in its place, was taken."""
