@@ -1,7 +1,7 @@
-"""The agent of a host: an engine with its workers, and what carries words to and from the driver.
+"""The agent of a host: an engine with its workers, and the messages to and from the driver.
 
-Whatever places it makes its calls, each in a thread.  It never opens what a user has pickled:
-payloads go on as they are, large ones by way of the arena.
+The actor that holds the agent calls it, each call in a thread of its own.  The agent never
+unpickles a user's payload: it passes payloads on as bytes, large ones through the arena.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from xpool.pickle import encode
 __all__ = ["Agent", "AgentConfig", "facts", "packed", "unpacked"]
 
 REPLY_BYTES = 8 * 1024 * 1024
-"""Bytes of a reply beside its first message, at most."""
+"""The most bytes of a reply, not counting its first message."""
 
 PATIENCE = 1.0
-"""Seconds after which a call has its reply although there is nothing to say.  An eighth of the
-lease, where that is shorter."""
+"""Seconds after which a call is answered although there is no message: an eighth of the lease, if
+that is shorter."""
 
 NEWS = 0.05
-"""Seconds between two messages about what the workers do, at least."""
+"""The fewest seconds between two `Status` messages."""
 
 
 class AgentConfig(NamedTuple):
-    """What an agent is to be, as its driver says."""
+    """The configuration of an agent, made by the driver."""
 
     spec: WorkerSpec
     main: Main
-    script: bytes | None  # the program's, where that can be run again
+    script: bytes | None  # the program's script; None: it cannot be run again
     modules: tuple[str, ...]  # what the fork server imports
     lifetime: int | None
     restart_budget: int
@@ -71,11 +71,12 @@ class AgentConfig(NamedTuple):
     lease: float
     facts: dict[str, str]
     kind: str | None = None
-    """Of devices: each worker is bound to one of those that this host has."""
+    """The kind of device of this host that each worker is bound to; None: no devices."""
 
 
 def facts(modules: Sequence[str]) -> dict[str, str]:
-    """Return what must be the same on all hosts, by name: of these modules, if they are there."""
+    """Return the versions that must agree on all hosts, by name: Python's and those of xpool and
+    ``modules``, as far as they are installed."""
     import importlib.metadata
 
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
@@ -86,7 +87,7 @@ def facts(modules: Sequence[str]) -> dict[str, str]:
 
 
 def packed(head: Any, messages: Sequence[Any]) -> list[Any]:
-    """Return what one side says as one pickle, and what is large beside it."""
+    """Return a head and messages as one pickle, followed by the large payloads as buffers."""
     buffers: list[PickleBuffer] = []
     said = head, [_apart(one) for one in messages]
     data = pickle.dumps(said, 5, buffer_callback=buffers.append)
@@ -94,7 +95,7 @@ def packed(head: Any, messages: Sequence[Any]) -> list[Any]:
 
 
 def unpacked(parts: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Undo `packed`; the buffers are used in place."""
+    """Return the head and the messages that `packed` packed; the buffers are used in place."""
     head, messages = pickle.loads(parts[0], buffers=parts[1:])
     return head, messages
 
@@ -117,15 +118,16 @@ class Agent:
     """An engine that works for a driver elsewhere.
 
     Args:
-        config: what it is to be.
+        config: its configuration.
         host: name of this host.
-        first, workers: the pool's number of the first worker here, and how many there are.
-        ended: called when it is over: the workers have ended.
-        memory_full: the part of the host's memory from which on the largest worker is ended.
+        first: the pool's index of the first worker here.
+        workers: number of workers here.
+        ended: called when the lease is over and the workers have ended.
+        memory_full: the part of the host's memory (0 to 1) at which the largest worker is ended.
 
     Raises:
         OptionError: the versions of Python or of a package differ from the driver's.
-        DeviceError: this host has not as many devices.
+        DeviceError: this host has fewer devices than workers.
     """
 
     def __init__(
@@ -174,7 +176,7 @@ class Agent:
                 memory=MemoryLimits(config.worker_memory, config.memory_high, memory_full),
             ),
         )
-        self._news = threading.Condition()  # guards the session and what follows
+        self._news = threading.Condition()  # guards the session and the fields below
         self._session = AgentSession(self._engine, config.lease, time.monotonic())
         self._said: m.Status | None = None
         self._said_at = 0.0
@@ -193,9 +195,9 @@ class Agent:
     # -- called by the driver ----------------------------------------------------------------------
 
     def call(self, parts: Sequence[Any], fetch: Callable[[Any], Any]) -> list[Any]:
-        """Do what a packed `Call` says, and wait for something to say; return the reply, packed.
+        """Act on a packed `Call`, wait for a message to the driver, and return the packed reply.
 
-        ``fetch`` returns what stands for it in a `Blob`.
+        ``fetch`` returns the bytes that the payload of a `Blob` refers to.
         """
         call: Call
         call, messages = unpacked(parts)
@@ -225,7 +227,7 @@ class Agent:
         return packed((taken, first), found)
 
     def _look(self) -> None:
-        """Answer questions where the workers are, in a thread: they take half a second."""
+        """Answer each `Look` in a thread: reading the stacks takes half a second."""
         session = self._session
 
         def answer(number: int) -> None:
@@ -273,7 +275,7 @@ class Agent:
             self._at_end()
 
     def _take(self) -> None:
-        """Say what the engine has answered."""
+        """Queue the engine's answers as messages."""
         with self._news:
             self._collect()
 
@@ -283,7 +285,10 @@ class Agent:
             self._news.notify_all()
 
     def _say(self, now: float) -> None:
-        """Tell what the workers do, if that is news and not the last was just now."""
+        """Queue a `Status` if it differs from the last one and that is `NEWS` seconds old.
+
+        A change of the cost by more than a factor of two is sent at once.
+        """
         cost = self._engine.cost
         last = self._said
         near = last is not None and last.cost / 2 <= cost <= last.cost * 2

@@ -1,10 +1,12 @@
-"""The agent of a host, as far as it is a matter of messages: it has an engine, and no network.
+"""The agent's side of the messages with the driver: it calls an engine and uses no network.
 
-The driver's words come as messages and become calls of the engine; what the engine answers becomes
-messages, which the next reply takes along.  No time is looked at but the lease: the driver's
-permission to go on, which each of its calls renews.  It counts from the moment at which the agent
-sent what the driver has received since, by the agent's own clock; so the driver, which received it
-later, knows by its own when it is over.
+Messages of the driver become calls of the engine.  Answers of the engine become messages, which
+leave with the next reply.
+
+The only time limit is the lease: the agent may go on until it is over, and each call of the driver
+renews it.  A lease runs from the moment, by the agent's clock, at which the agent sent the last
+reply that the driver has received.  The driver received that reply later, so a lease that it counts
+from there, by its own clock, ends no earlier than the agent's.
 """
 
 from __future__ import annotations
@@ -20,37 +22,37 @@ from xpool._hosts.link import Link
 __all__ = ["AgentSession"]
 
 MOST_WAITING = 2
-"""Calls that wait for something to say, at most."""
+"""The most calls that wait for a message at one time."""
 
 
 class AgentSession:
-    """What a host has been told, and what it has to say.
+    """What the driver has told a host, and the messages that the host has for the driver.
 
-    ``engine`` hands back what is to be tried again, as a result whose ``ok`` is None, and what was
-    begun by nobody, where its value is None, too.
+    A result of ``engine`` with ``ok=None`` is an item to try again; with ``value=None`` as well, an
+    item that no worker has begun.
     """
 
     def __init__(self, engine: LocalEngine, lease: float, now: float) -> None:
         self.engine = engine
         self.retiring = False
-        self.looks: list[int] = []  # questions where the workers are, for the agent to answer
+        self.looks: list[int] = []  # numbers of the `Look` messages that the agent has to answer
         self.until = now + lease
-        """When the lease is over, if nothing renews it."""
+        """When the lease ends unless a call renews it."""
         self._lease = lease
         self._waiting: list[int] = []  # calls without a reply, oldest first
         self._replied: dict[int, float] = {}  # when each call had its first reply
-        self._heard = 0  # the driver has the reply to the call of this number
+        self._heard = 0  # number of the last call whose reply the driver has
         self._link = Link()
-        self._sent = 0  # number of the last message that is under way, or there
+        self._sent = 0  # number of the last message that was sent
         self._staged: dict[int, m.Stage] = {}
-        self._files: list[Any] = []  # what was broadcast: it is there as long as it is held
+        self._files: list[Any] = []  # broadcast objects: each exists as long as it is in this list
         self._functions: dict[int, int] = {}  # the engine's numbers, by the driver's
         self._failed = self._ended = False
 
-    # -- the driver's word -------------------------------------------------------------------------
+    # -- messages of the driver --------------------------------------------------------------------
 
     def called(self, call: Call) -> None:
-        """Do what a call says; a `reply` to it follows, or a `reply_to_beat`."""
+        """Act on a call; the caller then asks for `reply` or `reply_to_beat`."""
         if not call.beat:
             self._waiting.append(call.number)
         replied = self._replied.get(call.heard)
@@ -61,7 +63,7 @@ class AgentSession:
         self._link.acknowledge(call.got)
         if call.again:
             self._sent = call.got
-        # A call that comes late knows less than we do.
+        # A call that arrives late may name a lower number than a later call did.
         self._sent = max(self._sent, self._link.acked)
         for message in self._link.receive(call.first, call.messages):
             self._do(message)
@@ -110,14 +112,15 @@ class AgentSession:
 
     def _function(self, number: int) -> int:
         if number and number not in self._functions:
-            # Its job has failed, and what was staged of it is answered by a worker, to nobody: with
-            # a function that is not there either.  Without one, a task would be taken for a call.
+            # The job has failed and its function was dropped.  Its staged items still need a
+            # function, since an item without one is run as a call: give them one that no worker
+            # has.  Nobody waits for their answers.
             unknown = self.engine.learn(1, b"")
             self.engine.forget(unknown)
             return unknown
         return self._functions.get(number, 0)
 
-    # -- what there is to say ----------------------------------------------------------------------
+    # -- messages to the driver --------------------------------------------------------------------
 
     def say(self, message: Any) -> None:
         """Queue a message for the driver."""
@@ -125,20 +128,21 @@ class AgentSession:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to say that is not under way."""
+        """Whether a message is queued that was not sent."""
         return self._sent < self._link.last
 
     def may_reply(self, number: int) -> bool:
-        """Whether a call has its reply now: the oldest takes what there is to say, and too many
-        that wait would be in the way of the next."""
+        """Whether a call is to be answered now: the oldest waiting call, if messages are queued or
+        more than `MOST_WAITING` calls wait."""
         waiting = self._waiting
         return waiting[0] == number and (self.has_news or len(waiting) > MOST_WAITING)
 
     def reply(self, number: int, now: float, most: int, weight: Any) -> tuple[int, int, list[Any]]:
-        """Return the reply to a call: what a `Replied` has after the number."""
+        """Return the reply to a call: ``taken``, ``first`` and ``messages`` of a `Replied`."""
         self._waiting.remove(number)
         if number > self._heard:
-            # Of a call that comes twice, the driver may have had the first reply only.
+            # The time of the first reply: of a call that arrives twice, the driver may have
+            # received that one only.
             self._replied.setdefault(number, now)
         messages = self._link.take(self._sent, most, weight)
         first = self._sent + 1
@@ -146,14 +150,14 @@ class AgentSession:
         return self._link.got, first, messages
 
     def reply_to_beat(self, call: Call, now: float) -> tuple[int, int, list[Any]]:
-        """Return the reply to a call that only keeps the lease."""
+        """Return the reply to a beat, which renews the lease and takes no messages."""
         self._replied[call.number] = now
         return self._link.got, call.got + 1, []
 
     def collect(self) -> bool:
-        """Queue what the engine has answered since, oldest first; return whether there was any."""
+        """Queue the engine's answers since the last call, oldest first; return whether any came."""
         found: list[Any] = []
-        ended = self.engine.ended  # before its results are taken: none comes after
+        ended = self.engine.ended  # read before taking the results: an ended engine adds none
         results = self.engine.results
         while results:
             job, index, (ok, value) = results.popleft()
@@ -176,7 +180,7 @@ class AgentSession:
 
 
 def _add_unbegun(found: list[Any], job: int, index: int) -> None:
-    """Add that an item was begun by nobody: these come the last first, and often many at once."""
+    """Add an item that no worker has begun; the engine hands these back in descending order."""
     last = found[-1] if found else None
     if type(last) is m.Unbegun and (last.job, last.first) == (job, index + 1):
         found[-1] = m.Unbegun(job, index, last.tasks + 1)

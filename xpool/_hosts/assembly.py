@@ -1,4 +1,4 @@
-"""What a pool over hosts is put together from, in the driver."""
+"""Makes the engine of a pool over hosts, in the driver."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def make_engine(
     fleet: Callable[[AgentConfig], Fleet],
     kind: str | None = None,
 ) -> HostEngine:
-    """Return the engine of a pool over hosts that have so many workers each.
+    """Return the engine of a pool over hosts.
 
-    ``fleet`` makes what places the agents, from what these are to be; ``kind``: of the devices that
-    the workers are bound to.
+    Args:
+        pool: the pool.
+        workers: number of workers of each host.
+        fleet: makes the fleet that places the agents, from their configuration.
+        kind: of the devices that the workers are bound to; None: no devices.
 
     Raises:
         TaskNotPicklable: the initializer or a context cannot be pickled.
@@ -39,14 +42,14 @@ def make_engine(
     initializer = packer.pack_option("initializer or initargs", (pool.initializer, pool.initargs))
     spec = pool._worker_spec(initializer)
     if kind is not None:
-        spec = spec._replace(contexts=None)  # each agent makes those of its own workers
+        spec = spec._replace(contexts=None)  # each agent makes the contexts of its own workers
     main, script = assembly.Main.now(), None
     if main.location is not None and main.location[0] == "path":
         with open(main.location[1], "rb") as file:
             script = file.read()
     modules = wanted_modules()
     config = AgentConfig(
-        spec=spec._replace(peers=0),  # messages between hosts are not for this version
+        spec=spec._replace(peers=0),  # workers of different hosts cannot send each other messages
         main=main,
         script=script,
         modules=modules,

@@ -1,8 +1,8 @@
-"""What the driver and the agent of one host say to each other, as the driver keeps it.
+"""The driver's side of the messages with the agent of one host.
 
-Messages that are queued leave with calls, of which some may be under way at one time.  A call may
-fail, come late, or have run although it failed: what it had said is said again, and the agent drops
-what it has already.
+Queued messages leave with calls; several calls may be under way at one time.  A call may fail,
+arrive late, or have run although it failed.  Its messages are then sent again, and the agent drops
+those that it has already.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from xpool._hosts.link import Link
 __all__ = ["CALLS_IN_FLIGHT", "Conversation"]
 
 CALLS_IN_FLIGHT = 4
-"""Calls to a host that are under way at one time, at most."""
+"""The most calls to a host that are under way at one time."""
 
 CALL_BYTES = 8 * 1024 * 1024
-"""Bytes of one call beside its first message, at most."""
+"""The most bytes of one call, not counting its first message."""
 
 NOTHING: dict[str, Any] = {"ready": 0, "waiting": 0, "running": 0, "deaths": 0, "pids": []}
-"""What an agent's workers do that has not said it."""
+"""The statistics of an agent that has sent no `Status` yet."""
 
 
 class Conversation:
@@ -32,42 +32,44 @@ class Conversation:
     Args:
         fleet: carries the calls.
         host: the agent's number.
-        name: of its host, for people.
+        name: of its host, for texts.
         first: the pool's index of its first worker.
-        now: the time.
+        now: the time, in seconds.
     """
 
     def __init__(self, fleet: f.Fleet, host: int, name: str, first: int, now: float) -> None:
         self.name, self.first = name, first
         self.heard = now
-        """When the last reply came: the agent's lease counts from before that."""
+        """When the last reply came.  The agent's lease counts from an earlier moment."""
         self.called = now
-        """When it was called last: no call, no longer lease."""
+        """When it was called last.  Only calls renew the lease."""
         self.beaten = now
         """When the last beat left."""
         self.status = m.Status(float("inf"), dict(NOTHING))
         self.ended = False
         self.given_up = ""
-        """Why the driver has it stopped: what is said of its end then is that it was stopped."""
+        """Why the driver stopped it, or "".  It takes the place of the fleet's reason."""
         self.link = Link()
         self._fleet, self._host = fleet, host
-        self._sent = 0  # number of the last message that is under way, or there
+        self._sent = 0  # number of the last message that was sent
         self.trip = 0.0
-        """Seconds from a beat to its reply, at the least that was seen; 0: none was sent yet."""
-        self._calls: dict[int, int] = {}  # under way: the first message of each, by its number
-        self._beats: dict[int, float] = {}  # of these, when each beat left
+        """The fewest seconds from a beat to its reply so far; 0: no beat was answered yet."""
+        self._calls: dict[int, int] = {}  # calls under way: number -> number of the first message
+        self._beats: dict[int, float] = {}  # beats among them: number -> when it left
         self._numbers = itertools.count(1)  # of calls
-        self._lost = False  # a reply was lost: the agent is to say it again
-        self._replied = 0  # number of the last call that has a reply
+        self._lost = False  # a reply was lost: the agent has to send its messages again
+        self._replied = 0  # number of the last call that was answered
 
     def say(self, message: Any) -> None:
         """Queue a message; it leaves with the next `flush`."""
         self.link.send(message)
 
     def flush(self, now: float, expects: bool) -> None:
-        """Send what is queued, as far as calls are free; with ``expects``, have a call there that
-        brings what the agent has to say."""
-        # What a call did not bring that failed, a later one may have brought.
+        """Send the queued messages, with at most `CALLS_IN_FLIGHT` calls under way.
+
+        ``expects``: make a call even without messages, so that the agent can reply with its own.
+        """
+        # A later call may have delivered the messages of one that failed.
         self._sent = max(self._sent, self.link.acked)
         while len(self._calls) < CALLS_IN_FLIGHT and self._sent < self.link.last:
             self._call(now, self.link.take(self._sent, CALL_BYTES, _weight))
@@ -75,8 +77,7 @@ class Conversation:
             self._call(now, [])
 
     def beat(self, now: float) -> None:
-        """Call an agent beside the calls that are under way, to keep its lease: these, and their
-        replies, may be large and take long."""
+        """Renew an agent's lease by a call beside those under way, which may be large and slow."""
         if self._calls:
             self.beaten = now
             self._call(now, [], beat=True)
@@ -98,24 +99,26 @@ class Conversation:
         """Take a reply; return the messages that are new, in order."""
         self._calls.pop(reply.number, None)
         left = self._beats.pop(reply.number, None)
-        if left is not None:  # other calls wait at the agent until it has something to say
+        if left is not None:  # a beat: other calls wait at the agent
             self.trip = min(self.trip or now, now - left)
         self.heard, self._replied = now, max(self._replied, reply.number)
         self.link.acknowledge(reply.taken)
-        # What came before it may still come, by another call; or a call took it that had failed.
+        # Earlier messages are missing: another reply may still bring them, or a reply was lost.
         self._lost |= reply.first > self.link.got + 1
         return self.link.receive(reply.first, reply.messages)
 
     def unreached(self, number: int) -> None:
-        """Have said again what a call that did not come back has said."""
+        """Send the messages of a call that did not come back again."""
         self._beats.pop(number, None)
         first = self._calls.pop(number, None)
         if first is not None:
             self._sent, self._lost = min(self._sent, first - 1), True
 
     def without(self, pid: int | None) -> None:
-        """Note that a worker has ended, before the agent's next word of all: who asks for the
-        processes then, as a `create_group` does, must not find it."""
+        """Remove an ended worker from the process ids before the agent's next `Status`.
+
+        `create_group`, which reads them, must not find it.
+        """
         facts = self.status.statistics
         pids = [None if one == pid else one for one in facts.get("pids", ())]
         self.status = self.status._replace(statistics={**facts, "pids": pids})

@@ -1,12 +1,12 @@
 """The engine of a pool over hosts: it has the methods of `xpool._engine.engine.Engine`.
 
 The agent of each host has an ordinary engine (`agent`, `agent_session`); this is the driver's side.
-A host may have run the tasks that it was permitted and has not answered (`scheduler`).  A task that
-a lost host may have run is run again elsewhere only when that host's lease is over: by then its
-agent has ended its workers, also where the driver cannot reach it.
+A host may have run the tasks that were permitted to it and that it has not answered (`scheduler`).
+A task that a lost host may have run is run again elsewhere only after that host's lease: by then
+its agent has ended its workers, even if the driver cannot reach the host.
 
-One lock guards all of it.  The outcome of calls to the fleet comes as events, which the engine's
-thread takes in `wait`, and `service` acts on them.
+One lock guards everything.  The outcomes of calls to the fleet arrive as events; the engine's
+thread takes them in `wait`, and `service` acts on them.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 __all__ = ["LEASE", "HostEngine"]
 
 LEASE = 10.0
-"""Seconds for which an agent works on without a word of the driver."""
+"""Seconds for which an agent goes on after the last call of the driver."""
 
 LOOK_SECONDS = 1.0
 """Seconds for which `stacks` waits for the hosts."""
 
 END_LIMIT = 5.0
-"""Seconds for which `terminate` waits to hear that the agents are dead."""
+"""Seconds for which `terminate` waits for the fleet to report the end of the agents."""
 
 
 class HostEngine:
     """Workers on the hosts of a fleet.
 
     Args:
-        fleet: where the agents are.
-        describe: says which task one is, by job and index, for people.
-        lease: seconds, as the agents have it.
-        now, events: the clock, and where events come: a simulated world has its own.
+        fleet: places the agents and carries the calls to them.
+        describe: returns a text that names a task, given job and index.
+        lease: of the agents, in seconds.
+        now, events: the clock and the queue of events; a simulated world gives its own.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class HostEngine:
         now: Callable[[], float] = time.monotonic,
         events: Any = None,
     ) -> None:
-        self.lock = threading.Lock()  # guards all that follows
-        self.dropped = False  # the pool is gone; set without the lock
+        self.lock = threading.Lock()  # guards the fields below
+        self.dropped = False  # the pool was collected; set without the lock
         self._events = queue.SimpleQueue() if events is None else events
         self.service = HostService(fleet, describe, lease, now, self.wake)
         self.results = self.service.results
@@ -74,13 +74,13 @@ class HostEngine:
 
     @property
     def failure(self) -> BaseException | Parcel | None:
-        """Why the workers can do nothing more, if they cannot."""
+        """Why no worker can run tasks any more; None: they can."""
         return self.service.failure
 
     # -- called by the pool, from any thread -------------------------------------------------------
 
     def start_missing(self) -> bool:
-        """Have the fleet place its agents, the first time; return whether it does."""
+        """Have the fleet place its agents at the first call; return whether this was the first."""
         service = self.service
         if service.agents or service.expected:
             return False
@@ -94,7 +94,7 @@ class HostEngine:
         """Queue ranges of tasks, and permit them to hosts that have room."""
         with self.lock:
             if self.service.put(ranges):
-                self._events.put(None)  # its results are to be fetched
+                self._events.put(None)  # wakes the engine's thread, which takes the results
 
     def submit_call(
         self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
@@ -108,11 +108,11 @@ class HostEngine:
                 self.service.give()
 
     def call(self, task_range: TaskRange) -> None:
-        """Submit a range of one call; its answer comes by the engine's thread."""
+        """Submit a range of one call; the engine's thread delivers its answer."""
         self.submit(task_range)
 
     def feed(self, task_range: TaskRange) -> None:
-        """See to it that a range to which items were appended is queued, and hosts get it."""
+        """Queue a range to which items were appended, and give them to hosts."""
         with self.lock:
             if not self.service.ending:
                 if not task_range.queued and task_range.items:
@@ -120,7 +120,7 @@ class HostEngine:
                 self.service.give()
 
     def resume(self) -> None:
-        """Give out what waits: some that was kept from running may run.  Takes no lock."""
+        """Have the engine's thread give out tasks that were held back.  Takes no lock."""
         self._events.put(None)
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
@@ -131,12 +131,12 @@ class HostEngine:
             return number
 
     def forget(self, func: int) -> None:
-        """Let workers drop a function: its job is done."""
+        """Let workers drop the function of a job that has ended."""
         with self.lock:
             self.service.send(self.sched.table.forget(func))
 
     def broadcast(self, payload: bytes | memoryview) -> str:
-        """Have all hosts keep an object until the pool ends; return its name there."""
+        """Send an object to all hosts, which keep it until the pool ends; return its name there."""
         held = self._fleet.put(payload)
         with self.lock:
             service = self.service
@@ -147,18 +147,18 @@ class HostEngine:
         return blob.name
 
     def withdraw(self, job: int, index: int | None = None) -> None:
-        """Give nobody what still waits of a job that has ended, and stop what runs of it."""
+        """Drop the waiting tasks of a job that has ended, or one of them, and stop the running."""
         with self.lock:
             self.service.send(self.sched.withdraw(job, index))
             self.service.give()
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a host has been permitted a task of this job, or that task, and not answered."""
+        """Whether a task of this job, or this task, is permitted to a host and not answered."""
         with self.lock:
             return self.sched.table.runs(job, index)
 
     def sent(self, payload: bytes | memoryview) -> int:
-        """Return how many bytes of memory a message holds; it was made for a worker."""
+        """Return how many bytes of memory a message to a worker holds."""
         return len(payload)
 
     def statistics(self) -> dict[str, Any]:
@@ -183,8 +183,8 @@ class HostEngine:
             }
 
     def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
-        """Return each worker's work, the slowest tasks, bytes to workers and back, and retries: as
-        the hosts said last."""
+        """Return the work of each worker, the slowest tasks, bytes to and from workers, and
+        retries, by the last `Status` of each host."""
         work: list[Any] = []
         slow: list[Any] = []
         out = back = retries = 0
@@ -198,7 +198,7 @@ class HostEngine:
         return work, sorted(slow, reverse=True)[:10], out, back, retries
 
     def stacks(self) -> list[Whereabouts]:
-        """Return where each worker is; those of hosts that do not tell in a second say so."""
+        """Return where each worker is; those of hosts that do not answer in a second say so."""
         service, number = self.service, next(self._functions)
         with self.lock:
             living = service.living()
@@ -213,22 +213,22 @@ class HostEngine:
             return [where for of_host in told for where in of_host]
 
     def begin_trace(self) -> None:
-        """Refuse: each host has a clock of its own.
+        """Refuse to trace.
 
         Raises:
-            OptionError: always.
+            OptionError: always, since each host has its own clock.
         """
         raise OptionError("trace() is not for pools over hosts, whose clocks differ; use report()")
 
     def end_trace(self) -> tuple[list[Event], float, int]:
-        """Return nothing: no trace was begun."""
+        """Return an empty trace, since none can begin."""
         return [], 0.0, 0
 
     def resize(self, size: int) -> None:
-        """Refuse: hosts join and leave.
+        """Refuse to resize.
 
         Raises:
-            OptionError: always.
+            OptionError: always, since the hosts decide the number of workers.
         """
         raise OptionError(
             "a pool over hosts has the workers of the hosts that there are: add a host, or remove "
@@ -239,34 +239,34 @@ class HostEngine:
 
     @property
     def ended(self) -> bool:
-        """Whether no agent is left and none will come."""
+        """Whether no agent is left and none is expected."""
         return self.service.ended
 
     def retire_all(self) -> None:
-        """Let workers end when they have answered what they hold: nothing more will come."""
+        """Let workers end after their last answer; no more tasks will be submitted."""
         with self.lock:
             self.service.retire()
         self._events.put(None)
 
     def terminate(self, at_once: bool = False) -> None:
-        """Stop all agents now, and with them their workers, which are killed."""
+        """Stop all agents now; their workers are killed."""
         with self.lock:
             self.service.stop(END_LIMIT)
         self._events.put(None)
 
     def close(self) -> None:
-        """Let go of the fleet; all agents have ended."""
+        """Close the fleet; all agents have ended."""
         self._fleet.close()
 
     def after_fork_in_child(self) -> None:
-        """These workers are the parent's."""
+        """In a forked child: use no worker, since they are the parent's."""
         self.lock = threading.Lock()  # some thread of the parent may have held it
         self.service.ending = True
 
     # -- the engine's thread -----------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for something to happen, at most ``timeout`` seconds, and act on it."""
+        """Wait at most ``timeout`` seconds for events and timers, and act on them."""
         service = self.service
         if (when := service.next_time()) is not None:
             left = max(0.0, when - self._now())
@@ -284,10 +284,10 @@ class HostEngine:
             service.give()
 
     def wake(self) -> None:
-        """Make the engine's thread look at the clock and the pool's state again."""
+        """Make the engine's thread check its timers and the pool's state again."""
         self._events.put(None)
 
     def drop(self) -> None:
-        """Note that the pool is gone.  For the garbage collector: without a lock."""
+        """Note that the pool was collected.  The garbage collector calls this: it takes no lock."""
         self.dropped = True
         self._events.put(None)

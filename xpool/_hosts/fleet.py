@@ -1,8 +1,8 @@
-"""What a `HostEngine` needs of the system that has the hosts, and what it is told by it.
+"""The interface between a `HostEngine` and the system that manages the hosts.
 
-A fleet places an agent on each host and carries calls to it.  A call may fail, be late, or have run
-although it failed: the engine numbers what it sends, and makes it good.  `xpool.ray` has one; the
-simulated world has another.
+A fleet places an agent on each host and carries calls to it.  A call may fail, arrive late, or have
+run although it failed; the engine numbers its messages and sends lost ones again.  `ray_fleet` has
+one fleet, the simulated world another.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = [
 
 
 class Call(NamedTuple):
-    """What a driver says to an agent: ``messages``, from number ``first`` on.
+    """A call of a driver to an agent, with ``messages`` that are numbered from ``first`` on.
 
-    ``number``: of the call.  ``got``: all messages of the agent's up to this number have come;
-    ``again``: what it sent after that is lost, and to be sent again.  ``heard``: the last of its
-    replies that came was to the call of this number.  ``beat``: it is replied to at once, without
-    messages, which may be large and have to wait for room: it keeps the lease.
+    ``number``: of the call.  ``got``: the driver has all of the agent's messages up to this number.
+    ``again``: the agent's later messages are lost; it sends them again.  ``heard``: the number of
+    the last call whose reply came.  ``beat``: the call only renews the lease; the agent replies at
+    once and without messages, since these may be large and wait for room.
     """
 
     number: int
@@ -42,14 +42,14 @@ class Call(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """One more agent is being placed: it will be `Joined`, or `Dead`."""
+    """Another agent is being placed; `Joined` or `Dead` follows."""
 
     host: int
     workers: int
 
 
 class Joined(NamedTuple):
-    """An agent is there, with so many workers; ``name``: of its host, for people."""
+    """An agent has started, with this number of workers; ``name``: of its host, for texts."""
 
     host: int
     workers: int
@@ -57,8 +57,11 @@ class Joined(NamedTuple):
 
 
 class Replied(NamedTuple):
-    """The agent's reply to a call: it has all messages up to number ``taken``; its own follow, from
-    number ``first`` on."""
+    """The agent's reply to a call.
+
+    ``taken``: it has all of the driver's messages up to this number.  ``messages``: its own,
+    numbered from ``first`` on.
+    """
 
     host: int
     number: int
@@ -75,50 +78,49 @@ class Unreached(NamedTuple):
 
 
 class Draining(NamedTuple):
-    """A host is going to go."""
+    """A host is going to be removed."""
 
     host: int
 
 
 class Dead(NamedTuple):
-    """An agent is gone for good, whatever its workers do until their lease is over."""
+    """An agent has ended for good; its workers may still run until their lease is over."""
 
     host: int
     reason: str
 
 
 class Refused(NamedTuple):
-    """The fleet can have no hosts, or not this one: the pool fails with this error."""
+    """The fleet cannot have any hosts, or not this one; the pool fails with this error."""
 
     error: BaseException
 
 
 class Fleet(Protocol):
-    """Agents on hosts.  No method may block; what becomes of a call is told to the engine."""
+    """Agents on hosts.  No method may block; outcomes of calls reach the engine as events."""
 
     def start(self, tell: Callable[[Any], object]) -> list[int]:
-        """Begin to place agents; call ``tell(event)`` with what happens, from any thread.
+        """Begin to place agents; pass events to ``tell(event)``, from any thread.
 
-        Returns how many workers each of them will have: of hosts 0, 1 and so on.  Each will be
-        `Joined`, or `Dead`.  Others may join later.
+        Returns the number of workers of each agent: of hosts 0, 1 and so on.  `Joined` or `Dead`
+        follows for each.  Others may join later.
         """
 
     def call(self, host: int, call: Call) -> None:
         """Call an agent; `Replied` or `Unreached` follows.
 
-        An agent that has nothing to say takes its time, a second or so.
+        An agent without messages replies after a second or so.
         """
 
     def put(self, payload: bytes | memoryview) -> Any:
-        """Put what all hosts are to have where they can get it; return what stands for it in a
-        `Blob`.
+        """Store an object for all hosts; return a reference to it, the payload of a `Blob`.
 
         Raises:
-            XPoolError: there is no cluster any more.
+            XPoolError: the cluster has ended.
         """
 
     def stop(self, host: int) -> None:
-        """End an agent and its workers now, also one that has not joined; `Dead` follows."""
+        """End an agent and its workers now, even before it has joined; `Dead` follows."""
 
     def close(self) -> None:
-        """Let go of everything; all agents are dead."""
+        """Release all resources; all agents are dead."""

@@ -13,8 +13,7 @@ __all__ = ["Host", "HostTable", "Lost", "StagedBatch"]
 
 
 class Lost(NamedTuple):
-    """An item that a lost host may have run, as a range of its own, and whether another try is
-    permitted."""
+    """An item that a lost host may have run, as a range; ``again``: it may be retried."""
 
     item: TaskRange
     again: bool
@@ -26,9 +25,9 @@ class Lost(NamedTuple):
 
 
 class StagedBatch:
-    """Items that were staged at a host.
+    """A batch of items that was staged at a host.
 
-    ``of_stream``: they were cut from a range that an input reader appends to.
+    ``of_stream``: it was cut from a range that an input reader appends to.
     """
 
     __slots__ = ("items", "left", "nbytes", "number", "of_stream")
@@ -38,7 +37,7 @@ class StagedBatch:
         self.items = items
         self.of_stream = of_stream
         self.nbytes = sum(map(len, items.items))
-        self.left = len(items.items)  # without an answer
+        self.left = len(items.items)  # number of items without an answer
 
     def item(self, name: tuple[int, int]) -> TaskRange:
         """Return one item as a range of its own."""
@@ -48,7 +47,7 @@ class StagedBatch:
         return part
 
     def stage(self, first: int) -> Stage:
-        """Return the message that sends it to a host whose first worker has this number."""
+        """Return the message that stages it at a host; ``first``: the index of its first worker."""
         its = self.items
         bound = None if its.bound is None else its.bound - first
         again = its.retries > 0
@@ -59,31 +58,31 @@ class StagedBatch:
 
 
 class Host:
-    """What one host holds."""
+    """One host: its workers, and the batches that it holds."""
 
     def __init__(self, number: int, first: int, workers: int) -> None:
         self.number = number
         self.first, self.workers = first, workers  # the pool's indices of its workers
-        self.accepting = False  # it has joined, and is not about to go
+        self.accepting = False  # it has joined and is not leaving
         self.leaving = False
-        self.known: set[int] = set()  # functions that it has
-        self.staged: deque[StagedBatch] = deque()  # not permitted, oldest first
+        self.known: set[int] = set()  # numbers of the functions that it has
+        self.staged: deque[StagedBatch] = deque()  # staged, not permitted batches, oldest first
         self.staged_items = 0
         self.batches: dict[int, StagedBatch] = {}  # permitted, not all answered; oldest first
-        self.permitted: dict[tuple[int, int], StagedBatch] = {}  # items by name
-        self.ahead = 0  # permitted items that any of its workers may run
+        self.permitted: dict[tuple[int, int], StagedBatch] = {}  # permitted items, by name
+        self.ahead = 0  # number of permitted items that any of its workers may run
         self.nbytes = 0  # of staged and permitted batches
-        self.recalled: dict[int, StagedBatch] = {}  # permitted batches that it was asked for
-        self.recallable: dict[int, StagedBatch] = {}  # those it could be asked for, oldest first
-        # For `HostScheduler.look`: whether the next look is due already, the newest batch and the
-        # number of answers at the last one, answers since the host joined, and how many items it
-        # may be permitted at most after it has not begun in time (None: the cost decides).
+        self.recalled: dict[int, StagedBatch] = {}  # permitted batches that were recalled
+        self.recallable: dict[int, StagedBatch] = {}  # those that can be recalled, oldest first
+        # For `HostScheduler.look`: whether the next look is planned, the newest batch and the
+        # number of answers at the last look, the number of answers since the host joined, and the
+        # most items that may be permitted after it was late (None: the cost decides).
         self.watched = False
         self.newest_then = self.answers_then = self.answers = 0
         self.pace: int | None = None
 
     def names(self, job: int, index: int | None) -> list[tuple[int, int]]:
-        """Return the names of the permitted items of a job, or of this item alone."""
+        """Return the names of the permitted items of a job, or of one item of it."""
         return [
             name
             for name, batch in self.permitted.items()
@@ -98,29 +97,29 @@ class Host:
 
 
 class HostTable:
-    """All hosts, and which of them an event may concern, so that none is searched for among all."""
+    """All hosts, with the sets of those that an event may concern, so that none is searched for."""
 
     def __init__(self) -> None:
         self.hosts: dict[int, Host] = {}
-        self.workers = 0  # of all hosts that accept
-        # Hosts that may be permitted something, longest first.  Input readers read its truth
-        # without the lock.
+        self.workers = 0  # of all accepting hosts
+        # Hosts that may be permitted more, the one that waits longest first.  Input readers read
+        # without the lock whether it is empty.
         self.with_capacity: dict[int, None] = {}
         self.with_staged: dict[int, None] = {}
-        # Hosts that were permitted more than their workers can run, and not asked for any of it.
+        # Hosts that were permitted more than their workers run at once, without a recall under way.
         self.recallable: dict[int, None] = {}
-        self.unfilled: dict[int, None] = {}  # could have more staged
-        self.with_bound: dict[int, None] = {}  # something waits for a certain worker of theirs
+        self.unfilled: dict[int, None] = {}  # hosts that can have more staged
+        self.with_bound: dict[int, None] = {}  # hosts with a worker that bound items wait for
         self.unwatched: dict[int, None] = {}
-        """Hosts that were permitted more than their workers run: `HostScheduler.look` is to be
-        called with each after `Quotas.look_seconds`; the caller takes them out."""
+        """Hosts that were permitted more than their workers run at once.  The caller removes each
+        and calls `HostScheduler.look` with it after `Quotas.look_seconds`."""
         self.host_of: list[int] = []
-        """The number of the host that a worker is, or was, on."""
-        self.bound_ahead: list[int] = []  # permitted items that are bound to each worker
+        """The number of each worker's host, which may be gone."""
+        self.bound_ahead: list[int] = []  # number of permitted items bound to each worker
         self._functions: dict[int, tuple[int, Any]] = {}
 
     def expect(self, number: int, workers: int) -> Host:
-        """Number the workers of a host that is to join, after those that there are."""
+        """Add a host that will join; its workers get the next indices."""
         host = self.hosts[number] = Host(number, len(self.host_of), workers)
         self.host_of += [number] * workers
         self.bound_ahead += [0] * workers
@@ -134,13 +133,13 @@ class HostTable:
         self.unfilled[host.number] = None
 
     def refuse(self, host: Host) -> None:
-        """Note that a host is about to go."""
+        """Note that a host is leaving."""
         host.accepting = False
         self.workers -= host.workers
         self.with_capacity.pop(host.number, None)
 
     def remove(self, number: int) -> Host:
-        """Forget a host that is gone, and return what it held."""
+        """Remove and return a host that is gone."""
         for its in (
             self.with_staged, self.recallable, self.unfilled, self.with_bound, self.unwatched,
         ):  # fmt: skip
@@ -151,12 +150,14 @@ class HostTable:
         return host
 
     def is_there(self, worker: int) -> bool:
-        """Whether the host of a worker is in service, or is to be."""
+        """Whether the host of a worker is in service or expected."""
         host = self.hosts.get(self.host_of[worker])
         return host is not None and not host.leaving
 
     def least_loaded(self, waiting: Sequence[int]) -> int:
-        """Return the worker with the fewest items bound to it; so many wait for each.
+        """Return the worker with the fewest items bound to it.
+
+        ``waiting``: the number of items that wait for each worker.
 
         Raises:
             LookupError: no host is in service.
@@ -167,7 +168,7 @@ class HostTable:
         return min(there, key=lambda w: (self.bound_ahead[w] + waiting[w], w))
 
     def update_donors(self, host: Host) -> None:
-        """Note whether others may get batches of a host: staged ones, or those it was permitted."""
+        """Note whether other hosts may get staged or permitted batches of a host."""
         if host.staged:
             self.with_staged[host.number] = None
         else:
@@ -191,14 +192,14 @@ class HostTable:
             self.bound_ahead[items.bound] += batch.left
 
     def watch(self, host: Host, newest: int) -> None:
-        """Note a host that is to be looked at in a while; ``newest``: the last batch's number."""
+        """Plan a look at a host; ``newest``: the number of the last batch."""
         if not host.watched:
             host.watched = True
             host.newest_then, host.answers_then = newest, host.answers
             self.unwatched[host.number] = None
 
     def settle(self, host: Host, batch: StagedBatch) -> None:
-        """Note that one item of a permitted batch has been answered, or given back."""
+        """Note that one item of a permitted batch was answered or given back."""
         bound = batch.items.bound
         if bound is None:
             host.ahead -= 1
@@ -215,7 +216,7 @@ class HostTable:
         self.update_donors(host)
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a host has been permitted an item of a job, or that item, and not answered."""
+        """Whether an item of a job, or this item, is permitted to a host and not answered."""
         return any(host.names(job, index) for host in self.hosts.values())
 
     def clear(self) -> None:
@@ -232,14 +233,14 @@ class HostTable:
         self._functions[number] = mode, payload
 
     def function_for(self, host: Host, number: int) -> Func | None:
-        """Return the message with a function that a host does not have; None: it needs none."""
+        """Return the message with a function that a host lacks; None: it has it, or needs none."""
         if not number or number in host.known or number not in self._functions:
             return None
         host.known.add(number)
         return Func(number, *self._functions[number])
 
     def forget(self, number: int) -> list[tuple[int, Any]]:
-        """Drop a function, here and at the hosts that have it."""
+        """Drop a function; return the messages to the hosts that have it."""
         self._functions.pop(number, None)
         found: list[tuple[int, Any]] = []
         for host in self.hosts.values():

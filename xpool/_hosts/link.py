@@ -1,7 +1,7 @@
-"""An exactly-once, ordered stream of messages over calls that may fail, come late or run twice.
+"""An exactly-once, ordered stream of messages over calls that may fail, arrive late or run twice.
 
-Each side has a `Link`.  What is sent gets a number and is kept until the other side says that it
-has it; what comes is put in order, and what comes again is dropped.
+Each side has a `Link`.  It numbers the messages that it sends and keeps them until the other side
+acknowledges them.  It puts arriving messages in order and drops duplicates.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Link:
     def __init__(self) -> None:
         self._out: deque[Any] = deque()  # not acknowledged, oldest first
         self.acked = 0
-        """The other side has all messages up to this one."""
+        """The other side has all messages up to this number."""
         self.got = 0
-        """All messages up to this one have come."""
-        self._early: dict[int, Sequence[Any]] = {}  # came before others, by their first number
+        """All messages up to this number have arrived."""
+        self._early: dict[int, Sequence[Any]] = {}  # arrived out of order, by their first number
 
     def send(self, message: Any) -> None:
         """Queue a message."""
@@ -30,14 +30,14 @@ class Link:
 
     @property
     def last(self) -> int:
-        """Number of the last message that was queued."""
+        """The number of the last queued message."""
         return self.acked + len(self._out)
 
     def take(self, after: int, most: int, weight: Any) -> list[Any]:
-        """Return messages that come after number ``after``, in order.
+        """Return messages from number ``after + 1`` on, in order.
 
-        The first, whatever it weighs, and so many more that these weigh ``most`` in all: what
-        permits a large batch travels with it.
+        The weight of the first does not count, so that a large batch and the message that permits
+        it travel together.  The others weigh ``most`` in all at most.
         """
         found: list[Any] = []
         total = 0
@@ -49,13 +49,13 @@ class Link:
         return found
 
     def acknowledge(self, upto: int) -> None:
-        """Note that the other side has all messages up to this number."""
+        """Drop the messages up to this number, which the other side has."""
         while self.acked < upto and self._out:
             self._out.popleft()
             self.acked += 1
 
     def receive(self, first: int, messages: Sequence[Any]) -> list[Any]:
-        """Return those messages that are new, in order, with what had come too early before."""
+        """Return the new messages in order, including those that had arrived too early."""
         if first > self.got + 1:
             if len(messages) > len(self._early.get(first, ())):
                 self._early[first] = messages

@@ -1,10 +1,10 @@
-"""What a driver and the agents of its hosts say to each other.
+"""The messages between a driver and the agents of its hosts.
 
-A driver stages batches of tasks at a host, ahead of time, and permits them when the host has room:
-only what was permitted is ever begun there.  So of a host that vanishes it is known what it may
-have run: what was permitted and is not answered.
+A driver stages batches of tasks at a host ahead of time and permits them when the host has room.
+Only permitted tasks are ever begun.  So a host that vanishes can have run only the tasks that were
+permitted and not answered.
 
-Payloads are bytes, or views of bytes that lie in the object store: an agent never opens them.
+Payloads are bytes, or views of bytes in the object store; an agent never unpickles them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Func(NamedTuple):
-    """Keep a function, by the number that tasks will call it by."""
+    """Keep a function under the number that tasks refer to it by."""
 
     number: int
     mode: int
@@ -44,24 +44,23 @@ class Func(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """Let go of a function."""
+    """Drop a function."""
 
     number: int
 
 
 class Blob(NamedTuple):
-    """Keep an object that is broadcast, under a name by which the workers find it."""
+    """Keep a broadcast object under the name by which the workers find it."""
 
     name: str
     payload: Any
 
 
 class Stage(NamedTuple):
-    """Keep a batch of consecutive tasks, and begin none of them yet.
+    """Keep a batch of consecutive tasks and begin none of them yet.
 
-    ``bound``: the worker, by its index at that host, that must run them; None: any.
-    ``again``: an error or a death in one of them may be followed by another try, which is the
-    driver's to give.
+    ``bound``: the index, at that host, of the worker that must run them; None: any.
+    ``again``: the driver may retry a task after an error or a death.
     """
 
     batch: int
@@ -76,48 +75,50 @@ class Stage(NamedTuple):
 
 
 class Go(NamedTuple):
-    """Begin these batches, in this order, when workers are free."""
+    """Begin these batches in this order as workers become free."""
 
     batches: list[int]
 
 
 class Drop(NamedTuple):
-    """Forget staged batches: they were never permitted, and are not going to be."""
+    """Drop staged batches, which were not permitted."""
 
     batches: list[int]
 
 
 class Back(NamedTuple):
-    """Give back what nobody has begun of permitted batches: of each its number, its job, its first
-    task, and how many these are."""
+    """Give back the tasks of permitted batches that no worker has begun.
+
+    Each batch: its number, its job, its first task and its number of tasks.
+    """
 
     batches: list[tuple[int, int, int, int]]
 
 
 class Cancel(NamedTuple):
-    """Stop what runs of a job, or one item of it: nobody waits for its answer."""
+    """Stop the running items of a job, or one item of it; nobody waits for the answers."""
 
     job: int
     item: int | None
 
 
 class Retire(NamedTuple):
-    """End when all is answered."""
+    """End after the last answer."""
 
 
 # -- from an agent -----------------------------------------------------------------------------
 
 
 class Look(NamedTuple):
-    """Tell where the workers are."""
+    """Report where the workers are."""
 
     number: int
 
 
 class Seen(NamedTuple):
-    """Where the workers are, as `Look` of this number asked: `Whereabouts`.
+    """The reply to the `Look` with this number: a `Whereabouts` of each worker.
 
-    The ``task`` of each is a text of its job and index, or empty.
+    Its ``task`` is a text with job and index, or empty.
     """
 
     number: int
@@ -125,9 +126,9 @@ class Seen(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What so many consecutive ``tasks`` came to, from ``first`` on.
+    """The results of consecutive tasks: ``tasks`` of them, from ``first`` on.
 
-    ``value``: still pickled, a `Parcel`, or an error of xpool's own.
+    ``value``: a `Parcel`, still pickled, or an error of xpool's own.
     """
 
     job: int
@@ -138,7 +139,7 @@ class Answer(NamedTuple):
 
 
 class Again(NamedTuple):
-    """A task is to be tried again; ``killed``: its worker did not survive it."""
+    """A task has to be tried again; ``killed``: its worker died in it."""
 
     job: int
     item: int
@@ -146,15 +147,16 @@ class Again(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Of batches that were asked for, what waited is given back: `Unbegun` follows.
-    What a worker has in hand is, too, when it turns out that it sits on it."""
+    """The waiting tasks of recalled batches are given back: `Unbegun` follows.
+
+    Tasks that a worker holds follow later, if it makes no progress.
+    """
 
     batches: list[int]
 
 
 class Unbegun(NamedTuple):
-    """So many consecutive ``tasks``, from ``first`` on, were begun by nobody, and will not be
-    here."""
+    """No worker here has begun ``tasks`` tasks, from ``first`` on, or will begin them."""
 
     job: int
     first: int
@@ -162,7 +164,7 @@ class Unbegun(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What the host's workers do, and the seconds that a task takes there (inf: not known)."""
+    """Counts of the host's workers, and the seconds that a task takes there (inf: not known)."""
 
     cost: float
     statistics: dict[str, Any]
@@ -170,7 +172,7 @@ class Status(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The host's workers can do nothing more, and why: a line, and what it is as an exception."""
+    """The host's workers cannot run tasks any more; ``error``: an exception, or a `Parcel`."""
 
     error: Any
 

@@ -1,6 +1,6 @@
-"""What of `xpool.ray` is on each host: the actor that has the agent, and how Ray carries bytes.
+"""The part of `xpool.ray` on each host: the actor that holds the agent, and how Ray carries bytes.
 
-Nothing of Ray is imported before it is used.
+Ray is imported at its first use.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from xpool._hosts.agent import Agent
 __all__ = ["HostAgent", "as_one", "parts_of"]
 
 MONITOR_EVERY, MONITOR_FROM = "RAY_memory_monitor_refresh_ms", "RAY_memory_usage_threshold"
-"""Ray's variables: its memory monitor's interval, 0: there is none; and the part of the memory."""
+"""Ray's variables for its memory monitor: the interval (0: no monitor), and the part of the memory
+(0 to 1) at which it kills."""
 
 
 class HostAgent:
-    """The actor on a host.  Its calls wait in threads of Ray's; the engine has one of its own."""
+    """The actor on a host.  Calls wait in Ray's threads; the agent's engine has its own thread."""
 
     def __init__(self) -> None:
         self._agent: Agent | None = None
@@ -36,7 +37,7 @@ class HostAgent:
         self._agent.start()
 
     def call(self, said: Any, refs: Sequence[Any] = ()) -> Any:
-        """Do what a call says; return the reply when there is something to say."""
+        """Pass a call to the agent; return its reply."""
         import ray
 
         assert self._agent is not None
@@ -44,9 +45,9 @@ class HostAgent:
 
 
 def _before_rays_monitor() -> float | None:
-    """Return the part of the memory in use at which the largest worker is to be ended.
+    """Return the part of the memory (0 to 1) at which the largest worker is ended; None: never.
 
-    A little later Ray's own monitor would end this agent, and all workers with it.
+    It is a little less than the part at which Ray's monitor ends this agent with all its workers.
     """
     if os.environ.get(MONITOR_EVERY) == "0":
         return None
@@ -54,7 +55,7 @@ def _before_rays_monitor() -> float | None:
 
 
 def _drop_thread_limit() -> None:
-    """Forget OMP_NUM_THREADS if Ray has set it, to the CPUs of the agent: it is for no worker."""
+    """Unset OMP_NUM_THREADS if Ray has set it: its value does not fit workers."""
     import ray
 
     given = ray.get_runtime_context().runtime_env.get("env_vars") or {}
@@ -64,8 +65,10 @@ def _drop_thread_limit() -> None:
 
 
 def as_one(parts: list[Any]) -> Any:
-    """Return what is said as Ray carries it best: bytes, and buffers as arrays, which it does not
-    copy into its pickles."""
+    """Return packed parts in the form that Ray carries best: bytes, or bytes and arrays.
+
+    Ray does not copy arrays into its pickles.
+    """
     if len(parts) == 1:
         return parts[0]
     import numpy
@@ -74,5 +77,5 @@ def as_one(parts: list[Any]) -> Any:
 
 
 def parts_of(said: Any) -> list[Any]:
-    """Undo `as_one`."""
+    """Return the parts that `as_one` was given."""
     return [said] if type(said) is bytes else [said[0], *(memoryview(one) for one in said[1:])]

@@ -1,6 +1,6 @@
-"""The agents of a pool on the hosts of a Ray cluster, as the driver places and calls them.
+"""The fleet of a Ray cluster: the driver places agents on its hosts and calls them.
 
-Nothing of Ray is imported before it is used.
+Ray is imported at its first use.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ __all__ = [
 ]
 
 INLINE = 64 * 1024
-"""Bytes of a call from which on Ray may put it into its store: it does from 100 KiB on, and a call
-has a few more than it says."""
+"""Calls of at least this many bytes are treated as ones that Ray puts into its store.  Ray does so
+from 100 KiB on, of which the messages are a part."""
 
 LOOK = 1.0
-"""Seconds between two looks at which hosts the cluster has."""
+"""Seconds between two queries of the cluster's hosts."""
 
 WAITS = 5.0
-"""Seconds after which a program is told that a host has not begun."""
+"""Seconds after which a warning says that a host has not begun."""
 
 SHUT_DOWN = "the program has shut Ray down"
 
 REPLACED = 3
-"""Agents that a host gets in place of others, at most: what they die of may be the host's."""
+"""The most agents that replace others on one host: the host itself may be why they die."""
 
 
 BEGUN_WITH: list[Any] = []
-"""What `ray.init` was given as runtime_env, where it was called here: all actors have that, and
-only there it may name a folder of this host."""
+"""The runtime_env given to `ray.init`, if xpool called it.  All actors have it already, and only
+there it may name a folder of this host."""
 
 
 class Node(NamedTuple):
-    """A host of the cluster, how many workers it is to have, and CPUs for them."""
+    """A host of the cluster, with the number of workers that it gets, and of CPUs for them."""
 
     id: str
     name: str
@@ -65,13 +65,13 @@ class Node(NamedTuple):
 
 
 RESOURCES = {None: "CPU", "cpu": "CPU", "cuda": "GPU", "tpu": "TPU"}
-"""What Ray calls the devices of a kind."""
+"""Ray's name of the resource of each kind of device."""
 
 
 def named(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what Ray says of its hosts, each with a name for people.
+    """Return Ray's descriptions of its hosts, each with a name for texts, ``xpool_name``.
 
-    One machine may be several hosts of a cluster, by several raylets: these have their port, too.
+    A machine with several raylets is several hosts of a cluster; their names include their port.
     """
     names = [f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})" for one in nodes]
     shared = Counter(name for name, one in zip(names, nodes, strict=True) if one["Alive"])
@@ -85,7 +85,7 @@ def named(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Where(Protocol):
-    """Which hosts, and what is asked of each: `xpool.ray.Hosts`."""
+    """Which hosts a pool uses, and what it needs of each: `xpool.ray.Hosts`."""
 
     @property
     def n(self) -> int | None: ...
@@ -118,24 +118,25 @@ class RayFleet:
     """The agents of one pool.
 
     Args:
-        where: which hosts.
-        nodes: those that there are.
-        config: what each agent is to be.
+        where: which hosts the pool uses.
+        nodes: the hosts that exist now.
+        config: the configuration of each agent.
     """
 
     def __init__(self, where: Where, nodes: list[Node], config: AgentConfig) -> None:
         self._where, self._first_nodes, self._config = where, nodes, pickle.dumps(config)
         self._tell: Callable[[Any], object] = id
-        # Written by whoever makes the pool, and then by the thread that places agents alone.
+        # Written by the thread that makes the pool, and later only by the thread that places
+        # agents.
         self._actors: dict[int, Any] = {}
         self._nodes: dict[int, Node] = {}
-        self._agents: Counter[str] = Counter()  # how many each host has had, by Ray's id
+        self._agents: Counter[str] = Counter()  # number of agents placed on each host, by Ray's id
         self._workers = 0
-        self._over: set[int] = set()  # agents that were stopped, or have one in their place
-        self._waiting: dict[int, float] = {}  # that have not begun: from when on to say so
-        # Agents that have died, and why; None: no more are to be placed.
+        self._over: set[int] = set()  # agents that were stopped or replaced
+        self._waiting: dict[int, float] = {}  # agents that have not begun: when to warn of each
+        # Agents that have died, and why; None: place no more.
         self._ends: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
-        # Calls that Ray puts into its store: by host and number, with their arguments.
+        # Calls that Ray puts into its store: host, number and arguments; None: the pool has ended.
         self._large: queue.SimpleQueue[tuple[int, int, tuple[Any, ...]] | None]
         self._large = queue.SimpleQueue()
 
@@ -156,7 +157,7 @@ class RayFleet:
         options: dict[str, Any] = {
             "num_cpus": node.cpus,
             "resources": dict(where.resources or {}),
-            "max_concurrency": 2 * CALLS_IN_FLIGHT,  # beats, and those that were lost
+            "max_concurrency": 2 * CALLS_IN_FLIGHT,  # room for beats and lost calls
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
@@ -183,33 +184,33 @@ class RayFleet:
 
     def _add(self, node: Node) -> None:
         number = self._place(node)
-        # It can be stopped from now on, and joins when this is known.
+        # Before `_begin`: the agent must not join before the engine expects it.
         self._tell(f.Coming(number, node.workers))
         try:
             self._begin(number)
-        except Exception as exc:  # of Ray itself
+        except Exception as exc:  # an error of Ray itself
             self._tell(f.Dead(number, _why(exc)))
 
     def _run(self) -> None:
-        """Place an agent on each host that joins, and on one that has lost its agent and lives."""
+        """Place agents on hosts that join, and on living hosts that have lost their agent."""
         while True:
             try:
                 ended = self._ends.get(timeout=LOOK)
             except queue.Empty:
-                if ray_module().is_initialized():  # else asking would connect to a cluster anew
-                    with contextlib.suppress(Exception):  # no cluster for a moment: it looks again
+                if ray_module().is_initialized():  # else a query would connect to a cluster anew
+                    with contextlib.suppress(Exception):  # the cluster does not answer: ask again
                         self._say_who_waits()
                         self._look_at_hosts()
                 continue
             if ended is None:
                 return
             number, reason = ended
-            with contextlib.suppress(Exception):  # no cluster: this host is lost, too
+            with contextlib.suppress(Exception):  # the cluster does not answer: no replacement
                 self._replace(number)
             self._tell(f.Dead(number, reason))
 
     def _say_who_waits(self) -> None:
-        """Warn of each agent that waits for CPUs; one that has enough is only slow to start."""
+        """Warn of each agent that waits for CPUs; an agent that has them only starts slowly."""
         now = time.monotonic()
         late = [number for number, when in list(self._waiting.items()) if when <= now]
         free = _free_cpus() if late else {}
@@ -247,7 +248,10 @@ class RayFleet:
             self._add(node)
 
     def _dead(self, number: int, reason: str) -> None:
-        """Tell that an agent is gone, after the one in its place: some host may be left by it."""
+        """Report the end of an agent after its replacement was placed.
+
+        Otherwise the pool could see no host left, and fail.
+        """
         if number in self._over:
             self._tell(f.Dead(number, reason))
         else:
@@ -271,7 +275,7 @@ class RayFleet:
             wrong = cause if isinstance(cause, XPoolError) else _not_there(node.name, cause)
             self._tell(f.Refused(wrong))
             self.stop(number)
-            self._tell(f.Dead(number, str(wrong)))  # no call is under way that would say so
+            self._tell(f.Dead(number, str(wrong)))  # no call under way will fail and report it
 
     def _is_dead(self, error: BaseException) -> bool:
         from ray import exceptions
@@ -291,7 +295,7 @@ class RayFleet:
                 one = one._replace(payload=len(refs) - 1)
             messages.append(one)
         said = as_one(packed(call._replace(messages=[]), messages))
-        # Each argument costs Ray as much as all of a small call.
+        # No empty list: each argument costs Ray as much as the rest of a small call.
         arguments = said, *([refs] if refs else ())
         if type(said) is bytes and len(said) < INLINE:
             self._send(host, call.number, arguments)
@@ -299,10 +303,10 @@ class RayFleet:
             self._large.put((host, call.number, arguments))
 
     def _send_large(self) -> None:
-        """Send what goes by way of Ray's store, which has this thread wait while it is full."""
+        """Send the calls that go through Ray's store.  While it is full, this thread waits."""
         while (large := self._large.get()) is not None:
             self._send(*large)
-            del large  # its room in the store is not ours to keep
+            del large  # else its memory in the store stays in use until the next call
 
     def _send(self, host: int, number: int, arguments: tuple[Any, ...]) -> None:
         actor = self._actors.get(host)
@@ -314,8 +318,8 @@ class RayFleet:
                 self._failed(host, number, error)
                 return
             data, *large = parts_of(found)
-            # Copied, so that the object store has its room again; to memory that may be written to,
-            # so that this is the last copy.
+            # Copied, to free the memory of the object store; into writable memory, so that no
+            # further copy is needed.
             (taken, first), messages = unpacked(
                 [data, *(memoryview(bytearray(one)) for one in large)]
             )
@@ -326,7 +330,7 @@ class RayFleet:
             return
         try:
             self._when_done(actor.call.remote(*arguments), done)
-        except Exception as exc:  # of Ray itself, which is being shut down, say
+        except Exception as exc:  # an error of Ray itself, for example while it shuts down
             self._tell(f.Dead(host, _why(exc)))
 
     def _failed(self, host: int, number: int, error: BaseException) -> None:
@@ -334,13 +338,13 @@ class RayFleet:
 
         if self._is_dead(error):
             self._dead(host, _reason(error))
-        elif isinstance(error, exceptions.RayTaskError):  # what the agent raised is a bug of ours
+        elif isinstance(error, exceptions.RayTaskError):  # the agent raised: a bug of xpool
             self._tell(f.Refused(getattr(error, "cause", error)))
         else:
             self._tell(f.Unreached(host, number))
 
     def put(self, payload: bytes | memoryview) -> Any:
-        """Put an object into Ray's store, which hosts copy from one another.
+        """Put an object into Ray's store; hosts copy it from one another.
 
         Raises:
             XPoolError: Ray was shut down.
@@ -363,30 +367,30 @@ class RayFleet:
         if not ray.is_initialized():
             self._tell(f.Dead(host, SHUT_DOWN))
             return
-        # `ray.kill` waits for the thread of Ray's that calls back, and that may be this one.
+        # In a thread, since `ray.kill` waits for Ray's callback thread, which may be this one.
         kill = threading.Thread(target=_kill, args=(actor,), name="xpool-hosts-stop", daemon=True)
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and Ray ends its actors
+        with contextlib.suppress(RuntimeError):  # the interpreter ends; Ray then ends its actors
             kill.start()
 
     def close(self) -> None:
-        """Look for hosts no more, and let go of the agents."""
+        """Stop querying the hosts, and drop the agents."""
         self._ends.put(None)
         self._large.put(None)
         self._actors.clear()
 
 
 def _draining() -> Collection[str]:
-    """Return the ids of hosts that are about to go, such as those of a spot market."""
-    from ray._private.state import state  # there is no public way to ask
+    """Return the ids of hosts that will be removed, such as those of a spot market."""
+    from ray._private.state import state  # no public function returns them
 
     return getattr(state, "get_draining_nodes", dict)()  # older versions have none
 
 
 def _free_cpus() -> dict[str, float]:
-    """Return how many CPUs each host has free, by Ray's id."""
-    from ray._private.state import state  # there is no public way to ask
+    """Return the number of free CPUs of each host, by Ray's id."""
+    from ray._private.state import state  # no public function returns it
 
-    ask = getattr(state, "available_resources_per_node", dict)  # versions may have none
+    ask = getattr(state, "available_resources_per_node", dict)  # older versions have none
     return {node: has.get("CPU", 0.0) for node, has in ask().items()}
 
 
@@ -398,12 +402,12 @@ def _why(error: BaseException) -> str:
 def _kill(actor: Any) -> None:
     import ray
 
-    with contextlib.suppress(Exception):  # it is gone already
+    with contextlib.suppress(Exception):  # the actor has ended already
         ray.kill(actor, no_restart=True)
 
 
 def _reason(error: BaseException) -> str:
-    """Return what Ray says of an actor's end, in one line."""
+    """Return Ray's reason for the end of an actor, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = [
         line for line in lines if not line.startswith(("class_name", "actor_id", "pid", "name"))

@@ -1,23 +1,25 @@
 """Which host gets which tasks, and which of them it may begin: a pure policy.
 
-The terms, beside those of `xpool._engine.jobs.scheduler`:
+The terms, besides those of `xpool._engine.jobs.scheduler`:
 
 * A **batch** is a run of consecutive items that was *staged* at a host: its payloads are there.
 * A batch is **permitted** when the host may begin it.  A host that vanishes may have run the items
-  that were permitted and not answered; items that were only staged go elsewhere, and lose no try.
+  that were permitted and not answered.  Items that were only staged go to other hosts and lose no
+  try.
+* A permitted batch is **recalled** when the host is asked to give back its unbegun items.
 
-`Quotas` says how much is permitted and staged.  No batch is larger than a host's share of the items
-that wait, so that the last items of a map are spread over all hosts.  When nothing waits in the
-queue, a host with capacity gets batches that another has staged; when nothing is staged, another
-host is asked to give back what it has been permitted and has not begun.
+`Quotas` says how much is permitted and staged.  No batch is larger than a host's share of the
+waiting items, so the last items of a map are spread over all hosts.  When nothing waits in the
+queue, a host with capacity gets batches that another has staged.  When nothing is staged, a
+permitted batch of another host is recalled for it.
 
-The cost of a task is a guess, by the last answers.  If it was too low, a host has been permitted
-more than it can begin, and all of that would be lost with the host.  So a host that has not come to
-the end of a batch in `Quotas.look_seconds` is asked to give back the surplus (`look`).  The surplus
-is measured by the answers since the last look, not by the cost: on a busy machine the time of a few
-tasks of a millisecond may rise tenfold, and fall again.
+The cost of a task is estimated from the last answers.  If the estimate is too low, a host is
+permitted more than it can begin, and all of that would be lost with the host.  So a host that has
+not finished a batch in `Quotas.look_seconds` is asked to give back the surplus (`look`).  The
+surplus is measured by the answers since the last look, not by the cost: on a busy machine the time
+of a few tasks of a millisecond may rise tenfold, and fall again.
 
-Methods return messages, each with the host that it is for.  Nothing here reads a clock.
+Methods return messages, each with its host.  No function here reads a clock.
 """
 
 from __future__ import annotations
@@ -36,30 +38,30 @@ from xpool._hosts.quotas import Quotas
 __all__ = ["HostScheduler", "Message"]
 
 BATCH_BYTES = 256 * 1024
-"""Bytes in one batch at most, unless one item alone is more."""
+"""The most bytes in one batch, unless a single item is larger."""
 
 Message = tuple[int, Any]
 """A host, and a message for its agent."""
 
 
 class HostScheduler(Waiting):
-    """The queue in front of the hosts, and what each of them holds."""
+    """The queue of waiting items, and the batches that each host holds."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.table, self.quotas = HostTable(), Quotas()
-        self._returned: TaskRange | None = None  # the last one that was given back, while it waits
-        self._batches = 0  # the number of the last one
+        self._returned: TaskRange | None = None  # the range that was given back last
+        self._batches = 0  # number of the last batch
 
     # -- hosts come and go -------------------------------------------------------------------------
 
     def expect(self, number: int, workers: int) -> None:
-        """Number the workers of a host that is to join, after those that there are."""
+        """Add a host that will join; its workers get the next indices."""
         self.table.expect(number, workers)
         self.extend(len(self.table.host_of))
 
     def join(self, number: int) -> None:
-        """Take a host into service."""
+        """Put a host into service."""
         host = self.table.hosts[number]
         if host.leaving:
             return
@@ -68,8 +70,7 @@ class HostScheduler(Waiting):
             self.table.with_bound[number] = None
 
     def drain(self, number: int) -> list[Message]:
-        """Permit nothing more to a host that is about to go; return its staged batches to the
-        queue."""
+        """Permit nothing more to a host that will be removed; queue its staged batches again."""
         host = self.table.hosts[number]
         host.leaving = True
         if not host.accepting:
@@ -82,10 +83,10 @@ class HostScheduler(Waiting):
         return found
 
     def lost(self, number: int) -> list[Lost]:
-        """Forget a host that is gone.
+        """Remove a host that is gone.
 
-        Returns the items that it may have run, oldest first, and those that waited for a worker of
-        it.  Its staged batches wait again, in front.
+        Returns the items that it may have run, oldest first, and then those that waited for one of
+        its workers.  Its staged batches are queued again, in front.
         """
         self.drain(number)
         host = self.table.remove(number)
@@ -116,7 +117,8 @@ class HostScheduler(Waiting):
 
     def _queue(self, task_range: TaskRange) -> deque[TaskRange]:
         if task_range.bound is not None:
-            # Its worker may be free although the host has as much as its workers can do.
+            # The worker may be free although the host has no room for items that any worker may
+            # run.
             host = self.table.hosts.get(self.table.host_of[task_range.bound])
             if host is not None and host.accepting:
                 self.table.with_capacity.setdefault(host.number)
@@ -124,7 +126,7 @@ class HostScheduler(Waiting):
         return super()._queue(task_range)
 
     def give(self) -> list[Message]:
-        """Permit what waits to the hosts that have room, and stage more of it there."""
+        """Permit waiting items to the hosts with room, and stage more there."""
         found: list[Message] = []
         table = self.table
         permitted = True
@@ -136,20 +138,20 @@ class HostScheduler(Waiting):
                 host = table.hosts[number]
                 room = self.quotas.room(host)
                 if room <= 0 and number not in table.with_bound:
-                    del table.with_capacity[number]  # answers bring it back
+                    del table.with_capacity[number]  # the next answer adds it again
                     continue
                 batch = self._next(host, room, found)
                 if batch is not None:
                     self._permit(host, batch, found)
                     table.with_capacity[number] = table.with_capacity.pop(number)
                     permitted = True
-        # In turns: else the first would have all that waits, and the others nothing.
+        # One batch a host in turn, so that the first host does not get all waiting items.
         while table.unfilled and self._stage_ahead(table.hosts[next(iter(table.unfilled))], found):
             continue
         return found
 
     def _next(self, host: Host, room: int, found: list[Message]) -> StagedBatch | None:
-        """Return the next batch for a host, staged there; None: it gets nothing now."""
+        """Return the next batch for a host, staged there; None: there is none for it now."""
         if host.number in self.table.with_bound:
             batch = self._next_bound(host, found)
             if batch is not None:
@@ -165,7 +167,7 @@ class HostScheduler(Waiting):
                 return batch
             if host.ahead >= host.workers:
                 return None
-            # Its items took less time when it was cut: it is now too much for one host.
+            # The batch was cut when items took less time: it is too large for one host now.
             self._drop(host, [host.staged[0]], found)
         batch = self._stage(host, self.shared, room, found)
         if batch is None and host.ahead < host.workers:
@@ -173,7 +175,7 @@ class HostScheduler(Waiting):
         return batch
 
     def _streams_pass(self) -> bool:
-        """Put streams behind what else waits for any worker; return whether there is something."""
+        """Move streams behind other items for any worker; return whether there are such items."""
         if not any(one.items and one.input_reader is None for one in self.shared):
             return False
         while (first := self.first_of(self.shared)) is None or first.input_reader is not None:
@@ -186,7 +188,7 @@ class HostScheduler(Waiting):
         for w in range(host.first, host.first + host.workers):
             if self.own[w] and self.table.bound_ahead[w] < more:
                 batch = self._stage(host, self.own[w], more, found)
-                if batch is not None:  # else all of it was cancelled
+                if batch is not None:  # None: all waiting items were cancelled
                     return batch
             waits = waits or bool(self.own[w])
         if not waits:
@@ -194,7 +196,7 @@ class HostScheduler(Waiting):
         return None
 
     def _from_another(self, host: Host, room: int, found: list[Message]) -> StagedBatch | None:
-        """Take a batch that another host has staged, or ask one for a batch it has not begun."""
+        """Return a batch that another host had staged; if none has, recall a permitted one."""
         for number in self.table.with_staged:
             donor = self.table.hosts[number]
             self._drop(donor, [donor.staged[-1]], found)
@@ -205,8 +207,7 @@ class HostScheduler(Waiting):
         return None
 
     def _recall(self, host: Host, found: list[Message]) -> int:
-        """Ask a host for its newest batch that it was not asked for; return how many items of it
-        have no answer."""
+        """Recall a host's newest batch; return how many items of it have no answer."""
         batch = host.recallable.pop(next(reversed(host.recallable)))
         host.recalled[batch.number] = batch
         part = batch.items
@@ -220,7 +221,7 @@ class HostScheduler(Waiting):
         return batch.left
 
     def _drop(self, host: Host, batches: list[StagedBatch], found: list[Message]) -> None:
-        """Queue staged batches again, in front."""
+        """Take staged batches back from a host, and queue them in front."""
         for batch in reversed(batches):
             host.staged.remove(batch)
             host.staged_items -= batch.left
@@ -241,11 +242,8 @@ class HostScheduler(Waiting):
             found.append((host.number, Go([batch.number])))
 
     def _stage_ahead(self, host: Host, found: list[Message]) -> bool:
-        """Send a host a batch of what it will be permitted next, if it can keep more.
-
-        Returns whether there may be something for another host.
-        """
-        # The last items are left for the hosts that have room first.
+        """Stage a batch at a host, if it has room; return whether items may be left for others."""
+        # The last items are kept for the hosts that have room first.
         first = self.first_of(self.shared)
         if math.isinf(self.quotas.cost) or first is None or len(first.items) <= self.table.workers:
             return False
@@ -262,7 +260,7 @@ class HostScheduler(Waiting):
     def _stage(
         self, host: Host, queue: deque[TaskRange], most: int, found: list[Message]
     ) -> StagedBatch | None:
-        """Cut a batch of ``most`` items from a queue and send it to a host; None: nothing waits."""
+        """Cut a batch of at most ``most`` items from a queue and stage it; None: none waits."""
         first = self.first_of(queue)
         if first is None:
             return None
@@ -288,10 +286,10 @@ class HostScheduler(Waiting):
     # -- hosts that were permitted too much --------------------------------------------------------
 
     def look(self, number: int) -> list[Message]:
-        """Ask a host to give back what it has not begun in time.
+        """Recall items that a host has not begun in time.
 
         If it still has a batch that it had at the last look, it may hold no more items than it has
-        answered since, until it answers more than that.
+        answered since then, until it answers more between two looks.
         """
         found: list[Message] = []
         host = self.table.hosts.get(number)
@@ -317,7 +315,7 @@ class HostScheduler(Waiting):
     # -- answers come ------------------------------------------------------------------------------
 
     def answered(self, number: int, job: int, first: int, tasks: int) -> bool:
-        """Note an answer to so many consecutive items; return whether they were awaited."""
+        """Note the answers to consecutive items; return whether all of them were awaited."""
         host = self.table.hosts.get(number)
         if host is None:
             return False
@@ -333,7 +331,7 @@ class HostScheduler(Waiting):
     def again(
         self, number: int, job: int, item: int, killed: bool, when: Callable[[int], float]
     ) -> None:
-        """Queue an item that failed once more: for ``when(n)``, where it was tried ``n`` times."""
+        """Queue a failed item again, to run at the time ``when(n)`` after n tries."""
         host = self.table.hosts.get(number)
         batch = None if host is None else host.permitted.get((job, item))
         if batch is not None:
@@ -342,13 +340,13 @@ class HostScheduler(Waiting):
             self.put_again(part, killed, when(part.past.tries + 1))
 
     def put_again(self, item: TaskRange, killed: bool, when: float) -> None:
-        """Queue an item that was run once more, for ``when``: it costs one of its retries."""
+        """Queue an item for the time ``when``; it loses one of its retries."""
         item.retries -= 1
         item.past = Past(item.past.tries + 1, item.past.killed + killed)
         self.put_later(when, item)
 
     def given(self, number: int, batches: Iterable[int]) -> None:
-        """Note that a host has given back what waited there of recalled batches."""
+        """Note that a host has given back the waiting items of recalled batches."""
         host = self.table.hosts.get(number)
         if host is not None:
             for batch in batches:
@@ -356,7 +354,7 @@ class HostScheduler(Waiting):
             self.table.update_donors(host)
 
     def unbegun(self, number: int, job: int, first: int, tasks: int) -> None:
-        """Queue recalled items that a host has not begun again, in front."""
+        """Queue items that a host has given back, in front."""
         host = self.table.hosts.get(number)
         if host is None:
             return
@@ -365,7 +363,7 @@ class HostScheduler(Waiting):
             if batch is not None:
                 self.table.settle(host, batch)
                 part, last = batch.item((job, item)), self._returned
-                # In one range with the items that follow it, which came back just before.
+                # Joined with the items that follow it, which came back just before.
                 if last and self.shared and self.shared[0] is last and _follows(last, part):
                     last.items.extendleft(part.items)
                     last.first -= 1
@@ -373,12 +371,12 @@ class HostScheduler(Waiting):
                     self._returned = part
                     self.put_back(part)
         if host.accepting:
-            # Behind the host for which the items were recalled, if this one had room as well.
+            # Behind the host for which the items were recalled.
             self.table.with_capacity.pop(number, None)
             self.table.with_capacity[number] = None
 
     def withdraw(self, job: int, index: int | None = None) -> list[Message]:
-        """Forget a job that has ended, or one item of it; stop what runs of it."""
+        """Drop a job that has ended, or one item of it; return messages that stop running items."""
         found: list[Message] = []
         for host in self.table.hosts.values():
             staged = [batch for batch in host.staged if covers(batch.items, job, index)]
@@ -389,17 +387,17 @@ class HostScheduler(Waiting):
                 self.answered(host.number, *name, 1)
             if names:
                 found.append((host.number, Cancel(job, index)))
-        self.strike(job, index)  # what was staged, too: it waits again
+        self.strike(job, index)  # includes the staged items, which `_drop` has queued again
         return found
 
     def clear(self) -> None:
-        """Forget everything: the pool ends."""
+        """Drop everything: the pool ends."""
         super().clear()
         self.table.clear()
 
 
 def _follows(last: TaskRange, part: TaskRange) -> bool:
-    """Whether the items of ``last`` follow those of ``part``, under the same terms."""
+    """Whether the items of ``last`` follow those of ``part``, with the same options."""
     if not last.items or part.first + 1 != last.first:
         return False
     one, other = ((r.job, r.func, r.retries, r.bound, r.limit, r.past) for r in (last, part))

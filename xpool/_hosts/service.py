@@ -1,8 +1,8 @@
-"""What a pool over hosts does about what happens: hosts join and die, and agents answer.
+"""Acts on the events of a pool over hosts: hosts join and die, and agents answer.
 
-Called with the engine's lock held, most of it by the engine's thread.  Calls to the fleet do not
-block and are made here all the same, so that messages leave in the order in which they were
-numbered.
+All methods are called with the engine's lock held, most of them by the engine's thread.  Calls to
+the fleet are made here, since they do not block and messages must leave in the order of their
+numbers.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
 __all__ = ["DRIFT", "GRACE", "HostService"]
 
 DRIFT = 1.02
-"""How much slower than the driver's an agent's clock may run."""
+"""The driver's clock may run faster than an agent's by this factor."""
 
 GRACE = 1.0
-"""Seconds that an agent may take to end its workers when its lease is over."""
+"""Seconds that an agent may take to end its workers after its lease."""
 
 BEAT = 1.0
-"""Seconds after which a host is called that has nothing to do: its lease must not end.  An eighth
-of the lease, where that is shorter."""
+"""Seconds after which an idle host is called to renew its lease: an eighth of the lease, if that is
+shorter."""
 
 RETRY = 0.2
 """Seconds after which a call that did not come back is made again."""
 
 
 class HostService:
-    """The agents of one pool, and what they were given.
+    """The agents of one pool, and the tasks that they hold.
 
     Args:
-        fleet: where the agents are.
-        describe: says which task one is, by job and index, for people.
-        lease: seconds, as the agents have it.
+        fleet: places the agents and carries the calls to them.
+        describe: returns a text that names a task, given job and index.
+        lease: of the agents, in seconds.
         now: the clock.
-        wake: has the engine's thread ask `next_time` anew.
+        wake: makes the engine's thread call `next_time` again.
     """
 
     def __init__(
@@ -65,44 +65,44 @@ class HostService:
         self.expected: set[int] = set()
         """Hosts that have neither joined nor died."""
         self.gone: dict[int, str] = {}
-        """Names of hosts that are lost, by number."""
+        """Names of lost hosts, by number."""
         self.blobs: list[m.Blob] = []
         self.seen: dict[int, dict[int, list[Whereabouts]]] = {}
-        """Where workers are, as hosts have told: by question and host."""
+        """Where workers are, as hosts have reported it: by number of the `Look`, and host."""
         self.ending = self.retiring = False
         self._last_to_go = ""
         self.deaths = 0
-        """Of workers, on hosts that are gone."""
+        """Number of dead workers of hosts that are gone."""
         self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
         self.failure: BaseException | Parcel | None = None
-        self.random = random.Random()  # not the program's: it may have been seeded
+        self.random = random.Random()  # a generator of its own: the program's may have been seeded
         self._fleet, self._describe, self._lease, self._now = fleet, describe, lease, now
         self._wake = wake
         self._beat_seconds = min(BEAT, lease / 8)
         self._beating = False
-        self._touched: dict[int, None] = {}  # hosts that may have to be called, at a turn's end
+        self._touched: dict[int, None] = {}  # hosts that `give` checks for messages to send
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     # -- time --------------------------------------------------------------------------------------
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Have something called when it is time."""
+        """Have ``call()`` called at the time ``when``."""
         timer = when, next(self._numbers), call
         heapq.heappush(self._timers, timer)
-        if self._timers[0] is timer:  # the engine's thread waits for a later one
+        if self._timers[0] is timer:  # the engine's thread waits for a later timer
             self._wake()
 
     def next_time(self) -> float | None:
-        """Return when something is to be called next.  Asked without the lock, too."""
+        """Return the time of the next timer; None: there is none.  Also called without the lock."""
         return self._timers[0][0] if self._timers else None
 
     def due(self) -> None:
-        """Call what is to be called by now; fail, if all hosts that there were are gone."""
+        """Run the timers that are due; fail the pool if no host is left."""
         while self._timers and self._timers[0][0] <= self._now():
             heapq.heappop(self._timers)[2]()
         self.sched.due(self._now())
-        # Not at once with the death of the last: the next event may be that another one comes.
+        # Not when the last host dies: the next event may be that another one is coming.
         if self._last_to_go and self.ended and not self.ending and not self.retiring:
             last = self._last_to_go
             self._fail(XPoolError(f"No host of the pool is left; the last to go was {last}"))
@@ -110,8 +110,10 @@ class HostService:
     # -- to the hosts ------------------------------------------------------------------------------
 
     def put(self, ranges: Iterable[TaskRange]) -> bool:
-        """Queue ranges of tasks, and permit them to hosts that have room; return whether some of
-        them have failed, as the host is gone to whose worker they are bound."""
+        """Queue ranges of tasks, and permit them to hosts with room.
+
+        Returns whether any has failed because it is bound to a worker whose host is gone.
+        """
         refused = False
         if self.ending:
             return refused
@@ -130,10 +132,10 @@ class HostService:
         try:
             return self.sched.least_loaded()
         except LookupError:
-            return None  # the first host that joins
+            return None  # any worker of the first host that joins
 
     def _refuse(self, one: TaskRange) -> None:
-        """Fail what is bound to a worker whose host is gone."""
+        """Fail the tasks of a range that is bound to a worker whose host is gone."""
         assert one.bound is not None
         host = self.gone.get(self.sched.table.host_of[one.bound], "")
         for index in range(one.first, one.first + len(one.items)):
@@ -143,12 +145,12 @@ class HostService:
             self.results.append((job, item, (False, error)))
 
     def give(self) -> None:
-        """Permit and stage what there is, and call the hosts that are to hear something."""
+        """Permit and stage waiting tasks, and send the queued messages."""
         sched = self.sched
         self.send(sched.give())
         while sched.table.unwatched:
             number = sched.table.unwatched.popitem()[0]
-            # What was permitted is under way for some of that time, and so are the answers.
+            # Add the time in which the permission and the answers are under way.
             patience = sched.quotas.look_seconds + 2 * self.agents[number].trip
             self.at(self._now() + patience, functools.partial(self._look, number))
         while self._touched:
@@ -158,7 +160,7 @@ class HostService:
         self.send(self.sched.look(number))
 
     def send(self, found: Iterable[Message]) -> None:
-        """Queue messages; `give` has them sent."""
+        """Queue messages; `give` sends them."""
         for number, message in found:
             self.agents[number].say(message)
             self._touched[number] = None
@@ -167,28 +169,29 @@ class HostService:
         agent = self.agents[number]
         if not agent.ended:
             host = self.sched.table.hosts[number]
-            # It may have something to say, or must hear that it is not forgotten.
+            # A call is needed if the agent may have messages, or if its lease has to be renewed.
             expects = bool(host.permitted) or bool(host.recalled) or self.retiring
-            # Since the last call, not since the last reply: one that was long under way renews
-            # nothing before the agent is told that it has come.
+            # The beat counts from the last call, not from the last reply: a reply that was under
+            # way for long renews the lease only when the next call acknowledges it.
             now = self._now()
             agent.flush(now, expects or now >= agent.called + self._beat_seconds)
 
     def _beat(self) -> None:
-        """Call the hosts that have nothing to do; give up those that say nothing."""
+        """Renew the leases of idle hosts; stop agents that have not replied for a whole lease."""
         for number, agent in self.agents.items():
             if not agent.ended:
                 self._flush(number)
                 if self._now() > agent.heard + self._lease:
                     agent.given_up = f"no word of its agent for {self._lease:g} s"
                     self._fleet.stop(number)
-                # Whatever has come meanwhile: a reply renews nothing until the agent is told of it.
+                # Also if a reply came meanwhile: it renews the lease only when a call acknowledges
+                # it.
                 elif self._now() >= agent.beaten + 2 * self._beat_seconds:
                     agent.beat(self._now())
         if not self.ended:
             self.at(self._now() + self._beat_seconds, self._beat)
 
-    # -- what the fleet tells ----------------------------------------------------------------------
+    # -- events of the fleet -----------------------------------------------------------------------
 
     def happened(self, event: Any) -> None:
         """Act on an event."""
@@ -260,10 +263,10 @@ class HostService:
             self.sched.unbegun(host, message.job, message.first, message.tasks)
         elif kind is m.Status:
             agent.status = message
-            if message.cost < float("inf"):  # else it has answered nothing yet
+            if message.cost < float("inf"):  # inf: it has answered no task yet
                 self.sched.quotas.cost = message.cost
         elif kind is m.Seen:
-            if message.number in self.seen:  # else nobody waits for it any more
+            if message.number in self.seen:  # else `stacks` waits no longer
                 self.seen[message.number][host] = message.workers
         elif kind is m.Failed:
             self._fail(message.error)
@@ -271,13 +274,13 @@ class HostService:
             self._fleet.stop(host)
             if self.retiring or self.failure is not None:
                 agent.ended = True
-            else:  # it has not heard of us for so long that its lease is over
+            else:  # its lease was over, since no call reached it
                 self._dead(host, "it was out of reach for too long")
 
     def placed(self, host: int, workers: list[Whereabouts] | None) -> list[Whereabouts]:
-        """Return where workers of a host are, by their numbers and tasks in the pool.
+        """Return where workers of a host are, with the pool's indices and texts of their tasks.
 
-        None: the host has not told.
+        ``workers``: as the host has reported them; None: it has not answered.
         """
         agent, found = self.agents[host], []
         if workers is None:
@@ -292,16 +295,16 @@ class HostService:
         return found
 
     def _pause(self, tries: int) -> float:
-        """Return when a task is to be run again that was run so often; be awake then."""
+        """Return when a task runs again after this number of tries; set a timer for it."""
         when = self._now() + back_off(tries, self.random.random())
         self.at(when, lambda: None)
         return when
 
-    # -- the end of a host, and of all -------------------------------------------------------------
+    # -- ends of hosts and of the pool -------------------------------------------------------------
 
     @property
     def ended(self) -> bool:
-        """Whether no agent is left and none will come."""
+        """Whether no agent is left and none is expected."""
         return not self.expected and all(agent.ended for agent in self.agents.values())
 
     def living(self) -> list[int]:
@@ -309,16 +312,16 @@ class HostService:
         return [number for number, agent in self.agents.items() if not agent.ended]
 
     def retire(self) -> None:
-        """Let workers end when they have answered what they hold: nothing more will come."""
+        """Let workers end after their last answer; no more tasks will be submitted."""
         self.retiring = True
         self.send([(number, m.Retire()) for number in self.living()])
-        # What has not joined by now may never: nobody is to wait for that.
+        # The pool does not wait for hosts that have not joined: some may never join.
         for number in self.expected:
             self._fleet.stop(number)
         self.give()
 
     def stop(self, limit: float) -> None:
-        """Stop all agents now, and wait so many seconds at most to hear that they have ended."""
+        """Stop all agents now; after ``limit`` seconds, do not wait any longer for their ends."""
         if not self.ending:
             self.ending = True
             self.sched.clear()
@@ -327,13 +330,13 @@ class HostService:
             self.at(self._now() + limit, self._strike_off)
 
     def _strike_off(self) -> None:
-        """Wait no longer for word that agents have ended: whoever says so may be gone itself."""
+        """Treat all agents as ended: the system that would report it may be gone itself."""
         self.expected.clear()
         for agent in self.agents.values():
             agent.ended = True
 
     def _dead(self, number: int, reason: str) -> None:
-        """Make the books of a host that is gone."""
+        """Retry or fail the tasks of a host that is gone."""
         agent = self.agents.get(number)
         if agent is None:
             agent = Conversation(self._fleet, number, f"number {number}", -1, self._now())
@@ -364,7 +367,7 @@ class HostService:
 def _placed(
     error: WorkerDied | TaskTimeout, agent: Conversation, task: str
 ) -> WorkerDied | TaskTimeout:
-    """Say in an agent's error which worker of the pool it is about, and on which host."""
+    """Return an agent's error with the pool's index of its worker, and the name of its host."""
     e, worker = error, agent.first + error.worker
     if isinstance(e, TaskTimeout):
         return TaskTimeout(e.seconds, worker, e.pid, task, e.stack, e.stopped, agent.name)
