@@ -391,7 +391,7 @@ SHARED = """
         return int(t[0])
     if __name__ == "__main__":
         t = torch.arange(1 << 20).share_memory_()
-        pool = start(2)
+        pool = start(2, **({"is_copy_tensor": False} if "xpool" in sys.modules else {}))
         one = getattr(pool, "apply", None) or (lambda f, args: pool.submit(f, *args).result())
         for n in range(20):
             one(first, (t,))

@@ -353,6 +353,35 @@ def test_shared_already_and_let_go(sharing: Any) -> None:
     eventually(lambda: mapped.collect() or len(descriptors()) <= fds, "descriptors let go")
 
 
+def test_a_place_is_looked_up_once(sharing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor's file is found once; and again after its descriptor was closed, or in a fork."""
+    look_up, looks = mapped._shared_maps, []
+    monkeypatch.setattr(mapped, "_shared_maps", lambda: looks.append(1) or look_up())
+    tensor = torch.zeros(MIB, dtype=torch.uint8).share_memory_()
+    storage = tensor.untyped_storage()
+    if not hasattr(storage, "__dict__") or storage is not tensor.untyped_storage():
+        pytest.skip("this torch makes a new object of a storage each time that it is asked for")
+
+    def written(value: int) -> int:
+        sharing.apply(tasks.write, (tensor, value))
+        assert (tensor == value).all()
+        return len(looks)
+
+    assert written(1) == written(2) == 1
+    process, address, place = storage.xpool_place
+    fd = int(place[0].rpartition("/")[2])
+    other, null = os.dup(fd), os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, fd, inheritable=False)
+    try:
+        assert written(3) == written(4) == 2
+    finally:
+        os.dup2(other, fd, inheritable=False)
+        os.close(other)
+        os.close(null)
+    storage.xpool_place = process + 1, address, place
+    assert written(5) == 3 and storage.xpool_place[0] == process
+
+
 def test_shared_already_and_out_of_reach(sharing: Any) -> None:
     """Memory that no other process can come to by a file is refused, and stays."""
     pages = mmap.mmap(-1, MIB)

@@ -50,17 +50,25 @@ def place_of(pickler: Context, storage: Any) -> Place | None:
     # Memory that torch has allocated for itself is not shared: most storages end here.
     if not storage.is_shared() and storage.resizable():
         return None
+    address, process = storage.data_ptr(), os.getpid()
+    # Found before, by this process: an attribute lives as long as the storage and its mapping.
+    known = getattr(storage, "xpool_place", None)
+    if known is not None and known[:2] == (process, address) and _is(*known[2][:2]):
+        place: Place = known[2]
+        return place
     seen = pickler.tensors
     if seen is None:
         seen = pickler.tensors = Seen()
     if seen.maps is None:
         seen.maps = _shared_maps()
-    address = storage.data_ptr()
     at = bisect_right(seen.maps, address, key=itemgetter(0)) - 1
     if at < 0 or address >= seen.maps[at][1]:
         return None
     start, _, offset, inode, path = seen.maps[at]
-    return _path_of(path, inode), inode, offset + address - start
+    place = _path_of(path, inode), inode, offset + address - start
+    if place[0]:
+        storage.xpool_place = process, address, place
+    return place
 
 
 def _shared_maps() -> list[_Map]:
