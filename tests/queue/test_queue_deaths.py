@@ -113,7 +113,7 @@ def test_writers_are_killed(make_queue: Any, start: Any, nbytes: int):
         "xpool.queue.simple:frame.adopt",
         "xpool.queue.simple:foreign.ForeignArena.enter",
         "xpool._memory.attachments:claim",
-        "xpool._memory.arena:Arena._hold",
+        "xpool._memory.holds:Holds._hold",
         "xpool.queue.simple:decode",
     ],
 )

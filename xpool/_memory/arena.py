@@ -19,11 +19,6 @@ changes when a block is found free and is part of its name: a message that comes
 another stamp, not another's value.  Memory is asked for before it is written, so that a shortage is
 a refusal, and then the value goes through the pipe; it is never a SIGBUS.  The size of the file is
 sealed, so that no process can cut it short for the others, which would be a SIGBUS, too.
-
-**Within the process** one lock guards the books, and nobody waits for it who might have it already:
-a finalizer leaves word (`drop`), and whoever has the lock looks for such word when he has let go of
-it; a signal handler that comes into its own thread's turn gets no block, and its holds are counted
-when that turn ends.
 """
 
 from __future__ import annotations
@@ -32,15 +27,11 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import get_ident
 
 from xpool._memory import attachments
-from xpool._memory.block import Block, block_types, make_block_type
+from xpool._memory.holds import Block, Holds
 from xpool._memory.layout import ENTRIES, HOLDS, PAGE, Entry, File
-from xpool._memory.pins import Pins
 from xpool._memory.region import Region
 from xpool._memory.system import available_memory, fixed_file
 from xpool._python import at_fork
@@ -59,7 +50,7 @@ _AT_ONCE = 512  # blocks that are looked at in one turn, where there may be very
 _MOST = 128 << 30  # bytes of addresses for a region: 480 of them fit into 47 bits of address
 
 
-class Arena:
+class Arena(Holds):
     """The file as one process sees it.  All methods may be called by any thread."""
 
     _own: Arena | None = None
@@ -68,25 +59,11 @@ class Arena:
     _known: dict[int, Arena] = {}  # by token
     _mapping: type[File] = File
     _allotting: type[Region] = Region
-    _finalizing = staticmethod(sys.is_finalizing)
 
     def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
-        self.file = self._mapping(fd, region)
-        self.token = token
-        self.attachment = attachment
+        file = self._mapping(fd, region)
+        super().__init__(file, self._allotting(file, attachment), token, attachment)
         self.limit = limit
-        self._mine = self.file.holds(attachment)
-        # Guards the books of this process, for moments.  Re-entrant: a handler or a finalizer may
-        # come into its own thread's turn; `_turn` tells it so, and it leaves the books alone.
-        self._lock = threading.RLock()
-        self._turn = 0  # the thread that has the lock, by its identity
-        # Holds of this process: how often by block, and those that were dropped since.
-        self._counts: dict[int, int] = {}
-        # Blocks that this process has held, by offset: an entry keeps its place for ever.
-        self._numbers: dict[int, int] = {}
-        self._dropped: deque[int] = deque()
-        self._late: list[int] = []  # held by a signal handler, not counted yet
-        self._pins = Pins()
         # Of the process that made the file: attachments to give away; those where nobody allocates,
         # so that what is let go there can be punched, blocks there that were held when their
         # owner ended, and attachments of the dead whose messages are still on their way.
@@ -95,7 +72,6 @@ class Arena:
         self._left: set[int] = set()
         self._pending_reclaim: set[int] = set()
         self._engines = 0
-        self._region = self._allotting(self.file, attachment)
         Arena._known[token] = self
 
     # -- making and joining ------------------------------------------------------------------------
@@ -183,19 +159,6 @@ class Arena:
         held = (arena.holding(address) for arena in list(cls._known.values()))
         return next(filter(None, held), None)
 
-    def _offset_of(self, address: int) -> int | None:
-        """Return which byte of the file lies at an address; None: none of it does."""
-        offset = address - self.file.address
-        return offset if 0 <= offset < len(self.file.map) else None
-
-    def _number_at(self, address: int) -> int | None:
-        """Return the block that begins at an address, if this process holds it."""
-        offset = self._offset_of(address)
-        return None if offset is None else self._numbers.get(offset)
-
-    def _address_at(self, offset: int) -> int:
-        return self.file.address + offset
-
     # -- the process that made it ------------------------------------------------------------------
 
     @shielded
@@ -269,6 +232,10 @@ class Arena:
                     else:
                         self._punch_if_free(number)
 
+    def _let_go(self, number: int) -> None:
+        if number // ENTRIES in self._vacant:
+            self._punch_if_free(number)
+
     def _punch_if_free(self, number: int) -> None:
         if not self.file.claim(number):
             return
@@ -281,19 +248,6 @@ class Arena:
         except ValueError:
             return  # its entry was written over: the memory goes with the file
         self.file.punch(Entry(number, offset, capacity, self.file.filled[number]))
-
-    @contextmanager
-    def _take_turn(self) -> Iterator[bool]:
-        """Have the lock, and let finalizers and signal handlers that come meanwhile see it.
-
-        False: this is such a handler, in the midst of its thread's own turn.
-        """
-        with self._lock:
-            before, self._turn = self._turn, get_ident()
-            try:
-                yield not before
-            finally:
-                self._turn = before
 
     # -- leasing and holding -----------------------------------------------------------------------
 
@@ -322,126 +276,6 @@ class Arena:
         if self._dropped or self._late:
             self._catch_up()
         return block
-
-    @shielded
-    def adopt(self, name: int) -> Block:
-        """Take hold of a block that another process, or this one, holds now.
-
-        Raises:
-            LookupError: nobody held it any more: it has been leased to another message.
-            ValueError: there is no such block.
-        """
-        number = name & 0xFFFF_FFFF
-        block = self._hold_in_turn(number)
-        stamp = self.file.stamps[number]  # looked at after the hold: see `File.claim`
-        if name >> 32 != stamp:
-            raise LookupError(
-                f"block {number} of the arena is gone: its message was withdrawn "
-                f"(lease {name >> 32}, now {stamp})"
-            )
-        return block
-
-    def holds(self, address: int) -> bool:
-        """Whether a block that this process holds begins at an address."""
-        number = self._number_at(address)
-        return number is not None and number in self._counts
-
-    @shielded
-    def holding(self, address: int) -> Block | None:
-        """Return another hold on the block that begins at an address, if this process has one."""
-        number = self._number_at(address)
-        # The caller has the memory there, so what this process holds now stays held.
-        if number is None or number not in self._counts:
-            return None
-        return self._hold_in_turn(number)
-
-    def _hold_in_turn(self, number: int) -> Block:
-        if self._turn == get_ident():
-            # As in `lease`.  The count is in the hands of the turn that we came into.
-            place = self._place(number)
-            self._numbers[place[0]] = number
-            self._late.append(number)
-            self._mine[number] = 1
-            return self._block(number, *place)
-        with self._lock:
-            self._turn = get_ident()
-            try:
-                block = self._hold(number)
-            finally:
-                self._turn = 0
-        if self._dropped or self._late:
-            self._catch_up()
-        return block
-
-    @shielded
-    def alone(self, block: Block) -> bool:
-        """Whether this hold is the only one on its block, of any process."""
-        self._catch_up()
-        number = block.number
-        return self._counts.get(number) == 1 and self.file.only(number, self.attachment)
-
-    def _hold(self, number: int) -> Block:
-        # Counted before there is a `Block` that would be dropped if an exception came in between.
-        place = self._place(number)
-        counts = self._counts
-        count = counts.get(number, 0)
-        counts[number] = count + 1
-        if not count:
-            self._mine[number] = 1
-            self._numbers[place[0]] = number
-        return self._block(number, *place)
-
-    def _place(self, number: int) -> tuple[int, int]:
-        return self._region.place(number) or self.file.place(number)
-
-    def _block(self, number: int, offset: int, capacity: int) -> Block:
-        kind = block_types.get(capacity) or make_block_type(capacity)
-        made = kind.from_address(self._address_at(offset))
-        made.number = number
-        made.arena = self
-        block: Block = made
-        return block
-
-    @shielded
-    def drop(self, number: int) -> None:
-        """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
-        if self._finalizing():
-            return  # the modules may be gone already; the process takes its holds with it
-        self._dropped.append(number)
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        # Whoever has the lock looks again when he has let go of it: so nothing is left lying, and
-        # a collection that strikes while its own thread has the lock does not wait for itself.
-        me = get_ident()
-        while (self._dropped or self._late) and self._turn != me and self._lock.acquire(False):
-            try:
-                self._turn = me
-                self._take_dropped()
-            finally:
-                self._turn = 0
-                self._lock.release()
-
-    def _take_dropped(self) -> None:
-        dropped, counts, late = self._dropped, self._counts, self._late
-        while dropped or late:
-            while late:
-                number = late.pop()
-                counts[number] = counts.get(number, 0) + 1
-                self._mine[number] = 1
-            if not dropped:
-                return
-            number = dropped.popleft()
-            count = counts[number] - 1
-            if count:
-                counts[number] = count
-                continue
-            del counts[number]
-            # Held by a handler since: the byte stays, `late` is counted next.
-            if number not in late:
-                self._mine[number] = 0
-                if number // ENTRIES in self._vacant:
-                    self._punch_if_free(number)
 
     # -- giving memory back ------------------------------------------------------------------------
 
@@ -499,17 +333,6 @@ class Arena:
             }
         self._catch_up()
         return found
-
-    # -- forks: see `pins` -------------------------------------------------------------------------
-
-    def _pin(self, fd: int) -> None:
-        held = list(self._counts)
-        for number in held:
-            self._counts[number] += 1
-        self._pins.add(fd, held)
-
-    def _unpin(self) -> None:
-        self._dropped.extend(self._pins.take_ended())
 
 
 class _Inherited(Arena):

@@ -23,8 +23,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from xpool._memory import attachments
-from xpool._memory.arena import IDLE, Arena, Block
+from xpool._memory.arena import IDLE, Arena
 from xpool._memory.buffers import address_of
+from xpool._memory.holds import Block, Holds
 from xpool._memory.layout import HOLDS, File
 from xpool._memory.region import Region
 from xpool._memory.system import is_fixed
@@ -232,7 +233,7 @@ class InFlightLeases:
     All but `reclaim` under `passing`.
     """
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Holds) -> None:
         self._arena = arena
         self._next = 1
         self._current: _InFlightLease | None = None
@@ -303,7 +304,7 @@ class InFlightLeases:
 _in_flight: dict[int, InFlightLeases] = {}  # by token
 
 
-def in_flight_leases_of(arena: Arena) -> InFlightLeases:
+def in_flight_leases_of(arena: Holds) -> InFlightLeases:
     """Return the in-flight leases of this process for an arena; under `passing`."""
     found = _in_flight.get(arena.token)
     if found is None:

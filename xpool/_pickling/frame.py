@@ -24,8 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool._memory.arena import MISSING, Arena, Block
+from xpool._memory.arena import MISSING, Arena
 from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
+from xpool._memory.holds import Block, Holds
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
 
 __all__ = [
@@ -56,9 +57,9 @@ class Leased(bytes):
         # In another pickle it is bytes; the memory is held by who keeps this.
         return bytes, (bytes(self),)
 
-    def by_arena(self) -> dict[Arena, list[Block]]:
+    def by_arena(self) -> dict[Holds, list[Block]]:
         """Return the blocks of each arena, in the order of the tokens."""
-        found: dict[Arena, list[Block]] = {}
+        found: dict[Holds, list[Block]] = {}
         for block in self.blocks.values():
             found.setdefault(block.arena, []).append(block)
         return found
@@ -108,7 +109,7 @@ def pack(
     blocks += [shared.get(id(buffer)) for buffer in buffers]
     leased = _lease(chunks, size, views, blocks, layout)
     table, inline, held = b"", [], {}
-    arenas: dict[Arena, int] = {}
+    arenas: dict[Holds, int] = {}
     for given, block, view in zip(blocks, leased, [None, *views], strict=True):
         length = size if view is None else view.nbytes
         if block is None:

@@ -31,7 +31,8 @@ from types import TracebackType
 from typing import Any
 
 from xpool._memory import foreign
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Arena
+from xpool._memory.holds import Block, Holds
 from xpool._pickling import frame
 from xpool._pickling.frame import Leased
 from xpool._pickling.policy import BY_PIPE, Layout
@@ -122,7 +123,7 @@ class SimpleQueue:
             # Its thread lets go of the blocks when they have arrived, also if nothing more is put.
             foreign.call()
 
-    def _put(self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]) -> None:
+    def _put(self, packet: bytes | memoryview, file: int, held: dict[Holds, list[Block]]) -> None:
         while not self._try_put(packet, file, held):
             foreign.reclaim_arrived()  # what arrives now is let go even if we wait here for long
             self._wait(self._writer, select.POLLOUT, None)
@@ -243,7 +244,7 @@ class SimpleQueue:
         return self._layout
 
     def _try_put(
-        self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]
+        self, packet: bytes | memoryview, file: int, held: dict[Holds, list[Block]]
     ) -> bool:
         """Send a message if there is room for it."""
         try:
@@ -266,7 +267,7 @@ class SimpleQueue:
         return False
 
     @shielded
-    def _send(self, packet: bytes | memoryview, file: int, held: dict[Arena, list[Block]]) -> None:
+    def _send(self, packet: bytes | memoryview, file: int, held: dict[Holds, list[Block]]) -> None:
         with foreign.passing:
             fds = [] if file < 0 else [file]
             fds += [foreign.in_flight_leases_of(arena).descriptor() for arena in held]

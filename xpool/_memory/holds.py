@@ -1,0 +1,273 @@
+"""Holds of one process on blocks of the arena: `Block` is one of them, `Holds` counts them all.
+
+A process holds a block from its first `Block` to its last.  One byte in the tables of the file says
+so to the other processes; how many holds there are is known in this process only.
+
+One lock guards the counts.  Code that may interrupt its holder never waits for it: a finalizer
+appends to a list (`drop`), and the holder empties the list after releasing the lock.  A signal
+handler that interrupts its own thread's turn gets no new block; its holds are counted when that
+turn ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+from xpool._memory.layout import File
+from xpool._memory.pins import Pins
+from xpool._memory.region import Region
+from xpool._python.interrupt import shielded, uninterrupted
+
+__all__ = ["Block", "Holds"]
+
+
+class Block:
+    """A hold on a block, in this process: as long as this lives the memory is not given away.
+
+    Instances are of a subclass that is a ctypes array over the memory: what is made of
+    `memoryview(block)` (an array, a tensor) keeps the block alive, by whatever way.
+    """
+
+    __slots__ = ()
+
+    capacity: int
+    arena: Holds
+    number: int
+    stands_for: tuple[int, int]
+    """Where it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
+
+    former: Any
+    """Memory that must live as long as this does."""
+
+    filled: bool
+    """True where a sender has filled it for one message, and does not look at it any more."""
+
+    @property
+    def name(self) -> int:
+        """What a message calls it: the stamp of this lease, and the number."""
+        return self.arena.file.stamps[self.number] << 32 | self.number
+
+    def view(self, nbytes: int) -> memoryview:
+        """Return the first ``nbytes`` bytes."""
+        return memoryview(self).cast("B")[:nbytes]  # type: ignore[arg-type]
+
+    @uninterrupted
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():
+            return  # names of this module are gone; whoever looks after the dead clears the hold
+        try:
+            arena = self.arena
+        except AttributeError:
+            return  # an exception came while it was made: it stays held, for want of a better
+        arena.drop(self.number)
+
+
+block_types: dict[int, Any] = {}  # by capacity: four an octave, so there are few
+
+
+def make_block_type(capacity: int) -> Any:
+    """Return the type of blocks of this many bytes."""
+    made = block_types.get(capacity)
+    if made is None:
+        import ctypes
+
+        # `arena` keeps the mapping: what `from_address` makes owns no memory.
+        bases = Block, ctypes.c_char * capacity
+        slots = "arena", "filled", "former", "number", "stands_for"
+        space = {"__slots__": slots, "capacity": capacity}
+        # Two threads may make the same type at once: either does.
+        made = block_types[capacity] = type(f"Block{capacity}", bases, space)
+    return made
+
+
+class Holds:
+    """The blocks of one file that this process holds.  All methods may be called by any thread."""
+
+    _finalizing = staticmethod(sys.is_finalizing)
+
+    def __init__(self, file: File, region: Region, token: int, attachment: int) -> None:
+        self.file = file
+        self.token = token
+        self.attachment = attachment
+        self._region = region
+        self._mine = file.holds(attachment)
+        # Guards all below, for moments.  Re-entrant: a signal handler or a finalizer may interrupt
+        # its own thread's turn; `_turn` tells it so, and it leaves the counts alone.
+        self._lock = threading.RLock()
+        self._turn = 0  # the identity of the thread that has the lock
+        # How many holds there are on each block, and holds that were dropped since.
+        self._counts: dict[int, int] = {}
+        # Blocks that this process has held, by offset: an entry keeps its place for ever.
+        self._numbers: dict[int, int] = {}
+        self._dropped: deque[int] = deque()
+        self._late: list[int] = []  # held by a signal handler, not counted yet
+        self._pins = Pins()
+
+    def _let_go(self, number: int) -> None:
+        """Called under the lock when the last hold of this process on a block is gone."""
+
+    # -- places ------------------------------------------------------------------------------------
+
+    def _offset_of(self, address: int) -> int | None:
+        """Return which byte of the file lies at an address; None: none of it does."""
+        offset = address - self.file.address
+        return offset if 0 <= offset < len(self.file.map) else None
+
+    def _number_at(self, address: int) -> int | None:
+        """Return the block that begins at an address, if this process holds it."""
+        offset = self._offset_of(address)
+        return None if offset is None else self._numbers.get(offset)
+
+    def _address_at(self, offset: int) -> int:
+        return self.file.address + offset
+
+    # -- taking and dropping holds -----------------------------------------------------------------
+
+    @contextmanager
+    def _take_turn(self) -> Iterator[bool]:
+        """Have the lock, and let finalizers and signal handlers that come meanwhile see it.
+
+        False: this is such a handler, in the midst of its thread's own turn.
+        """
+        with self._lock:
+            before, self._turn = self._turn, get_ident()
+            try:
+                yield not before
+            finally:
+                self._turn = before
+
+    @shielded
+    def adopt(self, name: int) -> Block:
+        """Take hold of a block that another process, or this one, holds now.
+
+        Raises:
+            LookupError: nobody held it any more: it has been leased to another message.
+            ValueError: there is no such block.
+        """
+        number = name & 0xFFFF_FFFF
+        block = self._hold_in_turn(number)
+        stamp = self.file.stamps[number]  # looked at after the hold: see `File.claim`
+        if name >> 32 != stamp:
+            raise LookupError(
+                f"block {number} of the arena is gone: its message was withdrawn "
+                f"(lease {name >> 32}, now {stamp})"
+            )
+        return block
+
+    def holds(self, address: int) -> bool:
+        """Whether a block that this process holds begins at an address."""
+        number = self._number_at(address)
+        return number is not None and number in self._counts
+
+    @shielded
+    def holding(self, address: int) -> Block | None:
+        """Return another hold on the block that begins at an address, if this process has one."""
+        number = self._number_at(address)
+        # The caller has the memory there, so what this process holds now stays held.
+        if number is None or number not in self._counts:
+            return None
+        return self._hold_in_turn(number)
+
+    def _hold_in_turn(self, number: int) -> Block:
+        if self._turn == get_ident():
+            # As in `lease`.  The count is in the hands of the turn that we came into.
+            place = self._place(number)
+            self._numbers[place[0]] = number
+            self._late.append(number)
+            self._mine[number] = 1
+            return self._block(number, *place)
+        with self._lock:
+            self._turn = get_ident()
+            try:
+                block = self._hold(number)
+            finally:
+                self._turn = 0
+        if self._dropped or self._late:
+            self._catch_up()
+        return block
+
+    @shielded
+    def alone(self, block: Block) -> bool:
+        """Whether this hold is the only one on its block, of any process."""
+        self._catch_up()
+        number = block.number
+        return self._counts.get(number) == 1 and self.file.only(number, self.attachment)
+
+    def _hold(self, number: int) -> Block:
+        # Counted before there is a `Block` that would be dropped if an exception came in between.
+        place = self._place(number)
+        counts = self._counts
+        count = counts.get(number, 0)
+        counts[number] = count + 1
+        if not count:
+            self._mine[number] = 1
+            self._numbers[place[0]] = number
+        return self._block(number, *place)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        return self._region.place(number) or self.file.place(number)
+
+    def _block(self, number: int, offset: int, capacity: int) -> Block:
+        kind = block_types.get(capacity) or make_block_type(capacity)
+        made = kind.from_address(self._address_at(offset))
+        made.number = number
+        made.arena = self
+        block: Block = made
+        return block
+
+    @shielded
+    def drop(self, number: int) -> None:
+        """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
+        if self._finalizing():
+            return  # the modules may be gone already; the process takes its holds with it
+        self._dropped.append(number)
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        # Whoever has the lock looks again when he has let go of it: so nothing is left lying, and
+        # a collection that strikes while its own thread has the lock does not wait for itself.
+        me = get_ident()
+        while (self._dropped or self._late) and self._turn != me and self._lock.acquire(False):
+            try:
+                self._turn = me
+                self._take_dropped()
+            finally:
+                self._turn = 0
+                self._lock.release()
+
+    def _take_dropped(self) -> None:
+        dropped, counts, late = self._dropped, self._counts, self._late
+        while dropped or late:
+            while late:
+                number = late.pop()
+                counts[number] = counts.get(number, 0) + 1
+                self._mine[number] = 1
+            if not dropped:
+                return
+            number = dropped.popleft()
+            count = counts[number] - 1
+            if count:
+                counts[number] = count
+                continue
+            del counts[number]
+            # Held by a handler since: the byte stays, `late` is counted next.
+            if number not in late:
+                self._mine[number] = 0
+                self._let_go(number)
+
+    # -- forks: see `pins` -------------------------------------------------------------------------
+
+    def _pin(self, fd: int) -> None:
+        held = list(self._counts)
+        for number in held:
+            self._counts[number] += 1
+        self._pins.add(fd, held)
+
+    def _unpin(self) -> None:
+        self._dropped.extend(self._pins.take_ended())
