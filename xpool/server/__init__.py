@@ -1,7 +1,7 @@
-"""Values, models and gradients that processes share through a server of theirs.
+"""Servers of values, models and gradients, for the processes of an `RpcGroup`.
 
 The names are those of ``machin.parallel.server``; docs/server.md is the guide.  Importing this
-imports torch.
+package imports torch.
 """
 
 from xpool.server.gradient import ModelNotManaged, PushPullGradServer, PushPullGradServerImpl

@@ -1,4 +1,4 @@
-"""`PushPullGradServer`: gradients of many, reduced in a tree, applied to one model."""
+"""`PushPullGradServer`: reduces the gradients of many clients and applies them to one model."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = ["ModelNotManaged", "PushPullGradServer", "PushPullGradServerImpl", "R
 Gradients = dict[str, Tensor]
 
 Facts = dict[str, str]
-"""What gradients are like, by the parameter: shape, dtype, and whether they are sparse."""
+"""Shape, dtype and layout of each gradient, as a text, by the name of its parameter."""
 
 
 class ModelNotManaged(GroupError):
-    """The model is not the one that this server manages, or it manages none."""
+    """The server manages another model, or none."""
 
 
 class ReduceType(Enum):
-    """Which step of the tree a push is for."""
+    """The level of the tree that a push goes to."""
 
     REDUCE_PRIMARY = 0
     REDUCE_SECONDARY = 1
@@ -53,7 +53,10 @@ def _facts_service(server_name: str) -> str:
 
 
 class PushPullGradServer:
-    """Access to a gradient server; others get it by ``group.get_paired(server_name).to_here()``."""
+    """The client of a gradient server.
+
+    Members of the group get it by ``group.get_paired(server_name).to_here()``.
+    """
 
     def __init__(
         self,
@@ -66,13 +69,13 @@ class PushPullGradServer:
         self.server_name, self.group, self.model_name = server_name, group, model_name
         self.o_server = o_server
         self.secondary_reducers = list(secondary_reducers)
-        self._managed: Facts | None = None  # asked for at the first push
+        self._managed: Facts | None = None  # the server is asked at the first push
 
     def push(self, model: nn.Module) -> bool:
-        """Push the model's gradients, then `pull`; return what that returns.
+        """Push the model's gradients, then `pull`; return the result of `pull`.
 
-        They go to a secondary reducer chosen at random, of those that are still there.
-        Parameters that need no gradient are left out.
+        The gradients go to a living secondary reducer, chosen at random.  Parameters that require
+        no gradient are left out.
 
         Raises:
             ModelNotManaged: the managed model has other parameters, or of another dtype, or these
@@ -88,7 +91,7 @@ class PushPullGradServer:
             raise GroupError(f"No gradient to push for {', '.join(bare)}: call backward() first.")
         self._check_managed(facts_of(gradients))
         sent = on_cpu(gradients)
-        # In random order: the first takes the load, and the others stand in for it.
+        # In random order: the first gets the push; the others replace it if it has died.
         reducers = random.sample(self.secondary_reducers, len(self.secondary_reducers))
         for reducer in reducers:
             service = push_service(_reducer(self.server_name, reducer))
@@ -96,34 +99,34 @@ class PushPullGradServer:
                 self.group.registered_sync(service, (sent, ReduceType.REDUCE_SECONDARY))
                 break
             except PeerLost:
-                # What it had taken is lost with it, so nothing is counted twice.
+                # The gradients that it had taken are lost with it, so none counts twice.
                 if reducer == reducers[-1]:
                     raise
         return self.pull(model)
 
     def pull(self, model: nn.Module) -> bool:
-        """Load the newest state and clear the gradients; return whether there is a state yet.
+        """Load the newest state and clear the gradients; return whether the server has a state.
 
         Raises:
-            GroupError: it is another model: names or shapes differ.
+            GroupError: the server's model is another one: names or shapes differ.
         """
         model.zero_grad()
         pulled = self.o_server.pull(self.model_name)
         if pulled is None:
-            return False  # nothing has been reduced so far
+            return False  # no gradients have been applied so far
         load(model, pulled[0], self.model_name)
         return True
 
     def _check_managed(self, given: Facts) -> None:
         if self._managed is None:
-            # None as well where none is managed yet: what is pushed waits until then.
+            # Also None if no model is managed yet: pushed gradients wait until one is.
             self._managed = self.group.registered_sync(_facts_service(self.server_name))
         if self._managed is not None:
             check_facts(self.server_name, self._managed, given)
 
 
 def facts_of(gradients: Gradients) -> Facts:
-    """Return what gradients are like."""
+    """Return the `Facts` of gradients."""
     return {name: _describe(one.shape, one.dtype, one.layout) for name, one in gradients.items()}
 
 
@@ -133,7 +136,7 @@ def _describe(shape: Any, dtype: Any, layout: Any = torch.strided) -> str:
 
 
 def check_facts(server_name: str, managed: Facts, given: Facts) -> None:
-    """Raise `ModelNotManaged` unless gradients are those of the managed model."""
+    """Raise `ModelNotManaged` unless gradients fit the managed model."""
     if given != managed:
         differ = sorted(
             name for name in given.keys() | managed.keys() if given.get(name) != managed.get(name)
@@ -146,33 +149,33 @@ def check_facts(server_name: str, managed: Facts, given: Facts) -> None:
 
 
 class PushPullGradServerImpl:
-    """One process's part of a gradient server.
+    """A gradient server's part in one process.
 
-    Make it in the primary reducer and in all secondary ones. Clients push gradients to a secondary
-    reducer; each ``reduce_batch_size`` of them it reduces to one, which it gives to the primary;
-    and each ``reduce_batch_size`` of those the primary reduces, gives to the optimizer of the
-    managed model, and pushes the model's state to the ordered server, where clients pull it. No
-    order is guaranteed. What is left over of a batch when the server stops is not used.
+    Make it in the primary reducer and in each secondary one.  Clients push gradients to a secondary
+    reducer.  A secondary reducer reduces each ``reduce_batch_size`` of them to one, which it sends
+    to the primary.  The primary reduces each ``reduce_batch_size`` of those, applies the result to
+    the managed model by its optimizer, and pushes the model's state to the ordered server, where
+    clients pull it.  No order is guaranteed.  An incomplete batch is dropped when the server stops.
 
     Args:
-        server_name: a name of its own in the group; the primary pairs the accessor under it.
+        server_name: a name that is unique in the group; the primary pairs the client under it.
         group: an `RpcGroup` that this process is a member of.
         model_name: the model's key in the ordered server.
-        primary_reducer: a member; default: the group's first.
-        secondary_reducers: members; default: all.
-        o_server: access to an ordered server of yours; by default the primary has one.
-        reduce_method: ``"sum"`` or ``"mean"``, of a batch.
-        reduce_device: where to reduce.
+        primary_reducer: a member; None: the group's first.
+        secondary_reducers: members; None: all.
+        o_server: the client of an ordered server of your own; None: the primary makes one.
+        reduce_method: how a batch is reduced, ``"sum"`` or ``"mean"``.
+        reduce_device: the device on which batches are reduced.
         reduce_batch_size: 1 or more.
-        max_queue_size: when more than so many wait in a process, the oldest are dropped
-            (`dropped` counts them); more than ``reduce_batch_size``.
+        max_queue_size: the most gradients that wait in a process, more than ``reduce_batch_size``.
+            Beyond it the oldest are dropped; `dropped` counts them.
 
-    Gradients that are not those of the managed model (another name, shape or dtype, or sparse) are
-    refused: the client's `push` raises. `refused` counts those that were pushed before there was a
-    managed model, and could be refused only later.
+    Gradients that do not fit the managed model (another name, shape or dtype, or sparse) are
+    refused: the client's `push` raises.  `refused` counts those that were pushed before a model was
+    managed and were refused later, without an error for the client.
 
     Raises:
-        OptionError: a value makes no sense, or a reducer is not in the group.
+        OptionError: an argument has a wrong value, or a reducer is not in the group.
         GroupKeyError: the name is taken.
         NotAMember: this process is not in the group.
     """
@@ -216,9 +219,9 @@ class PushPullGradServerImpl:
         self.lr_scheduler: Any = None
         self.dropped = self.refused = 0
 
-        # Pushes come in threads of torch's RPC.  It is not held while a batch is reduced or sent.
+        # Pushes arrive in threads of torch's RPC.  Not held while a batch is reduced or sent.
         self._changed = threading.Condition()
-        # Guarded by _changed: what waits to be reduced, and the state of the thread that does it.
+        # Guarded by _changed: the gradients that wait, and the state of the reducing thread.
         self._queues: dict[ReduceType, deque[Gradients]] = {kind: deque() for kind in ReduceType}
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -228,7 +231,7 @@ class PushPullGradServerImpl:
     def _offer(self, o_server: OrderedServerBase | None) -> None:
         with ExitStack() as undo:
             self._offer_all(undo, o_server)
-            undo.pop_all()  # it stands: nothing is withdrawn
+            undo.pop_all()  # complete: keep everything
 
     def _offer_all(self, undo: ExitStack, o_server: OrderedServerBase | None) -> None:
         inner = f"{self.server_name}_o_server"
@@ -240,7 +243,7 @@ class PushPullGradServerImpl:
         register(undo, self.group, push_service(own), self._push_service)
         if self.is_primary:
             register(undo, self.group, _facts_service(self.server_name), self._facts_service)
-            # The accessor comes last: who finds it may push at once.
+            # Last: a member that gets the client may push at once.
             accessor = PushPullGradServer(
                 self.server_name,
                 self.group,
@@ -251,10 +254,15 @@ class PushPullGradServerImpl:
             self.group.pair(self.server_name, accessor)
 
     def manage_model(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> None:
-        """Apply the reduced gradients to this model; in the primary reducer, before `start`.
+        """Apply the reduced gradients to this model.  Call it in the primary reducer before
+        `start`.
 
-        ``optimizer`` is one of the model's parameters, ``lr_scheduler`` one of the optimizer:
-        it makes a step after each of the optimizer's. Use the model for nothing else meanwhile.
+        Use the model for nothing else until `stop`.
+
+        Args:
+            model: gets the gradients, and its state is pushed after each step.
+            optimizer: of the model's parameters.
+            lr_scheduler: of the optimizer; it makes a step after each of the optimizer's.
 
         Raises:
             ModelNotManaged: this process is not the primary reducer.
@@ -266,14 +274,14 @@ class PushPullGradServerImpl:
             )
         model.pp_version = 0
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        # Last: services look at it in threads of torch's RPC, to know whether a model is managed.
+        # Last: services read it in threads of torch's RPC, to know whether a model is managed.
         self.model = model
 
     def start(self) -> None:
-        """Begin to reduce, in a thread; what was pushed before is not lost.
+        """Begin to reduce in a thread, including gradients that were pushed before.
 
         Raises:
-            ModelNotManaged: this is the primary reducer, and it has no model.
+            ModelNotManaged: this is the primary reducer, and it manages no model.
         """
         if self.is_primary and self.model is None:
             raise ModelNotManaged(
@@ -288,19 +296,19 @@ class PushPullGradServerImpl:
                 self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, when it has done the step that it is at; `start` may follow."""
+        """End the thread after its current step; `start` may follow."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            # Without the lock, which the thread needs to see that it is to stop.
+            # Without the lock, which the thread needs in order to see `_stopping`.
             thread.join()
             with self._changed:
                 self._thread = None
 
     def watch(self) -> None:
-        """Raise what has ended the thread, if something has."""
+        """Raise the error that has ended the thread, if there is one."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -333,7 +341,7 @@ class PushPullGradServerImpl:
     @staticmethod
     def _facts(model: nn.Module) -> Facts:
         return {
-            # Where torch lets a gradient have a dtype of its own, that is told.
+            # `grad_dtype`: newer versions of torch let a gradient have a dtype of its own.
             name: _describe(one.shape, getattr(one, "grad_dtype", None) or one.dtype)
             for name, one in model.named_parameters()
             if one.requires_grad
@@ -347,10 +355,10 @@ class PushPullGradServerImpl:
                 try:
                     self._reduce_batch(*batch)
                 except ModelNotManaged:
-                    # Of clients that pushed before a model was managed, and know no better.
+                    # The clients pushed before a model was managed, so `push` could not check.
                     self.refused += len(batch[1])
         except BaseException as exc:
-            # Kept for `watch`, and for all who push: nobody waits for this thread.
+            # Kept for `watch` and for later pushes: nobody waits for this thread.
             with self._changed:
                 self._error = exc
 
@@ -359,14 +367,14 @@ class PushPullGradServerImpl:
         if level is ReduceType.REDUCE_PRIMARY:
             self._apply(reduced)
         elif self.is_primary:
-            # Its own queue takes no call.
+            # No remote call is needed for this process's own queue.
             self._push_service(reduced, ReduceType.REDUCE_PRIMARY)
         else:
             service = push_service(_reducer(self.server_name, self.primary_reducer))
             self.group.registered_sync(service, (reduced, ReduceType.REDUCE_PRIMARY))
 
     def _next_batch(self) -> tuple[ReduceType, list[Gradients]] | None:
-        """Wait for a full batch, the primary's first; None when it is time to stop."""
+        """Wait for a full batch and return it, the primary's first; None: stop."""
         size = self.reduce_batch_size
         with self._changed:
             while not self._stopping:
@@ -399,7 +407,7 @@ class PushPullGradServerImpl:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         version: Any = model.pp_version
-        # `on_cpu` copies: the next step changes the model in place.
+        # `on_cpu` copies, since the next step changes the model in place.
         self.o_server.push(self.model_name, on_cpu(model.state_dict()), version + 1, version)
         model.pp_version = version + 1
 

@@ -16,7 +16,7 @@ __all__ = ["PushPullModelServer", "PushPullModelServerImpl", "load", "on_cpu"]
 
 
 def on_cpu(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """Copy tensors to the CPU, where every process can take them."""
+    """Copy tensors to the CPU, which every process has."""
     return {name: one.detach().to("cpu", copy=True) for name, one in tensors.items()}
 
 
@@ -24,7 +24,7 @@ def load(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
     """Copy a pulled state into a model, on the model's own devices."""
     own = {key: tuple(one.shape) for key, one in model.state_dict().items()}
     pulled = {key: tuple(one.shape) for key, one in state.items()}
-    if own != pulled:  # checked first: torch would load what fits before it complains
+    if own != pulled:  # checked first: torch would load the fitting part before it raises
         differ = sorted(
             key for key in own.keys() | pulled.keys() if own.get(key) != pulled.get(key)
         )
@@ -36,24 +36,25 @@ def load(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
 
 
 class PushPullModelServer:
-    """Access to a model server; others get it by ``group.get_paired(server_name).to_here()``.
+    """The client of a model server.
 
-    A model's version is its attribute ``pp_version``, which push and pull set; 0 at first.
+    Members of the group get it by ``group.get_paired(server_name).to_here()``.  A model's version
+    is its attribute ``pp_version``, which `push` and `pull` set; without one, it is 0.
     """
 
     def __init__(self, model_name: str, o_server: OrderedServerBase) -> None:
         self.model_name, self.o_server = model_name, o_server
 
     def push(self, model: nn.Module, pull_on_fail: bool = True) -> bool:
-        """Push the model's state as the version after the one it has; return whether it is now.
+        """Push the model's state as the version after its own; return whether the server took it.
 
-        It is not when another has pushed since this one was pulled. Then, with ``pull_on_fail``,
-        the newest state is loaded into ``model``, so that one can go on from there. Gradients
-        are left alone.
+        The server refuses it if another process has pushed since this model was pulled.  Then, with
+        ``pull_on_fail``, the newest state is loaded into ``model``, from which the caller can go
+        on. Gradients do not change.
 
         Raises:
-            VersionError: the model says that it is of a version that has never been.
-            GroupError: the newest, pulled, is another model: names or shapes differ.
+            VersionError: the model's version is higher than any that the server has had.
+            GroupError: the pulled state is of another model: names or shapes differ.
         """
         version: int = getattr(model, "pp_version", 0)
         state = on_cpu(model.state_dict())
@@ -65,16 +66,16 @@ class PushPullModelServer:
         return pushed
 
     def pull(self, model: nn.Module) -> bool:
-        """Load the newest state into ``model`` if it is newer; return whether there is any.
+        """Load the newest state into ``model`` if it is newer; return whether the server has one.
 
         Raises:
-            GroupError: it is another model: names or shapes differ.
+            GroupError: the server's model is another one: names or shapes differ.
         """
         pulled = self.o_server.pull(self.model_name)
         if pulled is None:
             return False
         state, version = pulled
-        # A model without a version takes any, the very first (0) too.
+        # A model without a version loads any version, including the first (0).
         if getattr(model, "pp_version", -1) < version:
             load(model, state, self.model_name)
             model.pp_version = version
@@ -82,13 +83,14 @@ class PushPullModelServer:
 
 
 class PushPullModelServerImpl:
-    """A server for one model, in this process, with an `OrderedServerSimpleImpl` of its own.
+    """A server of one model, in this process.
 
     Args:
-        server_name: a name of its own in the group; the accessor is paired under it.
+        server_name: a name that is unique in the group; the client is paired under it.
         group: an `RpcGroup` that this process is a member of.
         model_name: the model's key in the ordered server.
-        o_server: access to an ordered server of yours, to be used instead.
+        o_server: the client of an ordered server of your own; None: an `OrderedServerSimpleImpl` is
+            made in this process.
 
     Raises:
         GroupKeyError: the name is taken.
@@ -111,7 +113,7 @@ class PushPullModelServerImpl:
                 o_server = OrderedServerSimple(inner, group)
             self.o_server = o_server
             group.pair(server_name, PushPullModelServer(model_name, o_server))
-            undo.pop_all()  # it stands: nothing is withdrawn
+            undo.pop_all()  # complete: keep everything
 
     def __repr__(self) -> str:
         return f"<PushPullModelServerImpl {self.server_name!r} in {self.group!r}>"

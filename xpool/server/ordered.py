@@ -1,4 +1,4 @@
-"""Values in versions: a key has one newest version, and the next must be made from that."""
+"""Versioned values: each key has a newest version, and a new one must be made from that."""
 
 from __future__ import annotations
 
@@ -17,38 +17,37 @@ __all__ = ["OrderedServerBase", "OrderedServerSimple", "OrderedServerSimpleImpl"
 
 
 class VersionError(XPoolError, ValueError):
-    """A version that can not be the next one of its key."""
+    """A version that cannot follow the newest one of its key."""
 
 
 class OrderedServerBase(ABC):
-    """Where values are pushed to and pulled from, in versions."""
+    """A store of versioned values."""
 
     @abstractmethod
     def push(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
-        """Make ``value`` the newest version of ``key``, if ``prev_version`` still is.
+        """Make ``value`` the newest version of ``key`` if ``prev_version`` is the newest.
 
-        Returns whether it was. A key's first push may name any versions. Versions are any
-        hashable values, mostly numbers; ``version == prev_version`` replaces the newest.
+        Returns whether it was stored.  The first push of a key may name any versions.  Versions are
+        hashable values, usually numbers; ``version == prev_version`` replaces the newest.
 
         Raises:
             VersionError: ``version`` is an older one that the server has, or ``prev_version`` is
-                greater than the newest, so that there never was one like it.
+                greater than the newest, so it never existed.
         """
 
     @abstractmethod
     def pull(self, key: Hashable, version: Any = None) -> tuple[Any, Any] | None:
-        """Return a copy of the value and its version: the newest, or the one asked for.
+        """Return a copy of a value, and its version: the newest, or ``version``.
 
-        None where the server does not have it: not yet, or not any more.
+        Returns None if the server has no such version, or has dropped it.
         """
 
 
 class OrderedServerSimple(OrderedServerBase):
-    """Access to an `OrderedServerSimpleImpl` in another process; can be sent.
+    """The client of an `OrderedServerSimpleImpl` in another process; it can be pickled.
 
-    ``server_name`` and ``group`` are those of the server. `push` and `pull` raise what calls in
-    the group raise: `GroupKeyError` where there is no such server, `PeerLost` when its process has
-    died.
+    ``server_name`` and ``group`` are those of the server.  `push` and `pull` raise `GroupKeyError`
+    if there is no such server, and `PeerLost` if its process has died.
     """
 
     def __init__(self, server_name: str, group: RpcGroup) -> None:
@@ -73,16 +72,16 @@ class OrderedServerSimple(OrderedServerBase):
 class OrderedServerSimpleImpl:
     """An ordered server in this process's memory.
 
-    It pairs an `OrderedServerSimple` to the group under its name: others get that by
-    ``group.get_paired(server_name).to_here()``.
+    It pairs a client, an `OrderedServerSimple`, to the group under its name.  Members get the
+    client by ``group.get_paired(server_name).to_here()``.
 
     Args:
-        server_name: a name of its own in the group.
+        server_name: a name that is unique in the group.
         group: an `RpcGroup` that this process is a member of.
         version_depth: how many versions before the newest are kept for `pull`.
 
     Raises:
-        OptionError: ``version_depth`` is not a number, 1 or more.
+        OptionError: ``version_depth`` is not an int of at least 1.
         GroupKeyError: the name is taken.
         NotAMember: this process is not in the group.
     """
@@ -95,24 +94,24 @@ class OrderedServerSimpleImpl:
         if version_depth < 1:
             raise OptionError(f"version_depth must be 1 or more, not {version_depth}")
         self.server_name, self.group, self.version_depth = server_name, group, version_depth
-        # Pushes and pulls come in threads of torch's RPC.
+        # Pushes and pulls arrive in threads of torch's RPC.
         self._lock = threading.Lock()
         # Guarded by _lock: the versions of each key, the newest last.  Values are never changed.
         self._storage: dict[Hashable, OrderedDict[Any, Any]] = {}
         with ExitStack() as undo:
             register(undo, group, push_service(server_name), self._push_service)
             register(undo, group, pull_service(server_name), self._pull_service)
-            # Last: who finds the accessor may call at once.
+            # Last: a member that gets the client may call at once.
             group.pair(server_name, OrderedServerSimple(server_name, group))
             undo.callback(lambda: group.unpair(server_name))
-            self.undo = undo.pop_all()  # withdraws all of it
+            self.undo = undo.pop_all()  # withdraws the services and the client
 
     def _push_service(self, key: Hashable, value: Any, version: Any, prev_version: Any) -> bool:
         with self._lock:
             versions = self._storage.setdefault(key, OrderedDict())
             if versions:
                 newest = next(reversed(versions))
-                # Another was quicker, or the caller is mistaken, which raises.
+                # Another push came first, or the caller names a version that never existed.
                 if newest != prev_version:
                     _check_previous(key, prev_version, newest)
                     return False
@@ -122,7 +121,7 @@ class OrderedServerSimpleImpl:
                         f"one of that name. It has, the newest last: {list(versions)}."
                     )
             versions[version] = value
-            # The newest, and `version_depth` before it.
+            # Keep the newest, and `version_depth` before it.
             while len(versions) > self.version_depth + 1:
                 versions.popitem(last=False)
         return True
@@ -137,35 +136,35 @@ class OrderedServerSimpleImpl:
             if version not in versions:
                 return None
             value = versions[version]
-        # Without the lock: a large value takes long to copy, and none in the storage changes.
-        return deepcopy(value), version  # a caller in this process gets no reference to ours
+        # Without the lock: a large value takes long to copy, and stored values never change.
+        return deepcopy(value), version  # so a caller in this process cannot change the stored one
 
     def __repr__(self) -> str:
         return f"<OrderedServerSimpleImpl {self.server_name!r} in {self.group!r}>"
 
 
 def register(undo: ExitStack, group: RpcGroup, key: str, service: Callable[..., Any]) -> None:
-    """Register a service, which is withdrawn when the construction of its server fails."""
+    """Register a service; ``undo`` withdraws it."""
     group.register(key, service)
     undo.callback(lambda: group.deregister(key))
 
 
 def push_service(server_name: str) -> str:
-    """The name of the service that takes pushes."""
+    """Return the name of the service that takes pushes."""
     return f"{server_name}/_push_service"
 
 
 def pull_service(server_name: str) -> str:
-    """The name of the service that answers pulls."""
+    """Return the name of the service that answers pulls."""
     return f"{server_name}/_pull_service"
 
 
 def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
-    """An older version lost a race; one that is yet to come makes no sense."""
+    """Raise `VersionError` if ``prev_version`` is greater than the newest version."""
     try:
         ahead = bool(prev_version > newest)
     except TypeError:
-        return  # versions without an order: it may have been, long ago
+        return  # versions without an order: it may have been an old one
     if ahead:
         raise VersionError(
             f"prev_version {prev_version!r} of {key!r} has never been: the newest is {newest!r}. "
