@@ -1,4 +1,4 @@
-"""Which model on which device: `ModelAssigner`, and the estimators that it goes by.
+"""`ModelAssigner`, which places models on devices, and the estimators that it uses.
 
 ::
 
@@ -9,7 +9,7 @@
     assigner.assignment                          # the device of each model
     pool = CtxPool(worker_contexts=assigner)     # a worker for each device, holding its models
 
-Importing this module imports torch, and starts no device runtime.  ``docs/assigner.md`` has the
+Importing this package imports torch but starts no device runtime.  ``docs/assigner.md`` has the
 cost that is minimised, and says when the search is exact.
 """
 

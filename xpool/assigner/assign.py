@@ -1,4 +1,4 @@
-"""`ModelAssigner`: which of several models lies on which device."""
+"""`ModelAssigner`: places several models on several devices."""
 
 from __future__ import annotations
 
@@ -26,47 +26,48 @@ __all__ = ["ModelAssigner", "ModelContext", "PlacementError"]
 
 
 class PlacementError(XPoolError, RuntimeError):
-    """The models do not fit: together they need more memory than all devices may give."""
+    """Together the models need more memory than all devices may give."""
 
 
 class ModelAssigner:
-    """Places models on devices so that they fit, share the work, and those that talk are near.
+    """Places models on devices: they fit, the work is shared, and connected models are close.
 
-    ``docs/assigner.md`` has the cost that is minimised.  The search is exact where there are
-    at most 131,072 placements (17 models on 2 devices, 8 on 4, 5 on 8); beyond that it follows
-    the gradient of the cost by the placement's probabilities, and is never worse than greedy.
+    ``docs/assigner.md`` has the cost that is minimised.  The search is exact for at most 131,072
+    placements (17 models on 2 devices, 8 on 4, 5 on 8).  Beyond that it follows the gradient of the
+    cost with respect to the probabilities of a placement, and is never worse than a greedy search.
     The same arguments on the same machine in the same state give the same placement.
 
-    Iterated over, it gives the contexts of a pool's workers, one `ModelContext` for each of
+    Iterating over it gives the contexts of a pool's workers, one `ModelContext` for each of
     `devices`: ``CtxPool(worker_contexts=assigner)``.
 
     Args:
         models: the `torch.nn.Module` objects, numbered from 0.
         model_connection: how much data goes from model i to model j, as ``{(i, j): amount}``;
             amounts are at least 0, in any unit.
-        devices: "cpu" and "cuda" devices; None: all CUDA devices that this process may see, or the
-            CPU where there are none.  One that is given more than once (``["cpu"] * 3`` for
-            three workers on the CPU) counts as so many devices that share its memory and power.
-        model_size_multiplier: a model is taken to need so many times its parameters and buffers.
-        max_mem_ratio: the part of each device's free memory that models should take, up to 1.
-        cpu_weight: the computing power of the CPU, where an idle GPU has 1.
-        connection_weight: of the data between models, times the distance of their devices.
-        size_match_weight: of the MiB that a device's models need beyond what they should take.  The
-            limit gives way where this weighs less than the rest; raise it to make it firmer.
-        complexity_match_weight: of work that is out of proportion to the devices' power.
-        entropy_weight: of indecision, in the descent; a placement has none.
-        iterations, update_rate: steps of the descent, and its learning rate (Adam).
-        gpu_gpu_distance: between two devices of one kind (two workers on the CPU too).
-        cpu_gpu_distance: between the CPU and a GPU.
-        move_models: move each model to its device, in this process.  Give False for models
-            that are to live in workers: this process then starts no device runtime.
-        example_inputs: for each model a tensor, or a tuple of arguments, to count the
-            operations of a forward pass with.  None: by the number of parameters.
+        devices: "cpu" and "cuda" devices; None: all CUDA devices that this process can see, or the
+            CPU if there are none.  A device that is given n times (``["cpu"] * 3`` for three
+            workers on the CPU) counts as n devices that share its memory and power.
+        model_size_multiplier: the memory that a model needs, as a multiple of its parameters and
+            buffers.
+        max_mem_ratio: the part of each device's free memory that models should take, at most 1.
+        cpu_weight: the computing power of the CPU; an idle GPU has 1.
+        connection_weight: weight of the data between models, times the distance of their devices.
+        size_match_weight: weight of each MiB that a device's models need beyond ``max_mem_ratio``.
+            The limit is soft: raise this weight to make it firmer.
+        complexity_match_weight: weight of work that is out of proportion to the devices' power.
+        entropy_weight: weight of the entropy of the probabilities, which only the descent has.
+        iterations, update_rate: number of steps of the descent, and its learning rate (Adam).
+        gpu_gpu_distance: distance of two devices of one kind (also of two workers on the CPU).
+        cpu_gpu_distance: distance of the CPU and a GPU.
+        move_models: True moves each model to its device in this process.  Give False for models
+            of workers: this process then starts no device runtime.
+        example_inputs: for each model a tensor, or a tuple of arguments, with which the operations
+            of a forward pass are counted.  None: they are estimated from the number of parameters.
 
     Raises:
-        TypeError, OptionError (a `ValueError`): an argument makes no sense; the message names it
-            and what there is.
-        DeviceError (a `RuntimeError`): a CUDA device is not there, or cannot be used.
+        TypeError, OptionError (a `ValueError`): an argument has a wrong type or value; the message
+            names it.
+        DeviceError (a `RuntimeError`): a CUDA device does not exist or cannot be used.
         PlacementError (a `RuntimeError`): the models need more memory than all devices give.
     """
 
@@ -105,7 +106,7 @@ class ModelAssigner:
             raise OptionError(f"max_mem_ratio must be at most 1, not {max_mem_ratio!r}")
         check_number("gpu_gpu_distance", gpu_gpu_distance, least=0)
         check_number("cpu_gpu_distance", cpu_gpu_distance, least=0)
-        # What the models need, and what the devices have.
+        # The needs of the models, and the resources of the devices.
         connection = _check_connection(model_connection, len(self._models))
         sizes = [ModelSizeEstimator(m, model_size_multiplier).estimate_size() for m in self._models]
         works = _complexities(self._models, example_inputs)
@@ -140,22 +141,22 @@ class ModelAssigner:
 
     @property
     def placement(self) -> list[int]:
-        """For each model the position of its device among `devices`: its worker in a pool."""
+        """The index in `devices` of each model's device: the index of its worker in a pool."""
         return list(self._found.placement)
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices, in the order in which they were given."""
+        """The devices, in the given order."""
         return [place.device for place in self._places]
 
     @property
     def cost(self) -> float:
-        """The cost of the placement; lower is better, among assigners of the same models."""
+        """The cost of the placement; of assigners of the same models, lower is better."""
         return self._found.cost
 
     @property
     def method(self) -> str:
-        """How it was found: "exact", or "gradient"."""
+        """The search that found the placement: "exact" or "gradient"."""
         return self._found.method
 
     def __iter__(self) -> Iterator[ModelContext]:
@@ -177,9 +178,7 @@ class ModelAssigner:
         complexity_match_weight: float,
         entropy_weight: float,
     ) -> None:
-        """Take one step down the gradient of the cost.
-
-        For n models and m devices:
+        """Take one step down the gradient of the cost, for n models and m devices.
 
         Args:
             optimizer: of ``placement``; its ``step`` is called once.
@@ -195,7 +194,7 @@ class ModelAssigner:
                 the parts of the cost.
 
         Raises:
-            OptionError (a `ValueError`): a shape is another one.
+            OptionError (a `ValueError`): a tensor has another shape.
         """
         if placement.dim() != 2:
             raise OptionError(f"placement must have the shape [n, m], not {list(placement.shape)}")
@@ -218,11 +217,11 @@ class ModelAssigner:
         return [i for i, j in enumerate(self._found.placement) if j == device]
 
     def _move(self) -> None:
-        """Move the models to their devices, unless that would tear apart what they share."""
+        """Move the models to their devices; refuse if models on two devices share a parameter."""
         owners: dict[int, int] = {}
         for i, model in enumerate(self._models):
             for tensor in (*model.parameters(), *model.buffers()):
-                # All are looked at before the first is moved.
+                # All models are checked before the first is moved.
                 first = owners.setdefault(id(tensor), i)
                 if self.assignment[first] != self.assignment[i]:
                     raise OptionError(
@@ -239,12 +238,12 @@ class ModelAssigner:
 
 
 class ModelContext:
-    """What a worker of a pool owns: its device, and the models that were placed there.
+    """The context of a pool's worker: its device, and the models that were placed there.
 
     ``models`` maps the number of a model in the assigner's list to the module; ``device`` is the
-    `torch.device` they are on.  Models of one worker that share parameters still do there.  Each
-    worker has copies; a worker that replaces another gets them as they were when the pool was
-    made.
+    `torch.device` that they are on.  Models of one worker that share parameters share them there,
+    too.  Each worker has copies.  A replacement worker gets the models in the state that they had
+    when the pool was made.
     """
 
     def __init__(self, binding: DeviceContext, models: dict[int, nn.Module]) -> None:
@@ -254,11 +253,11 @@ class ModelContext:
 
     @property
     def device(self) -> torch.device:
-        """The device, as the worker calls it: a GPU of its own is "cuda:0" in each worker."""
+        """The device, by its name in the worker: a worker's only GPU is "cuda:0" there."""
         return self.binding.device
 
     def enter(self) -> None:
-        """Bind the worker and move the models: the pool calls it in the worker, once."""
+        """Bind the worker to the device and move the models there.  The pool calls it once."""
         self.binding.enter()
         for model in self.models.values():
             model.to(self.device)
@@ -312,7 +311,7 @@ def _check_connection(connection: Any, n: int) -> dict[tuple[int, int], float]:
 
 
 def _connections(connection: dict[tuple[int, int], float], n: int) -> Tensor:
-    """The amounts as an ``[n, n]`` matrix."""
+    """Return the amounts as an ``[n, n]`` matrix."""
     matrix = torch.zeros(n, n, dtype=torch.double)
     for key, amount in connection.items():
         matrix[key] = amount

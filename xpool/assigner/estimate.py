@@ -1,4 +1,4 @@
-"""How large a model is, and how much work a forward pass of it takes."""
+"""Estimators of a model's memory, and of the operations of its forward pass."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class ModelSizeEstimator:
     """The memory that a model takes.
 
     Args:
-        model: a `torch.nn.Module`, on any device, also on "meta".
-        size_multiplier: room for what is no parameter and no buffer (inputs, activations,
-            gradients): `estimate_size` is so many times their sum.
+        model: a `torch.nn.Module`, on any device, including "meta".
+        size_multiplier: `estimate_size` is the size of parameters and buffers times this.  It makes
+            room for inputs, activations and gradients.
 
     Raises:
-        TypeError: ``model`` is no module, or the multiplier no number.
+        TypeError: ``model`` is not a module, or the multiplier is not a number.
         OptionError (a `ValueError`): the multiplier is not above 0, or a parameter has no
             shape yet.
     """
@@ -39,7 +39,7 @@ class ModelSizeEstimator:
         self.size_multiplier = check_number("size_multiplier", size_multiplier, above=0)
 
     def get_parameter_sizes(self) -> float:
-        """Return the size of all parameters in MiB; those that are shared count once."""
+        """Return the size of all parameters in MiB; shared parameters count once."""
         return _bytes(self.model.parameters()) / MIB
 
     def get_buffer_sizes(self) -> float:
@@ -56,14 +56,14 @@ class ModelComplexityEstimator:
 
     Args:
         model: a `torch.nn.Module`.
-        inputs: what its ``forward`` is called with: a tensor, or a tuple of arguments.  They are
-            counted as they are, so take a batch of the size that will be used.  Without them,
-            two operations are counted for each element of a parameter: what a model of linear
-            layers does for one sample, and too little for one that uses its weights more than
-            once, as convolutions do.
+        inputs: the arguments of its ``forward``: a tensor, or a tuple of arguments.  Give a batch
+        of
+            the size that will be used.  None: two operations are counted for each element of a
+            parameter.  That is right for one sample and linear layers, and too little for models
+            that use a weight more than once, as convolutions do.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
     """
 
     def __init__(self, model: nn.Module, inputs: Any = None) -> None:
@@ -73,16 +73,15 @@ class ModelComplexityEstimator:
     def estimate_complexity(self) -> float:
         """Return the operations as `torch.utils.flop_counter.FlopCounterMode` counts them.
 
-        That is: products and sums of matrix products, convolutions and attention; all else
-        counts nothing.  Shapes alone are followed, on torch's "meta" device: nothing is computed,
-        and the model, the inputs and random generators stay as they are.  A model that this is
-        not enough for, since its control flow depends on values, is run for real, once, on copies
-        of its state; fused kernels that the counter does not know are switched off for that
-        time, in this whole process.
+        It counts the products and sums of matrix products, convolutions and attention, and nothing
+        else.  The pass runs on torch's "meta" device: only shapes are computed, and the model, the
+        inputs and random generators do not change.  If that fails, as it does for control flow that
+        depends on values, the pass runs once with values, on copies of the model's state.  During
+        that pass, fused kernels that the counter does not know are disabled in the whole process.
 
         Raises:
-            OptionError (a `ValueError`): ``forward`` fails with these inputs; its own error is
-                the cause.  Or a parameter has no shape yet.
+            OptionError (a `ValueError`): ``forward`` fails with these inputs, and its error is the
+                cause; or a parameter has no shape yet.
         """
         elements: int = sum(p.numel() for p in _shaped(self.model.parameters()))
         if self.inputs is None:
@@ -100,7 +99,7 @@ class ModelComplexityEstimator:
 
 
 def check_model(name: str, model: Any) -> nn.Module:
-    """Return the model; raise `TypeError` when it is none."""
+    """Return ``model``; raise `TypeError` if it is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name} must be a torch.nn.Module, not {model!r}")
     return model
@@ -112,11 +111,11 @@ def check_number(
     """Return a finite number that is above ``above`` and at least ``least``.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
         OptionError (a `ValueError`): it is out of range.
     """
     try:
-        # `float` would parse them.
+        # `float` would parse texts.
         if isinstance(value, (str, bytes)):
             raise TypeError
         number = float(value)
@@ -149,17 +148,17 @@ def _count(model: nn.Module, inputs: tuple[Any, ...]) -> int:
         with torch.device("meta"):
             return _forward(model, inputs, lambda tensor: torch.empty_like(tensor, device="meta"))
     except Exception:
-        # Shapes were not enough, or the model is at fault; the run with values tells.
+        # Shapes were not enough, or the forward pass is wrong; the run with values decides.
         gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
         with torch.random.fork_rng(devices=sorted(gpus, key=str)), _plain_kernels():
             return _forward(model, inputs, torch.clone)
 
 
 def _forward(model: nn.Module, inputs: tuple[Any, ...], copy: Callable[[Tensor], Tensor]) -> int:
-    """Count a forward pass on copies of everything that it could write to."""
+    """Count the operations of a forward pass, on copies of all tensors that it could write to."""
 
     def parameter(tensor: Tensor) -> Tensor:
-        # Where nothing needs a gradient, encoder layers take a path that the counter cannot see.
+        # Without gradients, encoder layers use a fused kernel that the counter does not know.
         return copy(tensor.detach()).requires_grad_(tensor.is_floating_point())
 
     state = {name: parameter(p) for name, p in model.named_parameters()}
@@ -172,7 +171,7 @@ def _forward(model: nn.Module, inputs: tuple[Any, ...], copy: Callable[[Tensor],
 
 @contextlib.contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Have recurrent layers and attention done by matrix products, which the counter knows."""
+    """Make recurrent layers and attention use matrix products, which the counter knows."""
     cuda, libraries = torch.backends.cuda, (torch.backends.mkldnn, torch.backends.cudnn)
     flash, efficient = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
     enabled = [library.enabled for library in libraries]

@@ -1,8 +1,8 @@
-"""The devices that models are placed on, described without starting a runtime of theirs.
+"""Describes the devices that models are placed on, without starting a device runtime.
 
-CUDA's own functions for free memory make a context on the device: hundreds of megabytes, and a
-process that cannot be forked any more.  So NVML is asked, as `xpool.devices` does, and torch only
-where that is missing.
+CUDA's functions for free memory create a context on the device: it takes hundreds of megabytes, and
+the process cannot be forked any more.  So NVML is asked, as by `xpool.devices`; torch is asked only
+if NVML is missing.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Place(NamedTuple):
     """A device, or a worker's share of it: one for each entry of ``devices``."""
 
     device: torch.device
-    """As this process calls it; CUDA devices have an index."""
+    """Its name in this process; CUDA devices have an index."""
 
     binding: DeviceContext
-    """What a worker that is to own it sets."""
+    """The context that binds a worker to it."""
 
     memory: float
     """Free bytes."""
@@ -39,14 +39,14 @@ class Place(NamedTuple):
 
 
 def find_places(wanted: Any, cpu_weight: float, host: Host | None = None) -> list[Place]:
-    """Return the places that ``wanted`` names; None: all CUDA devices, or else the CPU.
+    """Return the places that ``wanted`` names; None: all CUDA devices, or the CPU without them.
 
     Entries that name the same device share its memory and power equally.
 
     Raises:
-        TypeError: ``wanted`` is no list of devices.
-        OptionError (a `ValueError`): an entry is no CPU and no CUDA device, or there is none.
-        DeviceError (a `RuntimeError`): a CUDA device is not there, or cannot be used.
+        TypeError: ``wanted`` is not a list of devices.
+        OptionError (a `ValueError`): an entry is not a CPU or CUDA device, or the list is empty.
+        DeviceError (a `RuntimeError`): a CUDA device does not exist or cannot be used.
     """
     host = Host.here() if host is None else host
     if wanted is None:
@@ -61,13 +61,13 @@ def find_places(wanted: Any, cpu_weight: float, host: Host | None = None) -> lis
                 f"devices[{i}] is '{device}', but this process may see cuda:0 to "
                 f"cuda:{len(gpus) - 1}; name those, or 'cpu'"
             )
-    # GPUs are bound by their mask, one each; workers on the CPU share out its cores.
+    # Each worker of a GPU gets a mask with that GPU; workers on the CPU divide its cores.
     cpus = sum(device.type == "cpu" for device in named)
     bindings = iter(devices("cpu", cpus, host=host) if cpus else ())
     spare = _spare(gpus, sorted({d.index for d in named if d.type == "cuda"}))
     places = []
     for device in named:
-        # Entries of one device take equal parts of what it has left.
+        # Entries of one device share its free memory and power equally.
         sharing = named.count(device)
         if device.type == "cpu":
             binding, left = next(bindings), Spare(available_memory(), cpu_weight)

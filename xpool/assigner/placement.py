@@ -1,8 +1,8 @@
-"""The search for a placement of n models on m devices: one cost, three ways to make it small.
+"""Searches for a placement of n models on m devices: one cost, three ways to minimise it.
 
 A placement is a tensor ``p`` of shape ``[n, m]``: the probability that model i lies on device j.
-A decided placement has a single 1 in each row.  `cost` is for both, and for a batch of either;
-so what the exact search compares is what the gradient descends.
+A decided placement has a single 1 in each row.  `cost` takes both kinds, and batches of them, so
+the exact search and the gradient descent minimise the same function.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 __all__ = ["EXACT_LIMIT", "Found", "Problem", "cost", "greedy", "plain_torch", "search", "step"]
 
 EXACT_LIMIT = 2**17
-"""Placements (m to the n) up to which all are tried: about as long as the descent takes."""
+"""The most placements (m to the n) that are all tried; that takes about as long as the descent."""
 
 BATCH = 2**19
 """Elements of the largest intermediate tensor."""
 
 
 class Problem(NamedTuple):
-    """What is to be placed, and how its cost is weighted.  Shapes for n models and m devices."""
+    """The models, the devices and the weights of the cost.  Shapes for n models and m devices."""
 
     model_size: Tensor
     """``[1, n]``, MiB."""
@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A decided placement: the device of each model by its index, its cost, and what found it."""
+    """A decided placement: the index of each model's device, its cost, and the search's name."""
 
     placement: list[int]
     cost: float
@@ -54,10 +54,10 @@ class Found(NamedTuple):
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """What the search is to run under, whatever modes the caller has set.
+    """Return a context for the search that does not depend on the modes of the caller.
 
-    One thread, since the matrices are small: where other processes keep the cores busy, threads
-    that wait for each other at every product make it 20 times slower.
+    It uses one thread, since the matrices are small: on busy cores, threads that wait for each
+    other at every product make the search 20 times slower.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -69,19 +69,19 @@ def plain_torch() -> Iterator[None]:
 
 
 def _shares(amounts: Tensor) -> Tensor:
-    """Divide by the sum; all zeros stay zeros."""
+    """Return the amounts divided by their sum; all zeros stay zeros."""
     total = amounts.sum()
     return amounts / total if total > 0 else amounts
 
 
 def _connection(problem: Problem) -> Tensor:
-    """The shares of the data between different models, ``[n, n]``."""
+    """Return the shares of the data between different models, ``[n, n]``."""
     amounts = problem.model_connection
     return _shares(amounts - amounts.diag().diag())
 
 
 def _power(problem: Problem) -> Tensor:
-    """The shares of the devices in the computing power, ``[m]``; equal where none has any."""
+    """Return the devices' shares of the computing power, ``[m]``; equal if no device has any."""
     power = problem.complexity_capacity[0]
     return _shares(power if power.sum() > 0 else torch.ones_like(power))
 
@@ -89,11 +89,11 @@ def _power(problem: Problem) -> Tensor:
 def cost(p: Tensor, problem: Problem) -> Tensor:
     """Return the cost of placements of shape ``[..., n, m]``, shape ``[...]``."""
     n, m = p.shape[-2:]
-    # Model i on device k has this far to the models that it sends to, times how much it sends.
+    # For model i on device k: the distances to the models that it sends to, times the amounts.
     way = _connection(problem) @ p @ _shares(problem.device_distance).T
     size = (problem.model_size @ p).squeeze(-2)
     excess = (_shares(problem.model_complexity) @ p).squeeze(-2) - _power(problem)
-    # The logarithm of a probability that has become 0 has no gradient to go by.
+    # Clamped, since the logarithm of 0 has no gradient.
     entropy = -(p * p.clamp_min(1e-30).log()).sum((-1, -2))
     return (
         problem.connection_weight * (p * way).sum((-1, -2)) / n**2
@@ -108,9 +108,9 @@ def cost(p: Tensor, problem: Problem) -> Tensor:
 def search(
     problem: Problem, iterations: int, update_rate: float, limit: int = EXACT_LIMIT
 ) -> Found:
-    """Return the best placement where there are at most ``limit``, else the best that is found.
+    """Return the best placement if there are at most ``limit``, else the best one found.
 
-    Deterministic, and it leaves torch's global generator alone.
+    The search is deterministic and does not use torch's global generator.
     """
     n, m = problem.model_connection.shape[0], problem.device_distance.shape[0]
     if m**n <= limit:
@@ -126,9 +126,9 @@ def _decided(placements: Tensor, m: int) -> Tensor:
 
 
 def _exact(problem: Problem, n: int, m: int) -> Found:
-    """Try all placements: the digits of the numbers below m to the n, in base m."""
+    """Try all placements: each is the digits, in base m, of a number below m to the n."""
     base = m ** torch.arange(n)
-    # In batches, for the memory that their intermediate tensors take.
+    # In batches, which limit the memory of intermediate tensors.
     step = max(1, BATCH // (n * m))
     best, least = 0, float("inf")
     for first in range(0, m**n, step):
@@ -141,15 +141,15 @@ def _exact(problem: Problem, n: int, m: int) -> Found:
 
 
 def greedy(problem: Problem) -> list[int]:
-    """Place the models one by one, each where the cost of those placed so far grows least.
+    """Place the models one by one, each on the device where the cost grows least.
 
-    The most complex first; of equally complex ones the largest, then the first.  Of equally
-    good devices the first.
+    The most complex model is first; of equally complex ones the largest, then the first.  Of
+    equally good devices, the first is taken.
     """
     n, m = problem.model_connection.shape[0], problem.device_distance.shape[0]
     complexity, size = problem.model_complexity[0].tolist(), problem.model_size[0].tolist()
     placement = [0] * n
-    # A model that is not placed yet has a row of zeros: no size, no work, no way to anybody.
+    # A model that is not placed has a row of zeros: no size, no work, no distances.
     p = torch.zeros(n, m, dtype=torch.double)
     for i in sorted(range(n), key=lambda i: (-complexity[i], -size[i], i)):
         tried = p.repeat(m, 1, 1)
@@ -160,9 +160,9 @@ def greedy(problem: Problem) -> list[int]:
 
 
 def _polished(placement: Sequence[int], problem: Problem) -> tuple[list[int], float]:
-    """Make the best move of a model, or swap of two, for as long as that helps.
+    """Move one model, or swap two, whichever is best, until the cost no longer falls.
 
-    Returns where that ends, and its cost.
+    Returns the placement and its cost.
     """
     devices = torch.tensor(placement)
     m = problem.device_distance.shape[0]
@@ -177,17 +177,17 @@ def _polished(placement: Sequence[int], problem: Problem) -> tuple[list[int], fl
             i, k = divmod(int(swaps.argmin()), len(devices))
             tried[i], tried[k] = devices[k], devices[i]
         value = float(cost(_decided(tried, m), problem))
-        # `_changes` is right to rounding only, which could go round in circles.
+        # The rounding errors of `_changes` could otherwise make this loop endless.
         if not value < least:
             return devices.tolist(), least
         devices, least = tried, value
 
 
 def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Return by how much the cost changes with each move and each swap, to rounding.
+    """Return the change of the cost by each move and each swap, up to rounding.
 
-    Of moves ``[n, m]``, model i to device k; of swaps ``[n, n]``, models i and j.  Worked out from
-    what changes, so that all of them take about as long as one `cost`.
+    Moves: ``[n, m]``, model i to device k.  Swaps: ``[n, n]``, models i and j.  Only the terms that
+    change are computed, so all of them together take about as long as one `cost`.
     """
     n, m = len(devices), problem.device_distance.shape[0]
     p = _decided(devices, m)
@@ -199,7 +199,7 @@ def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     excess = work @ p - _power(problem)
 
     def change(device: Tensor, size: Tensor, work: Tensor) -> Tensor:
-        """Of a device's part of the cost when so much is added to what it holds."""
+        """Return the change of a device's part of the cost if size and work are added to it."""
         over = load[device] - room[device]
         return (
             problem.size_match_weight * (torch.relu(over + size) - torch.relu(over))
@@ -213,7 +213,7 @@ def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     moves[range(n), devices] = 0
 
     way = way[:, devices]
-    # The two have moved past each other: each way alone was counted to where the other was.
+    # Corrects the distance between the two: each move was computed with the other at its old place.
     between = distance[devices][:, devices]
     swaps = way + way.T + (connection + connection.T) * (between + between.T)
     more_size, more_work = size - size[:, None], work - work[:, None]
@@ -224,7 +224,7 @@ def _changes(devices: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _descend(problem: Problem, n: int, m: int, iterations: int, update_rate: float) -> list[int]:
-    """Follow the gradient of the cost from random probabilities, always the same; then decide."""
+    """Follow the gradient of the cost from fixed random probabilities; return the likeliest."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(n, m, generator=generator, dtype=torch.double).requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=update_rate)
