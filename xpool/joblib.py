@@ -5,8 +5,8 @@
     ...     joblib.Parallel()(joblib.delayed(abs)(-n) for n in range(3))
     [0, 1, 2]
 
-Workers stay for the next call with the same number of them, as loky's do; `shutdown` ends them.  A
-worker that dies costs the batch that it ran, which is run again, up to `RETRIES` times.
+Workers stay for the next call with the same number of workers, as loky's do; `shutdown` ends them.
+When a worker dies, its batch runs again, up to `RETRIES` times.
 
 ``"xpool-threads"`` runs the batches in threads, as joblib's ``"threading"`` does.
 """
@@ -38,13 +38,13 @@ from xpool._worker.context import current_worker
 __all__ = ["RETRIES", "Backend", "ThreadsBackend", "shutdown"]
 
 RETRIES = 2
-"""How often a batch is run again whose worker died: once for bad luck, once more for a bad day."""
+"""How often a batch runs again after its worker has died."""
 
 
-# What joblib passes to every backend of processes, for arrays that it keeps in files.
+# Options for arrays in files, which joblib passes to every backend of processes.
 _OF_FILES = frozenset({"max_nbytes", "mmap_mode", "temp_folder", "verbose"})
 
-# Called in each worker, by what this module calls there.
+# Options of `Pool` that this module passes to its own initializer, `_set_up`.
 _OF_WORKERS = frozenset({"initializer", "initargs"})
 
 
@@ -55,10 +55,10 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
 
     _retries = 0
     _jobs: set[AsyncResult[Any]]
-    """The unfinished batches.  Needs no lock: one operation on it is atomic."""
+    """The unfinished batches.  Needs no lock: each operation on it is atomic."""
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return how many workers there will be."""
+        """Return the number of workers."""
         if n_jobs == 0:
             raise ValueError("n_jobs == 0 in Parallel has no meaning")
         if n_jobs is None:
@@ -69,7 +69,7 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
         """Begin a call; return the number of workers, more than one."""
         workers = self.effective_n_jobs(n_jobs)
         if workers == 1:
-            # joblib catches this, and runs the batches in this process.
+            # joblib catches this and runs the batches in this process.
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel = parallel
         self._jobs = set()
@@ -82,7 +82,7 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
     def submit(
         self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
     ) -> AsyncResult[Any]:
-        """Have a batch run; ``callback`` is called with its outcome, in a thread of the pool."""
+        """Submit a batch; ``callback`` is called with its outcome, in a thread of the pool."""
         pool = self._configured()
         if pool is None:
             raise RuntimeError(
@@ -97,14 +97,14 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
         return job
 
     def retrieve_result_callback(self, out: _Outcome) -> Any:
-        """Return what the batch returned, or raise what it raised."""
+        """Return the batch's result, or raise its error."""
         if out.error is not None:
             raise out.error
         return out.value
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
-        """Stop what runs and drop what waits; a worker that does not stop is replaced."""
-        # A copy: callbacks take jobs out, in another thread.
+        """Cancel all batches; a worker that does not stop is replaced."""
+        # A copy, since callbacks remove jobs in another thread.
         for job in list(self._jobs):
             job.cancel()
         if not ensure_ready:
@@ -126,10 +126,10 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     _pool: _Kept | None = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
-        """Return how many workers there will be; one, in this process, inside of a worker.
+        """Return the number of workers; 1 inside of a worker, so that batches run in its process.
 
-        Of a worker of `multiprocessing` too, with a warning: those that are daemons may have no
-        processes of their own.
+        Also 1, with a warning, in a daemonic process of `multiprocessing`, which may have no
+        children.
         """
         workers: int = super().effective_n_jobs(n_jobs)
         if _in_worker():
@@ -152,12 +152,12 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
         require: str | None = None,
         **options: Any,
     ) -> int:
-        """Take the workers for the calls to come; return their number.
+        """Take the workers for the next calls; return their number.
 
-        Options for files that arrays are kept in have no effect: arrays travel in shared memory.
+        Options for arrays in files have no effect, since arrays travel in shared memory.
         """
         options = {name: value for name, value in options.items() if name not in _OF_FILES}
-        # joblib always passes a context; this one is None unless its user has asked for one.
+        # joblib always passes a context; this one is None unless the user has asked for one.
         options["context"] = self.backend_kwargs.get("context", joblib.parallel.DEFAULT_MP_CONTEXT)
         n_jobs = self._begin(n_jobs, parallel)
         threads = self._prepare_worker_env(n_jobs)
@@ -169,7 +169,7 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
 
     def terminate(self) -> None:
         """Give the workers back; they stay for the next call."""
-        # Given back once, however often joblib calls this.
+        # Given back only once: joblib may call this several times.
         kept, self._pool = self._pool, None
         if kept is not None:
             kept.give_back()
@@ -179,8 +179,8 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
 class ThreadsBackend(_PoolBackend):
     """Runs the batches of one `joblib.Parallel` in the threads of a `ThreadPool`.
 
-    Objects are passed by reference, so ``require="sharedmem"`` finds this backend fit.  A thread
-    cannot be stopped: after an error or joblib's ``timeout=``, the batches that run go on unseen.
+    Objects are passed by reference, so ``require="sharedmem"`` accepts this backend.  A thread
+    cannot be stopped: after an error or joblib's ``timeout=``, running batches go on unnoticed.
 
     Keyword arguments that joblib does not know go to `ThreadPool`.
     """
@@ -197,7 +197,7 @@ class ThreadsBackend(_PoolBackend):
         require: str | None = None,
         **options: Any,
     ) -> int:
-        """Start the threads for the calls to come; return their number."""
+        """Start the threads for the next calls; return their number."""
         n_jobs = self._begin(n_jobs, parallel)
         options = {**self.backend_kwargs, **options}
         others = {name: options[name] for name in options.keys() - _OF_FILES - {"context"}}
@@ -209,7 +209,7 @@ class ThreadsBackend(_PoolBackend):
 
     def terminate(self) -> None:
         """End the threads."""
-        # Ended once, however often joblib calls this.
+        # Ended only once: joblib may call this several times.
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.terminate()
@@ -235,7 +235,8 @@ class _Done:
         self._over = False
 
     def started(self, job: AsyncResult[Any]) -> None:
-        # It may have finished by now: who comes second takes it off.
+        # The batch may have finished by now: `started` or `_finish`, whichever is later, removes
+        # it.
         self._job = job
         self._jobs.add(job)
         if self._over:
@@ -249,7 +250,7 @@ class _Done:
 
     def _finish(self, outcome: _Outcome) -> None:
         self._over = True
-        # None: the answer was quicker than `started`.
+        # None: the answer came before `started`.
         if self._job is not None:
             self._jobs.discard(self._job)
         if self._callback is not None:
@@ -280,12 +281,12 @@ def _set_up(
 
 
 def _limit_threads(variables: Mapping[str, str]) -> None:
-    """Have numerical libraries use so many threads: those to come by variables, the others now."""
+    """Limit the threads of numerical libraries: of loaded ones now, of others by variables."""
     os.environ.update(variables)
     try:
         import threadpoolctl
     except ImportError:
-        return  # nobody here can tell loaded libraries; scikit-learn brings it along
+        return  # loaded libraries keep their threads; scikit-learn installs threadpoolctl
     threadpoolctl.threadpool_limits(int(variables["OMP_NUM_THREADS"]))
 
 
@@ -293,7 +294,7 @@ def _limit_threads(variables: Mapping[str, str]) -> None:
 
 
 class _Kept:
-    """A pool, and how many backends use it now."""
+    """A pool, and the number of backends that use it now."""
 
     def __init__(self, key: object, pool: Pool) -> None:
         self.key, self.pool, self.users = key, pool, 0
@@ -301,9 +302,9 @@ class _Kept:
     def give_back(self) -> None:
         with _lock:
             self.users -= 1
-            # Another has taken its place, or `shutdown` was called while it was in use.
+            # True if another pool is kept by now, or `shutdown` was called while it was in use.
             unwanted = self.users == 0 and _kept is not self
-        # Without the lock, here and elsewhere: the end of a pool waits for its workers.
+        # Without the lock, since the end of a pool waits for its workers.
         if unwanted:
             self.end()
 
@@ -312,7 +313,7 @@ class _Kept:
         self.pool.join()
 
 
-# Guards `_kept` and the counts of users.  The pool that the next call gets if it asks for the same.
+# `_kept` is the pool for the next call with the same options; `_lock` guards it and `users`.
 _lock = threading.Lock()
 _kept: _Kept | None = None
 at_fork.renew(globals(), _lock=threading.Lock)
@@ -320,17 +321,17 @@ at_fork.renew(globals(), _lock=threading.Lock)
 
 def _take(n_jobs: int, threads: Mapping[str, str], options: Mapping[str, Any]) -> _Kept:
     global _kept
-    # A forked child has no workers of its own yet.
+    # With the pid: a forked child must not use the parent's workers.
     key = os.getpid(), n_jobs, sorted(threads.items()), sorted(options.items(), key=lambda o: o[0])
     old = None
     with _lock:
         kept = _kept
         # The pool may have been stopped by its own failure.
         if kept is None or not _is_same(kept.key, key) or kept.pool.state != "RUN":
-            # One that is in use is ended by the last who gives it back; a parent's, by the parent.
+            # A pool in use is ended by its last user; a parent's pool, by the parent.
             if kept is not None and kept.users == 0 and kept.key[0] == os.getpid():  # type: ignore[index]
                 old = kept
-            # Under the lock, although it takes a while: who asks for the same now gets this one.
+            # Under the lock, although it takes a while: concurrent calls then get the same pool.
             begin = dict(threads), options.get("initializer"), options.get("initargs", ())
             others = {name: options[name] for name in options.keys() - _OF_WORKERS}
             pool = Pool(n_jobs, _set_up, begin, name="joblib", **others)
@@ -345,11 +346,11 @@ def _is_same(one: object, other: object) -> bool:
     try:
         return one == other
     except Exception:
-        return False  # arrays among the initargs, whose comparison is an array
+        return False  # for example arrays among the initargs: comparing them gives an array
 
 
 def shutdown() -> None:
-    """End the workers that are kept for the next call; one that runs goes on with its own."""
+    """End the workers that are kept for the next call.  A running call keeps its workers."""
     global _kept
     with _lock:
         kept, _kept = _kept, None
