@@ -179,6 +179,45 @@ def test_settings_of_torch_are_made_when_a_task_imports_it(tmp_path):
     assert run(tmp_path, INSIDE, "") == ""
 
 
+NUMPY = """
+    import os, random, sys
+    import numpy as np
+    import xpool
+
+    np.random.seed(0)
+    random.seed(0)
+    table = np.zeros(3)
+
+    def light(x):
+        return "numpy" in sys.modules
+
+    def heavy(x):
+        with open(f"/proc/{os.getppid()}/maps") as file:
+            return float(np.exp(table[0])), os.getppid(), "numpy" in file.read()
+
+    if __name__ == "__main__":
+        with xpool.Pool(2) as pool:
+            assert not any(pool.map(light, range(20), 1))
+        pool.join()
+        with xpool.Pool(2) as pool:
+            found = set(pool.map(heavy, range(9), 1))
+            assert pool.statistics()["deaths"] == 0
+        pool.join()
+        ((one, server, shared),) = found
+        assert one == 1 and shared, found
+        with xpool.Pool(1, sys.intern, ("x",)) as pool:  # nothing stands in for these
+            assert pool.apply(light, (0,))
+        pool.join()
+"""
+
+
+def test_numpy_is_not_waited_for(tmp_path):
+    """A function that does not use numpy is answered without it; else workers share it."""
+    pytest.importorskip("numpy", reason="numpy is not installed")
+    path = scripts.write(tmp_path / "program.py", textwrap.dedent(NUMPY))
+    assert scripts.run_ok([path]) == ""
+
+
 LIGHT = """
     if __name__ == "__main__":
         with xpool.Pool(2) as pool:

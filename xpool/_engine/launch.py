@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ __all__ = [
     "StandIns",
     "asked_for",
     "import_for_arrays",
+    "needs_arrays",
     "start_early",
     "wanted_modules",
 ]
@@ -155,10 +156,15 @@ def wanted_modules() -> tuple[str, ...]:
 
 def _with_numpy(modules: tuple[str, ...]) -> list[str]:
     """Return the modules, what torch uses of numpy if that is installed, and our own for both."""
-    if not {"numpy", "torch"} & set(modules):
+    if not needs_arrays(modules):
         return list(modules)
     installed = importlib.util.find_spec("numpy") is not None
     return [*(_NUMPY if installed else ()), *modules, _ARRAYS]
+
+
+def needs_arrays(modules: Iterable[str]) -> bool:
+    """Whether numpy or torch is among these: workers may stand in until a server has it."""
+    return not {"numpy", "torch"}.isdisjoint(modules)
 
 
 def import_for_arrays() -> None:
@@ -167,7 +173,7 @@ def import_for_arrays() -> None:
     When the first one is sent, no descriptor may be left for it; and a fork of the program that has
     it imports nothing.
     """
-    if {"numpy", "torch"} & sys.modules.keys():
+    if needs_arrays(sys.modules):
         importlib.import_module(_ARRAYS)
 
 
@@ -217,13 +223,16 @@ class ForkServer:
             return self
         return ForkServer.get(self.preload, stands_in=self._stands_in)
 
-    def start(self) -> None:
-        """Start the server, if it is not running, and do not wait for its imports."""
+    def start(self, *, complete: bool = True) -> None:
+        """Start the server, if it is not running, and do not wait for its imports.
+
+        ``complete``: False: its first workers may stand in for those that have all modules.
+        """
         server = self._of_now()
         with server._sending:
-            server._start()
+            server._start(complete)
 
-    def _start(self) -> None:
+    def _start(self, complete: bool) -> None:
         if self._process is not None and self._process.poll() is None:
             return
         # What a dead one has left: its socket.
@@ -231,15 +240,18 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # At once: a child that another thread forks meanwhile closes it (`forget_all`).
         self._sock, self._ready = ours, False
+        modules = _with_numpy(self.preload)
+        imports: tuple[Sequence[str], ...]  # preload, soon, later, missing
+        if self._stands_in:
+            # A worker that needs another of them imports it: that takes less than to wait.
+            imports = PRELOAD, (), (), ("torch",)
+        elif complete:
+            imports = (*PRELOAD, *modules), (), LATER, ()
+        else:
+            imports = PRELOAD, modules, LATER, self.preload
         # The server alone has its end from here on: else its death would not be seen by who asks.
         with theirs:
-            self._process = server_process.start(
-                theirs.fileno(),
-                preload=[*PRELOAD, *([] if self._stands_in else _with_numpy(self.preload))],
-                later=[] if self._stands_in else list(LATER),
-                # A worker that needs another of them imports it: that takes less than to wait.
-                missing=["torch"] if self._stands_in else [],
-            )
+            self._process = server_process.start(theirs.fileno(), *imports)
 
     def ready(self) -> bool:
         """Whether it has imported its modules, and forks at once."""
@@ -254,20 +266,25 @@ class ForkServer:
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Forked:
         if inherited is not None:
             raise OptionError("the fork server cannot pass objects on by inheritance")
-        return self._of_now()._launch(boot)
+        return self.fork(boot)
 
-    def _launch(self, boot: socket.socket) -> Forked:
+    def fork(self, boot: socket.socket, *, complete: bool = True) -> Forked:
+        """Start a worker; ``complete``: False: it may lack numpy or torch."""
+        return self._of_now()._fork(boot, complete)
+
+    def _fork(self, boot: socket.socket, complete: bool) -> Forked:
+        request = entry.COMPLETE if complete else entry.FORK
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             with boot, self._sending:
-                self._start()
+                self._start(complete)
                 try:
-                    self._ask(boot.fileno(), theirs.fileno())
+                    self._ask(request, boot.fileno(), theirs.fileno())
                 except (BrokenPipeError, ConnectionResetError):
                     self._stop()  # it died since we looked; a second time is no accident
-                    self._start()
-                    self._ask(boot.fileno(), theirs.fileno())
+                    self._start(complete)
+                    self._ask(request, boot.fileno(), theirs.fileno())
                 status = ours.detach()
                 self._live.add(status)  # before another thread may find this server idle
                 process = self._process
@@ -287,10 +304,10 @@ class ForkServer:
             f"{f'; it imports {imports} first' if imports else ''}. Look at its output on stderr"
         )
 
-    def _ask(self, boot: int, status: int) -> None:
+    def _ask(self, request: bytes, boot: int, status: int) -> None:
         assert self._sock is not None
         streams = list(filter(server_process.is_open, (1, 2)))
-        socket.send_fds(self._sock, [b"F", bytes([sum(streams)])], [boot, status, *streams])
+        socket.send_fds(self._sock, [request, bytes([sum(streams)])], [boot, status, *streams])
 
     def _stop(self) -> None:
         if self._sock is not None:
@@ -347,10 +364,12 @@ atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those
 
 
 class StandIns:
-    """Has workers at once in a program that has torch, from a server that has not.
+    """Has workers at once in a program that has numpy or torch, from a server that has not.
 
-    The server with torch imports it meanwhile, and starts all workers as soon as it is ready, or
-    has been needed: a stand-in has stepped aside (`xpool._worker.provisional`).
+    numpy is imported by that server itself, before it starts a complete worker or when it has
+    nothing else to do.  torch takes seconds, so another server imports it meanwhile.  All workers
+    are complete as soon as a server has the modules, or when a stand-in has stepped aside
+    (`xpool._worker.provisional`).
     """
 
     inherits = False
@@ -359,21 +378,21 @@ class StandIns:
 
     def __init__(self, modules: tuple[str, ...]) -> None:
         self._server = ForkServer.get(modules)
-        self._bare_server = ForkServer.get(modules, stands_in=True)
+        self._bare_server = ForkServer.get(modules, stands_in="torch" in modules)
         self._needed = False
 
     def start(self) -> None:
         """Start what will be asked first, and do not wait for its imports."""
-        if self._server.ready():
-            self._bare_server.stop_if_idle()
+        if self._server is self._bare_server or not self._server.ready():
+            self._bare_server.start(complete=False)
         else:
-            self._bare_server.start()
+            self._bare_server.stop_if_idle()
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         if self._needed or self._server.ready():
             # Not ready yet, perhaps: the order lies in its socket until it has imported.
             return self._server.launch(boot, name, daemon, inherited)
-        handle = self._bare_server.launch(boot, name, daemon, inherited)
+        handle = self._bare_server.fork(boot, complete=False)
         handle.tell = self._told
         return handle
 

@@ -14,6 +14,7 @@ from xpool._engine.launch import (
     ProcessLauncher,
     StandIns,
     asked_for,
+    needs_arrays,
     wanted_modules,
 )
 from xpool._pickling.by_value.main import main_is_importable
@@ -34,7 +35,7 @@ def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False)
     if _has_own_server(context):
         modules = wanted_modules()
         # A program that has called `preload` waits for its server's imports.
-        if may_stand_in and "torch" in modules and not asked_for():
+        if may_stand_in and needs_arrays(modules) and not asked_for():
             return StandIns(modules)
         return ForkServer.get(modules)
     if context is None or context == "forkserver":

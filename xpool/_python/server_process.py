@@ -28,7 +28,7 @@ __all__ = [
 _ORDER = (
     "import gc, sys; gc.disable(); sys.path[:] = {path!a}; "
     "from xpool._worker.server import main; "
-    "os._exit(main({fd}, {preload!a}, {later!a}, {missing!a}, {nice}))"
+    "os._exit(main({fd}, {imports}, {nice}))"
 )
 
 _COMMAND = """\
@@ -44,17 +44,14 @@ _LETTERS = {
 """Options that change what code does, by their names in `sys.flags`."""
 
 
-def start(
-    fd: int, *, preload: Sequence[str], later: Sequence[str], missing: Sequence[str]
-) -> subprocess.Popen[bytes]:
-    """Start a server that is asked on the descriptor ``fd``; the rest is as its `main` has it.
+def start(fd: int, *imports: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a server that is asked on the descriptor ``fd``; ``imports`` are as its `main` has it.
 
     Raises:
         OSError: no process can be started.
     """
-    order = _ORDER.format(
-        path=search_path(), fd=fd, preload=preload, later=later, missing=missing, nice=_niceness()
-    )
+    lists = ", ".join(ascii(list(names)) for names in imports)
+    order = _ORDER.format(path=search_path(), fd=fd, imports=lists, nice=_niceness())
     file = os.memfd_create("xpool-order")
     try:
         os.write(file, order.encode())

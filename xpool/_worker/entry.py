@@ -36,6 +36,8 @@ from typing import Any
 __all__ = [
     "CALLED_OFF",
     "CLOSE_ON_EXEC",
+    "COMPLETE",
+    "FORK",
     "MOST",
     "ONE",
     "REFUSED",
@@ -44,6 +46,9 @@ __all__ = [
     "main",
     "set_environment",
 ]
+
+FORK, COMPLETE = b"F", b"C"
+"""A request to the server: fork a worker, which may stand in for a complete one, or may not."""
 
 ONE, SEVERAL = b"W", b"S"
 """The kind of descriptors in a boot socket: those of one worker, or boot sockets of several."""

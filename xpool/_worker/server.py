@@ -6,11 +6,12 @@ named socket, so only its parent can send requests.  A program can have one serv
 preloaded modules.  The server reports a death at once, with the exit status.
 
 The parent sends requests over a SOCK_SEQPACKET pair.  A request is two bytes with two to four
-descriptors: the worker's boot socket; a SOCK_SEQPACKET socket for its status; and the current
-stdout and stderr, if bits 0 and 1 of the second byte are set.  On the status socket the server
-writes the worker's pid and later its wait status, each as 8 bytes, or the reason why it cannot
-fork; the worker uses it to ask for the program's resource tracker.  The server ends when the parent
-closes its end; its workers have lifelines of their own.
+descriptors.  The first byte is `entry.FORK`, or `entry.COMPLETE` if the worker must not be a
+stand-in.  The descriptors are the worker's boot socket; a SOCK_SEQPACKET socket for its status; and
+the current stdout and stderr, if bits 0 and 1 of the second byte are set.  On the status socket the
+server writes the worker's pid and later its wait status, each as 8 bytes, or the reason why it
+cannot fork; the worker uses it to ask for the program's resource tracker.  The server ends when the
+parent closes its end; its workers have lifelines of their own.
 """
 
 from __future__ import annotations
@@ -53,46 +54,42 @@ PATIENCE = 64
 """Requests after which a busy server imports one of them anyway: workers may import it, too."""
 
 
-def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice: int) -> int:
+def main(
+    fd: int, preload: list[str], soon: list[str], later: list[str], missing: list[str], nice: int
+) -> int:
     """Serve until the parent closes its end; in a forked worker, return the worker's exit code.
 
-    ``preload`` is imported at once.  ``later`` is imported when there are no requests, so that a
-    program does not wait for modules that its first tasks do not need.  ``missing`` are modules
-    that another server still imports: the workers of this server stand in for workers of that one.
-    ``nice`` is the niceness to set: this process has inherited that of the thread that started it.
+    ``preload`` is imported at once.  ``soon`` is imported before the first worker that may not
+    stand in for a complete one.  When there are no requests, ``soon`` and ``later`` are imported,
+    so that a program does not wait for modules that its first tasks do not need.  ``missing`` are
+    the modules that a stand-in lacks: those of ``soon`` or, without ``soon``, those of another
+    server.  ``nice`` is the niceness to set: this process has inherited that of the thread that
+    started it.
 
-    The server tells the parent that ``preload`` is imported, by a message of one byte.
+    The server tells the parent that ``preload`` and ``soon`` are imported, by a message of one
+    byte.
     """
-    entry.ignore_interrupts()  # first, since Ctrl-C may come during the imports
-    if nice != os.getpriority(os.PRIO_PROCESS, 0):
-        with contextlib.suppress(PermissionError):  # a lower niceness needs a privilege
-            os.setpriority(os.PRIO_PROCESS, 0, nice)
-    autoload = os.environ.get(AUTOLOAD)
-    os.environ[AUTOLOAD] = "0"
-    _preload(preload)
-    entry.set_environment({AUTOLOAD: autoload})
-    _take_back()
+    _set_up(preload, nice)
     known = dict(os.environ)
     late = _find_backends() if "torch" in preload else None
     wake_r, wake_w = _wake_by_deaths()
     statuses: dict[int, int] = {}
     # A module of the user may have made a thread pool or a queue, whose fork hooks must run.
-    fork = at_fork.fork_unused if _KNOWN.issuperset(preload) else os.fork
+    fork = at_fork.fork_unused if _KNOWN.issuperset(preload + soon) else os.fork
     # Not a selector, which a child would have to close.
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     poller.register(wake_r, select.POLLIN)
     with socket.socket(fileno=fd) as sock:
-        with contextlib.suppress(ConnectionError):  # the parent has ended: the next read tells
-            sock.send(b"R")
+        imports = _Imports(sock, soon, later, missing)
         rest = LATER
         asked = 0
         while True:
-            events = poller.poll(rest * 1000 if later else None)
+            events = poller.poll(rest * 1000 if imports else None)
             if events:
                 rest = LATER
-            else:  # import one at a time: a request waits for at most one import
-                _preload([later.pop(0)])
+            else:
+                imports.next()
                 rest = 0.0
             for ready, _ in events:
                 if ready != fd:
@@ -108,8 +105,10 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice
                     return 0
                 boot, status, *streams = fds
                 asked += 1
-                if later and asked % PATIENCE == 0:
-                    _preload([later.pop(0)])
+                if request[:1] == entry.COMPLETE:
+                    imports.complete()
+                if imports and asked % PATIENCE == 0:
+                    imports.next()
                 _take_streams(request[1], streams)
                 pid = None if _called_off(status) else _fork_or_refuse(fork, status)
                 if pid is None:
@@ -124,10 +123,59 @@ def main(fd: int, preload: list[str], later: list[str], missing: list[str], nice
                     # all copies are closed.
                     for other in (sock.detach(), wake_r, wake_w, *statuses.values()):
                         os.close(other)
-                    return _child(boot, status, late, missing, known)
+                    return _child(boot, status, late, imports.missing, known)
                 os.close(boot)
                 statuses[pid] = status
                 _tell(status, pid)
+
+
+def _set_up(preload: list[str], nice: int) -> None:
+    """Import, and make this process independent of the thread that started it."""
+    entry.ignore_interrupts()  # first, since Ctrl-C may come during the imports
+    if nice != os.getpriority(os.PRIO_PROCESS, 0):
+        with contextlib.suppress(PermissionError):  # a lower niceness needs a privilege
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+    autoload = os.environ.get(AUTOLOAD)
+    os.environ[AUTOLOAD] = "0"
+    _preload(preload)
+    entry.set_environment({AUTOLOAD: autoload})
+    _take_back()
+
+
+class _Imports:
+    """The modules that the server has not imported yet."""
+
+    def __init__(
+        self, sock: socket.socket, soon: list[str], later: list[str], missing: list[str]
+    ) -> None:
+        self.missing = missing
+        self._sock, self._soon, self._later = sock, soon, later
+        if not soon:
+            self._tell_ready()
+
+    def __bool__(self) -> bool:
+        return bool(self._soon or self._later)
+
+    def complete(self) -> None:
+        """Import what stand-ins lack, unless another server does."""
+        if self._soon:
+            _preload(self._soon)
+            self._soon, self.missing = [], []
+            self._tell_ready()
+
+    def next(self) -> None:
+        """Import what stand-ins lack or, if nothing is left of that, one module.
+
+        A request waits for at most one import.
+        """
+        if self._soon:
+            self.complete()
+        else:
+            _preload([self._later.pop(0)])
+
+    def _tell_ready(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the parent has ended: the next read tells
+            self._sock.send(b"R")
 
 
 def _take_back() -> None:
