@@ -19,7 +19,7 @@ from torch.utils.data import dataloader
 from xpool import pickle
 from xpool._python.waiters import LOST_SIGNAL
 from xpool.data.generators import Generators
-from xpool.data.pinning import can_pin, pinned
+from xpool.data.pinning import PinThread, can_pin, pinned
 from xpool.data.preview import Preview
 from xpool.data.report import Times
 from xpool.data.sampling import Request, Sampling, label
@@ -68,10 +68,12 @@ class Epoch(Iterator[Any]):
         # Before all that may fail: `__del__` calls it then.
         self._clean = workers.end if is_only else end_later(None)
         self._pending: deque[Pending] = deque()
+        self._pins, self._pin_thread = loader.pin_memory and can_pin(), None
+        if self._pins and not isinstance(workers, Inline):
+            self._pin_thread = PinThread()
         self._is_only, self._ended, self._has_begun_next = is_only, False, False
         self.times = Times(loader.num_workers)
         self._has_parts = loader._has_parts
-        self._pins = loader.pin_memory and can_pin()
         self._asks_state = self._has_parts and is_stateful(loader.dataset)
         self._sampling = None if loader._iterable else Sampling(
             loader._index_sampler, loader.snapshot_every_n_steps
@@ -188,7 +190,7 @@ class Epoch(Iterator[Any]):
             result = self._workers.make(
                 label(request), WorkerCopy.make, self._spec, request.number, request.indices
             )
-        self._pending.append(Pending(result, request, None, 0))
+        self._append(Pending(result, request, None, 0))
 
     def _begin_next(self) -> None:
         """Have workers begin a batch of the next epoch: all of this one are made, or being made."""
@@ -227,7 +229,12 @@ class Epoch(Iterator[Any]):
             name, WorkerCopy.make_next, self._spec, part, base, place, requests, wants_state,
             shard=part,
         )  # fmt: skip
-        self._pending.append(Pending(result, request, part, place))
+        self._append(Pending(result, request, part, place))
+
+    def _append(self, item: Pending) -> None:
+        if self._pin_thread is not None:
+            item = item._replace(result=self._pin_thread.pin(item.result))
+        self._pending.append(item)
 
     def _next_part(self) -> int | None:
         """Return whose turn it is; out of order, who has the room; None: all have ended."""
@@ -350,7 +357,7 @@ class Epoch(Iterator[Any]):
             said = self._loader._IterableDataset_len_called
             if said is not None and progress.yielded > said:
                 self._warn_of_length(said)
-        return pinned(batch) if self._pins else batch
+        return pinned(batch) if self._pins and self._pin_thread is None else batch
 
     def _warn_of_length(self, said: int) -> None:
         text = (
@@ -373,12 +380,17 @@ class Epoch(Iterator[Any]):
 
     def _finish(self) -> None:
         self.progress.is_over = True
+        self._end()
+
+    def _end(self) -> None:
         self._clean([item.result for item in self._pending])
+        if self._pin_thread is not None:
+            self._pin_thread.end()
 
     def __del__(self) -> None:
-        # Left in the middle: what runs for it is of no use to anybody.
-        if hasattr(self, "_clean"):
-            self._clean([item.result for item in self._pending])
+        # Dropped before its end: the batches that are being made are cancelled.
+        if hasattr(self, "_pin_thread"):
+            self._end()
 
 
 def _untaken(

@@ -1,0 +1,135 @@
+"""``pin_memory``: a thread of its own pins each batch once it is made, leaves as torch has them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import namedtuple
+from typing import Any
+
+import pytest
+from support import scripts, waiting
+
+pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.torch
+
+from torch.utils import data as theirs  # noqa: E402
+
+from xpool.data import DataLoader, pinning  # noqa: E402
+
+Pair = namedtuple("Pair", "batch text")
+
+THREADS = {"num_workers": 2, "workers": "thread"}
+
+
+class Batch:
+    """Has torch's protocol for batches: `pin_memory`."""
+
+    def __init__(self, items):
+        self.items, self.pinned_by = items, None
+
+    def pin_memory(self):
+        if self.items == [13]:
+            raise ValueError("cannot pin 13")
+        self.pinned_by = threading.current_thread().name
+        return self
+
+
+@pytest.fixture(autouse=True)
+def with_device(monkeypatch):
+    """Pinning is tried without a device too: only batches' own `pin_memory` is called here."""
+    monkeypatch.setattr(pinning, "can_pin", lambda: True)
+    monkeypatch.setattr("xpool.data.epoch.can_pin", lambda: True)
+
+
+def pin_threads():
+    return [one for one in threading.enumerate() if one.name == "xpool-DataLoader-pin"]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("options", [{"num_workers": 2}, THREADS], ids=["processes", "threads"])
+def test_batches_are_pinned_in_a_thread(options, in_order):
+    """Each is pinned there, once, and comes as torch's pinning returns it; the thread ends."""
+    loader = DataLoader(
+        range(12), 2, collate_fn=Batch, pin_memory=True, in_order=in_order, **options
+    )
+    for _ in range(2):
+        got = list(loader)
+        assert {batch.pinned_by for batch in got} == {"xpool-DataLoader-pin"}
+        items = [batch.items for batch in got]
+        assert (items if in_order else sorted(items)) == [[i, i + 1] for i in range(0, 12, 2)]
+    waiting.eventually(lambda: not pin_threads(), "the thread has ended")
+
+
+def test_the_batch_is_pinned_before_it_is_asked_for():
+    """The copy does not wait for the program; a dropped iterator ends the thread."""
+    pinned = threading.Event()
+
+    class Tells(Batch):
+        def pin_memory(self):
+            if self.items == [1]:
+                pinned.set()
+            return super().pin_memory()
+
+    batches = iter(DataLoader(range(40), collate_fn=Tells, pin_memory=True, **THREADS))
+    assert next(batches).items == [0]
+    assert pinned.wait(60)
+    del batches
+    gc.collect()
+    waiting.eventually(lambda: not pin_threads(), "the thread has ended")
+
+
+@pytest.mark.parametrize("options", [{}, THREADS], ids=["inline", "threads"])
+def test_an_error_of_pinning(options):
+    """It is raised in place of its batch, and the epoch goes on."""
+    batches = iter(DataLoader(range(12, 16), collate_fn=Batch, pin_memory=True, **options))
+    assert next(batches).items == [12]
+    with pytest.raises(ValueError, match="cannot pin 13"):
+        next(batches)
+    assert [batch.items for batch in batches] == [[14], [15]]
+
+
+def test_leaves():
+    """What is no tensor comes as from torch's: containers of their types, texts and None as is."""
+    leaves: list[Any] = [
+        "text", b"bytes", None, 3, {1, 2}, range(3), Pair(Batch([1]), "x"), {"a": [Batch([2])]},
+    ]  # fmt: skip
+    for leaf in leaves:
+        got: Any
+        wanted = theirs._utils.pin_memory.pin_memory(theirs.default_convert(leaf))
+        (got,) = DataLoader([leaf], None, pin_memory=True, **THREADS)
+        assert type(got) is type(wanted)
+        if isinstance(got, tuple):
+            assert got[1] == "x" and got[0].pinned_by == "xpool-DataLoader-pin"
+        elif isinstance(got, dict):
+            assert got["a"][0].pinned_by == "xpool-DataLoader-pin"
+        else:
+            assert got == wanted
+
+
+def test_a_program_ends_while_batches_are_pinned():
+    """The thread ends first: a thread in torch's code at the end would abort the process."""
+    scripts.run_ok(
+        ["-"],
+        """
+        import torch
+        from xpool.data import DataLoader, epoch, pinning
+
+        class Slow:
+            def __init__(self, items):
+                pass
+
+            def pin_memory(self):
+                for _ in range(20):
+                    torch.rand(700, 700) @ torch.rand(700, 700)
+                return self
+
+        epoch.can_pin = pinning.can_pin = lambda: True
+        batches = iter(
+            DataLoader(
+                range(9), collate_fn=Slow, pin_memory=True, num_workers=1, workers="thread"
+            )
+        )
+        next(batches)
+        """,
+    )
