@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from multiprocessing import resource_tracker
 
 import pytest
 from support import scripts, work
 from support.limits import PROGRAM_LIMIT, WAIT
 from support.waiting import eventually, wait_gone
+
+from xpool import Pool
 
 from .test_limits import script
 from .test_parent import PARENT, finish, started
@@ -396,6 +400,51 @@ def test_values_held_at_the_end(tmp_path, holder):
             print("bye")
     """
     assert script(tmp_path, text, holder) == ["bye"]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_process_that_was_forked_while_a_worker_started(make_pool, monkeypatch, context):
+    """It has the worker's end of the pipe that multiprocessing watches, and lives on: the worker's
+    death is seen nevertheless."""
+    bystanders: list[int] = []
+    pipe = os.pipe
+
+    def forking_pipe() -> tuple[int, int]:
+        ends = pipe()
+        if inside and not bystanders:  # as another thread may, between any two instructions
+            bystanders.append(os.fork())
+            if bystanders == [0]:
+                signal.pause()
+                os._exit(0)
+        return ends
+
+    inside: list[bool] = []
+    start = multiprocessing.process.BaseProcess.start
+
+    def starting(process):
+        inside.append(True)
+        try:
+            start(process)
+        finally:
+            inside.clear()
+
+    if context == "spawn":
+        resource_tracker.ensure_running()  # has a pipe of its own
+    monkeypatch.setattr(os, "pipe", forking_pipe)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", starting)
+    try:
+        pool = make_pool(Pool, 1, context=context)
+        pid = pool.apply(os.getpid)
+        assert len(bystanders) == 1
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: pool.statistics()["deaths"] == 1, "the death is seen")
+        assert pool.apply(abs, (-1,)) == 1
+        pool.terminate()
+        pool.join(WAIT)
+    finally:
+        for bystander in bystanders:
+            os.kill(bystander, signal.SIGKILL)
+            os.waitpid(bystander, 0)
 
 
 def test_a_signal_handler_uses_the_pool_while_another_thread_does(make_pool):

@@ -415,7 +415,8 @@ class ProcessLauncher:
 
     def __init__(self, context: BaseContext) -> None:
         self._context = context
-        self.forks = context.get_start_method() == "fork"
+        self._method = context.get_start_method()
+        self.forks = self._method == "fork"
         if self.forks:  # once, instead of in each worker
             for name in PRELOAD:
                 importlib.import_module(name)
@@ -435,10 +436,10 @@ class ProcessLauncher:
                 with socket.socket(fileno=os.dup(ours.fileno())) as sock:
                     # Descriptors travel with a byte at least (unix(7)).
                     socket.send_fds(sock, [b"B"], [boot.fileno()])
-        return _Process(process)
+        return _Process(process, own_child=self._method != "forkserver")
 
     def _start(self, process: Any) -> None:
-        if self._context.get_start_method() == "spawn":
+        if self._method == "spawn":
             from multiprocessing import resource_tracker
 
             resource_tracker.ensure_running()  # else `start` does so, and unblocks SIGINT after it
@@ -461,12 +462,18 @@ def _enter_through(connection: Any, inherited: Any) -> None:
 
 
 class _Process:
-    def __init__(self, process: Any) -> None:
+    def __init__(self, process: Any, *, own_child: bool) -> None:
         self._process = process
         self.stepped_aside = False
         self.problem: Exception | None = None
         self.pid: int | None = process.pid
-        self.sentinel: int = process.sentinel
+        self._pidfd: int | None = None
+        # The sentinel of multiprocessing is a pipe, whose other end the child has.  A process that
+        # another thread forks meanwhile has it, too: then the death of the child is not seen.
+        if own_child and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):  # it has ended, and another thread has reaped it
+                self._pidfd = os.pidfd_open(process.pid)
+        self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
         self.exitcode: int | None = None
 
     def ended(self) -> bool:
@@ -474,7 +481,8 @@ class _Process:
 
         if not connection.wait([self.sentinel], 0):
             return False
-        self._process.join(1)  # the sentinel closes a moment before the status can be had
+        if self._pidfd is None:
+            self._process.join(1)  # the sentinel closes a moment before the status can be had
         self.exitcode = self._process.exitcode
         return True
 
@@ -488,6 +496,8 @@ class _Process:
                 return  # of who the program was before: the lifeline has to do
 
     def close(self) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
         if self.exitcode is not None:
             # Else the program ignores SIGCHLD and there is no status: multiprocessing thinks
             # that it still runs, and would refuse.
