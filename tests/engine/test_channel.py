@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import struct
 import threading
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from xpool._engine import channel as channel_module
@@ -42,8 +43,8 @@ def box():
     box.close()
 
 
-def frame(body):
-    return TO_PARENT.pack(11, 0, 1, len(body), 0, 0) + body
+def frame(number, body):
+    return TO_PARENT.pack(number, 11, 0, len(body), 1, 0, 0) + body
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,12 +56,12 @@ def test_frames_survive_any_cut(sizes, cuts):
     """However the bytes of a pipe are cut, the same frames come out, in order."""
     bodies = [os.urandom(1) * n for n in sizes]
     cuts = [*cuts, 50_000]  # so that it takes no thousands of turns
-    stream = b"".join(map(frame, bodies))
+    stream = b"".join(frame(k, body) for k, body in enumerate(bodies, 1))
     r, w = os.pipe()
     os.set_blocking(r, False)
     os.set_blocking(w, False)
     try:
-        reader = FrameReader(r, TO_PARENT.size)
+        reader = FrameReader(r)
         got = []
         at = turn = 0
         while at < len(stream) or not reader.dry:
@@ -81,9 +82,9 @@ def test_frames_survive_any_cut(sizes, cuts):
 def test_a_frame_that_was_cut_short(pipe):
     """The end of the pipe in the middle of a frame is seen as such."""
     r, w = pipe
-    os.write(w, frame(b"whole") + frame(b"y" * 100)[:50])
+    os.write(w, frame(1, b"whole") + frame(2, b"y" * 100)[:50])
     os.close(w)
-    reader = FrameReader(r, TO_PARENT.size)
+    reader = FrameReader(r)
     assert [bytes(body) for _, body in reader.frames()] == [b"whole"]
     assert list(reader.frames()) == [] and reader.ended and reader.partial
 
@@ -91,9 +92,33 @@ def test_a_frame_that_was_cut_short(pipe):
 def test_a_frame_too_large_to_be_true(pipe):
     """A size that nobody can have meant is refused before memory is taken for it."""
     r, w = pipe
-    os.write(w, TO_PARENT.pack(11, 0, 1, 2**50, 0, 0))
+    os.write(w, TO_PARENT.pack(1, 11, 0, 2**50, 0, 0, 0))
     with pytest.raises(ValueError, match="bytes is announced"):
-        list(FrameReader(r, TO_PARENT.size).frames())
+        list(FrameReader(r).frames())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=1, max_size=2 * TO_PARENT.size), st.integers(0, 200), st.integers(0, 3))
+@example(frame(1, b""), 0, 1)
+@example(frame(3, b"x" * 100)[:-99], 0, 2)
+@example(TO_PARENT.pack(0, 11, 0, 2**20, 1, 0, 0), 0, 1)
+@example(bytes(1), 0, 0)
+def test_bytes_of_another_writer(stray, size, before):
+    """What a task writes between two messages is no part of the next one: that would never end."""
+    assume(not stray.startswith(struct.pack("<I", before + 1)))  # else it is forged
+    r, w = os.pipe()
+    os.set_blocking(r, False)
+    try:
+        for number in range(1, before + 1):
+            os.write(w, frame(number, b"x"))
+        os.write(w, stray + frame(before + 1, b"y" * size))
+        reader = FrameReader(r)
+        with pytest.raises(ValueError, match=f"instead of {before + 1}$"):
+            for taken, (head, body) in enumerate(reader.frames(), 1):
+                assert (head[0], bytes(body)) == (taken, b"x")
+    finally:
+        os.close(r)
+        os.close(w)
 
 
 def test_what_the_pipe_does_not_take_is_kept(pipe):

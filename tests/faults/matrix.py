@@ -72,7 +72,7 @@ HOSTILE: dict[str, dict[str, str]] = {
     "tasks": {**_NOWAY, "closed": "answered"},
     "answers": {
         "garbage": "InternalError", "empty": "answered", "closed": "WorkerDied (exit code 1)",
-        "truncated": "TaskTimeout", "replayed": "answered",
+        "truncated": "TaskTimeout", "replayed": "InternalError",
     },
     "lifeline": {**_NOWAY, "closed": "answered"},
     "page": {

@@ -17,7 +17,7 @@ from xpool._engine.reactor import Reactor
 from xpool._engine.worker import WorkerProcess
 from xpool._wire.outbox import HEADER, NO_LIMIT, Outbox
 from xpool._wire.pipes import FrameReader, FrameWriter
-from xpool._wire.wire import TO_PARENT, Refusal
+from xpool._wire.wire import Refusal
 
 from .seeds import World
 
@@ -394,6 +394,6 @@ class _SimInlet(FrameReader):
     __slots__ = ("_read", "_readv")
 
     def __init__(self, kernel: Kernel, fd: int) -> None:
-        super().__init__(fd, TO_PARENT.size)
+        super().__init__(fd)
         self._read: Any = kernel.read
         self._readv: Any = kernel.readv

@@ -56,15 +56,16 @@ def end_in_collection(how: str) -> str:
 
 def end_half_written(how: str, size: int, box: str | None = None) -> bytes:
     """End when half of the message with the result is in the pipe."""
-    from xpool._wire.wire import TO_PARENT
     from xpool._worker.protocol import Replies
 
     Replies.small = -1  # not into the outbox, where it would be whole
-    write = os.write
+    write, heads = os.write, 0
 
     def half(fd: int, part: Any) -> int:
+        nonlocal heads
         view = memoryview(part)
-        if len(view) == TO_PARENT.size and TO_PARENT.unpack(view)[3]:
+        heads += 1
+        if heads == 1:
             return write(fd, view)  # the head alone: what it announces comes next
         os.write = write
         for begin in range(0, len(view) // 2, 4096):  # the pipe takes what the parent reads

@@ -113,9 +113,7 @@ def _messages(name: str, way: str) -> list[bytes]:
         "garbage": [JUNK[:64]] * 3,
         "empty": [b""] * 3,
         "truncated": [_long_answer() if name == "answers" else whole[: len(whole) // 2]],
-        # In one piece, where pieces are nothing: else the second could be taken for the answer of
-        # a task that the worker is given meanwhile.
-        "replayed": [whole * 3] if name == "answers" else [whole] * 3,
+        "replayed": [whole] * 3,
     }[way]
 
 
@@ -123,12 +121,19 @@ def _answer() -> bytes:
     from xpool.pickle import encode
 
     body = bytes(encode("replayed"))
-    return TO_PARENT.pack(ANSWER, 0, 0, len(body), 0, 0) + body
+    return TO_PARENT.pack(_sent(), ANSWER, 0, len(body), 0, 0, 0) + body
 
 
 def _long_answer() -> bytes:
-    """Return the beginning of an answer whose end never comes."""
-    return TO_PARENT.pack(ANSWER, 0, 0, 10**6, 0, 0) + JUNK[:100]
+    """Return the beginning of the next answer, whose end never comes."""
+    return TO_PARENT.pack(_sent() + 1, ANSWER, 0, 10**6, 0, 0, 0) + JUNK[:100]
+
+
+def _sent() -> int:
+    """Return the number of the worker's last message."""
+    from xpool._worker.protocol import Replies
+
+    return next(one for one in gc.get_objects() if type(one) is Replies)._sent
 
 
 def _record() -> bytes:

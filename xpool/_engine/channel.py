@@ -22,7 +22,6 @@ from xpool._memory.arena import Arena
 from xpool._python import at_fork
 from xpool._wire.outbox import NO_LIMIT, Outbox, make_file
 from xpool._wire.pipes import FrameReader, FrameWriter
-from xpool._wire.wire import TO_PARENT
 from xpool._worker.entry import ONE, SEVERAL
 
 __all__ = ["Channel", "PipeChannel", "bundle", "owned"]
@@ -167,7 +166,7 @@ class PipeChannel:
             for fd in theirs:
                 os.close(fd)
         self.writer, self.box = FrameWriter(task_w), box
-        self.reader = FrameReader(answer_r, TO_PARENT.size)
+        self.reader = FrameReader(answer_r)
         self._lifeline: int | None = life_w
         self.poller: Any = select.poll()
         self.poller.register(answer_r, select.POLLIN)

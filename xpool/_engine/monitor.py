@@ -28,7 +28,6 @@ from xpool._wire.wire import (
     GREETING,
     READY,
     SKIPPED,
-    TO_PARENT,
     WIRE,
     Refusal,
     stop_frame,
@@ -141,7 +140,7 @@ class WorkerMonitor:
             kind = ENDED
             try:
                 for head, body in frames:
-                    kind, errors, count, _, mark, nanos = TO_PARENT.unpack(head)
+                    _, kind, errors, _, count, mark, nanos = head
                     if not self.stopped:  # else all was answered when the pool was terminated
                         self._understand(worker, kind, errors, count, body, mark, nanos)
                         break

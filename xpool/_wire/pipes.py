@@ -10,9 +10,10 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from xpool._memory.buffers import new_buffer
-from xpool._wire.wire import Parts
+from xpool._wire.wire import TO_PARENT, Parts
 
 __all__ = ["FrameReader", "FrameWriter", "BlockingFrameReader", "write_all"]
 
@@ -115,24 +116,23 @@ class FrameWriter:
 class FrameReader:
     """The parent's end of the pipe from a worker: yields the frames that have arrived whole.
 
-    Bytes 8 to 16 of every head are the size of the body.  One thread at a time uses it, under the
-    engine's lock.  ``fd`` must be non-blocking.
+    One thread at a time uses it, under the engine's lock.  ``fd`` must be non-blocking.
     """
 
-    __slots__ = ("_at", "_head", "body", "buffer", "dry", "ended", "fd", "head_size", "limit")
+    __slots__ = ("_at", "_head", "_number", "body", "buffer", "dry", "ended", "fd", "limit")
 
     _read = staticmethod(os.read)
     _readv = staticmethod(os.readv)
 
-    def __init__(self, fd: int, head_size: int, limit: int = MOST) -> None:
+    def __init__(self, fd: int, limit: int = MOST) -> None:
         self.fd = fd
-        self.head_size = head_size
         self.limit = limit
+        self._number = 1  # of the next frame
         self.ended = False
         self.dry = False  # the last read found nothing
         self.buffer = b""
         # A body that needs several reads is received in place, without further copies.
-        self._head: bytes | None = None
+        self._head: tuple[Any, ...] | None = None
         self.body: memoryview | None = None
         self._at = 0
 
@@ -146,8 +146,14 @@ class FrameReader:
         """How many bytes of the incomplete frame have arrived."""
         return self._at if self.body is not None else len(self.buffer)
 
-    def frames(self) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Yield (head, body) for each frame that is complete after one read of the pipe."""
+    def frames(self) -> Iterator[tuple[tuple[Any, ...], bytes | memoryview]]:
+        """Yield (head, body) for each frame that is complete after one read of the pipe.
+
+        The head is unpacked by `TO_PARENT`.
+
+        Raises:
+            ValueError: the bytes are no frame, or not the next one.
+        """
         self.dry = False
         if self.body is not None:
             if not self._receive():
@@ -169,21 +175,25 @@ class FrameReader:
         if self.buffer:
             data = self.buffer + data
             self.buffer = b""
-        size = self.head_size
+        size = TO_PARENT.size
         # Only this generator holds the frames after the one it yields, until it has ended.
         at, end = 0, len(data)
         while end - at >= size:
-            n = int.from_bytes(data[at + 8 : at + 16], "little")
+            head = TO_PARENT.unpack_from(data, at)
+            n = head[3]
+            if head[0] != self._number:
+                raise ValueError(f"a frame has number {head[0]} instead of {self._number}")
             if n > self.limit:
                 # Refuse it before memory is allocated for it.
                 raise ValueError(f"a frame of {n} bytes is announced, more than {self.limit}")
             stop = at + size + n
-            head = data[at : at + size]
             if stop <= end:
+                self._number = (self._number + 1) % 2**32
                 yield head, data[at + size : stop]
                 at = stop
                 continue
             if n > READ:
+                self._number = (self._number + 1) % 2**32
                 self._head = head
                 self.body = memoryview(new_buffer(n))
                 got = data[at + size :]

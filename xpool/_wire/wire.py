@@ -15,7 +15,9 @@ To a worker::
 
 From a worker::
 
-    kind u8, errors u8, count u32, size u64, mark u64, nanos u64 | `size` bytes
+    number u32, kind u8, errors u8, size u64, count u32, mark u64, nanos u64 | `size` bytes
+    number  of the message, from 1. Other bytes here are not the worker's: a task has written to the
+            pipe, perhaps when nothing was to come. They must not be read as the next message.
     ANSWER  `count` answers lie in the outbox, which now ends at `mark`.  If size > 0, the body is
             one more answer after them (an entry without its size).  `errors`: bit 0, some answers
             in the outbox are errors or name blocks of the arena; bit 1, the body is an error;
@@ -51,15 +53,14 @@ __all__ = [
 Parts = list[bytes | memoryview]
 """The pieces of a frame, to be written one after the other."""
 
-WIRE = 2
+WIRE = 3
 
 STEPPED_ASIDE = 75
 """Exit code of a stand-in (`_worker/provisional`) that leaves its first task to its successor."""
 
-# In both, bytes 8 to 16 are the size, which `FrameReader` reads.  `_worker/entry` has a copy of the
-# first, since it may not import this module.
+# `_worker/entry` has a copy of the first, since it may not import this module.
 TO_WORKER = struct.Struct("<BxxxIQ")
-TO_PARENT = struct.Struct("<BBxxIQQQ")
+TO_PARENT = struct.Struct("<IBBxxQIxxxxQQ")
 WANTED = LINK = struct.Struct("<IIQ")
 # TO_WORKER and the table of a single item in one struct: one `pack` makes the head of a call.
 _ONE_TASK = struct.Struct("<BxxxIQQQ")

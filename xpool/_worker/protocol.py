@@ -60,15 +60,19 @@ class Replies:
         self._write, self._clock = write, clock
         self._count = 0  # answers in the outbox of which the parent has not been told
         self._errors = 0
+        self._sent = 0  # messages
         # Answers with blocks and their numbers, kept until the parent has taken hold of the blocks.
         self.kept: deque[tuple[int, Leased]] = deque()
         self._leased = 0
         self._since = clock()  # when the first of the untold answers was begun
         self._rung = self._since
 
+    def _head(self, kind: int, errors: int, size: int, count: int, nanos: int) -> bytes:
+        self._sent = number = (self._sent + 1) % 2**32
+        return TO_PARENT.pack(number, kind, errors, size, count, self.box.tail, nanos)
+
     def _frame(self, kind: int, body: bytes | memoryview, count: int = 0) -> None:
-        head = TO_PARENT.pack(kind, 0, count, len(body), self.box.tail, 0)
-        self._write([head, body])
+        self._write([self._head(kind, 0, len(body), count, 0), body])
 
     def ready(self, mapped: bool) -> None:
         """Tell the parent to send tasks; ``mapped``: their buffers may lie in the arena."""
@@ -125,8 +129,7 @@ class Replies:
             return
         now = self._clock()
         nanos = int((now - self._since) * 1e9)
-        errors = self._errors | error
-        head = TO_PARENT.pack(ANSWER, errors, self._count, len(payload), self.box.tail, nanos)
+        head = self._head(ANSWER, self._errors | error, len(payload), self._count, nanos)
         self._count = self._errors = 0
         self._since = self._rung = now
         self.box.begin_turn(now)
