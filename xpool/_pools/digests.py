@@ -16,7 +16,7 @@ PLAIN = ATOMS | {list, tuple, dict}
 def hashed(*parts: Any) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
-        # With their lengths: the parts of two objects may be the same in a row.
+        # With its length, so that other divisions of the same bytes give other digests.
         digest.update(b"%d " % memoryview(part).nbytes)
         digest.update(part)
     return digest.digest()[:16]
@@ -28,9 +28,9 @@ def marshalled(obj: Any) -> bytes:
 
 
 def is_plain(obj: Any) -> bool:
-    """Whether an object is made of lists, tuples, dicts and atoms alone, to a moderate depth.
+    """Whether an object consists of lists, tuples, dicts and atoms alone, at most 20 levels deep.
 
-    Level by level, since a table of a million rows takes seconds by a call for each.
+    It goes level by level, since a call for each of a million rows would take seconds.
     """
     level: list[Any] = [obj]
     for _ in range(20):
@@ -45,7 +45,7 @@ def is_plain(obj: Any) -> bool:
         if kinds <= ATOMS:
             return True
         level = [one for one in inside if type(one) not in ATOMS]
-        # What is in many places would be written in each of them.
+        # `marshal` would write an object that occurs twice twice.
         if len(set(map(id, level))) < len(level):
             return False
     return False

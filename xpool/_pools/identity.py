@@ -1,13 +1,13 @@
-"""What the results of a function depend on, as far as it can be seen from outside.
+"""Finds what the results of a function depend on, as far as the function refers to it.
 
-An `Identity` follows a function to all that it leads to: its code, the functions, classes and
-modules of the program that it names, the values of globals, of enclosed variables, of defaults, of
-the object that it is bound to.  Each of these is a *part*, with a name for people and a digest that
-is the same in each run of the program: of values, not of where they lie; without the order of sets;
-without the lines of the code.
+An `Identity` follows a function's references: its code; the functions, classes and modules of the
+program that it names; the values of globals, enclosed variables, defaults and of the object that it
+is bound to.  Each of these is a *part*.  A part has a name for error texts, and a digest that is
+the same in each run of the program: it depends on values, but not on addresses, the order of sets
+or the line numbers of code.
 
-Installed packages are known by their names and versions.  docs/guides/crashes.md says what is not
-seen.
+Installed packages are represented by their names and versions.  docs/guides/crashes.md says which
+dependencies are not found.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _OF_MODULES = frozenset(
     {"__name__", "__file__", "__doc__", "__spec__", "__loader__", "__package__", "__path__"}
     | {"__builtins__", "__cached__", "__annotations__", "__module__", "__qualname__"}
 )
-"""Globals that every module has, and names in the bodies of classes."""
+"""Globals that every module has, and names that every class body has."""
 
 _OF_CLASSES = frozenset(
     {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__"}
     | {"__static_attributes__", "__annotations__", "__annotate__", "__annotate_func__"}
     | {"__annotations_cache__", "__conditional_annotations__", "_abc_impl"}
 )
-"""Attributes of classes that say nothing about what their objects do."""
+"""Attributes of classes that do not affect what their objects do."""
 
 
 class Unknown(Exception):
@@ -83,10 +83,10 @@ class Unknown(Exception):
 
 
 class _Context:
-    """What reducers see of the pickler that calls them."""
+    """The attributes of a pickler that reducers use."""
 
     recurse = False
-    blob = True  # a lock is a lock, whatever its state
+    blob = True  # the state of a lock does not count
     follow = False
 
     def __init__(self) -> None:
@@ -98,30 +98,30 @@ class _Context:
 
 
 class _Node:
-    """Something with parts of its own."""
+    """An object with parts of its own: a function, a class, a module, a global, or an item."""
 
     __slots__ = ("leads_to", "parts", "unknown")
 
     def __init__(self) -> None:
         self.parts: dict[str, str] = {}
-        self.unknown: Unknown | None = None  # why it has not all of its parts
-        self.leads_to: set[str] = set()  # labels of other nodes
+        self.unknown: Unknown | None = None  # why a part is missing
+        self.leads_to: set[str] = set()  # labels of the nodes that it refers to
 
 
 class Identity:
-    """Parts of a function, and of its items.  Used by one thread at a time."""
+    """The parts of a function and of its items.  Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._nodes: dict[str, _Node] = {}
-        self._labels: dict[Any, str] = {}  # of nodes, by what they are of
+        self._labels: dict[Any, str] = {}  # labels of nodes, by their keys
         self._taken = Counter[str]()
-        self._nameless: set[str] = set()  # labels of what is not found by its own name
+        self._nameless: set[str] = set()  # labels of objects that their names do not lead to
         self._todo: deque[tuple[_Node, Callable[[_Node], None]]] = deque()
-        self._held: list[Any] = []  # what `_labels` knows by its `id`
-        # Of the node, or item, that is looked at:
+        self._held: list[Any] = []  # keeps the objects alive whose `id` is a key of `_labels`
+        # Of the current node or item:
         self._leads_to: set[str] = set()
         self._memo: dict[int, bytes] = {}
-        self._alive: list[Any] = []  # what `_memo` knows by its `id`
+        self._alive: list[Any] = []  # keeps the objects alive whose `id` is a key of `_memo`
         self._above: dict[int, int] = {}
 
     def of_function(self, func: Any, beside: dict[str, Any]) -> dict[str, str]:
@@ -129,7 +129,7 @@ class Identity:
 
         Args:
             func: the function.
-            beside: more that its results depend on, by name: what a pool's workers begin with.
+            beside: further objects that its results depend on, by name.
 
         Raises:
             Unknown: a part has no digest.
@@ -140,20 +140,21 @@ class Identity:
         return self._parts_of(root)
 
     def of_item(self, item: Any) -> tuple[bytes, dict[str, str]]:
-        """Return the digest of an item, and the parts of what it leads to.
+        """Return the digest of an item, and the parts of the objects that it refers to.
 
-        Where it holds a function or class without a name of its own (a lambda, a local class), all
-        that it leads to is in the digest, and there are no parts.
+        If it holds a function or class that its name does not lead to (a lambda, a local class),
+        the digest includes all parts, and no parts are returned.
 
         Raises:
             Unknown: it has no digest.
         """
         kind = type(item)
-        if kind in ATOMS:  # a microsecond, where a node takes five
+        if kind in ATOMS:  # takes a microsecond; a node takes five
             return hashed(marshalled(item)), {}
         digest, parts = self._digest_and_parts(item)
         if not self._leads_to.isdisjoint(self._nameless):
-            # Looked at by itself: what has no name is numbered, here after earlier items.
+            # With a new `Identity`: nameless objects are numbered, here after those of earlier
+            # items.
             digest, parts = Identity()._digest_and_parts(item)
             return hashed(digest, repr(sorted(parts.items())).encode()), {}
         return digest, parts
@@ -175,13 +176,13 @@ class Identity:
         except Unknown as exc:
             node.unknown = exc
         finally:
-            # Values may change, and an `id` may come to be another's.
+            # Values may change, and an `id` may be reused.
             self._memo.clear()
             self._alive.clear()
             self._above.clear()
 
     def _parts_of(self, root: _Node) -> dict[str, str]:
-        """Return the parts of a node and of all that it leads to."""
+        """Return the parts of a node and of all nodes that it leads to."""
         while self._todo:
             self._look(*self._todo.popleft())
         parts, seen, todo = dict[str, str](), set[str](), [root]
@@ -195,7 +196,8 @@ class Identity:
         return parts
 
     def _node(self, key: Any, label: str, held: Any, fill: Callable[[str], Any]) -> bytes:
-        """Lead to a node, made where there is none; ``fill(label)`` returns what fills it."""
+        """Refer to a node, and make it if it is new; ``fill(label)`` returns the filling
+        function."""
         known = self._labels.get(key)
         if known is None:
             self._taken[label] += 1
@@ -215,8 +217,8 @@ class Identity:
         except Unknown as exc:
             exc.part = name
             raise
-        # Numbers can be told to people; texts may be secrets.
-        name = name.encode("utf-8", "backslashreplace").decode()  # an attribute's may be any text
+        # Errors show numbers, but not texts, which may be secret.
+        name = name.encode("utf-8", "backslashreplace").decode()  # attributes may have any name
         shown = type(value) in _SHOWN and not (type(value) is int and abs(value) >= 1 << 64)
         node.parts[name] = repr(value) if shown else digest
 
@@ -238,12 +240,12 @@ class Identity:
             self._part(node, name, value)
 
     def _fill_object(self, node: _Node, obj: Any) -> None:
-        """A part for each attribute of an object, where that is all there is to it."""
+        """Add a part for each attribute of an object, if it pickles by its attributes alone."""
         name = label_of(type(obj))
         if attributes_of(obj) and wrapped_by(obj) is None:
             try:
                 reduced = self._reduced(obj)
-            except Exception as exc:  # of any object's own; with its name, below
+            except Exception as exc:  # from the object's own methods; `_part` below names it
                 if by_handler(exc):
                     raise
                 reduced = ()
@@ -262,7 +264,7 @@ class Identity:
         if is_program(module):
             fill = self._fill_function
         elif is_program(function.__module__) or not is_found(function):
-            fill = self._fill_closure  # of a decorator that a library has
+            fill = self._fill_closure  # made by a library's decorator
         else:
             fill = self._fill_installed
         label = label_of(function)
@@ -306,7 +308,8 @@ class Identity:
     def _global(
         self, values: dict[str, Any], name: str, attributes: set[str], seen: set[int]
     ) -> None:
-        """Lead to a global; of a module of the program, to those of its globals that code names."""
+        """Refer to a global; if it is a module of the program, also to its globals in
+        ``attributes``."""
         value = values[name]
         label = f"the global {name} of {module_name(values.get('__name__'))}"
         self._node(
@@ -315,7 +318,7 @@ class Identity:
             values,
             lambda label: lambda node: self._part(node, label, value),
         )
-        # By its type: any object may have a `__class__` of its own, or raise where it is asked for.
+        # By its type: `__class__` may be overridden, and may raise.
         module = issubclass(type(value), ModuleType) and is_program(value.__name__)
         if module and id(value) not in seen:
             seen.add(id(value))
@@ -336,7 +339,7 @@ class Identity:
 
     def _fill_class(self, node: _Node, label: str, cls: type) -> None:
         self._part(node, f"the bases of {label}", (type(cls), *cls.__bases__))
-        # A metaclass of a library may keep what it likes in its classes.
+        # A library's metaclass may store anything in its classes.
         own = is_program(type(cls).__module__) or type(cls).__module__ in _METACLASSES
         for name, value in sorted(vars(cls).items()):
             if name in _OF_CLASSES:
@@ -352,14 +355,14 @@ class Identity:
         return hashed(b"module", module_name(module.__name__).encode("utf-8", "surrogatepass"))
 
     def _import(self, name: str) -> None:
-        """A module that a function imports counts as a whole: it may not be there yet."""
+        """Add an imported module as a whole, from its file: it may not be imported yet."""
         if name in MAIN_NAMES or ("module", name) in self._labels:
             self._leads_to.add(self._labels.get(("module", name), ""))
             self._leads_to.discard("")
             return
         try:
             found = module_code(name)
-        except Exception as exc:  # of any finder, or of a text that does not compile
+        except Exception as exc:  # from an import finder, or a file that does not compile
             if by_handler(exc):
                 raise
             found = None
@@ -379,7 +382,7 @@ class Identity:
         self._node(("module", name), f"the module {name}", None, fill)
 
     def _installed(self, module: Any) -> None:
-        """Note the version of the package, if the module is of one."""
+        """Add the version of an installed module's package."""
         found = None if is_program(module) else version_of(module)
         if found is not None:
             label = f"the version of {found[0]}"
@@ -388,7 +391,7 @@ class Identity:
             )
 
     def _follow(self, annotations: Iterable[Any], values: dict[str, Any]) -> None:
-        """Classes of the program that annotations name: of arguments, whose methods are called."""
+        """Add the program's classes that annotations name: their methods may be called."""
         for one in annotations:
             cls = values.get(one) if isinstance(one, str) else one
             if isinstance(cls, type) and is_program(cls.__module__):
@@ -404,7 +407,7 @@ class Identity:
         known = self._memo.get(id(obj))
         if known is not None:
             return known
-        if id(obj) in self._above:  # it holds itself
+        if id(obj) in self._above:  # the object holds itself
             return hashed(b"above", str(len(self._above) - self._above[id(obj)]).encode())
         self._above[id(obj)] = len(self._above)
         try:
@@ -413,7 +416,7 @@ class Identity:
             raise
         except RecursionError as exc:
             raise Unknown("something that is nested too deeply") from exc
-        except Exception as exc:  # of any object's own attributes and methods
+        except Exception as exc:  # from the object's own methods
             if by_handler(exc):
                 raise
             raise Unknown(f"a {label_of(kind)} ({exc})") from exc
@@ -452,9 +455,9 @@ class Identity:
             return hashed(b"builtin", f"{obj.__module__}.{obj.__qualname__}".encode())
         if kind is MethodType:
             return self._values(b"method", (obj.__func__, obj.__self__))
-        if kind is Broadcast:  # its reference is another in each run
+        if kind is Broadcast:  # by its content, since its reference differs in each run
             return hashed(b"broadcast", obj.content())
-        if kind in _TYPES_BY_NAME:  # pickled, one has a number that is new in each run
+        if kind in _TYPES_BY_NAME:  # its pickle has a number that differs in each run
             about = [getattr(obj, name, None) for name in _ABOUT_TYPES]
             return self._values(b"type", (kind, *about))
         if isinstance(obj, _WITHOUT_VALUE):
@@ -493,7 +496,7 @@ _WITHOUT_VALUE: tuple[type, ...] = (
     weakref.WeakSet,
     threading.local,
 )
-"""What holds nothing of its own, or something else in each thread."""
+"""Classes of objects without a value of their own, or with another value in each thread."""
 
 
 def _listed(items: Any) -> Any:

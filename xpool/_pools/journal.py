@@ -1,10 +1,10 @@
-"""`journal=`: results are written down, and not computed again by the next run of the program.
+"""`journal=`: results are stored, and the next run of the program does not compute them again.
 
-Answers of tasks go to a thread that writes them to an SQLite database, some at a time, and only
-then to the consumer.  So each result that a program has seen is there after any crash of it.
+A thread writes answers of tasks to an SQLite database, several at a time, and only then passes them
+to the consumer.  So each result that a program has received survives any crash of the program.
 
-A journal belongs to one function, as it was when the journal was made: `Identity` says what that
-is.  Where a part of it has changed the journal is refused, with the name of the part.
+A journal belongs to one function in one state, which `Identity` describes by parts.  If a part has
+changed, the journal is refused with an error that names the part.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from xpool.pickle import decode, dumps
 __all__ = ["Journal", "Recorded", "Stored"]
 
 AT_ONCE = 1000
-"""Answers that are written together, at most."""
+"""The most answers that are written in one transaction."""
 
 LOCK_SECONDS = 30.0
-"""How long to wait for another program that writes to the same journal."""
+"""Seconds to wait for another program that writes to the same journal."""
 
 NAMED = 5
-"""Changed parts that an error names, at most."""
+"""The most changed parts that an error names."""
 
-_APPLICATION = 0x78504A4C  # of the database: "xPJL"
+_APPLICATION = 0x78504A4C  # SQLite's application id of a journal: "xPJL"
 _FORMAT = 2
 
 _TABLES = (
@@ -82,7 +82,7 @@ class Stored(Parcel):
 
 
 class Refused(Parcel):
-    """Results, some of which cannot be written down: these are errors."""
+    """The results of an answer; those that cannot be pickled are errors."""
 
     __slots__ = ("_values", "_weight", "count")
 
@@ -92,7 +92,7 @@ class Refused(Parcel):
 
     @property
     def nbytes(self) -> int:
-        # It is counted as the answer in whose place it is.
+        # It counts as much as the answer that it replaces.
         return self._weight - self.count * BOOKKEEPING
 
     def open(self) -> list[Any]:
@@ -103,14 +103,14 @@ class Journal:
     """The results of one function, by the keys of its items.  Any thread may call its methods.
 
     Args:
-        path: of the database; made where there is none.
+        path: of the database; it is made if it does not exist.
         func: the function.
         key: returns a str, bytes or an int for an item; None: the digest of its value.
-        version: what the function is known by, with its name; None: by all that it leads to.
-        beside: more that results depend on, by name: what the workers begin with.
+        version: identifies the function, together with its name; None: all its parts do.
+        beside: further objects that results depend on, such as the initializer, by name.
 
     Raises:
-        OptionError: the journal is of another function or version, or it is no journal.
+        OptionError: the journal is of another function or version, or the file is not a journal.
         sqlite3.Error: the file cannot be opened, or is locked.
     """
 
@@ -125,13 +125,13 @@ class Journal:
         if key is not None:
             check_callable("key", key)
         self._key = key
-        # An empty path, and ":memory:", are databases without a file to SQLite.
+        # Absolute, since SQLite makes a database without a file for "" and ":memory:".
         self.path = os.path.abspath(os.fsdecode(path))
         self._name = name_of(func)
         self._identity = Identity()
-        # None: a version says what the function is, so nothing of it is looked at.
+        # None: the version identifies the function, so its parts are not computed.
         self._parts = self._parts_of(func, beside) if version is None else None
-        self._known: set[str] = set()  # parts of items that are as they were
+        self._known: set[str] = set()  # names of parts of items that are unchanged
         self._lock = threading.Lock()  # guards the connection
         with self._named():
             self._base = sqlite3.connect(
@@ -157,25 +157,25 @@ class Journal:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Errors of SQLite say which file they are about."""
+        """Add the path to SQLite's errors."""
         try:
             yield
         except sqlite3.Error as exc:
-            # Locked, full, or not there: that says nothing about what is in the file.
+            # A subclass: locked, full or missing, which says nothing about the file's content.
             if type(exc) is not sqlite3.DatabaseError:
                 raise type(exc)(f"{exc} (the journal {self.path})") from exc
             raise OptionError(f"{self.path} is not a journal: {exc}") from exc
 
     def _begin(self, version: Version | None) -> None:
         base = self._base
-        # Before anything is changed in it; at once, since another program may be making it.
+        # Check before changing the file.  In a transaction, since another program may be making it.
         with self._transaction("DEFERRED"):
             self._check_kind()
-        # Commits wait for no disk: a crash of the program loses none of them, one of the machine
-        # maybe the last (sqlite.org/pragma.html#pragma_synchronous).
+        # Commits do not wait for the disk: a crash of the program loses none of them, a crash of
+        # the machine may lose the last (sqlite.org/pragma.html#pragma_synchronous).
         self._use_wal()
         base.execute("PRAGMA synchronous=NORMAL")
-        # At once for writing: of two programs that begin it, one finds what the other has made.
+        # A write transaction: of two programs that begin the journal, one finds the other's tables.
         with self._transaction():
             if self._check_kind():
                 self._compare(version)
@@ -188,8 +188,8 @@ class Journal:
             self._add_parts(parts, False)
 
     def _use_wal(self) -> None:
-        # Of two programs that change the mode of a new file at once, SQLite refuses one without
-        # waiting for `timeout`: each reads the file and waits for the other to stop reading it.
+        # If two programs change the mode of a new file at once, SQLite refuses one without waiting
+        # for `timeout`, since each reads the file and waits for the other reader.
         until = time.monotonic() + LOCK_SECONDS
         while True:
             try:
@@ -201,7 +201,7 @@ class Journal:
             time.sleep(random.uniform(0.001, 0.01))
 
     def _check_kind(self) -> bool:
-        """Whether it is a journal already, not a new file; anything else is refused."""
+        """Whether the file is a journal; False: it is new.  Any other file is refused."""
         base = self._base
         (application,) = base.execute("PRAGMA application_id").fetchone()
         (version,) = base.execute("PRAGMA user_version").fetchone()
@@ -223,7 +223,7 @@ class Journal:
         return False
 
     def _compare(self, version: Version | None) -> None:
-        """Refuse a function that is not the one whose journal it is."""
+        """Refuse a function that is not the journal's."""
         base = self._base
         name, written = base.execute("SELECT name, version FROM function").fetchone()
         if name != self._name:
@@ -266,7 +266,7 @@ class Journal:
         try:
             yield
         except BaseException:
-            # SQLite has done so itself after some errors: a disk that is full, for one.
+            # After some errors, such as a full disk, SQLite has rolled back itself.
             if self._base.in_transaction:
                 self._base.execute("ROLLBACK")
             raise
@@ -281,8 +281,8 @@ class Journal:
 
         Raises:
             OptionError: without ``key=``: its value has no digest, or a class or function that it
-                leads to has changed.
-            TypeError: ``key=`` has returned something else than a str, bytes or an int.
+                refers to has changed.
+            TypeError: ``key=`` returned an object that is not a str, bytes or an int.
         """
         if self._key is not None:
             return _as_text(self._key(item))
@@ -298,7 +298,7 @@ class Journal:
         return f"item {digest.hex()}"
 
     def _compare_items(self, parts: dict[str, str]) -> None:
-        """Refuse items whose classes are not as they were."""
+        """Refuse items whose classes or functions have changed."""
         base = self._base
         with self._lock, self._named(), self._transaction():
             self._add_parts(parts, True)
@@ -308,7 +308,7 @@ class Journal:
         self._known.update(parts)
 
     def find(self, key: str) -> Stored | None:
-        """Return the result of an item; None: it is not done."""
+        """Return the stored result of an item; None: there is none."""
         with self._lock, self._named():
             row = self._base.execute("SELECT value FROM results WHERE key = ?", (key,)).fetchone()
         if row is None:
@@ -318,17 +318,17 @@ class Journal:
         return Stored(row[0], self.path)
 
     def write(self, results: list[tuple[str, bytes]]) -> None:
-        """Write pickled results down, all or none."""
+        """Store pickled results by key, all or none."""
         if results:
             with self._lock, self._named():
                 with self._transaction():
                     self._base.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", results)
-                # SQLite goes on to write to a file that has no name any more.
+                # SQLite goes on writing to a removed file without an error.
                 if self._identify() != self._file:
                     raise sqlite3.OperationalError("it was removed, or replaced, while it is used")
 
     def _identify(self) -> tuple[int, int] | None:
-        """Return which file the path leads to."""
+        """Return device and inode of the path's file; None: it does not exist."""
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
@@ -342,10 +342,10 @@ class Journal:
 
 
 def _as_text(key: Any) -> str:
-    """Return what a key of the user's is in the database: another text for each key."""
-    # By the methods of these classes: subclasses may have a text of their own.
+    """Return the text of a user's key in the database, different for each key."""
+    # By the methods of the built-in classes, since subclasses may override them.
     if isinstance(key, int):
-        # Decimal digits of a number of any length would take Python too long.
+        # Hexadecimal if large: Python limits the length of decimal numbers.
         return int.__repr__(key) if abs(key) < 1 << 64 else hex(key)
     if isinstance(key, str):
         return ascii(str.__str__(key))
@@ -359,12 +359,12 @@ def _digest(parts: dict[str, str]) -> str:
 
 
 def _importance(part: str) -> tuple[bool, str]:
-    # What has changed with the version of Python is named after it, if at all.
+    # The version of Python first: it may have changed other parts, too.
     return not part.startswith("the version of "), part
 
 
 def _change(part: str, before: str | None, now: str | None) -> str:
-    # Digests say nothing; numbers and versions are as they are.
+    # Short texts are numbers and versions, which are shown; digests would say nothing.
     if before is not None and now is not None and max(len(before), len(now)) < 32:
         return f"{part} ({before}, now {now})"
     if before is None:
@@ -373,10 +373,10 @@ def _change(part: str, before: str | None, now: str | None) -> str:
 
 
 class Recorded(Stream):
-    """A stream whose answers are written down before its iterator has them.
+    """A stream whose answers are stored in a journal before its iterator gets them.
 
-    ``deliver`` hands them to a thread, which calls ``hand_on(index, ok, value)`` with each when it
-    is written, or ``fail_all(exc)``.  What the input reader finds there it gives to
+    ``deliver`` passes answers to a thread.  It calls ``hand_on(index, ok, value)`` with each stored
+    answer, or ``fail_all(exc)``.  The input reader passes results that are stored already to
     ``found(index, result)``.  None of the three may hold the pool.
     """
 
@@ -392,9 +392,9 @@ class Recorded(Stream):
     ) -> None:
         super().__init__(iterator, number, gone)
         self._journal, self._found = journal, found
-        self._keys: dict[int, str] = {}  # of items that workers have
-        self._count: Callable[[int], object] | None = None  # as `answers`
-        # Not the job itself: an iterator that is dropped is to be seen.
+        self._keys: dict[int, str] = {}  # keys of submitted items, by index
+        self._count: Callable[[int], object] | None = None  # the stream's `answers`
+        # The thread does not hold the job, so that a dropped iterator is noticed.
         self._queue: queue.SimpleQueue[tuple[int, bool, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=_write_all,
@@ -406,9 +406,10 @@ class Recorded(Stream):
         self._thread.start()
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
-        """Return a function that puts an item, or hands on its result where it is done."""
+        """Return a function that puts an item, or delivers its stored result."""
         journal, keys, found = self._journal, self._keys, self._found
-        # Counted in `deliver`: items that are done, or have no key, are answered and were not put.
+        # `deliver` counts the answers instead, since stored items and items without a key are
+        # answered without being put.
         self._count, self.answers = self.answers, None
 
         def put_or_find(index: int, item: Any) -> int:
@@ -417,7 +418,7 @@ class Recorded(Stream):
             if stored is not None:
                 found(index, stored)
                 return 0
-            # Before it is put: its answer may come before `put` returns.
+            # Before `put`, which the answer may precede.
             keys[index] = key
             return put(index, item)
 
@@ -426,7 +427,7 @@ class Recorded(Stream):
     def deliver(self, index: int, ok: bool, value: Any) -> bool:
         if self._count is not None and index in self._keys:
             self._count(1)
-        # Counted at once, though it arrives later: what waits to be written takes memory, too.
+        # Counted now, since an answer that waits to be stored takes memory, too.
         self.hold_back(value)
         self._queue.put((index, ok, value))
         return False
@@ -447,12 +448,12 @@ def _write_all(
     hand_on: Callable[[int, bool, Any], None],
     fail_all: Callable[[BaseException], None],
 ) -> None:
-    """Write answers down as they come, until None comes."""
+    """Store answers as they arrive, until None arrives."""
     end = False
     try:
         while not end:
             answers = [results.get()]
-            # What has come during the last commit shares one.
+            # Answers that arrived during the last commit share the next one.
             while len(answers) < AT_ONCE and not results.empty():
                 answers.append(results.get())
             there = [answer for answer in answers if answer is not None]
@@ -472,10 +473,10 @@ def _write_all(
 
 
 def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str, bytes]]) -> Any:
-    """Add the results in an answer to the rows to be written; return the answer to hand on.
+    """Add the results of an answer to the rows to be stored; return the answer for the consumer.
 
-    Each result is opened here, and by the consumer again.  What raises there raises here, too, and
-    may be any exception: then nothing is written, and the consumer gets the exception.
+    The answer is unpickled here, and again by the consumer.  If that raises, nothing is stored, and
+    the consumer gets the exception.
     """
     try:
         values = value.open() if isinstance(value, Parcel) else [value]
@@ -483,12 +484,12 @@ def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str,
         return value
     written = True
     for n, one in enumerate(values):
-        # None: the input has raised, or making the item's key has.
+        # None: the input or the item's key raised.
         key = keys.pop(index + n, None)
         if key is not None and type(one) is not Unopened:
             try:
                 rows.append((key, dumps(one)))
-            except BaseException as exc:  # of any object's own __reduce__
+            except BaseException as exc:  # raised by any object's __reduce__
                 values[n] = Unopened(exc)
                 written = False
     return value if written else Refused(values, weigh(value))

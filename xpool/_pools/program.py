@@ -1,4 +1,4 @@
-"""What is the program's own among functions, classes and modules, and what their code says."""
+"""Tells the program's functions, classes and modules from others, and describes code."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 Code = tuple[Any, ...]
-"""What code says, as plain values and further such tuples."""
+"""A description of code: plain values, and such tuples for nested code."""
 
 _LINE_OF_CLASS = frozenset({"__firstlineno__", "__static_attributes__"})
-"""Names that Python 3.13 and later bind in the body of a class: where it is in its file, and names
-in an order that differs from run to run."""
+"""Names that Python 3.13 and later bind in the body of a class: its line number, and attributes in
+an order that differs between runs."""
 
 
-# -- whose it is -----------------------------------------------------------------------------------
+# -- modules of the program ------------------------------------------------------------------------
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def is_program(name: Any) -> bool:
-    """Whether a module is the program's own: neither Python's, nor xpool's, nor installed."""
+    """Whether a module belongs to the program, and not to Python, xpool or an installed package."""
     if not isinstance(name, str) or name in MAIN_NAMES:
         return True
     top = name.partition(".")[0]
@@ -65,7 +65,7 @@ def is_program(name: Any) -> bool:
         file = getattr(sys.modules.get(name), "__file__", None)
         if isinstance(file, str):
             return not _is_installed(file)
-        # Some classes name a module that is none; a namespace package has no file.
+        # A class may name a module that does not exist, and a namespace package has no file.
         name = name.rpartition(".")[0]
     return top not in sys.stdlib_module_names
 
@@ -80,7 +80,7 @@ def _is_installed(file: str) -> bool:
 
 
 def version_of(name: str) -> tuple[str, str] | None:
-    """Return the package of a module that is not the program's, and its version, if it says one."""
+    """Return the package of an installed module and its version; None: it has no version."""
     top = name.partition(".")[0]
     version = getattr(sys.modules.get(top), "__dict__", {}).get("__version__")
     if not isinstance(version, str) or top in sys.stdlib_module_names:
@@ -88,11 +88,11 @@ def version_of(name: str) -> tuple[str, str] | None:
     return top, str(version)
 
 
-# -- what code says --------------------------------------------------------------------------------
+# -- code ------------------------------------------------------------------------------------------
 
 
 def said(code: CodeType) -> Code:
-    """Return what code does, without where it is: the same when it is moved in its file."""
+    """Return a description of code that does not depend on its place in the file."""
     names, body = code.co_names, code.co_code
     consts: tuple[Any, ...] = code.co_consts
     instructions: Any = body
@@ -108,7 +108,7 @@ def said(code: CodeType) -> Code:
         code.co_varnames,
         code.co_freevars,
         code.co_cellvars,
-        getattr(code, "co_exceptiontable", b""),  # in the code itself before 3.11
+        getattr(code, "co_exceptiontable", b""),  # before 3.11, it is part of the instructions
         consts,
     )
 
@@ -117,14 +117,14 @@ def _without_lines(code: CodeType) -> list[tuple[str, Any]]:
     kept: list[tuple[str, Any]] = []
     for one in dis.get_instructions(code):
         if one.opname == "STORE_NAME" and one.argval in _LINE_OF_CLASS:
-            kept.pop()  # what is stored there
+            kept.pop()  # the instruction that loads the stored value
         else:
             kept.append((one.opname, one.argval))
     return kept
 
 
 def inner(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions and classes in it."""
+    """Yield code, and that of the functions and classes in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -132,9 +132,9 @@ def inner(code: CodeType) -> Iterator[CodeType]:
 
 
 def imported(code: CodeType, package: str | None) -> set[str]:
-    """Names of the modules that code imports, and of their parents.
+    """Return the names of the modules that code imports, and of their parents.
 
-    ``from a import b`` says ``a.b``, too: whether that is a module is for the caller to see.
+    ``from a import b`` gives ``a.b``, too, which may not be a module.
     """
     found = set[str]()
     for one in inner(code):
@@ -146,7 +146,7 @@ def imported(code: CodeType, package: str | None) -> set[str]:
                 if level:
                     try:
                         name = importlib.util.resolve_name("." * level + name, package)
-                    except ImportError:  # beyond the top, or no package: it fails there, too
+                    except ImportError:  # the import itself would fail as well
                         continue
                 parts = name.split(".")
                 found.update(".".join(parts[:n]) for n in range(1, len(parts) + 1))
@@ -158,7 +158,7 @@ def imported(code: CodeType, package: str | None) -> set[str]:
 def module_code(name: str) -> tuple[CodeType | bytes, str | None] | None:
     """Return the code of a module of the program and its package, without importing it.
 
-    Of a module in C its bytes.  None: it is no module of the program's, or not found.
+    For a module in C, the bytes of its file.  None: it is not the program's, or was not found.
     """
     path, spec = None, None
     parts = name.split(".")
@@ -191,7 +191,8 @@ _CODE_TYPES = frozenset(CODE)
 
 
 def wrapped_by(obj: Any) -> FunctionType | None:
-    """The function in a wrapper of a library: `functools.lru_cache`, whose own state is a cache."""
+    """Return the function in a library's wrapper, such as `functools.lru_cache`; None: it is
+    none."""
     found = attributes_of(obj).get("__wrapped__")
     own = isinstance(found, FunctionType) and not is_program(type(obj).__module__)
     return found if own else None
@@ -199,7 +200,7 @@ def wrapped_by(obj: Any) -> FunctionType | None:
 
 def attributes_of(obj: Any) -> dict[str, Any]:
     try:
-        found = object.__getattribute__(obj, "__dict__")  # its class may have a way of its own
+        found = object.__getattribute__(obj, "__dict__")  # its class may override attribute access
     except AttributeError:
         return {}
     return found if type(found) is dict else {}
@@ -215,7 +216,7 @@ def label_of(obj: Any) -> str:
 
 
 def is_in_c(cls: type) -> bool:
-    """Whether a class is made in C, and names a module that only says so (Cython's functions)."""
+    """Whether a class is made in C although its module has no file (as Cython's functions)."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return (
         file is None
@@ -225,7 +226,7 @@ def is_in_c(cls: type) -> bool:
 
 
 def is_found(obj: Any) -> bool:
-    """Whether a function or class is found by its own name."""
+    """Whether the name of a function or class leads to it."""
     found: Any = sys.modules.get(obj.__module__)
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -235,12 +236,12 @@ def is_found(obj: Any) -> bool:
 def annotations_of(function: Any) -> dict[str, Any]:
     try:
         return dict(function.__annotations__)
-    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+    except Exception:  # Python 3.14 evaluates them now, and a name may be undefined
         return {}
 
 
 def name_of(func: Any) -> str:
-    """Return what people know a function by."""
+    """Return the name of a function for error texts."""
     while isinstance(func, functools.partial):
         func = func.func
     func = getattr(func, "__func__", func)
