@@ -1,10 +1,10 @@
-"""`progress=`: how far a job is, for people.
+"""`progress=`: shows how many items of a job are done.
 
-What has been done is counted where answers arrive, a message at a time.  A thread looks at the
-count ten times a second and shows it: by tqdm, else by rich, else as a line on stderr; or it calls
-the caller's function.
+The items are counted where answers arrive, once for each message.  A thread reads the count ten
+times a second and shows it: by tqdm, else by rich, else as a line on stderr; or it calls the
+caller's function.
 
-The job does not depend on any of it: stderr may be closed, or a pipe that nobody reads, and the
+The job does not depend on the display: stderr may be closed, or a pipe that nobody reads, and the
 display may raise anything.
 """
 
@@ -22,32 +22,32 @@ from xpool._python.waiters import Flag, Waiters
 __all__ = ["Progress"]
 
 INTERVAL = 0.1
-"""Seconds between two looks."""
+"""Seconds between two updates."""
 
 LAST_LOOK = 5.0
 """Seconds for which a finished job waits for the last state of a bar: the terminal may be blocked,
-or the program hold tqdm's lock.  For a callable, it waits until that has returned."""
+or the program may hold tqdm's lock.  For a callable, the job waits until it has returned."""
 
 
 class Display(Protocol):
-    """What shows progress.  Called by one thread."""
+    """Shows progress.  Called by one thread."""
 
     def show(self, done: int, total: int | None) -> None:
-        """Show that ``done`` items of ``total`` are done; None: it is not known how many."""
+        """Show that ``done`` of ``total`` items are done; None: the total is not known."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """End the display."""
 
 
 class Progress:
-    """Counts the items of one job that are done, and has a thread show them.
+    """Counts the done items of one job, and shows the count in a thread.
 
     Args:
         how: True; a title; or a callable ``(done, total)``.
-        title: for True.
-        total: number of items, where that is known.
-        size: items of a task; the last may have fewer.
-        drawn: returns how many items there are by now.
+        title: the title for ``how=True``.
+        total: number of items; None: not known.
+        size: number of items in a task; the last task may have fewer.
+        drawn: returns the number of items that have been drawn.
     """
 
     def __init__(
@@ -56,37 +56,37 @@ class Progress:
         self._is_bar = not callable(how)
         self._display = _display(title if how is True else how) if self._is_bar else _Calls(how)
         self._total, self._size, self._drawn = total, size, drawn
-        self._tasks = 0  # answered ones; changed by one thread at a time, under the pool's lock
+        self._tasks = 0  # number of answered tasks; guarded by the pool's lock
         self._over = Flag()
-        self._waiters = Waiters()  # those who wait for the last of it to be shown
-        # It does not hold the job, nor so the pool, which may be dropped meanwhile.
+        self._waiters = Waiters()  # threads that wait until the last state is shown
+        # The thread holds neither the job nor the pool, which may be dropped.
         self._thread = threading.Thread(target=self._run, name="xpool-progress", daemon=True)
 
     @property
     def on_terminal(self) -> bool:
-        """Whether a bar stands on a terminal, where workers may print as well."""
+        """Whether it is a bar on a terminal, where workers may print as well."""
         return self._is_bar and _is_terminal(sys.stderr)
 
     def begin(self) -> None:
-        """Start to show it."""
+        """Start the display."""
         try:
             self._thread.start()
-        except RuntimeError:  # the system has no thread for it now
+        except RuntimeError:  # the system refuses a thread
             self._shown_all = True
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), self._thread)))
 
     def add(self, tasks: int) -> None:
-        """Note that so many more tasks were answered."""
+        """Count answered tasks."""
         self._tasks += tasks
 
     def end(self) -> None:
-        """Note that no more will be answered."""
+        """End the display after the last state."""
         self._over.set()
 
     def wait(self) -> None:
-        """Wait until the last of it is shown; `end` was called, or is about to be."""
+        """Wait until the last state is shown; `end` was called or will be."""
         if self._thread is not threading.current_thread():
-            # Also for the child of a fork, where that thread has ended.
+            # The thread has also ended in a forked child.
             over = LAST_LOOK if self._is_bar else None
             self._waiters.wait(lambda: not self._thread.is_alive() or self._shown_all, over)
 
@@ -94,12 +94,12 @@ class Progress:
 
     def _run(self) -> None:
         try:
-            # The display ends before those who wait for it go on.
+            # The display closes before the waiting threads are woken.
             with contextlib.closing(self._display):
                 shown = -1
                 while not self._over.wait(INTERVAL):
                     shown = self._show(shown)
-                # The last state, which came after the last look.
+                # The last state, which was reached after the last update.
                 self._show(shown)
         finally:
             self._shown_all = True
@@ -108,7 +108,7 @@ class Progress:
     def _show(self, shown: int) -> int:
         # The last task may have fewer items than the others.
         done = min(self._tasks * self._size, self._drawn())
-        if done != shown or self.on_terminal:  # there, what a worker prints takes its place
+        if done != shown or self.on_terminal:  # on a terminal, workers may have printed over it
             self._display.show(done, self._total)
         return done
 
@@ -128,25 +128,25 @@ def _display(title: str) -> Display:
             if importlib.util.find_spec(name) is not None:
                 return make(title)
         except Exception:
-            continue  # its installation is broken
+            continue  # the package is installed incompletely
     return _Line(title)
 
 
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
-    except Exception:  # it is closed, None, or some object of the program's
+    except Exception:  # the stream is closed, None, or an object of the program
         return False
 
 
 class _Stderr:
-    """The program's stderr, which never raises: it may be closed, or its reader be gone."""
+    """The program's stderr without errors: it may be closed, or a pipe without a reader."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
 
     def write(self, text: str) -> int:
-        # Of all kinds: the program may have any object in the place of stderr.
+        # Any error: the program may have replaced stderr by any object.
         with contextlib.suppress(Exception):
             self._stream.write(text)
         return len(text)
@@ -159,13 +159,13 @@ class _Stderr:
         return _is_terminal(self._stream)
 
     def __getattr__(self, name: str) -> Any:
-        # tqdm and rich ask for its descriptor and encoding, and do without.
+        # tqdm and rich use its descriptor and encoding if it has them.
         return getattr(self._stream, name)
 
 
 class _Tqdm:
     def __init__(self, title: str) -> None:
-        from tqdm.auto import tqdm  # in notebooks, this is theirs
+        from tqdm.auto import tqdm  # in notebooks, tqdm's bar for notebooks
 
         self._class: Any = tqdm
         self._title = title
@@ -191,11 +191,11 @@ class _Tqdm:
 
     @contextlib.contextmanager
     def _releasing_lock(self) -> Iterator[None]:
-        """Release the lock of all bars if tqdm raises while it holds that: it does not itself."""
+        """Release the lock of all bars if tqdm raises while it holds it; tqdm would keep it."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # this thread does not hold it
+            with contextlib.suppress(Exception):  # raised if this thread does not hold the lock
                 self._class.get_lock().release()
             raise
 
@@ -218,7 +218,7 @@ class _Rich:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
-            # With a stream that raises, rich would lead stdout nowhere and exit.
+            # If a write to its stream fails, rich redirects stdout to /dev/null and exits.
             console=Console(file=_Stderr()),  # type: ignore[arg-type]
             auto_refresh=False,
         )
@@ -233,7 +233,7 @@ class _Rich:
 
 
 class _Line:
-    """On a terminal, a line that changes; elsewhere its last state only."""
+    """A line that changes on a terminal; elsewhere, its last state only."""
 
     def __init__(self, title: str) -> None:
         self._title = title

@@ -19,24 +19,24 @@ __all__ = ["Executor"]
 class Executor(PoolExecutor):
     """A `concurrent.futures.ProcessPoolExecutor` whose calls run in the workers of an xpool `Pool`.
 
-    What is true of the pool is true here: lambdas and closures work, tensors travel in shared
-    memory, and a worker that dies fails one future, with `WorkerDied`, and is replaced.
+    As in the pool, lambdas and closures work, tensors travel in shared memory, and a worker that
+    dies fails one future, with `WorkerDied`, and is replaced.
 
     Args:
         max_workers: number of processes; None: one for each processor core.
         mp_context: how workers start, as ``context`` of `Pool`; None: by xpool's fork server.
-        initializer: called with ``initargs`` in each worker before its first task.  When it raises,
-            again and again, the futures fail with `concurrent.futures.BrokenExecutor`, whose cause
-            is a `WorkerStartFailed`.
+        initializer: called with ``initargs`` in each worker before its first task.  If it raises
+            repeatedly, the futures fail with `concurrent.futures.BrokenExecutor`, whose cause is a
+            `WorkerStartFailed`.
         initargs: see ``initializer``.
         max_tasks_per_child: tasks after which a worker is replaced; None: any number.
         options: further keyword arguments of `Pool`.
 
-    Its workers start at once.  Leaving a ``with`` block, or `shutdown`, waits for what was
-    submitted, and so does the end of the program.  One that is dropped finishes what it was given.
+    Its workers start at once.  The end of a ``with`` block, `shutdown` and the end of the program
+    wait for all submitted calls.  A dropped executor finishes its calls.
 
     Raises:
-        OptionError: an argument makes no sense (a `ValueError`).
+        OptionError (a `ValueError`): an argument has a wrong value.
     """
 
     _owned = True
@@ -73,14 +73,15 @@ class Executor(PoolExecutor):
         super().__init__(pool)
 
     def terminate_workers(self) -> None:
-        """Shut down now: cancel what no worker runs yet, and stop the workers.
+        """Shut down now: cancel the calls that no worker runs yet, and stop the workers.
 
-        Futures that run fail with `concurrent.futures.BrokenExecutor`.
+        Running futures fail with `concurrent.futures.BrokenExecutor`.
         """
         self.shutdown(wait=False, cancel_futures=True)
         self._pool.terminate()
 
     def kill_workers(self) -> None:
-        """As `terminate_workers`, but kill the workers, so that no ``finally`` of a task runs."""
+        """Shut down now and kill the workers: unlike in `terminate_workers`, no ``finally``
+        runs."""
         self._pool._ends_at_once = True
         self.terminate_workers()

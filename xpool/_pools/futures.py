@@ -34,7 +34,7 @@ _FINISHED = "cannot schedule new futures after shutdown"
 
 
 class PoolOfFutures(PoolOfVerbs, Protocol):
-    """What futures and executors ask of their pool."""
+    """What futures and executors use of their pool."""
 
     def imap(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1
@@ -69,7 +69,7 @@ class _Call(AsyncResult[Any]):
         try:
             self._open()
             error = None if self._success else self._value
-        except BaseException as exc:  # what unpickling has raised, `SystemExit` for one
+        except BaseException as exc:  # unpickling may raise anything, for example `SystemExit`
             error = exc
         if error is None:
             future._succeed(self._value)
@@ -80,14 +80,14 @@ class _Call(AsyncResult[Any]):
 
     def release(self) -> None:
         super().release()
-        # In a forked child: here is no thread that would have completed it.
+        # In a forked child, which has no thread that would complete the future.
         future = self._future
         if future is not None:
             future._forked = self._value
 
 
 def _as_broken(error: BaseException) -> BaseException:
-    """Return what users of executors expect when the pool has ended, with the reason as cause."""
+    """Return the error of `concurrent.futures` for an ended pool, with the reason as its cause."""
     kind: type[Exception] = concurrent.futures.BrokenExecutor
     if isinstance(error, TaskCancelled):
         kind = concurrent.futures.CancelledError
@@ -97,7 +97,7 @@ def _as_broken(error: BaseException) -> BaseException:
 
 
 class _Callback:
-    """A callback of a future that is done."""
+    """A callback of a finished future."""
 
     def __init__(self, func: Callable[[Any], object], future: _Future[Any]) -> None:
         self._func, self._future = func, future
@@ -111,11 +111,11 @@ class _Callback:
             )
 
     def complete(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: only jobs have to be completed."""
 
 
 def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
-    """Call a callback: not in the thread that completes futures, for which it may wait."""
+    """Call a callback, but not in the thread that completes futures: it may wait for futures."""
     callbacks = calling_back()
     if callbacks is None:
         func(future)
@@ -124,18 +124,18 @@ def _call_back(func: Callable[[Any], object], future: _Future[Any]) -> None:
 
 
 class _Future(concurrent.futures.Future[T]):
-    """A future that asks the pool what has become of its call."""
+    """A future of a call in a pool."""
 
-    # The call in the pool, while it is awaited.  Set by `submit`, once; cleared by the thread that
-    # completes the future, so that neither keeps the other alive.
+    # The unanswered call.  Set once by `submit`; cleared by the thread that completes the future,
+    # so that neither keeps the other alive.
     _job: _Call | None = None
-    # Of an executor that waits for it.
+    # The executor whose `shutdown` waits for it.
     _owner: PoolExecutor | None = None
-    # Why it is never completed: this process was forked from the one that has the workers.
+    # In a forked child, whose parent has the workers: why the future is never completed.
     _forked: BaseException | None = None
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what the call returned, or raise what it raised; see `Future.result`."""
+        """Return the call's result, or raise its error; see `Future.result`."""
         if self._forked is not None:
             raise _as_broken(self._forked)
         if not self.done():
@@ -143,7 +143,7 @@ class _Future(concurrent.futures.Future[T]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what the call raised, or None; see `Future.exception`."""
+        """Return the call's error, or None; see `Future.exception`."""
         if self._forked is not None:
             return _as_broken(self._forked)
         if not self.done():
@@ -151,7 +151,7 @@ class _Future(concurrent.futures.Future[T]):
         return super().exception(timeout)
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
-        """Have ``fn(future)`` called when this is done: in a thread of the pool, or now."""
+        """Have ``fn(future)`` called in a thread of the pool when this is done; now, if it is."""
         job = self._job
         pool = None if job is None else job._pool
         if pool is not None:
@@ -177,7 +177,7 @@ class _Future(concurrent.futures.Future[T]):
 
     def _succeed(self, value: T) -> None:
         self._job = None
-        # False: it was cancelled meanwhile, and nobody wants the value.
+        # False: the future was cancelled meanwhile, so the value is dropped.
         if self.set_running_or_notify_cancel():
             self.set_result(value)
         _unfinished.discard(self)
@@ -189,17 +189,17 @@ class _Future(concurrent.futures.Future[T]):
         _unfinished.discard(self)
 
     def _end_cancelled(self) -> None:
-        """Become cancelled, once, whoever comes first: who asked for it, or the pool's answer."""
+        """Become cancelled once: `cancel` and the pool's answer may both call this."""
         self._job = None
         if super().cancel():
-            # Its lock, which may be taken again, is held for both: two that have seen that nobody
-            # was told would both tell, and that raises (Lib/concurrent/futures/_base.py).
+            # Under the future's reentrant lock: a second notification would raise
+            # (Lib/concurrent/futures/_base.py).
             with self._condition:
                 if self._state != "CANCELLED_AND_NOTIFIED":
                     self.set_running_or_notify_cancel()
         _unfinished.discard(self)
 
-    # -- what `shutdown` asks of it ----------------------------------------------------------------
+    # -- called by `PoolExecutor.shutdown` ---------------------------------------------------------
 
     def _shut(self, cancel: bool) -> None:
         if cancel:
@@ -210,7 +210,7 @@ class _Future(concurrent.futures.Future[T]):
 
 
 class _Map:
-    """A `map` that is not answered: what its iterator and `shutdown` have to do with each other."""
+    """An unanswered `map`, for `shutdown`."""
 
     def __init__(self, owner: PoolExecutor, results: IMapIterator[Any], fed: Fed | None) -> None:
         assert results.cancelling is not None
@@ -218,7 +218,7 @@ class _Map:
         self._job, self._flow = results.cancelling
         self._fed = fed
         _unfinished.add(self)
-        # Its `release` is called when all is answered.
+        # The waiters call `release` after the last answer.
         self._job._waiters.append(self)
         if self._job.settled:
             self._job._waiters.wake()
@@ -234,14 +234,13 @@ class _Map:
             self._flow.stop()
 
     def _finish(self) -> None:
-        # Else one whose results nobody takes would wait for room.
+        # Without the limit: results that nobody takes would otherwise stop the input for ever.
         self._flow.unbind()
         self._job._waiters.wait(lambda: self._job.settled, None)
 
 
-# What executors were given and is not answered, kept here: an executor that is dropped finishes.
-# Added and removed by single operations, which the interpreter does not interrupt, so that
-# finishing one takes no lock.
+# The unanswered calls and maps of executors.  They are kept here, since a dropped executor finishes
+# its work.  Needs no lock: adding to a set and discarding from it are atomic.
 _unfinished: set[_Future[Any] | _Map] = set()
 at_fork.renew(globals(), _unfinished=set)
 
@@ -253,7 +252,7 @@ def submit(
     kwds: dict[str, Any],
     owner: PoolExecutor | None = None,
 ) -> concurrent.futures.Future[Any]:
-    """Have a call run in a pool; return its future.
+    """Submit a call to a pool; return its future.
 
     Raises:
         PoolClosed: the pool takes no more work.
@@ -279,19 +278,20 @@ def submit(
 
 
 class PoolExecutor(concurrent.futures.Executor):
-    """A `concurrent.futures.Executor` over a pool that is there: `BasePool.executor` makes it.
+    """A `concurrent.futures.Executor` over an existing pool; `BasePool.executor` makes it.
 
-    What is true of the pool is true here: a worker that dies fails one future, with
-    `WorkerDied`, and is replaced.  `shutdown` leaves the pool open.  When the pool itself ends,
-    what is not answered fails with `concurrent.futures.BrokenExecutor`, whose cause says why.
+    A worker that dies fails one future, with `WorkerDied`, and is replaced.  `shutdown` leaves the
+    pool open.  When the pool ends, unfinished futures fail with
+    `concurrent.futures.BrokenExecutor`, whose cause says why.
     """
 
     _owned = False
 
     def __init__(self, pool: PoolOfFutures) -> None:
         self._pool = pool
-        # Guards `_over`: no call is submitted once `shutdown` has looked at what is unfinished.
-        # Again by the thread that has it: what is pickled may submit, and so may a signal handler.
+        # Guards `_over`: no call is submitted after `shutdown` has listed the unfinished ones.
+        # Reentrant: code that runs while arguments are pickled may submit, and so may a signal
+        # handler.
         self._lock = threading.RLock()
         self._over = False
         _executors.add(self)
@@ -310,9 +310,9 @@ class PoolExecutor(concurrent.futures.Executor):
     ) -> concurrent.futures.Future[T]:
         """Have ``fn(*args, **kwargs)`` called in a worker; return its future.
 
-        `Future.cancel` succeeds as long as no worker runs the call; one that begins in that very
-        moment is stopped.  Callbacks run in a thread of the pool, one after the other, and may wait
-        for other futures.
+        `Future.cancel` succeeds unless a worker runs the call; a call that begins at that moment is
+        stopped.  Callbacks run in a thread of the pool, one after the other, and may wait for other
+        futures.
 
         Raises:
             RuntimeError: the executor was shut down.
@@ -333,20 +333,20 @@ class PoolExecutor(concurrent.futures.Executor):
         chunksize: int = 1,
         buffersize: int | None = None,
     ) -> Iterator[T]:
-        """Return an iterator over ``fn(a, b, ...)`` for the items of ``iterables`` side by side.
+        """Return an iterator over ``fn(a, b, ...)``, as ``map(fn, *iterables)`` of Python.
 
         Args:
             fn: a function of as many arguments as there are iterables.
-            iterables: drawn at once, or as the results are taken where ``buffersize`` is given.
-            timeout: seconds from this call on after which `next` waits no more; None: no limit.
-            chunksize: items that travel together.
-            buffersize: at most so many items are drawn ahead of the results taken.
+            iterables: drawn at once; with ``buffersize``, as the results are taken.
+            timeout: seconds from this call on after which `next` raises; None: no limit.
+            chunksize: number of items in a task.
+            buffersize: the most items that are drawn ahead of the results taken; None: no limit.
 
         Raises:
-            concurrent.futures.TimeoutError: by `next`; a result is not there in time.
-            Exception: by `next`, what ``fn`` raised; it ends the iteration.
-            RuntimeError: the executor was shut down; by `next`, when that was before all of the
-                iterables were drawn, after the results of what was drawn.
+            concurrent.futures.TimeoutError: by `next`, if a result is late.
+            Exception: by `next`, the error of ``fn``; it ends the iteration.
+            RuntimeError: the executor was shut down.  By `next`, if that was before the iterables
+                were drawn to their end, after the results of the drawn items.
         """
         size = check_count("chunksize", chunksize)
         ahead = None if buffersize is None else check_count("buffersize", buffersize)
@@ -354,7 +354,7 @@ class PoolExecutor(concurrent.futures.Executor):
         rows: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
         source: _Source | None = None
         if ahead is None:
-            # As the standard executors do: the input is drawn before this returns.
+            # As in the standard executors, the input is drawn before this returns.
             rows = list(rows)
         else:
             size = min(size, ahead)
@@ -376,12 +376,11 @@ class PoolExecutor(concurrent.futures.Executor):
             raise RuntimeError(_FINISHED)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take no more calls, and free the workers when the last is done.
+        """Take no more calls; an executor that owns its pool frees the workers after the last one.
 
         Args:
-            wait: return when what was submitted has finished, and the workers have ended.
-            cancel_futures: cancel the futures that no worker runs yet, and each `map` that has not
-                finished.
+            wait: return after all submitted calls have finished and the workers have ended.
+            cancel_futures: cancel the futures that no worker runs yet, and each unfinished `map`.
         """
         with self._lock:
             self._over = True
@@ -402,7 +401,7 @@ class _Source:
 
     def __init__(self, executor: PoolExecutor, rows: Iterable[tuple[Any, ...]], ahead: int) -> None:
         self.fed = Fed()
-        # Why the results end before the input; None: they do not.
+        # The error that ends the results before the end of the input; None: there is none.
         self.error: Exception | None = None
         self._executor = executor
         self._rows = iter(rows)
@@ -413,7 +412,7 @@ class _Source:
             self.draw()
 
     def draw(self) -> None:
-        """Draw one row more, and have it submitted, if there is one."""
+        """Draw and submit one more row, if there is one."""
         if self._ended:
             return
         try:
@@ -446,7 +445,7 @@ def _results(
     timeout: float | None,
     deadline: float | None,
 ) -> Iterator[Any]:
-    """Hand out results; what is not taken is cancelled when the iterator is left."""
+    """Yield results; closing the iterator cancels those that were not taken."""
     try:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -463,13 +462,13 @@ def _results(
                     raise concurrent.futures.TimeoutError(story) from error
                 failure = results._failure
                 if error is not failure and not isinstance(failure, Parcel):
-                    raise  # what the task has raised
+                    raise  # the task's own error
                 raise _as_broken(error)
             if source is not None:
                 source.draw()
-            yield one.pop()  # while this waits, it is the consumer's alone
+            yield one.pop()  # popped, so that only the consumer holds the result
         if source is not None:
-            # What has ended the results may have been the pool's end, or a `shutdown`.
+            # The results may have ended by the pool's end or a `shutdown`, before the input.
             source.draw()
             if source.error is not None:
                 raise source.error
@@ -482,12 +481,12 @@ _executors: weakref.WeakSet[PoolExecutor] = weakref.WeakSet()
 
 @functools.cache
 def _finish_at_exit() -> None:
-    # Now, when there is a pool: handlers run in the reverse order of their registration, and the
-    # pools' own, which terminates them, is to run after this.
+    # After the first pool was made: handlers run in the reverse order of their registration, and
+    # the pools' own handler, which terminates them, must run after this one.
     atexit.register(_finish_all)
 
 
 def _finish_all() -> None:
-    """As `concurrent.futures` does, wait at the program's end for what was submitted."""
+    """Wait for all submitted calls at the program's end, as `concurrent.futures` does."""
     for executor in list(_executors):
         executor.shutdown()

@@ -1,4 +1,4 @@
-"""Looking at a pool while it works: `report`, `trace` and `watch`."""
+"""Observing a pool while it works: `report`, `stacks`, `trace` and `watch`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ObservedPool(Protocol):
-    """What is asked of a pool here; a pool of processes has an ``_engine`` besides."""
+    """What this module uses of a pool; a pool of processes has an ``_engine`` as well."""
 
     name: str
     _life: Lifecycle
@@ -49,7 +49,7 @@ class ObservedPool(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class WorkerReport:
-    """What one worker has done, in all the processes that it was."""
+    """The work of one worker, in all of its processes."""
 
     index: int
     pid: int | None
@@ -60,14 +60,14 @@ class WorkerReport:
 
     @property
     def utilisation(self) -> float:
-        """The part of its time, from 0 to 1, in which it was at tasks."""
+        """The part of its time, from 0 to 1, in which it ran tasks."""
         total = self.busy_seconds + self.waiting_seconds
         return self.busy_seconds / total if total else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class SlowTask:
-    """One of the tasks that took longest: a chunk of `map` is one."""
+    """One of the slowest tasks; a chunk of `map` is a task."""
 
     seconds: float
     task: str
@@ -77,10 +77,10 @@ class SlowTask:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a pool has done so far; `str` of it is a table.
+    """The work of a pool so far; `str` of it is a table.
 
-    ``bytes_to_workers`` and ``bytes_from_workers`` went through pipes; large values do not, they
-    lie in shared memory.  A task that still runs counts when it is answered.
+    ``bytes_to_workers`` and ``bytes_from_workers`` count bytes in pipes, and not large values,
+    which lie in shared memory.  A running task counts when it is answered.
     """
 
     pool: str
@@ -121,10 +121,10 @@ class Report:
 class WorkerStack:
     """Where one worker is.
 
-    ``task``: what it runs, and ``item``, of that, what is known; both are empty where it waits for
-    work.  ``seconds``: for how long it has run that; None: not known.  ``stack``: the calls of the
-    task, most recent first, or why they are not known.  ``waits``: what its process does, by the
-    kernel's word.
+    ``task``, ``item``: the task that it runs, and its item as far as it is known; empty while it
+    waits for a task.  ``seconds``: how long it has run the task; None: not known.  ``stack``: the
+    calls of the task, most recent first, or why they are not known.  ``waits``: the kernel's text
+    of what its process does.
     """
 
     index: int
@@ -153,7 +153,7 @@ class WorkerStack:
 
 
 class Stacks(tuple[WorkerStack, ...]):
-    """Where the workers of a pool are; `str` of it is a text, with the stacks."""
+    """Where the workers of a pool are; `str` of it is a text with the stacks."""
 
     __slots__ = ()
 
@@ -170,7 +170,7 @@ def stacks_of(pool: ObservedPool) -> Stacks:
 
 
 def as_stacks(found: list[Whereabouts]) -> Stacks:
-    """Return for people what an engine has found."""
+    """Return an engine's findings as a `Stacks`."""
     return Stacks(
         WorkerStack(w.worker, w.pid, w.host, w.task, w.item, w.seconds, w.stack, w.waits)
         for w in found
@@ -178,7 +178,7 @@ def as_stacks(found: list[Whereabouts]) -> Stacks:
 
 
 def report_of(pool: ObservedPool) -> Report:
-    """Return what a pool has done; of workers that an engine has, each by itself."""
+    """Return the report of a pool; workers are listed if the pool has an engine."""
     counts = pool.statistics()
     engine = getattr(pool, "_engine", None)
     work, slowest, out, back, retries = engine.report() if engine else ([], [], 0, 0, 0)
@@ -205,12 +205,12 @@ def report_of(pool: ObservedPool) -> Report:
 
 @contextlib.contextmanager
 def trace(pool: ObservedPool, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write what happens meanwhile as Chrome trace events, or as a page of HTML."""
+    """Trace a pool in the ``with`` block, and write Chrome trace events, or a page of HTML."""
     engine = getattr(pool, "_engine", None)
     if engine is None:
         raise OptionError(f"trace() is for pools of processes, not {type(pool).__name__}")
     as_page = Path(path).suffix.lower() in (".html", ".htm")
-    Path(path).write_text("" if as_page else "[]", encoding="utf-8")  # refused now, not at the end
+    Path(path).write_text("" if as_page else "[]", encoding="utf-8")  # fails now, not at the end
     shielded(engine.begin_trace)()
     try:
         yield
@@ -230,8 +230,8 @@ def trace(pool: ObservedPool, path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _rows(name: str, workers: int, events: list[Event], begun: float) -> list[dict[str, Any]]:
     pid = os.getpid()
-    # Chrome's trace event format: "M" names a row, "X" is a span, "i" a moment of one row ("t") or
-    # of all ("g"); times are in microseconds.
+    # Chrome's trace event format: "M" names a row, "X" is a span, and "i" a moment of one row ("t")
+    # or of all rows ("g").  Times are in microseconds.
     rows: list[dict[str, Any]] = [
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
     ]
@@ -262,7 +262,7 @@ def _rows(name: str, workers: int, events: list[Event], begun: float) -> list[di
 
 @contextlib.contextmanager
 def watch(pool: ObservedPool) -> Iterator[None]:
-    """Show the report on the terminal meanwhile, four times a second."""
+    """Show the report on the terminal four times a second, during the ``with`` block."""
     try:
         from rich.live import Live
         from rich.text import Text
@@ -285,13 +285,13 @@ def _size(n: float) -> str:
 
 
 def _sketch(slow: Slow) -> str:
-    """Return a short text for a slow task's item, by no code of the user's."""
+    """Return a short text for a slow task's item without running the user's code."""
     if slow.item is None or slow.item[0] != PLAIN:
         return ""
     try:
         return _short.repr(_Sketcher(io.BytesIO(slow.item)).load())
     except Exception:
-        return ""  # it is not to be had without the classes that it is made of
+        return ""  # the item cannot be shown without its classes
 
 
 _short = reprlib.Repr()
@@ -301,7 +301,7 @@ _PLAIN = {"set", "frozenset", "slice", "range", "complex", "bytearray"}
 
 
 class _Sketcher(pickle.Unpickler):
-    """Unpickles plain values, and stand-ins for the rest."""
+    """Unpickles plain values; other objects become stand-ins."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "builtins" and name in _PLAIN:
@@ -313,7 +313,7 @@ class _Sketcher(pickle.Unpickler):
 
 
 class _StandIn(type):
-    """A class of which only the name is known; its instances take whatever they are told."""
+    """A class in place of one that is not imported; its instances accept any state."""
 
     def __new__(cls, name: str, bases: Any, space: Any) -> Any:
         def ignore(self: Any, *args: Any, **kwds: Any) -> None:

@@ -1,7 +1,8 @@
-"""`spawn` and `start_processes`: one function in n processes, with each one's result.
+"""`spawn` and `start_processes`: run one function in n processes and return the results.
 
-The meaning is that of `torch.multiprocessing.spawn`: ``fn(i, *args)``; when one fails the others
-are stopped, and its error is raised with its traceback.  On top of it, results come back.
+They work like `torch.multiprocessing.spawn`: each process calls ``fn(i, *args)``; if one fails, the
+others are stopped, and its error is raised with its traceback.  Unlike torch's, they return
+results.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ def spawn(
     """Run ``fn(i, *args)`` in ``nprocs`` processes, i from 0; return the list of their results.
 
     Args:
-        fn, args: anything that a task of a pool may be; ``args`` may hold locks and queues of
-            `multiprocessing`.
-        nprocs: how many; 0 runs nothing.
+        fn: as the function of a pool's task.
+        args: its further arguments; they may hold locks and queues of `multiprocessing`.
+        nprocs: number of processes; 0 runs nothing.
         join: False: return a `ProcessContext` at once.
-        daemon: whether the processes are daemonic, and so may have no children.
+        daemon: whether the processes are daemonic; such processes cannot have children.
         start_method: None: xpool's fork server; or "spawn", "fork", "forkserver".
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: ``fn`` raised in one of the processes; the
-            others were stopped.  ``__cause__`` is the exception, the message has its traceback.
-        torch.multiprocessing.ProcessExitedException: a process ended by a signal or `sys.exit`
-            with another code than 0.
+        torch.multiprocessing.ProcessRaisedException: ``fn`` raised in one of the processes, and the
+            others were stopped.  ``__cause__`` is the exception; the message has its traceback.
+        torch.multiprocessing.ProcessExitedException: a process was ended by a signal, or by
+            `sys.exit` with a code other than 0.
         WorkerStartFailed: a process could not be started.
     """
     return start_processes(fn, args, nprocs, join, daemon, start_method)
@@ -69,7 +70,7 @@ def start_processes(
     daemon: bool = False,
     start_method: str | None = None,
 ) -> Any:
-    """As `spawn`; the name that `torch.multiprocessing` has for any start method."""
+    """As `spawn`, under the name that `torch.multiprocessing` uses for any start method."""
     check_callable("fn", fn)
     if not check_count("nprocs", nprocs, least=0):
         return [] if join else ProcessContext(None, replica.run, [])
@@ -79,7 +80,7 @@ def start_processes(
 
 
 class Replicas(P2PPool):
-    """Workers that run one function once each: they start together, and end together."""
+    """Workers that each run one function once; they start together and end together."""
 
     def __init__(
         self,
@@ -95,15 +96,15 @@ class Replicas(P2PPool):
         super().__init__(n, replica.keep, (fn, args), context=start_method, is_daemon=daemon)
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of the workers that are there."""
+        """Return the process id of each worker; None: it has no process."""
         pids: list[int | None] = self._engine.statistics()["pids"]
         return pids
 
 
 class ReplicaDied(WorkerDied):
-    """The process of a replica has ended, and with it what it ran, for good.
+    """The process of a replica has ended before its function, which is not run again.
 
-    Fields as of `WorkerDied`.
+    The fields are those of `WorkerDied`.
     """
 
     def __str__(self) -> str:
@@ -114,8 +115,11 @@ class ReplicaDied(WorkerDied):
 
 
 class ReplicaProcess:
-    """One process of a `ProcessContext`, with the part of `multiprocessing.Process` that concerns
-    a process that was started.  It has ended when its function has."""
+    """One process of a `ProcessContext`, with the attributes of a started
+    `multiprocessing.Process`.
+
+    It has ended when its function has.
+    """
 
     def __init__(self, context: ProcessContext, index: int) -> None:
         self._context, self._index = context, index
@@ -123,22 +127,25 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id; waits until it has started.
+        """Its process id; reading it waits until the process has started.
 
         Raises:
-            WorkerStartFailed: it cannot start.
+            WorkerStartFailed: the process cannot start.
         """
         return self._context._pid(self._index)
 
     @property
     def exitcode(self) -> int | None:
-        """None while it runs; 0 when its function has returned, 1 when that has raised; else its
-        exit code, which is negative for the signal that has ended it."""
+        """None while it runs; 0 after its function has returned, 1 after it has raised.
+
+        Otherwise the exit code of the process, or the negative number of the signal that ended it.
+        """
         return self._context._exitcode(self._index)
 
     @property
     def sentinel(self) -> int:
-        """A descriptor, valid as long as the context, that is readable when it has ended."""
+        """A descriptor that is readable when the process has ended; valid as long as the
+        context."""
         return self._context._bells.sentinel(self._index)
 
     def is_alive(self) -> bool:
@@ -146,15 +153,15 @@ class ReplicaProcess:
         return self.exitcode is None
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end, at most ``timeout`` seconds; that of the others is not looked at."""
+        """Wait at most ``timeout`` seconds for the end of this process."""
         self._context._pending[self._index].wait(timeout)
 
     def terminate(self) -> None:
-        """Send it SIGTERM; a `ProcessContext.join` raises for it."""
+        """Send it SIGTERM; `ProcessContext.join` then raises."""
         self._context._signal(self._index, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send it SIGKILL; a `ProcessContext.join` raises for it."""
+        """Send it SIGKILL; `ProcessContext.join` then raises."""
         self._context._signal(self._index, signal.SIGKILL)
 
     def __repr__(self) -> str:
@@ -162,11 +169,11 @@ class ReplicaProcess:
 
 
 class _Bells:
-    """Descriptors that become readable, for who waits for many things at once."""
+    """The sentinels: a descriptor for each process, which becomes readable at its end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # Guarded by _lock: a pipe for each that was asked for, and who has rung.
+        # Guarded by _lock: the pipes of the sentinels that were asked for, and the ended processes.
         self._pipes: dict[int, tuple[int, int]] = {}
         self._rung: set[int] = set()
         weakref.finalize(self, _close_pipes, self._pipes)
@@ -194,7 +201,8 @@ def _close_pipes(pipes: dict[int, tuple[int, int]]) -> None:
 class ProcessContext:
     """Processes that run one function each, as `torch.multiprocessing.spawn` returns it.
 
-    Dropped, they run on to their end; at the interpreter's end they are stopped.
+    If this object is dropped, the processes run to their end.  The end of the interpreter stops
+    them.
 
     Attributes:
         processes: a `ReplicaProcess` for each, in order of index.
@@ -203,8 +211,8 @@ class ProcessContext:
     def __init__(
         self, pool: Replicas | None, run: Callable[..., Any], args: Sequence[tuple[Any, ...]]
     ) -> None:
-        self._pool = pool  # None: there is nothing to run
-        self._ended: list[int] = []  # in the order in which they did
+        self._pool = pool  # None: there are no processes
+        self._ended: list[int] = []  # indices in the order of the ends
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._bells = _Bells()
         self._running = set(range(len(args)))
@@ -214,16 +222,16 @@ class ProcessContext:
         self._pending: list[AsyncResult[Any]] = []
         self.processes = [ReplicaProcess(self, i) for i in range(len(args))]
         if pool is not None:
-            # What a worker is given first: `apply_async` returns before its process has a pid.
+            # First, so that each worker reports its pid: `apply_async` returns before it has one.
             self._pids += [pool.apply_async(replica.pid, worker=i) for i in range(len(args))]
             self._pending += [
                 pool.apply_async(run, each, None, *self._told(i), worker=i)
                 for i, each in enumerate(args)
             ]
-            pool.close()  # that is all: each process ends when it has answered
+            pool.close()  # no more calls: each process ends after its answer
 
     def _told(self, index: int) -> tuple[Callable[[Any], None], Callable[[Any], None]]:
-        # Not `self`: a pool holds its callbacks, and this object holds the pool.
+        # Without `self`, since the pool holds its callbacks and this object holds the pool.
         ended, news, bells = self._ended, self._news, self._bells
 
         def tell(_: Any) -> None:
@@ -235,14 +243,14 @@ class ProcessContext:
 
     @property
     def sentinels(self) -> dict[int, int]:
-        """By the sentinel of each process that `join` has not seen ended: its index."""
+        """The index of each process whose end `join` has not seen, by its sentinel."""
         return {self._bells.sentinel(i): i for i in sorted(self._running)}
 
     def pids(self) -> list[int]:
-        """Return the process ids, in order of index, when all have started.
+        """Wait until all processes have started; return their ids in order of index.
 
         Raises:
-            WorkerStartFailed: one could not.
+            WorkerStartFailed: a process cannot start.
         """
         return [self._pid(i) for i in range(len(self._pids))]
 
@@ -257,11 +265,11 @@ class ProcessContext:
         if index not in self._ended:
             return None
         try:
-            # Ready in a moment: `_told` is called just before.
+            # The result arrives in a moment: the callbacks of `_told` run just before.
             self._pending[index].get()
         except WorkerDied as exc:
             return -1 if exc.exitcode is None else exc.exitcode
-        except PoolClosed:  # stopped with the others
+        except PoolClosed:  # stopped by `_stop`
             return -signal.SIGTERM
         except BaseException:
             return 1
@@ -269,19 +277,19 @@ class ProcessContext:
 
     def _signal(self, index: int, signum: int) -> None:
         pid = self._pid(index)
-        # Else it has ended, and the number may be another process's.
+        # Only if it lives: another process may have the id of an ended one.
         if self._pool is not None and pid in self._pool.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until all have ended, at most ``timeout`` seconds; return whether they have.
+        """Wait at most ``timeout`` seconds until all have ended; return whether they have.
 
-        When one fails, the others are stopped: after ``grace_period`` seconds in which they may end
-        by themselves, if it is given.
+        If one fails, the others are stopped.  With ``grace_period``, they have that many seconds to
+        end by themselves first.
 
         Raises:
-            As `spawn`: for the first that failed.
+            As `spawn`, for the first process that failed.
         """
         if self._failure is not None:
             raise self._failure
@@ -300,10 +308,10 @@ class ProcessContext:
         return True
 
     def results(self) -> list[Any]:
-        """Return what each returned, in order of index.
+        """Return the results in order of index.
 
         Raises:
-            XPoolError: they have not all ended well; call `join` until it returns True.
+            XPoolError: a process has failed or not ended; call `join` until it returns True.
         """
         if self._failure is not None:
             raise self._failure
@@ -312,7 +320,7 @@ class ProcessContext:
         return list(self._values)
 
     def wait(self) -> list[Any]:
-        """Join and return the results; stop all when interrupted."""
+        """Join and return the results; stop all processes if that raises."""
         try:
             self.join()
         except BaseException:
@@ -321,7 +329,7 @@ class ProcessContext:
         return self.results()
 
     def _wait(self, until: float | None, others: bool = False) -> tuple[int, BaseException] | None:
-        """Wait until all have ended, the time is over, or one has failed; return that one."""
+        """Wait until all have ended, the time is over, or one has failed; return the failed one."""
         while True:
             for index in list(self._ended):
                 if index in self._running:
@@ -337,18 +345,18 @@ class ProcessContext:
                 continue
 
     def _take(self, index: int) -> BaseException | None:
-        """Note how one has ended; return its failure."""
+        """Store the result of an ended process; return its failure."""
         pending = self._pending[index]
         failure: BaseException | None = None
         try:
             self._values[index] = pending.get()
         except WorkerDied as exc:
-            # sys.exit() and sys.exit(0) are good ends, without a result.
-            # Not as it is: it advises retries, which these calls do not have.
+            # `sys.exit()` and `sys.exit(0)` are successes without a result.  A new exception, since
+            # the text of `WorkerDied` advises `retries=`, which these calls do not have.
             died = ReplicaDied(exc.pid, exc.exitcode, exc.worker, exc.task)
             failure = None if exc.exitcode == 0 else died
         except KeyboardInterrupt:
-            # In the process that is a good end, to torch; here it is someone's Ctrl-C.
+            # In the process, torch treats it as a success; here it is the user's Ctrl-C.
             if not pending.ready() or pending.successful():
                 raise
         except Exception as exc:
@@ -360,13 +368,13 @@ class ProcessContext:
         if self._pool is not None:
             self._pool.terminate()
             self._pool.join()
-            # A pool that is terminated calls nobody back.
+            # A terminated pool does not run callbacks.
             for index in self._running.difference(self._ended):
                 self._ended.append(index)
                 self._bells.ring(index)
 
     def _error(self, index: int, exc: BaseException) -> BaseException:
-        """Return what `join` raises."""
+        """Return the exception that `join` raises."""
         if isinstance(exc, XPoolError) and not isinstance(exc, WorkerDied):
             return exc
         from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
