@@ -36,6 +36,9 @@ Task = tuple[int, int]
 PATIENCE = 0.1
 """Seconds within which an answer must be delivered, and a surplus must be shared out."""
 
+STOP = 0.05
+"""Seconds for which an accident stops a worker."""
+
 SYSTEM_PAUSE = 0.1
 """Seconds after which a start that the system has refused is tried again, at the soonest."""
 
@@ -191,6 +194,7 @@ class EngineWorld(World):
         self.unanswered: dict[Task, None] = {}
         self.funcs: dict[int, int] = {}  # of jobs that use one
         self.withdrawn: set[int] = set()
+        self.stops: list[float] = []  # when a worker was stopped
         self.open: dict[int, TaskRange] = {}
         self.to_feed: list[TaskRange] = []
         self.calls: list[_Call] = []
@@ -669,7 +673,8 @@ class EngineWorld(World):
         elif how < 3:
             self.note(f"{self.now:.6f}", "worker", worker.index, "is stopped for a while")
             if not callable(worker._when):
-                worker._when = max(worker.wakes_at or 0.0, self.now + 0.05)
+                worker._when = max(worker.wakes_at or 0.0, self.now + STOP)
+                self.stops.append(self.now)
         else:
             self.note(f"{self.now:.6f}", "worker", worker.index, "is killed")
             worker.doomed = -9
@@ -799,6 +804,9 @@ class EngineWorld(World):
         patience = PATIENCE + (STOP_GRACE_SECONDS if asked else 0)
         for task in self.unanswered:
             finished = self.known[task].finished
-            unwanted = task[0] in self.withdrawn
-            if finished is not None and self.now - finished > patience and not unwanted:
+            if finished is None or task[0] in self.withdrawn:
+                continue
+            # A worker that is stopped twice in a row answers later than one that is stopped once.
+            stops = sum(since > finished for since in self.stops)
+            if self.now - finished > patience + STOP * max(0, stops - 1):
                 self.wrong(f"{task} was finished at {finished:.6f}, and is not answered")
