@@ -266,7 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the report; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m xpool",
-        description="What this machine gives to pools, and a self-test. Paste it into an issue.",
+        description="A report on this machine for pools, with a self-test. Paste it into an issue.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--no-test", action="store_true", help="start no workers")

@@ -286,7 +286,7 @@ class WorkerStartFailed(XPoolError):
     def __str__(self) -> str:
         return (
             f"Worker {self.worker} could not be started in {self.attempts} attempts: "
-            f"{self.reason}. The pool has stopped; mend the cause and make a new pool."
+            f"{self.reason}. The pool has stopped; fix the cause and make a new pool."
         )
 
 
@@ -305,12 +305,12 @@ class PoolBroken(XPoolError):
     def __str__(self) -> str:
         if not self.deaths:
             return (
-                f"{self.last}: this was raised in the midst of the pool's own bookkeeping. The "
-                "pool has stopped; mend the cause and make a new pool"
+                f"{self.last}: this was raised while the pool updated its own state. The "
+                "pool has stopped; fix the cause and make a new pool"
             )
         return (
             f"{self.deaths} workers died within {self.seconds:.1f} s and no task was finished "
-            f"between; the last: {self.last}. The pool has stopped; mend the cause and make a new "
+            f"between; the last: {self.last}. The pool has stopped; fix the cause and make a new "
             "pool, or allow more with restart_budget=."
         )
 

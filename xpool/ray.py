@@ -285,8 +285,8 @@ def _where(
         del options["num_cpus"]  # as each worker has
     if options:
         raise OptionError(
-            f"ray_remote_args={{{sorted(options)[0]!r}: ...}}: workers are no actors of their own; "
-            "what each host is to reserve is said by Pool(hosts=xpool.ray.hosts(resources=..., "
+            f"ray_remote_args={{{sorted(options)[0]!r}: ...}}: workers are not actors; to reserve "
+            "resources of each host, use Pool(hosts=xpool.ray.hosts(resources=..., "
             "labels=..., per_host=...))"
         )
     return hosts(address, runtime_env=env)._replace(total=processes)

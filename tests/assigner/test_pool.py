@@ -125,7 +125,7 @@ def test_models_on_a_device_cannot_be_sent():
     """What lies on a device of this process's is refused as the pool is made, with the way out."""
     model = nn.Linear(8, 4, device="meta")  # stands for any device that is not the CPU
     assigner = ModelAssigner([model], {}, ["cpu"], move_models=False)
-    with pytest.raises(ValueError, match="model 0 lies on meta.*move_models=False"):
+    with pytest.raises(ValueError, match="model 0 is on meta.*move_models=False"):
         CtxPool(worker_contexts=assigner)
 
 

@@ -142,7 +142,7 @@ def multigpu(world: World) -> None:
         assert [one.tolist() for one in output] == [[1, 1], [2, 2], [11, 11], [12, 12]]
     with pytest.raises(OptionError, match="need 2 output lists of 4 tensors"):
         group.all_gather_multigpu(outputs[:1], fresh())
-    with pytest.raises(OptionError, match="src_tensor=5 is none of the 2"):
+    with pytest.raises(OptionError, match="src_tensor=5 is not an index of the 2"):
         group.broadcast_multigpu(tensors, 1, src_tensor=5)
     with pytest.raises(OptionError, match="0 tensors: give at least one"):
         group.all_reduce_multigpu([])

@@ -193,7 +193,7 @@ def test_no_world():
     assert get_world() is None
     assert not is_world_initialized()
     for function in (get_cur_name, get_cur_rank):
-        with pytest.raises(GroupError, match="in no world: make one with"):
+        with pytest.raises(GroupError, match="not in a world: make one with"):
             function()
 
 
@@ -228,8 +228,8 @@ def test_no_world():
         ({"rpc_init_method": "file:///nowhere/x"}, "it is in no folder: there is no /nowhere"),
         ({"dist_backend": "foo"}, "this torch has no backend 'foo'; it has .*gloo"),
         ({"dist_backend": "cpu:gloo,cuda:foo"}, "this torch has no backend 'foo'"),
-        ({"dist_init_method": "http://x"}, "'http://x' is no place to meet"),
-        ({"dist_init_method": "tcp://127.0.0.1"}, "is no place to meet"),
+        ({"dist_init_method": "http://x"}, "'http://x' is not a valid address"),
+        ({"dist_init_method": "tcp://127.0.0.1"}, "is not a valid address"),
         ({"dist_init_method": "env://"}, "MASTER_ADDR is not set"),
     ],
 )
@@ -318,7 +318,8 @@ def test_a_port_that_another_has(ranks: Ranks):
 def test_a_host_without_an_address(ranks: Ranks, option: str):
     """The error says that it is the name, and torch is not asked, which may wait for longer."""
     [text] = ranks.run(1, at_no_address, option, f"tcp://no-such-host.invalid:{free_port()}")
-    assert "'no-such-host.invalid' has no address" in text and "within 1 s" in text
+    assert "'no-such-host.invalid' has no address" in text, text
+    assert float(text.split("within ")[1].split(" s")[0]) <= 1  # what is left of dist_timeout
 
 
 def at_no_address(rank: int, option: str, address: str) -> str:

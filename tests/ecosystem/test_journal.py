@@ -530,7 +530,7 @@ def test_a_file_that_is_removed(path):
         yield 2
 
     with ThreadPool(1) as pool:
-        with pytest.raises(sqlite3.OperationalError, match=f"it was removed.*{path}"):
+        with pytest.raises(sqlite3.OperationalError, match=f"file was removed.*{path}"):
             list(pool.imap(work.square, items(), journal=path))
         assert pool.map(work.square, [1, 2], journal=path) == [1, 4]
 

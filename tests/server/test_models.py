@@ -72,10 +72,10 @@ def models(world: World) -> Any:
         mine.weight.data += 100
         assert access.push(mine)
         mine.pp_version = 9
-        with pytest.raises(VersionError, match="prev_version 9 of 'model' has never been"):
+        with pytest.raises(VersionError, match="prev_version 9 of 'model' has never existed"):
             access.push(mine)
         other = model(out=3)
-        with pytest.raises(GroupError, match=r"'model' is another model .*differ in weight"):
+        with pytest.raises(GroupError, match=r"'model' is not the given model.*differ in weight"):
             access.pull(other)
         assert weight(other) == 0
     group.barrier()

@@ -318,7 +318,9 @@ def check_memory(worker: Any, high: Any) -> tuple[int | None, float | None]:
         if not 0 < high < 1:
             raise OptionError(f"memory_high must be between 0 and 1, not {high!r}")
     if (worker is not None or high is not None) and sys.platform != "linux":
-        raise OptionError("worker_memory and memory_high are for Linux, whose /proc tells")
+        raise OptionError(
+            "worker_memory and memory_high need Linux, whose /proc reports the use of memory"
+        )
     return worker, high
 
 

@@ -231,8 +231,8 @@ class HostEngine:
             OptionError: always, since the hosts decide the number of workers.
         """
         raise OptionError(
-            "a pool over hosts has the workers of the hosts that there are: add a host, or remove "
-            "one, and the pool follows"
+            "the hosts decide how many workers a pool over hosts has: add or remove a host, and "
+            "the pool follows"
         )
 
     # -- ending ------------------------------------------------------------------------------------

@@ -418,6 +418,6 @@ def _reason(error: BaseException) -> str:
 def _not_there(host: str, cause: BaseException) -> XPoolError:
     return XPoolError(
         f"no agent could be started on host {host}: {type(cause).__name__}: {cause}. All hosts "
-        "need xpool and what the program imports; ray.init(runtime_env={'pip': [...], "
-        "'working_dir': ...}) brings it there"
+        "need xpool and the packages that the program imports; ray.init(runtime_env={'pip': [...], "
+        "'working_dir': ...}) installs them there"
     )

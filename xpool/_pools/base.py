@@ -276,7 +276,9 @@ class BasePool(PublicVerbs, Hooks):
         self._resize(size)
 
     def _resize(self, size: int) -> None:
-        raise OptionError(f"a {type(self).__name__} cannot be resized: its class does not say how")
+        raise OptionError(
+            f"a {type(self).__name__} cannot be resized: its class does not implement it"
+        )
 
     # -- ending ------------------------------------------------------------------------------------
 

@@ -135,8 +135,9 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
         if options.get("hosts") is not None:
             if contexts is not None and hosts is None:
                 raise OptionError(
-                    "worker_contexts of a pool over hosts: as xpool.ray.devices() makes them, each "
-                    "on its host; what else a worker is to have, make in the initializer"
+                    "worker_contexts of a pool over hosts must come from xpool.ray.devices(), "
+                    "which makes each on its host; make further state of a worker in the "
+                    "initializer"
                 )
             # `Pool` asks the hosts how many workers there are.
             self._contexts = list(contexts or ()) or None
@@ -177,7 +178,7 @@ def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
         for fact in ("env", "cpus"):
             first, *others = (getattr(contexts[i], fact, None) for i in workers)
             if any(other != first for other in others):
-                raise OptionError(f"{what}, but their {fact} differ; a process has but one")
+                raise OptionError(f"{what}, but their {fact} differ; a process can have only one")
     return [workers for workers in found.values() if len(workers) > 1]
 
 

@@ -152,7 +152,7 @@ class Journal:
             raise OptionError(
                 f"the journal {self.path} cannot tell whether {self._name} is the same in the next "
                 f"run: {exc.part} is, or holds, {exc}, which cannot be compared. Give version=, a "
-                "str or an int that you change whenever results would be others"
+                "str or an int that you change whenever the results would change"
             ) from exc
 
     @contextlib.contextmanager
@@ -215,8 +215,8 @@ class Journal:
             )
         if "xpool_function" in tables:
             raise OptionError(
-                f"{self.path} is a journal of an earlier xpool, which did not write down what its "
-                "function was: give another path"
+                f"{self.path} is a journal of an earlier xpool, which did not record its "
+                "function: give another path"
             )
         if application or version or tables:
             raise OptionError(f"{self.path} is not a journal: it is another program's database")
@@ -234,7 +234,7 @@ class Journal:
             if str(version) != written:
                 raise OptionError(
                     f"{self.path} has results of version {written!r} of {name}, not of version "
-                    f"{str(version)!r}: give another path to compute them anew"
+                    f"{str(version)!r}: give another path to compute them again"
                 )
             return
         rows = base.execute("SELECT name, digest FROM parts WHERE NOT of_items")
@@ -256,8 +256,8 @@ class Journal:
             more = f" and {len(changes) - NAMED} more" if len(changes) > NAMED else ""
             raise OptionError(
                 f"{self.path} has results of {self._name} from before a change of "
-                f"{', '.join(changes[:NAMED])}{more}. Give another path to compute them anew; or "
-                f"version={version!r}, if they are right all the same"
+                f"{', '.join(changes[:NAMED])}{more}. Give another path to compute them again; or "
+                f"version={version!r}, if they are still right"
             )
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ class Journal:
             digest, parts = self._identity.of_item(item)
         except Unknown as exc:
             raise OptionError(
-                f"the journal {self.path} cannot know an item again that is, or holds, {exc}: give "
+                f"the journal {self.path} cannot recognise an item that is, or holds, {exc}: give "
                 "key=, a function that returns a name for each item"
             ) from exc
         if self._parts is not None and not parts.keys() <= self._known:
@@ -325,7 +325,9 @@ class Journal:
                     self._base.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", results)
                 # SQLite goes on writing to a removed file without an error.
                 if self._identify() != self._file:
-                    raise sqlite3.OperationalError("it was removed, or replaced, while it is used")
+                    raise sqlite3.OperationalError(
+                        "the file was removed or replaced while it was in use"
+                    )
 
     def _identify(self) -> tuple[int, int] | None:
         """Return device and inode of the path's file; None: it does not exist."""

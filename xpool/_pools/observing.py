@@ -165,7 +165,9 @@ def stacks_of(pool: ObservedPool) -> Stacks:
     """Return where each worker is."""
     backend: Any = getattr(pool, "_backend", None)
     if not hasattr(backend, "stacks"):
-        raise OptionError(f"stacks() is not for {type(pool).__name__}, whose workers are its own")
+        raise OptionError(
+            f"stacks() is not for {type(pool).__name__}, whose workers xpool does not start"
+        )
     return as_stacks(backend.stacks())
 
 

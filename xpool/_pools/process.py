@@ -103,8 +103,8 @@ class Pool(BasePool):
         module = imported_by_worker()
         if module is not None:
             raise OptionError(
-                f"this pool is made while a worker imports {module}, which it needs for a task, so "
-                "each worker would make one; make it in a function, or behind "
+                f"this pool is made while a worker imports {module} for a task, so each worker "
+                "would make such a pool; make it in a function, or behind "
                 'if __name__ == "__main__":'
             )
         occupy_streams()
@@ -238,9 +238,10 @@ class Pool(BasePool):
                 blob = self._packer.pack_option("initializer", self.initializer)
         if not launcher.bare and multiprocessing.current_process().daemon:
             raise OptionError(
-                "a pool in a worker of a pool, whose workers multiprocessing would start: daemonic "
+                "multiprocessing would start the workers of this pool, which is made in a worker "
+                "of another pool: daemonic "
                 "processes are not allowed to have children; give is_daemon=False to the outer "
-                "pool, or to this one neither a context nor what only a context can pass on"
+                "pool, or give this one no context and no objects that only a context can pass on"
             )
         spec = self._worker_spec(blob)
         arena = self._packer.arena

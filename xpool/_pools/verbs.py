@@ -95,11 +95,11 @@ def options_of(
         check_count("retries", retries, least=0)
     on = check_exceptions("retry_on", retry_on) if retry_on else ()
     if on and not retries:
-        raise OptionError("retry_on= says what is tried again, retries= how often: give it too")
+        raise OptionError("retry_on= needs retries=, the number of further tries: give it too")
     if (timeout is not None or retries or on) and not pool._stops_tasks:
         raise OptionError(
-            f"timeout= and retries= are not for {type(pool).__name__}, whose workers are its "
-            "own: only they could stop a task or run it again"
+            f"timeout= and retries= are not for {type(pool).__name__}, whose workers xpool does "
+            "not start, and so cannot stop a task or run it again"
         )
     if progress is not False:
         check_progress(progress)

@@ -267,9 +267,9 @@ class ModelContext:
             for tensor in (*model.parameters(), *model.buffers()):
                 if tensor.device.type != "cpu":
                     raise OptionError(
-                        f"model {i} lies on {tensor.device} in this process, and cannot be given "
-                        "to a worker that has another runtime: assign with move_models=False, "
-                        "and have the models on the CPU when the pool is made"
+                        f"model {i} is on {tensor.device} in this process, and cannot be sent to "
+                        "a worker, which has another runtime: use move_models=False, and have the "
+                        "models on the CPU when the pool is made"
                     )
         return self.__dict__
 
@@ -284,7 +284,9 @@ def _check_models(models: Any) -> list[nn.Module]:
     numbers: dict[int, int] = {}
     for i, model in enumerate(found):
         if (first := numbers.setdefault(id(model), i)) != i:
-            raise OptionError(f"models[{i}] is models[{first}] again; a model lies on one device")
+            raise OptionError(
+                f"models[{i}] is models[{first}] again; a model can be on one device only"
+            )
     return found
 
 
@@ -292,7 +294,7 @@ def _check_connection(connection: Any, n: int) -> dict[tuple[int, int], float]:
     if not isinstance(connection, Mapping):
         raise TypeError(
             f"model_connection must be a dict {{(i, j): amount}}, not {connection!r}; "
-            "an empty one where no model talks to another"
+            "an empty dict if no model sends data to another"
         )
     found = {}
     for key, amount in connection.items():

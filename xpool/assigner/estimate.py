@@ -93,8 +93,8 @@ class ModelComplexityEstimator:
             except Exception as exc:
                 raise OptionError(
                     f"the forward pass of {type(self.model).__name__} fails with these inputs, a "
-                    f"tuple of {len(inputs)}: {type(exc).__name__}: {exc}. Give what the model is "
-                    "called with: a tensor, or a tuple of arguments."
+                    f"tuple of {len(inputs)}: {type(exc).__name__}: {exc}. Give the arguments of "
+                    "its forward: a tensor, or a tuple of arguments."
                 ) from exc
 
 

@@ -86,7 +86,7 @@ def _named(wanted: Any) -> list[torch.device]:
             device = torch.device(given)
         except (RuntimeError, TypeError) as exc:
             raise OptionError(
-                f"devices[{i}] is {given!r}, which is no device; give 'cpu' or 'cuda:i'"
+                f"devices[{i}] is {given!r}, which is not a device; give 'cpu' or 'cuda:i'"
             ) from exc
         if device.type not in ("cpu", "cuda"):
             raise OptionError(f"devices[{i}] is '{device}'; models go to 'cpu' and 'cuda:i' only")

@@ -226,7 +226,7 @@ def _tpu(host: Host, asked: Asked) -> list[DeviceContext]:
     refuse_xrt(host.environ)
     if not host.chips:
         raise DeviceError(
-            "devices('tpu'): no TPU chip is to be seen here (PCI devices of vendor 0x1ae0, and in "
+            "devices('tpu'): no TPU chip was found here (PCI devices of vendor 0x1ae0, and in "
             "a container their groups under /dev/vfio). Start the container with its TPU devices, "
             "or use devices('xla') for torch_xla's CPU client"
         )

@@ -50,8 +50,8 @@ def check_rank(rank: int) -> None:
     """Raise `OptionError` when this process can have no agent of this rank."""
     if _rank not in (None, rank):
         raise OptionError(
-            f"This process has been rank {_rank} of a world with RPC, and torch lets it be no "
-            f"other: give it that rank again, not {rank}, or init_rpc=False."
+            f"This process was rank {_rank} of a world with RPC, and torch lets it have no other "
+            f"rank: give it that rank again, not {rank}, or use init_rpc=False."
         )
 
 
@@ -119,8 +119,8 @@ def shut_down(graceful: bool) -> None:
     thread.join(2 * LIMIT if graceful else LIMIT)
     if thread.is_alive():
         warnings.warn(
-            "This process has left its world while functions that others had called still ran in "
-            "it; it can join no other world with RPC before they have returned.",
+            "This process has left its world while functions that other members had called still "
+            "ran in it; it cannot join another world with RPC before they have returned.",
             ResourceWarning,
             stacklevel=4,
         )

@@ -318,7 +318,9 @@ def _summand(tensor: Tensor, op: Any) -> Tensor:
 
 def _pick(tensors: list[Tensor], index: int, what: str) -> Tensor:
     if not 0 <= index < len(tensors):
-        raise OptionError(f"{what}={index} is none of the {len(tensors)} tensors of the list.")
+        raise OptionError(
+            f"{what}={index} is not an index of the {len(tensors)} tensors of the list."
+        )
     return tensors[index]
 
 

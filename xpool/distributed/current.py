@@ -69,7 +69,7 @@ def the_world() -> CurrentWorld:
     world = current()
     if world is None:
         raise GroupError(
-            "This process is in no world: make one with xpool.distributed.World(name, rank, "
+            "This process is not in a world: make one with xpool.distributed.World(name, rank, "
             "world_size) in each of the processes first."
         )
     return world

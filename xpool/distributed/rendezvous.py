@@ -121,7 +121,7 @@ def _check_file(address: str, netloc: str, path: str) -> None:
     elif not _is_store(path):
         problem = "is there already, and is no store of torch's"
     if problem is not None:
-        raise OptionError(f"{address!r} is no place to meet: it {problem}. Give {_FORMS}")
+        raise OptionError(f"{address!r} is not a valid address: it {problem}. Give {_FORMS}")
 
 
 def _is_store(path: str) -> bool:
@@ -173,7 +173,7 @@ def open_store(address: str, rank: int, world_size: int, timeout: float) -> Any:
         raise opening.timed_out(first_line(exc)) from None
     except (RuntimeError, ValueError) as exc:
         raise OptionError(
-            f"{address!r} is no place to meet: {first_line(exc)}. Give {_FORMS}"
+            f"{address!r} is not a valid address: {first_line(exc)}. Give {_FORMS}"
         ) from None
     store.set_timeout(limit)
     return store
@@ -271,7 +271,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
     """Return where a store listens, of ``tcp://`` and ``env://``; None: torch knows.
 
     Raises:
-        ValueError: it is not said, or is no port.
+        ValueError: it is not said, or is not a port.
     """
     url = urlparse(address)
     if url.query or url.scheme not in ("tcp", "env"):
@@ -286,7 +286,7 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
             raise ValueError(f"the environment variable {name} is not set")
     port = int(os.environ["MASTER_PORT"])
     if not 0 <= port < 2**16:
-        raise ValueError(f"MASTER_PORT={port} is no port")
+        raise ValueError(f"MASTER_PORT={port} is not a port")
     return os.environ["MASTER_ADDR"], port
 
 
@@ -319,7 +319,8 @@ def _exchange(
     if store.add(f"claims/{rank}", 1) > 1:
         raise OptionError(
             f"Rank {rank} at {address} is taken already: give each process a rank of its own, "
-            "and each world an address of its own (a file that an earlier world left is used up)."
+            "and each world an address of its own (the file of an earlier world cannot be used "
+            "again)."
         )
     store.set(str(rank), name)
     keys = [str(other) for other in range(world_size)]
@@ -339,7 +340,7 @@ def _exchange(
             came = ", ".join(f"{key} ({store.get(key).decode()})" for key in there)
             raise GroupTimeout(
                 f"Of {world_size} ranks, rank {missing} did not join at {address} within "
-                f"{timeout:g} s. Those that came: {came}. See whether the others run, and have "
+                f"{timeout:g} s. Those that joined: {came}. Check that the others run, and have "
                 "the same address and world_size."
             ) from None
     names = [store.get(key).decode() for key in keys]

@@ -269,7 +269,7 @@ class PushPullGradServerImpl:
         """
         if not self.is_primary:
             raise ModelNotManaged(
-                f"{self.group.get_cur_name()!r} can not manage a model for {self.server_name!r}: "
+                f"{self.group.get_cur_name()!r} cannot manage a model for {self.server_name!r}: "
                 f"its primary reducer, {self.primary_reducer!r}, does."
             )
         model.pp_version = 0
@@ -323,8 +323,8 @@ class PushPullGradServerImpl:
             if self._error is not None:
                 raise GroupError(
                     f"The reducer of {self.server_name!r} in {self.group.get_cur_name()!r} has "
-                    f"stopped: {self._error!r}. Its watch() raises that; start() after stop() "
-                    "begins anew."
+                    f"stopped: {self._error!r}. watch() raises that error there; stop() and "
+                    "start() begin again."
                 )
             queue = self._queues[level]
             if queue:  # a batch is of one kind, also where no model is managed here

@@ -29,7 +29,7 @@ def load(model: nn.Module, state: dict[str, Tensor], name: str) -> None:
             key for key in own.keys() | pulled.keys() if own.get(key) != pulled.get(key)
         )
         raise GroupError(
-            f"The server's {name!r} is another model than the one given: they differ in "
+            f"The server's {name!r} is not the given model: they differ in "
             f"{', '.join(differ)}. The server's has {', '.join(pulled)}."
         )
     model.load_state_dict(state)

@@ -117,8 +117,9 @@ class OrderedServerSimpleImpl:
                     return False
                 if version in versions and version != newest:
                     raise VersionError(
-                        f"Version {version!r} of {key!r} can not follow {newest!r}: the server has "
-                        f"one of that name. It has, the newest last: {list(versions)}."
+                        f"Version {version!r} of {key!r} cannot follow {newest!r}: the server "
+                        f"has that version already. Its versions, the newest last: "
+                        f"{list(versions)}."
                     )
             versions[version] = value
             # Keep the newest, and `version_depth` before it.
@@ -167,6 +168,7 @@ def _check_previous(key: Hashable, prev_version: Any, newest: Any) -> None:
         return  # versions without an order: it may have been an old one
     if ahead:
         raise VersionError(
-            f"prev_version {prev_version!r} of {key!r} has never been: the newest is {newest!r}. "
-            "Pull first, and push what was made from that."
+            f"prev_version {prev_version!r} of {key!r} has never existed: the newest is "
+            f"{newest!r}. "
+            "Pull first, and push a value that was made from that version."
         )
