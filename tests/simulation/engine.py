@@ -102,7 +102,7 @@ class _Room:
 
 
 class _Call:
-    """A thread in `Engine.call`: it receives its answer itself, and may be interrupted."""
+    """A thread in `Submission.call`: it receives its answer itself, and may be interrupted."""
 
     def __init__(self, world: EngineWorld, task_range: TaskRange) -> None:
         self.world, self.task_range = world, task_range
@@ -121,19 +121,19 @@ class _Call:
         )
 
     def go_on(self) -> None:
-        """The body of `Engine.call`, one turn at a time; True when it is through."""
+        """The body of `Submission.call`, one turn at a time; True when it is through."""
         engine, job = self.world.engine, self.job
         if not self.begun:
             self.begun = True
-            self.slot = engine._put_direct(self.task_range)
+            self.slot = engine._submission.put_direct(self.task_range)
             if self.slot is not None:
                 engine._direct.turns[job].thread = -job  # each caller is a thread of its own
         elif self.slot is not None:
             events = self.slot.poller.poll(0)
-            if not engine._receive_direct(self.slot, job, events):
+            if not engine._submission.receive_direct(self.slot, job, events):
                 self.slot = None
         if self.slot is None or (self.impatient and self.world.chance(0.5)):
-            engine._let_go(job)
+            engine._submission.let_go(job)
             self.world.calls.remove(self)
             self.world.deliver()
 
@@ -227,7 +227,7 @@ class EngineWorld(World):
         self.deliver()
         self.tell_all()
         for call in list(self.calls):
-            engine._let_go(call.job)
+            engine._submission.let_go(call.job)
         if self.left() and not self.ended_violently:
             self.wrong(f"the workers have ended, and unanswered is {self.left()}")
         engine.close()

@@ -36,7 +36,7 @@ class DirectReceive:
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        # Guarded by the engine's lock, but for a look of `Engine.call` into `turns`.
+        # Guarded by the engine's lock, but for a look of `Submission.call` into `turns`.
         self.turns: dict[int, _Turn] = {}  # by job
         self._jobs: dict[int, int] = {}  # by worker
         self.muted: set[int] = set()  # workers whose pipe does not wake the engine's thread

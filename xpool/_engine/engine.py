@@ -20,37 +20,31 @@
 
 One lock guards all of it.  Whoever holds it does what is to be done and lets go; nobody waits for
 a descriptor, starts a process, runs a user's code or wakes a caller while holding it.
-
-Whoever submits writes to an idle worker himself, and a caller that waits for a single answer may
-receive it himself (`call`): then nothing stands between the caller and the worker but the pipe.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import threading
-import time
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from xpool._engine import stacks
 from xpool._engine.answers import EngineOptions, Parts
 from xpool._engine.direct import DirectReceive
 from xpool._engine.dispatcher import Dispatcher
 from xpool._engine.jobs.budget import RestartPolicy
-from xpool._engine.jobs.scheduler import InFlight, Limit, Scheduler, TaskRange
-from xpool._engine.ledger import Event, Ledger, Slow, Work
+from xpool._engine.jobs.scheduler import InFlight, Scheduler
+from xpool._engine.ledger import Ledger
 from xpool._engine.maintenance import ArenaMaintenance
 from xpool._engine.monitor import WorkerMonitor
+from xpool._engine.observation import Observation
 from xpool._engine.pickled_results import StartFailure
 from xpool._engine.reactor import Reactor
 from xpool._engine.relay import Relay
 from xpool._engine.replacement import Launch, Replacement
-from xpool._engine.stacks import Whereabouts
+from xpool._engine.submission import Submission
 from xpool._engine.switchboard import Switchboard
 from xpool._engine.worker import Recipe, WorkerProcess
 from xpool._pickling.frame import Leased, weight
-from xpool._python.interrupt import deliver, interruptible, pending
-from xpool._wire.spin import Spin
 from xpool.errors import InternalError, OptionError, XPoolError
 
 __all__ = ["Engine", "System"]
@@ -113,7 +107,17 @@ class Engine:
             parts, self._dispatcher, self._direct, self._monitor, switchboard,
             together=options.together,
         )  # fmt: skip
-        self._spin = Spin()
+        submission = self._submission = Submission(
+            self.lock, self.sched, self._monitor, self._replacement, self._direct
+        )
+        self.submit, self.submit_call = submission.submit, submission.submit_call
+        self.call, self.feed = submission.call, submission.feed
+        observation = self._observation = Observation(
+            self.lock, self.workers, self.sched, self.ledger
+        )
+        self.runs, self.statistics = observation.runs, observation.statistics
+        self.report, self.stacks = observation.report, observation.stacks
+        self.begin_trace, self.end_trace = observation.begin_trace, observation.end_trace
         if self._relay is not None:
             self._watch_relay(self._relay)
 
@@ -140,48 +144,6 @@ class Engine:
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
-    def submit(self, *ranges: TaskRange) -> None:
-        """Queue ranges of tasks and give them to whoever is idle.
-
-        One that is bound to worker -1 is bound to the one with the least to do.  Several are queued
-        at one moment: those of two callers come to all workers in one order.
-        """
-        with self.lock:
-            if self._direct.turns:
-                self._leave_signal_handler()
-            self._put(ranges)
-
-    def _put(self, ranges: Iterable[TaskRange], direct_job: int = 0) -> None:
-        # When the pool ends, it answers all jobs itself; nobody would take what is queued now.
-        if not self._replacement.ending:
-            for one in ranges:
-                if one.bound is not None and one.bound < 0:
-                    one.bound = self.sched.least_loaded(newest=direct_job != 0)
-                self.sched.put(one)
-            self._monitor.give_idle(direct_job)
-
-    def submit_call(
-        self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
-    ) -> None:
-        """Queue a call: item ``number`` of `CALLS`."""
-        with self.lock:
-            if self._direct.turns:
-                self._leave_signal_handler()
-            if self._replacement.ending:
-                return
-            self.sched.put_call(number, payload, retries, limit)
-            if self.idle:
-                self._monitor.give_idle()
-
-    def feed(self, task_range: TaskRange) -> None:
-        """See to it that a range to which items were appended is queued, and the idle get it."""
-        with self.lock:
-            if not self._replacement.ending:
-                # The reader looked without the lock: `_dry` may have queued it since.
-                if not task_range.queued and task_range.items:
-                    self.sched.put(task_range)
-                self._monitor.give_idle()
-
     def resume(self) -> None:
         """Give out what waits: some that was kept from running may run.  Without the lock."""
         self._resumed = True
@@ -191,7 +153,7 @@ class Engine:
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that tasks call it by."""
         with self.lock:
-            self._leave_signal_handler()
+            self._submission.leave_signal_handler()
             return self._dispatcher.learn(mode, payload)
 
     def forget(self, func: int) -> None:
@@ -210,19 +172,6 @@ class Engine:
         with self.lock:
             self._monitor.give_back(job, items)
 
-    def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a worker is in a task of this job now, or in that task."""
-        with self.lock:
-            for worker in self.workers:
-                # A worker without a process has no page: it was unmapped.
-                if worker.handle is not None:
-                    running = self.sched.running(worker.index, worker.box.began)
-                    if running is not None and running[0].job == job:
-                        batch, position = running
-                        if index is None or batch.first + position == index:
-                            return True
-            return False
-
     def sent(self, payload: bytes | memoryview) -> int:
         """Return how many bytes of memory a message holds; it was made for a worker."""
         if type(payload) is Leased:
@@ -235,144 +184,12 @@ class Engine:
         """Seconds that a task takes, by the last answers; inf: not known."""
         return self.sched.cost
 
-    # -- a caller that waits for one answer receives it himself: see `direct` ----------------------
-
-    def call(self, task_range: TaskRange) -> None:
-        """Submit a range of one task, and receive its answer in this thread if it is sent at once.
-
-        Returns when the answer is among the results, or will come by the engine's thread.
-        """
-        number = task_range.first  # which the scheduler counts on
-        try:
-            worker = self._put_direct(task_range)
-            if worker is None:
-                return
-            events = self._await_answer(worker, True)
-            while self._receive_direct(worker, number, events):
-                events = self._await_answer(worker, False)
-        finally:
-            # Looked at without the lock: a turn that has ended does not begin again.
-            if number in self._direct.turns:
-                self._let_go(number)
-
-    @interruptible
-    def _await_answer(self, worker: WorkerProcess, look: bool) -> list[tuple[int, int]]:
-        if pending:
-            deliver()
-        poll = worker.poller.poll
-        # Each second, since a call that a signal handler took away gets no answer here.
-        return (look and self._spin.look(poll)) or poll(1000)
-
-    def _put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
-        number = task_range.first
-        with self.lock:
-            if self._direct.turns:
-                self._leave_signal_handler()
-            if task_range.bound is None and not self._replacement.ending:
-                # An idle worker gets it past the queues.  Else it waits as any other, and this
-                # caller receives its answer only if it comes to a worker in this very step.
-                worker = self._monitor.give_direct(task_range)
-                if worker is not None:
-                    return worker
-            self._put((task_range,), number)
-            return self._direct.worker_of(number)
-
-    def _receive_direct(
-        self, worker: WorkerProcess, job: int, events: list[tuple[int, int]]
-    ) -> bool:
-        """Take what has come; return whether the caller is to go on polling."""
-        with self.lock:
-            # No longer ours, or its sentinel: a death is for the engine's thread.
-            if job not in self._direct.turns:
-                return False
-            if events and (len(events) > 1 or events[0][0] != worker.reader.fd):
-                return False
-            if worker.protocol_error is not None:
-                return False  # its death is for the engine's thread, too
-            if events:
-                self._monitor.receive(worker)
-            held = worker.in_flight.held
-            # It is still the oldest in hand: what has come was something else.
-            if held and held[0].name(held[0].first) == (job, 0):
-                return True
-            # Answered: another thread may receive from this worker from now on.
-            self._replacement.let_go(job)
-            return False
-
-    def _let_go(self, job: int) -> None:
-        with self.lock:
-            self._replacement.let_go(job)
-
-    def _leave_signal_handler(self) -> None:
-        # This thread waits in `call`, below the signal handler that it is in now.  That turn
-        # would go on only after the handler, which may wait for that worker's answer or end.
-        for job in self._direct.of_this_thread():
-            self._replacement.let_go(job)
-
     # -- starting and stopping -------------------------------------------------------------------
 
     @property
     def failure(self) -> XPoolError | StartFailure | None:
         """Why the pool can go on no more."""
         return self._replacement.failure
-
-    def statistics(self) -> dict[str, Any]:
-        """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
-        sched, workers = self.sched, self.workers
-        with self.lock:
-            # A worker has tasks in hand that it has not begun, and one that it runs.
-            running = sum(
-                sched.running(worker.index, worker.box.began) is not None
-                for worker in workers
-                if worker.handle is not None
-            )
-            sent = sum(in_flight.size for in_flight in sched.in_flight)
-            return {
-                "ready": sum(in_flight.accepting for in_flight in sched.in_flight),
-                "waiting": sched.waiting() + sent - running,
-                "running": running,
-                "deaths": sum(account.deaths for account in self.ledger.accounts),
-                "pids": [worker.pid for worker in workers[: sched.size]],
-            }
-
-    def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
-        """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
-        ledger = self.ledger
-        with self.lock:
-            work = [ledger.work(worker.index, worker.pid) for worker in self.workers]
-            # What ended processes were sent is in the ledger; their writers still have the number.
-            sent = sum(worker.writer.sent for worker in self.workers if worker.handle is not None)
-            out = sent + ledger.bytes_out
-            return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
-
-    def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
-        """Return where each worker is, within a second; those that run are asked by a signal."""
-        describe = describe or self.ledger.describe
-        begun = time.monotonic()
-        with self.lock:
-            asked = stacks.ask(self.workers)
-        while True:
-            with self.lock:
-                waited = time.monotonic() - begun
-                workers = self.workers[: self.sched.size]
-                found = stacks.collect(workers, asked, self.sched, describe, waited)
-            if found is not None:
-                return found
-            time.sleep(0.005)  # the handlers write to a page, which tells nobody
-
-    def begin_trace(self) -> None:
-        """Begin to keep events.
-
-        Raises:
-            OptionError: they are kept already, for another.
-        """
-        with self.lock:
-            self.ledger.begin_trace()
-
-    def end_trace(self) -> tuple[list[Event], float, int]:
-        """Return the events that were kept, when that began, and how many are missing."""
-        with self.lock:
-            return self.ledger.end_trace()
 
     @property
     def ended(self) -> bool:
@@ -417,7 +234,7 @@ class Engine:
             OSError: the system refuses a process; there are as many workers as before.
         """
         with self.lock:
-            self._leave_signal_handler()
+            self._submission.leave_signal_handler()
             if self._replacement.ending:
                 return
             if self.sched.bound_from(size):
@@ -454,7 +271,7 @@ class Engine:
     def terminate(self, at_once: bool = False) -> None:
         """Stop all workers now: asked first, and killed a moment later, or at once."""
         with self.lock:
-            self._leave_signal_handler()
+            self._submission.leave_signal_handler()
             self._replacement.terminate(at_once)
             # This alone may make `ended` true: then no descriptor wakes the thread that waits.
             self._reactor.wake()
@@ -471,7 +288,8 @@ class Engine:
 
     def after_fork_in_child(self) -> None:
         """These workers are the parent's; their descriptors are closed here already."""
-        self.lock = threading.Lock()  # some thread of the parent may have held it
+        # Some thread of the parent may have held it.
+        self.lock = self._submission.lock = self._observation.lock = threading.Lock()
         self._replacement.ending = True
         # Touches no descriptor: the epoll that the child has is the parent's, too.
         self._monitor.clear()

@@ -1,0 +1,156 @@
+"""How tasks come to the workers of an engine, from any thread of the program.
+
+The thread that submits a task writes it to an idle worker itself.  A thread that waits for a single
+answer may receive it itself (`call`, see `direct`), without the engine's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from xpool._engine.direct import DirectReceive
+from xpool._engine.jobs.scheduler import Limit, Scheduler, TaskRange
+from xpool._engine.monitor import WorkerMonitor
+from xpool._engine.replacement import Replacement
+from xpool._engine.worker import WorkerProcess
+from xpool._python.interrupt import deliver, interruptible, pending
+from xpool._wire.spin import Spin
+
+__all__ = ["Submission"]
+
+
+class Submission:
+    """Queues tasks and gives them to idle workers."""
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        sched: Scheduler,
+        monitor: WorkerMonitor,
+        replacement: Replacement,
+        direct: DirectReceive,
+    ) -> None:
+        self.lock = lock  # the engine's
+        self._sched, self._monitor = sched, monitor
+        self._replacement, self._direct = replacement, direct
+        self._spin = Spin()
+
+    def submit(self, *ranges: TaskRange) -> None:
+        """Queue ranges of tasks and give them to idle workers.
+
+        A range that is bound to worker -1 is bound to the worker with the least to do.  All ranges
+        are queued under one lock, so workers get the ranges of two callers in the same order.
+        """
+        with self.lock:
+            if self._direct.turns:
+                self.leave_signal_handler()
+            self._put(ranges)
+
+    def _put(self, ranges: Iterable[TaskRange], direct_job: int = 0) -> None:
+        # When the pool ends, it answers all jobs itself; nobody would take what is queued now.
+        if not self._replacement.ending:
+            for one in ranges:
+                if one.bound is not None and one.bound < 0:
+                    one.bound = self._sched.least_loaded(newest=direct_job != 0)
+                self._sched.put(one)
+            self._monitor.give_idle(direct_job)
+
+    def submit_call(
+        self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
+    ) -> None:
+        """Queue a call: item ``number`` of `CALLS`."""
+        with self.lock:
+            if self._direct.turns:
+                self.leave_signal_handler()
+            if self._replacement.ending:
+                return
+            self._sched.put_call(number, payload, retries, limit)
+            if self._sched.idle:
+                self._monitor.give_idle()
+
+    def feed(self, task_range: TaskRange) -> None:
+        """Queue a range to which items were appended, and give them to idle workers."""
+        with self.lock:
+            if not self._replacement.ending:
+                # The reader looked without the lock: `_dry` may have queued it since.
+                if not task_range.queued and task_range.items:
+                    self._sched.put(task_range)
+                self._monitor.give_idle()
+
+    # -- a caller that waits for one answer receives it himself: see `direct` ----------------------
+
+    def call(self, task_range: TaskRange) -> None:
+        """Submit a range of one task, and receive its answer in this thread if it is sent at once.
+
+        Returns when the answer is among the results, or the engine's thread will receive it.
+        """
+        number = task_range.first  # of the call: its job is `CALLS`
+        try:
+            worker = self.put_direct(task_range)
+            if worker is None:
+                return
+            events = self._await_answer(worker, True)
+            while self.receive_direct(worker, number, events):
+                events = self._await_answer(worker, False)
+        finally:
+            # Without the lock: a turn that has ended does not begin again.
+            if number in self._direct.turns:
+                self.let_go(number)
+
+    @interruptible
+    def _await_answer(self, worker: WorkerProcess, look: bool) -> list[tuple[int, int]]:
+        if pending:
+            deliver()
+        poll = worker.poller.poll
+        # Each second, since a call that a signal handler took away gets no answer here.
+        return (look and self._spin.look(poll)) or poll(1000)
+
+    def put_direct(self, task_range: TaskRange) -> WorkerProcess | None:
+        """Submit a range of one task; return the worker whose answer this thread receives."""
+        number = task_range.first
+        with self.lock:
+            if self._direct.turns:
+                self.leave_signal_handler()
+            if task_range.bound is None and not self._replacement.ending:
+                # An idle worker gets it past the queues.  Else it waits as any other, and this
+                # caller receives its answer only if it comes to a worker in this very step.
+                worker = self._monitor.give_direct(task_range)
+                if worker is not None:
+                    return worker
+            self._put((task_range,), number)
+            return self._direct.worker_of(number)
+
+    def receive_direct(
+        self, worker: WorkerProcess, job: int, events: list[tuple[int, int]]
+    ) -> bool:
+        """Take what has come; return whether the caller is to go on polling."""
+        with self.lock:
+            # No longer ours, or its sentinel: a death is for the engine's thread.
+            if job not in self._direct.turns:
+                return False
+            if events and (len(events) > 1 or events[0][0] != worker.reader.fd):
+                return False
+            if worker.protocol_error is not None:
+                return False  # its death is for the engine's thread, too
+            if events:
+                self._monitor.receive(worker)
+            held = worker.in_flight.held
+            # It is still the oldest in hand: what has come was something else.
+            if held and held[0].name(held[0].first) == (job, 0):
+                return True
+            # Answered: another thread may receive from this worker from now on.
+            self._replacement.let_go(job)
+            return False
+
+    def let_go(self, job: int) -> None:
+        """Leave the answer of this job to the engine's thread."""
+        with self.lock:
+            self._replacement.let_go(job)
+
+    def leave_signal_handler(self) -> None:
+        """Under the lock: leave the answers that this thread waits for to the engine's thread."""
+        # This thread waits in `call`, below the signal handler that it is in now.  That turn
+        # would go on only after the handler, which may wait for that worker's answer or end.
+        for job in self._direct.of_this_thread():
+            self._replacement.let_go(job)
