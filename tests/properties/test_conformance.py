@@ -29,6 +29,7 @@ from xpool.testing import (
     sabotage,
     waiting,
 )
+from xpool.testing.answers import Answer
 from xpool.testing.saboteurs import EXITS, STAGES, WAYS
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
@@ -59,9 +60,9 @@ def test_later_histories_wait_less(monkeypatch):
             raise PoolTimeout
 
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match="within 9 s"):
-            patch.setattr(machine, "_in_time", late)
+            patch.setattr(machine, "in_time", late)
             if act == "expect":
-                one.expect(machine._Answer("a call", late, []))
+                one.expect(Answer("a call", late, []))
             else:
                 one.ends("join", late)
         assert made.limit == 0.25

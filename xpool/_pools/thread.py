@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from xpool._calls.streams import Stream
-from xpool._engine.threads import Entry, ThreadOptions, ThreadWorkers
+from xpool._engine.thread_tasks import Entry
+from xpool._engine.threads import ThreadOptions, ThreadWorkers
 from xpool._pools.base import BasePool
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import PoolOptions, takes

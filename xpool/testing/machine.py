@@ -27,39 +27,19 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from xpool import errors
 from xpool.errors import TimeoutError as PoolTimeout
+from xpool.testing.answers import Answer, Spec, applied, in_time, submit, value_of
 from xpool.testing.leaks import Snapshot
 from xpool.testing.tasks import TaskError, in_context, perform, perform_pair
 from xpool.testing.waiting import Gate
 
 __all__ = ["PoolStateMachine"]
 
-Spec = tuple[str, int, "str | None"]
-
+_GOOD = {"value", "held", "large"}
 _DEATHS = ("os._exit", "SIGKILL")
 _THREADS = 3
 _MIXED = st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9)
 _CHUNK = st.integers(1, 4)
 _SELDOM = st.sampled_from([False, False, False, True])  # rarely, so that few histories end early
-
-
-class _Answer:
-    """An expected answer: how to get it, and its possible values."""
-
-    def __init__(self, what: str, get: Callable[[float], Any], specs: list[Spec]) -> None:
-        self.what = what
-        self.get = get
-        self.specs = specs
-        self.result: Any = None  # the pool's result, if it can be cancelled
-        self.called: list[Any] | None = None  # the arguments of its callbacks
-        self.unordered = False
-        self.asked = False  # `cancel` was called
-        self.cancelled = False  # `cancel` returned that it is cancelled
-        self.times_out = False
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of its tasks."""
-        return {spec[0] for spec in self.specs}
 
 
 class PoolStateMachine(RuleBasedStateMachine):
@@ -142,7 +122,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         self.gate = Gate(os.path.join(self.folder, "gate"))
         self.held = 0
         self.state = "RUN"
-        self.owed: list[_Answer] = []
+        self.owed: list[Answer] = []
         self.kills = 0  # workers that this machine has killed
         self.lost = 0  # lost tasks that did not end their worker themselves
         self.numbers = 0
@@ -160,7 +140,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         """Return the task functions of one and of two arguments."""
         return (in_context, in_context) if self.gets_context else (perform, perform_pair)
 
-    def expect(self, answer: _Answer) -> None:
+    def expect(self, answer: Answer) -> None:
         """Get an answer and compare it with the model."""
         start = time.monotonic()
         try:
@@ -176,7 +156,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             self.check_error(answer, exc)
             kind: Any = exc
         else:
-            expected = [_value(spec) for spec in answer.specs]
+            expected = [value_of(spec) for spec in answer.specs]
             assert not answer.cancelled, f"{answer.what} was cancelled, and gave {value!r:.80}"
             assert not (answer.kinds - _GOOD), f"{answer.what} gave {value!r:.80}, and must fail"
             assert not answer.times_out, f"{answer.what} gave {value!r:.80}, after its limit"
@@ -201,14 +181,14 @@ class PoolStateMachine(RuleBasedStateMachine):
         kind.limit = min(patience, max(0.25, 10 * kind.slowest))
         raise AssertionError(f"{what} within {patience:g} s; {self.pool!r}") from None
 
-    def check_cancelled(self, answer: _Answer, exc: BaseException) -> None:
+    def check_cancelled(self, answer: Answer, exc: BaseException) -> None:
         """Check that a cancelled answer has the error of a cancelled task or of a closed pool."""
         ends = (errors.TaskCancelled, errors.PoolClosed)
         assert not answer.cancelled or isinstance(exc, ends), (
             f"{answer.what} was cancelled, and raised {exc!r}"
         )
 
-    def check_error(self, answer: _Answer, exc: BaseException) -> None:
+    def check_error(self, answer: Answer, exc: BaseException) -> None:
         """Check that an error comes from a task of the answer, or was caused by the machine."""
         self.check_cancelled(answer, exc)
         if isinstance(exc, TaskError):
@@ -236,7 +216,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         specs = [self.spec(what) for what in whats]
         if retries and "retries" in inspect.signature(getattr(self.pool, verb)).parameters:
             terms["retries"] = retries
-        answer = _submit(self.pool, verb, specs, self.functions(), terms)
+        answer = submit(self.pool, verb, specs, self.functions(), terms)
         self.owed.append(answer)
 
     def open_gate(self) -> None:
@@ -280,7 +260,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         for what in whats:
             spec = self.spec(what)
             call = functools.partial(self.pool.apply, one, (spec,))
-            self.expect(_Answer("apply", functools.partial(_applied, call), [spec]))
+            self.expect(Answer("apply", functools.partial(applied, call), [spec]))
 
     @precondition(running)
     @rule(verb=st.sampled_from(["map", "starmap"]), n=st.integers(0, 8))
@@ -293,7 +273,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             call = functools.partial(self.pool.map, one, specs)
         else:
             call = functools.partial(self.pool.starmap, two, [(spec[1], spec) for spec in specs])
-        self.expect(_Answer(verb, functools.partial(_in_time, call), specs))
+        self.expect(Answer(verb, functools.partial(in_time, call), specs))
 
     @precondition(running)
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), min_size=_THREADS, max_size=9))
@@ -306,8 +286,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         def work(specs: list[Spec]) -> None:
             try:
                 answers = [
-                    _submit(self.pool, "apply_async", [spec], self.functions(), {})
-                    for spec in specs
+                    submit(self.pool, "apply_async", [spec], self.functions(), {}) for spec in specs
                 ]
                 for answer in answers:
                     self.expect(answer)
@@ -426,7 +405,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     def ends(self, what: str, act: Callable[[], Any], threads: int = 1) -> None:
         """Call ``act`` in new threads, and check that it returns within the limit."""
         try:
-            _in_time(act, self.limit, threads)
+            in_time(act, self.limit, threads)
         except PoolTimeout:
             self.hangs(f"{what}() does not return")
 
@@ -442,7 +421,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         except BaseException:
             self.open_gate()
             with contextlib.suppress(PoolTimeout):  # report the first error
-                _in_time(self.pool.terminate, self.limit)
+                in_time(self.pool.terminate, self.limit)
             raise
         finally:
             self.gate.close()
@@ -453,89 +432,5 @@ class PoolStateMachine(RuleBasedStateMachine):
         assert not left, "left over by the pool:\n  " + "\n  ".join(left)
 
 
-_GOOD = {"value", "held", "large"}
-
-
-def _in_time(act: Callable[[], Any], limit: float, threads: int = 1) -> Any:
-    """Return ``act()``, called in new threads; raise `TimeoutError` if it exceeds the limit."""
-    done: list[tuple[bool, Any]] = []
-
-    def run() -> None:
-        try:
-            done.append((True, act()))
-        except BaseException as exc:
-            done.append((False, exc))
-
-    working = [threading.Thread(target=run, daemon=True) for _ in range(threads)]
-    end = time.monotonic() + limit
-    for thread in working:
-        thread.start()
-    for thread in working:
-        thread.join(max(0.0, end - time.monotonic()))
-        if thread.is_alive():
-            raise PoolTimeout
-    for ok, value in done:
-        if not ok:
-            raise value
-    return done[0][1]
-
-
-def _applied(call: Callable[[], Any], limit: float) -> list[Any]:
-    return [_in_time(call, limit)]
-
-
-def _value(spec: Spec) -> Any:
-    what, number, _ = spec
-    return bytes([number % 251]) * 300_000 if what == "large" else number
-
-
 def _takes(pool: Any, name: str) -> bool:
     return name in inspect.signature(pool.apply_async).parameters
-
-
-def _submit(
-    pool: Any, verb: str, specs: list[Spec], functions: tuple[Any, Any], terms: dict[str, Any]
-) -> _Answer:
-    """Submit tasks by a verb that returns at once; return the expected answer."""
-    one, two = functions
-    what = f"{verb} of {[spec[:2] for spec in specs]}"
-    if verb == "apply_async":
-        called: list[Any] = []
-        result = pool.apply_async(
-            one, (specs[0],), callback=called.append, error_callback=called.append, **terms
-        )
-        answer = _Answer(what, lambda limit: [result.get(limit)], specs)
-        answer.result, answer.called = result, called
-        return answer
-    if verb == "starmap_async":
-        result = pool.starmap_async(two, [(spec[1], spec) for spec in specs], **terms)
-    else:
-        result = getattr(pool, verb)(one, specs, **terms)
-    if verb in ("map_async", "starmap_async"):
-        answer = _Answer(what, result.get, specs)
-        answer.result = result
-        return answer
-    answer = _Answer(what, lambda limit: _drawn(result, limit), specs)
-    answer.unordered = verb == "imap_unordered"
-    return answer
-
-
-def _drawn(iterator: Any, limit: float) -> list[Any]:
-    """Return all values of an iterator; raise its first error, but only at its end."""
-    values: list[Any] = []
-    first: Exception | None = None
-    while True:
-        try:
-            values.append(iterator.next(limit))
-        except StopIteration:
-            break
-        except PoolTimeout:
-            raise
-        except errors.PoolClosed as exc:
-            first = first or exc
-            break
-        except Exception as exc:
-            first = first or exc
-    if first is not None:
-        raise first
-    return values

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-__all__ = ["Names", "acted_on", "calls_of", "names_of", "reads_of", "root_of", "targets_of"]
+__all__ = [
+    "Names", "acted_on", "calls_of", "first_line", "groups_of", "is_text", "names_of",
+    "reads_of", "root_of", "targets_of",
+]  # fmt: skip
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -211,3 +214,25 @@ def calls_of(node: ast.AST) -> Iterator[ast.expr]:
             todo += [part for part in ast.iter_child_nodes(one) if not isinstance(part, ast.stmt)]
         else:
             todo += ast.iter_child_nodes(one)
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a text, such as a docstring, or another constant."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def first_line(node: ast.stmt) -> int:
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(one.lineno for one in decorators)])
+
+
+def groups_of(statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
+    """Divide statements into groups, no two of which have a line in common."""
+    group: list[ast.stmt] = []
+    for node in statements:
+        if group and first_line(node) > (group[-1].end_lineno or 0):
+            yield group
+            group = []
+        group.append(node)
+    if group:
+        yield group

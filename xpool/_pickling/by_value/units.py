@@ -47,6 +47,9 @@ from xpool._pickling.by_value.top_level import (
     Names,
     acted_on,
     calls_of,
+    first_line,
+    groups_of,
+    is_text,
     names_of,
     reads_of,
     root_of,
@@ -113,7 +116,7 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
     if _looks_at_itself(tree):
         return None
     flags, statements = _statements(tree)
-    groups = list(_groups(statements))
+    groups = list(groups_of(statements))
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     units = _Script(groups, reads, values, os.path.dirname(path), named).units()
     if all(unit.kind == ACTS for unit in units):
@@ -230,7 +233,7 @@ class _Script:
         return all(map(self._is_computing, group)) and not all(map(_is_nothing, group))
 
     def _is_computing(self, node: ast.stmt) -> bool:
-        if isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Assert)) or _is_text(node):
+        if isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Assert)) or is_text(node):
             return True
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Delete)):
             return all(map(self._is_own, targets_of(node)))
@@ -278,7 +281,7 @@ class _Script:
             return not node.decorator_list and not any(calls_of(node))
         if isinstance(node, ast.ClassDef):
             return self._is_plain_class(node)
-        return isinstance(node, ast.Pass) or _is_text(node)
+        return isinstance(node, ast.Pass) or is_text(node)
 
     def _is_plain_class(self, node: ast.ClassDef) -> bool:
         found = self._values.get(node.name)
@@ -291,7 +294,7 @@ class _Script:
             type(found) is type
             and not hooked
             and not any(calls_of(node))
-            and all(isinstance(part, parts) or _is_text(part) for part in node.body)
+            and all(isinstance(part, parts) or is_text(part) for part in node.body)
             and all(
                 isinstance(one, ast.Name)
                 for part in node.body
@@ -360,7 +363,7 @@ class _Script:
 
     def units(self) -> list[Unit]:
         kinds = [self._kind(group) for group in self._groups]
-        if kinds and kinds[0] == BINDS and all(map(_is_text, self._groups[0])):
+        if kinds and kinds[0] == BINDS and all(map(is_text, self._groups[0])):
             kinds[0] = ACTS  # the first text is __doc__
         computed = {n: self._values[n] for n in self._computed if n in self._values}
         for name in sharing(computed):
@@ -375,7 +378,7 @@ class _Script:
         return [self._unit(i, group) for i, group in enumerate(self._groups)]
 
     def _unit(self, i: int, group: list[ast.stmt]) -> Unit:
-        first = min(map(_first_line, group))
+        first = min(map(first_line, group))
         last = max(part.end_lineno or part.lineno for part in group)
         names = self._names[i]
         used = names.used | names.spelled
@@ -488,26 +491,5 @@ def _only_prints(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id == "print" and all(ours)
 
 
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
 def _is_nothing(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Pass) or _is_text(node)
-
-
-def _first_line(node: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-    return min([node.lineno, *(one.lineno for one in decorators)])
-
-
-def _groups(statements: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
-    """Statements that have no line in common with others."""
-    group: list[ast.stmt] = []
-    for node in statements:
-        if group and _first_line(node) > (group[-1].end_lineno or 0):
-            yield group
-            group = []
-        group.append(node)
-    if group:
-        yield group
+    return isinstance(node, ast.Pass) or is_text(node)

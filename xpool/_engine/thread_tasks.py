@@ -1,0 +1,88 @@
+"""What the threads of a pool work on: tasks that several threads share, and tasks with options."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from xpool._calls.options import TaskOptions
+from xpool._calls.results import Job
+
+__all__ = ["Entry", "Member", "Source"]
+
+
+class Source:
+    """Consecutive tasks of a job, from which several threads take at once.
+
+    A task calls ``func(*before, item)``; the first item has index ``first``.  If ``last`` is true,
+    threads run waiting calls and maps before the next task of this source.
+    """
+
+    __slots__ = ("_before", "_first", "_func", "_items", "_places", "job", "last")
+
+    def __init__(
+        self,
+        job: Job,
+        func: Callable[..., Any],
+        before: tuple[Any, ...],
+        items: Sequence[Any],
+        first: int = 0,
+        last: bool = False,
+    ) -> None:
+        self.job, self.last = job, last
+        self._func, self._before = func, before
+        self._items, self._first = items, first
+        # `next` of a counter is atomic, so no two threads get the same place.
+        self._places = itertools.count()
+
+    def next(self) -> Any:
+        """Return the next task; None: there are no more, or the job is answered."""
+        if not self.job.settled:
+            place = next(self._places)
+            if place < len(self._items):
+                arguments = (*self._before, self._items[place])
+                return self.job.number, self._first + place, self._func, arguments, {}
+        return None
+
+
+class Entry:
+    """A task with options: a time limit, or retries.
+
+    ``chunked``: its function gets the user's function and the arguments of many items.
+    """
+
+    def __init__(
+        self, task: Any, options: TaskOptions, chunked: bool = False, tries: int = 0
+    ) -> None:
+        self.task, self.options, self.chunked, self.tries = task, options, chunked, tries
+        self.since = 0.0
+
+    def begin(self) -> Any:
+        """Start the clock; return the task to run, which restarts the clock at each item."""
+        self.since = time.monotonic()
+        if not self.chunked or self.options.timeout is None:
+            return self.task
+        job, index, func, (inner, *rest), kwds = self.task
+
+        def ticking(*args: Any) -> Any:
+            self.since = time.monotonic()
+            return inner(*args)
+
+        return job, index, func, (ticking, *rest), kwds
+
+
+class Member:
+    """One thread of the backend."""
+
+    __slots__ = ("index", "job", "left", "over", "source", "thread")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.source: Source | None = None  # from which it takes tasks now
+        self.thread: threading.Thread | None = None
+        self.job = 0  # whose task it runs; 0: none
+        self.left = False  # abandoned: it ends when its task returns
+        self.over = False  # surplus: it ends
