@@ -152,10 +152,10 @@ def test_what_was_drawn_waits_for_room(process_kind, make_pool, verb):
     """What was drawn before results grew does not run while they have no room; a call does."""
     pool = make_pool(process_kind, 2)
     results = getattr(pool, verb)(_small_and_then_large, itertools.count())
-    shelf = results.shelf
-    eventually(lambda: shelf.bytes_in >= ROOM and _held(pool), "the workers stop")
+    buffer = results.buffer
+    eventually(lambda: buffer.bytes_in >= ROOM and _held(pool), "the workers stop")
     # What the workers had in hand by then has run.
-    assert shelf.bytes_in < ROOM + 40 * SIZE
+    assert buffer.bytes_in < ROOM + 40 * SIZE
     assert pool.apply(abs, (-1,)) == 1
     sizes = [len(next(results)) for _ in range(1000)]
     assert sorted(sizes) == [0] * 150 + [SIZE] * 850
@@ -171,7 +171,7 @@ def test_dropped_while_it_waits_for_room(process_kind, make_pool):
     all_drawn = pool.imap(_sized, range(150))
     del dropped
     eventually(
-        lambda: kept.shelf.bytes_in >= ROOM and len(pool._jobs.unanswered) == 2, "one has ended"
+        lambda: kept.buffer.bytes_in >= ROOM and len(pool._jobs.unanswered) == 2, "one has ended"
     )
     pool.close()
     pool.join()

@@ -127,7 +127,7 @@ def test_a_start_that_fails_half_way(process_kind, make_pool, monkeypatch, nth):
 @pytest.mark.exhaustive
 def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     """A worker for which nothing can be prepared stops the pool, with the reason."""
-    from xpool._pools import orders
+    from xpool._pools import worker_config
     from xpool.errors import PoolClosed, WorkerStartFailed
 
     pool = make_pool(process_kind, 1)
@@ -136,7 +136,7 @@ def test_a_start_that_fails_for_good(process_kind, make_pool, monkeypatch):
     def refuse():
         raise LookupError("no such thing")
 
-    monkeypatch.setattr(orders, "_own_cpus", refuse)
+    monkeypatch.setattr(worker_config, "_own_cpus", refuse)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises((WorkerStartFailed, PoolClosed), match="LookupError: no such thing"):
         pool.map(work.square, range(4))

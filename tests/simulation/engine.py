@@ -178,7 +178,7 @@ class EngineWorld(World):
         launcher: Any = None
         self.engine = Engine(
             n,
-            Recipe(launcher, self.orders, "world"),
+            Recipe(launcher, self.config, "world"),
             lambda job, index: f"task {index} of job {job}",
             EngineOptions(
                 lifetime=None if siblings else self.one_of([None, None, 1, 2, 7]),
@@ -592,7 +592,7 @@ class EngineWorld(World):
             worker.handle.news.data += b"p"
         return worker.handle
 
-    def orders(self, index: int, generation: int, attachment: int | None) -> bytes:
+    def config(self, index: int, generation: int, attachment: int | None) -> bytes:
         """Return the first message to a process of a worker."""
         return b"%d.%d" % (index, generation)
 

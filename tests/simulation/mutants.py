@@ -433,11 +433,11 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def run(original: Any, launch: Launch) -> Any:
         result = original(launch)
-        orders = [
-            one.recipe.orders(one.index, max(1, one.generation), None)
+        configs = [
+            one.recipe.config(one.index, max(1, one.generation), None)
             for one in launch.worker.workers
         ]
-        return result._replace(orders=orders)
+        return result._replace(configs=configs)
 
     wrap(patch, Launch, "run", run)
 

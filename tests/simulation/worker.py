@@ -172,9 +172,9 @@ class Worker:
         kind, _, size = TO_WORKER.unpack((yield from self._read(TO_WORKER.size)))
         if kind != BOOT:
             world.wrong(f"the first message to a worker is of kind {kind}")
-        order = yield from self._read(size)
-        if order != world.orders(self.index, self.generation, None):
-            world.wrong(f"worker {self.index} of generation {self.generation} is told {order}")
+        config = yield from self._read(size)
+        if config != world.config(self.index, self.generation, None):
+            world.wrong(f"worker {self.index} of generation {self.generation} is told {config}")
         yield world.now + world.start_takes()
         if world.fails_to_start():
             self._replies.refuse(Refusal("no device", b""))

@@ -58,8 +58,8 @@ def test_each_worker_has_initargs_of_its_own(make_pool):
     assert pool.map(write_name, range(6), 1) == [7] * 6
 
 
-def test_orders_are_read_in_place():
-    """A worker needs memory for its orders once, in however many parts the pipe brings them."""
+def test_a_configuration_is_read_in_place():
+    """A worker needs memory for its configuration once, however many parts the pipe makes of it."""
     size = 4 << 20
     read, write = os.pipe()
 

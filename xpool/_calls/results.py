@@ -1,7 +1,7 @@
 """The results that callers hold while workers run their tasks.
 
-Values arrive pickled, as a `Parcel`.  The thread that asks for a value unpickles it, since this may
-run any code of the user, and the engine's thread never does that.
+Values arrive pickled, as a `PickledResult`.  The thread that asks for a value unpickles it, since
+this may run any code of the user, and the engine's thread never does that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
     "AsyncResult",
     "Job",
     "MapResult",
-    "Parcel",
+    "PickledResult",
     "Unopened",
     "about_to_block",
     "exception_in",
@@ -43,7 +43,7 @@ _NOT_SENT = (
 )
 
 
-class Parcel:
+class PickledResult:
     """Answers of one or more consecutive tasks, still pickled."""
 
     __slots__ = ()
@@ -72,7 +72,7 @@ class Unopened:
 
 def tasks_in(value: Any) -> int:
     """Return how many tasks this value answers."""
-    return value.count if isinstance(value, Parcel) else 1
+    return value.count if isinstance(value, PickledResult) else 1
 
 
 def _opened(value: Any) -> Any:
@@ -82,9 +82,9 @@ def _opened(value: Any) -> Any:
     return value
 
 
-def exception_in(failure: BaseException | Parcel) -> BaseException:
+def exception_in(failure: BaseException | PickledResult) -> BaseException:
     """Return an error, opened where it came as a parcel: in the thread that is to raise it."""
-    if isinstance(failure, Parcel):
+    if isinstance(failure, PickledResult):
         (error,) = failure.open()
         assert isinstance(error, BaseException)
         return error
@@ -117,7 +117,7 @@ class Job:
     is_call = False
     """Whether it is a single task, which engines know among `CALLS`."""
 
-    terms = TaskOptions()
+    options = TaskOptions()
     """How its tasks are to be run."""
 
     progress: Progress | None = None
@@ -145,7 +145,7 @@ class Job:
         """Take the answer of task ``index`` (or of several from there on); True when all are in."""
         raise NotImplementedError
 
-    def fail(self, exc: BaseException | Parcel) -> None:
+    def fail(self, exc: BaseException | PickledResult) -> None:
         """Answer everything that is not answered with ``exc``: the pool has ended."""
         raise NotImplementedError
 
@@ -281,7 +281,7 @@ class AsyncResult(Job, Generic[T]):
         self._success, self._value, self._opened = success, value, True
 
     def _unpack(self, value: Any) -> Any:
-        if isinstance(value, Parcel):
+        if isinstance(value, PickledResult):
             (value,) = value.open()
             if type(value) is Unopened:
                 raise value.exc
@@ -298,14 +298,14 @@ class AsyncResult(Job, Generic[T]):
             return False
         self._success, self._value = ok, value
         # A thread's value is what it is.
-        self._opened = ok and not isinstance(value, Parcel)
+        self._opened = ok and not isinstance(value, PickledResult)
         self.settled = True
         return True
 
-    def fail(self, exc: BaseException | Parcel) -> None:
+    def fail(self, exc: BaseException | PickledResult) -> None:
         if not self.settled:
             self._success, self._value = False, exc
-            self._opened = not isinstance(exc, Parcel)
+            self._opened = not isinstance(exc, PickledResult)
             self._cancelled = isinstance(exc, TaskCancelled)
             self.settled = True
 
@@ -373,8 +373,8 @@ class MapResult(AsyncResult[list[T]]):
             return False
         if self.progress is not None:
             self.progress.add(tasks_in(value))
-        if not ok and self.terms.returns_errors:
-            self._pieces[index] = value if isinstance(value, Parcel) else Unopened(value)
+        if not ok and self.options.returns_errors:
+            self._pieces[index] = value if isinstance(value, PickledResult) else Unopened(value)
         elif not ok:
             if self._success:
                 self._success, self._value, self._failed = False, value, index
@@ -396,8 +396,8 @@ class MapResult(AsyncResult[list[T]]):
         for index in sorted(self._pieces):
             piece = self._pieces[index]
             # By a loop: `map(_opened, ...)` would take a task's StopIteration for its own end.
-            for value in piece.open() if isinstance(piece, Parcel) else (piece,):
-                if self.terms.returns_errors:
+            for value in piece.open() if isinstance(piece, PickledResult) else (piece,):
+                if self.options.returns_errors:
                     out.append(value.exc if type(value) is Unopened else value)
                     if isinstance(out[-1], BaseException):
                         number_item(out[-1], len(out) - 1, self.label)
@@ -414,7 +414,7 @@ class MapResult(AsyncResult[list[T]]):
         # The answers are opened: the memory in which they came goes.
         self._pieces = {}
 
-    def fail(self, exc: BaseException | Parcel) -> None:
+    def fail(self, exc: BaseException | PickledResult) -> None:
         super().fail(exc)
         if not self._success:
             self._pieces = {}

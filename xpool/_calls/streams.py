@@ -11,12 +11,26 @@ from itertools import repeat, starmap
 from typing import Any, TypeVar
 
 from xpool._calls.progress import Progress
-from xpool._calls.results import Job, Parcel, Unopened, about_to_block, exception_in, tasks_in
+from xpool._calls.results import (
+    Job,
+    PickledResult,
+    Unopened,
+    about_to_block,
+    exception_in,
+    tasks_in,
+)
 from xpool._python.item_notes import number_item
 from xpool._python.waiters import Waiters
 from xpool.errors import TimeoutError
 
-__all__ = ["BOOKKEEPING", "IMapIterator", "IMapUnorderedIterator", "Shelf", "Stream", "weigh"]
+__all__ = [
+    "BOOKKEEPING",
+    "IMapIterator",
+    "IMapUnorderedIterator",
+    "ResultBuffer",
+    "Stream",
+    "weigh",
+]
 
 T = TypeVar("T")
 
@@ -36,7 +50,7 @@ def weigh(value: Any) -> int:
     kind = type(value)
     if kind in _SMALL:
         return BOOKKEEPING
-    if isinstance(value, Parcel):
+    if isinstance(value, PickledResult):
         return value.nbytes + value.count * BOOKKEEPING
     if kind in (bytes, bytearray, str):
         return len(value) + BOOKKEEPING
@@ -48,7 +62,7 @@ def weigh(value: Any) -> int:
     return sum(getattr(part, "nbytes", 0) for part in parts) + BOOKKEEPING
 
 
-class Shelf:
+class ResultBuffer:
     """Values that were unpickled and are to be handed out next.
 
     ``bytes_in`` is the engine's, of all answers that ever arrived; ``bytes_out`` the consumer's, of
@@ -85,14 +99,14 @@ class IMapIterator(Iterator[T]):
         self._pool = pool  # kept alive until all answers are in
         self._waiters = Waiters()
         self._chunked = chunked
-        self.shelf = Shelf()
+        self.buffer = ResultBuffer()
         # Filled by whoever delivers, emptied under `_taking`, with no common lock: an operation on
         # a dict is atomic, and each key comes once.
         # Values: whether it succeeded, the answer, its weight, and the number of its task.
         self._arrived: dict[int, tuple[bool, Any, int, int]] = {}
         self._next = 0  # index of the first task not yet moved to the buffer
         self._length: int | None = None  # in tasks, when the input has ended
-        self._failure: BaseException | Parcel | None = None
+        self._failure: BaseException | PickledResult | None = None
         # Held while answers are unpickled, each once.  Reentrant: the program's code, which that
         # runs, and signal handlers may ask for the next result.
         self._taking = threading.RLock()
@@ -142,11 +156,11 @@ class IMapIterator(Iterator[T]):
         # Set when there is something to wait for: most results are there already.
         deadline: float | None = None
         while True:
-            shelf, got = self.shelf, False
+            buffer, got = self.buffer, False
             value: Any
             try:
                 # By a loop, since a signal handler that raised after a call would lose the value.
-                for value in shelf.take:
+                for value in buffer.take:
                     got = True
                     try:
                         # Whatever this raises, the value is put back.
@@ -155,14 +169,14 @@ class IMapIterator(Iterator[T]):
                         if type(value) is not Unopened:
                             return value  # type: ignore[no-any-return]
                     except BaseException:
-                        shelf.values.appendleft(value)
+                        buffer.values.appendleft(value)
                         raise
                     try:
                         raise self._as_error(value.exc)
                     finally:
                         # Its traceback has this frame: no circle, so that results which nobody
                         # takes any more go with the iterator, and their memory.
-                        del self, shelf, value
+                        del self, buffer, value
             except IndexError:
                 # There is none: looked at by trying, since several threads may share the iterator.
                 if got:
@@ -212,10 +226,10 @@ class IMapIterator(Iterator[T]):
         return cancelled
 
     def _movable(self) -> bool:
-        # In this order: `_move` fills the shelf before it takes what had arrived out of the dict.
+        # In this order: `_move` fills the buffer before it takes what had arrived out of the dict.
         return bool(
             self._next in self._arrived
-            or self.shelf.values
+            or self.buffer.values
             or self._failure is not None
             or self._next == self._length
         )
@@ -223,7 +237,7 @@ class IMapIterator(Iterator[T]):
     def _move(self) -> bool:
         """Bring the next piece that has arrived into the buffer; False when there is none yet."""
         with self._taking:
-            if self.shelf.values:
+            if self.buffer.values:
                 return True
             first = self._next
             if first not in self._arrived:
@@ -233,16 +247,16 @@ class IMapIterator(Iterator[T]):
                     raise self._as_error(exception_in(self._failure))
                 return False
             # Unpickle first, then take: an answer stays if a signal handler interrupts this.
-            shelf = self.shelf
+            buffer = self.buffer
             new, keys, beyond, moved, weight = self._open_from(first)
-            moved += shelf.moved
-            weight += shelf.bytes_out
+            moved += buffer.moved
+            weight += buffer.bytes_out
             # Without a call from here on, so nothing comes in between: signal handlers are
             # called, and threads take turns, after calls and at the beginning of functions.
-            shelf.values, shelf.take = new.values, new.take
-            shelf.moved = moved
-            shelf.bytes_out = weight
-            self._next = shelf.next_task = beyond
+            buffer.values, buffer.take = new.values, new.take
+            buffer.moved = moved
+            buffer.bytes_out = weight
+            self._next = buffer.next_task = beyond
             for key in keys:
                 del self._arrived[key]
         # Read once: `release` takes it away, in another thread.
@@ -251,7 +265,7 @@ class IMapIterator(Iterator[T]):
             opened()
         return True
 
-    def _open_from(self, first: int) -> tuple[Shelf, list[int], int, int, int]:
+    def _open_from(self, first: int) -> tuple[ResultBuffer, list[int], int, int, int]:
         """Open the answers that have come from task ``first`` on: a parcel, or many values.
 
         Return the values, the numbers under which they had arrived, the number of the task after
@@ -259,7 +273,7 @@ class IMapIterator(Iterator[T]):
         """
         arrived = self._arrived
         ok, value, weight, number = arrived[first]
-        if isinstance(value, Parcel):
+        if isinstance(value, PickledResult):
             keys, beyond = [first], first + value.count
             values, errors = self._unpacked(ok, value.open(), self.returns_errors, number)
         else:
@@ -267,7 +281,7 @@ class IMapIterator(Iterator[T]):
             beyond, weight, values, errors = first, 0, [], 0
             while beyond - first < AT_ONCE and beyond in arrived:
                 ok, value, more, number = arrived[beyond]
-                if isinstance(value, Parcel):
+                if isinstance(value, PickledResult):
                     break
                 beyond += 1
                 weight += more
@@ -282,7 +296,7 @@ class IMapIterator(Iterator[T]):
             keys = list(range(first, beyond))
         # One error stands for a chunk.
         moved = len(values) + errors * (self.chunksize - 1) * self._chunked
-        return Shelf(values), keys, beyond, moved, weight
+        return ResultBuffer(values), keys, beyond, moved, weight
 
     def _unpacked(
         self, ok: bool, values: list[Any], returns: bool, number: int
@@ -336,7 +350,7 @@ class IMapIterator(Iterator[T]):
         """Take an answer that is handed out at ``place``."""
         weight = weigh(value)
         # Before it can be taken, so that `bytes_out` is never ahead.
-        self.shelf.bytes_in += weight
+        self.buffer.bytes_in += weight
         self._arrived[place] = ok, value, weight, index
         # Last, here and below: who wakes looks for what was put there.
         self._waiters.wake()
@@ -346,7 +360,7 @@ class IMapIterator(Iterator[T]):
         self._length = length
         self._waiters.wake()
 
-    def fail(self, exc: BaseException | Parcel) -> None:
+    def fail(self, exc: BaseException | PickledResult) -> None:
         """Raise ``exc`` where the answers that came end."""
         # `release` follows, and wakes the waiters.
         self._failure = exc
@@ -391,7 +405,7 @@ class Stream(Job):
         if self.settled:
             return False
         # As `tasks_in`, without a call: every answer of a stream comes through here.
-        tasks = value.count if isinstance(value, Parcel) else 1
+        tasks = value.count if isinstance(value, PickledResult) else 1
         self._answered += tasks
         if self.progress is not None:
             self.progress.add(tasks)
@@ -399,7 +413,7 @@ class Stream(Job):
             self.answers(tasks)
         iterator = self._iterator()
         if iterator is not None:
-            iterator.shelf.tasks_in = self._answered
+            iterator.buffer.tasks_in = self._answered
             iterator.arrive(index, ok, value)
         self.settled = self._answered == self._length
         return self.settled
@@ -413,7 +427,7 @@ class Stream(Job):
         """Count the memory of an answer that does not arrive yet; -1: does so now."""
         iterator = self._iterator()
         if iterator is not None:
-            iterator.shelf.bytes_in += times * weigh(value)
+            iterator.buffer.bytes_in += times * weigh(value)
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         """Return what is to be called with each item in the place of ``put``."""
@@ -431,7 +445,7 @@ class Stream(Job):
         self.settled = self._answered == length
         return self.settled
 
-    def fail(self, exc: BaseException | Parcel) -> None:
+    def fail(self, exc: BaseException | PickledResult) -> None:
         if not self.settled:
             self.settled = True
             iterator = self._iterator()

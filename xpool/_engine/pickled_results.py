@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
 
-from xpool._calls.results import Parcel, Unopened
+from xpool._calls.results import PickledResult, Unopened
 from xpool._pickling.frame import Leased, unpack, weight
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._python.interrupt import by_handler
@@ -15,10 +15,10 @@ from xpool._wire.wire import ENTRY
 from xpool.errors import WorkerStartFailed
 from xpool.pickle import decode
 
-__all__ = ["Encoded", "Spread", "StartFailure"]
+__all__ = ["Encoded", "BufferedResult", "StartFailure"]
 
 
-class Encoded(Parcel):
+class Encoded(PickledResult):
     """Answers as they came: one payload, or ``count`` entries of an outbox."""
 
     __slots__ = ("_data", "_run", "count")
@@ -32,7 +32,7 @@ class Encoded(Parcel):
         """For another host: what lies in blocks goes beside the pickle, as it is."""
         if type(self._data) is Leased:
             pickled, buffers = unpack(self._data)
-            return Spread, ([PickleBuffer(part) for part in (pickled, *buffers)],)
+            return BufferedResult, ([PickleBuffer(part) for part in (pickled, *buffers)],)
         # A `memoryview` cannot be pickled; a large one goes beside the pickle, without a copy.
         large = len(self._data) >= INLINE_BELOW
         data = PickleBuffer(self._data) if large else bytes(self._data)
@@ -67,7 +67,7 @@ class Encoded(Parcel):
         return values
 
 
-class Spread(Parcel):
+class BufferedResult(PickledResult):
     """An answer that came from another host: its pickle, and the buffers of that, apart."""
 
     __slots__ = ("_parts",)
@@ -100,7 +100,7 @@ def _opened(payload: Any, load: Callable[[Any], Any] = decode) -> Any:
         return Unopened(exc)
 
 
-class StartFailure(Parcel):
+class StartFailure(PickledResult):
     """`WorkerStartFailed` with what the initializer raised as its cause: that is still pickled.
 
     To unpickle it may run any code of the user's, so whoever asks for it does that, each for

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool._calls.results import Parcel
+from xpool._calls.results import PickledResult
 from xpool._engine.jobs.scheduler import Limit, TaskRange
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class WorkerBackend(Protocol):
     """Whether the pool is gone, and the workers must be."""
 
     @property
-    def failure(self) -> BaseException | Parcel | None:
+    def failure(self) -> BaseException | PickledResult | None:
         """Why they can do nothing more; a parcel is opened by those who raise it."""
 
     @property

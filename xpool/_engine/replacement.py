@@ -109,11 +109,11 @@ class Launch(NamedTuple):
             Exception, of any kind: that is not possible; nothing is left over.
         """
         workers = self.worker.workers
-        orders = [
-            one.recipe.orders(one.index, one.generation + 1, self.attachment) for one in workers
+        configs = [
+            one.recipe.config(one.index, one.generation + 1, self.attachment) for one in workers
         ]
         handle, channels = self.worker.launch(self.arena)
-        return Launched(handle, channels, orders)
+        return Launched(handle, channels, configs)
 
 
 class Launched(NamedTuple):
@@ -121,7 +121,7 @@ class Launched(NamedTuple):
 
     handle: Handle
     channels: list[Channel]
-    orders: list[bytes]
+    configs: list[bytes]
 
 
 class Replacement:
@@ -194,11 +194,11 @@ class Replacement:
             one.launched(handle, channel, launch.attachment if one is worker else None)
         try:
             self._await_end(worker)
-            for one, order in zip(workers, result.orders, strict=True):
+            for one, config in zip(workers, result.configs, strict=True):
                 self._monitor.started(one)
                 if self._switchboard is not None:
                     self._switchboard.started(one)
-                self._dispatcher.send(one, boot_frame(order))
+                self._dispatcher.send(one, boot_frame(config))
         except BaseException:
             # A process whose end nobody would see: it is none of ours.
             self._reactor.remove(handle.sentinel)

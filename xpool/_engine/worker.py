@@ -27,13 +27,13 @@ __all__ = ["Asked", "Recipe", "WorkerProcess"]
 class Recipe(NamedTuple):
     """How the workers of an engine are started.
 
-    ``orders(index, generation, attachment)`` returns the first message to a worker.  ``inherited``:
+    ``config(index, generation, attachment)`` returns the first message to a worker.  ``inherited``:
     what cannot be sent, for start methods that fork.  ``has_control``: workers can ask for channels
     to each other.
     """
 
     launcher: Launcher
-    orders: Callable[[int, int, int | None], bytes]
+    config: Callable[[int, int, int | None], bytes]
     name: str
     daemon: bool = True
     inherited: Any = None

@@ -30,9 +30,9 @@ from xpool._pools.assembly import (
     EngineOptions,
     Main,
     MemoryLimits,
-    Orders,
     Recipe,
     Relay,
+    WorkerConfig,
     WorkerSpec,
     find_arena,
 )
@@ -162,10 +162,18 @@ class Agent:
         if config.script is not None and main.location is not None:
             self._script = File(config.script, "xpool-script")
             main = main._replace(location=(*main.location, self._script.key[0]))
-        orders = Orders(spec, launcher, arena, limit, lambda: main, first, host)
+        worker_config = WorkerConfig(spec, launcher, arena, limit, lambda: main, first, host)
         self._engine = Engine(
             workers,
-            Recipe(launcher, orders, spec.pool, spec.daemon, None, arena, Relay(spec.pool, first)),
+            Recipe(
+                launcher,
+                worker_config,
+                spec.pool,
+                spec.daemon,
+                None,
+                arena,
+                Relay(spec.pool, first),
+            ),
             lambda job, index: f"task {index}",
             EngineOptions(
                 lifetime=config.lifetime,

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from xpool._calls.results import Parcel
+from xpool._calls.results import PickledResult
 from xpool._engine.jobs.ranges import Limit, TaskRange
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
@@ -73,7 +73,7 @@ class HostEngine:
         self._functions = itertools.count(1)
 
     @property
-    def failure(self) -> BaseException | Parcel | None:
+    def failure(self) -> BaseException | PickledResult | None:
         """Why no worker can run tasks any more; None: they can."""
         return self.service.failure
 

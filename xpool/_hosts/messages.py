@@ -128,7 +128,7 @@ class Seen(NamedTuple):
 class Answer(NamedTuple):
     """The results of consecutive tasks: ``tasks`` of them, from ``first`` on.
 
-    ``value``: a `Parcel`, still pickled, or an error of xpool's own.
+    ``value``: a `PickledResult`, still pickled, or an error of xpool's own.
     """
 
     job: int
@@ -172,7 +172,7 @@ class Status(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The host's workers cannot run tasks any more; ``error``: an exception, or a `Parcel`."""
+    """The host's workers can run no more tasks; ``error``: an exception or a `PickledResult`."""
 
     error: Any
 

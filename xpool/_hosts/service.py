@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool._calls.results import Parcel
+from xpool._calls.results import PickledResult
 from xpool._engine.jobs.budget import back_off
 from xpool._engine.jobs.ranges import TaskRange, name_of
 from xpool._engine.stacks import Whereabouts
@@ -74,7 +74,7 @@ class HostService:
         self.deaths = 0
         """Number of dead workers of hosts that are gone."""
         self.results: deque[tuple[int, int, tuple[bool, Any]]] = deque()
-        self.failure: BaseException | Parcel | None = None
+        self.failure: BaseException | PickledResult | None = None
         self.random = random.Random()  # a generator of its own: the program's may have been seeded
         self._fleet, self._describe, self._lease, self._now = fleet, describe, lease, now
         self._wake = wake
@@ -359,7 +359,7 @@ class HostService:
                 self.results.append((job, index, (False, error)))
         self._last_to_go = f"{agent.name}: {reason}"
 
-    def _fail(self, error: BaseException | Parcel) -> None:
+    def _fail(self, error: BaseException | PickledResult) -> None:
         if self.failure is None and not self.ending:
             self.failure = error
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xpool import errors
 from xpool._calls.options import TaskOptions, check_seconds, label
-from xpool._calls.results import Job, Parcel, Unopened, exception_in, local
+from xpool._calls.results import Job, PickledResult, Unopened, exception_in, local
 from xpool._pools.engine_submitter import EngineSubmitter
 from xpool._pools.lifecycle import Lifecycle
 from xpool._python.interrupt import shielded
@@ -95,7 +95,7 @@ class AllWorkers:
             with self._order:  # the workers come to the calls by number, and are as many as now
                 number = next(jobs.numbers)
                 job = AllWorkersResult(number, name or label(func), self.size)
-                job.terms = TaskOptions(timeout=timeout)
+                job.options = TaskOptions(timeout=timeout)
                 if self._files is not None:
                     func = self._files.of_all(job, func)
                 self._submit(job, (func, args, {}))
@@ -175,7 +175,7 @@ class AllWorkersResult(Job):
         self._values: list[Any] = [None] * workers
         self._errors: dict[int, Any] = {}  # by worker, in the order in which they came
         self._left = workers
-        self._failure: BaseException | Parcel | None = None
+        self._failure: BaseException | PickledResult | None = None
         self._released = False
 
     # -- the caller's side -------------------------------------------------------------------
@@ -196,7 +196,7 @@ class AllWorkersResult(Job):
         values = []
         if not self._errors:
             for worker, value in enumerate(self._values):
-                (one,) = value.open() if isinstance(value, Parcel) else (value,)
+                (one,) = value.open() if isinstance(value, PickledResult) else (value,)
                 if type(one) is Unopened:
                     raise _located(one.exc, worker)
                 values.append(one)
@@ -224,7 +224,7 @@ class AllWorkersResult(Job):
 
     def _new_errors(self, known: dict[int, BaseException]) -> Iterator[tuple[int, BaseException]]:
         for worker, value in list(self._errors.items())[len(known) :]:
-            (error,) = value.open() if isinstance(value, Parcel) else (value,)
+            (error,) = value.open() if isinstance(value, PickledResult) else (value,)
             yield worker, _located(error.exc if type(error) is Unopened else error, worker)
 
     # -- the engine's side -------------------------------------------------------------------
@@ -243,7 +243,7 @@ class AllWorkersResult(Job):
             self._waiters.wake()
         return self.settled
 
-    def fail(self, exc: BaseException | Parcel) -> None:
+    def fail(self, exc: BaseException | PickledResult) -> None:
         if not self.settled:
             self._failure = exc
             self.settled = True

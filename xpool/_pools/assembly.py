@@ -1,4 +1,4 @@
-"""What a pool of processes is put together from: its engine, its packer, and the workers' orders.
+"""Assembles a pool of processes: engine, packer, and the configurations of its workers.
 
 `process` imports this when the pool is made, and the fork server has been started: while that
 imports what a worker needs, the program imports the parent's side of it.
@@ -12,8 +12,8 @@ from xpool._engine.memory import MemoryLimits
 from xpool._engine.relay import Relay
 from xpool._engine.worker import Recipe
 from xpool._pickling.policy import pools
-from xpool._pools.orders import Main, Orders, WorkerSpec
 from xpool._pools.packing import Packer, find_arena
+from xpool._pools.worker_config import Main, WorkerConfig, WorkerSpec
 from xpool._python import error_imports
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "EngineOptions",
     "Main",
     "MemoryLimits",
-    "Orders",
+    "WorkerConfig",
     "Packer",
     "Recipe",
     "Relay",

@@ -67,7 +67,7 @@ class EngineSubmitter(HookSubmitter):
 
     def call(self, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]) -> None:
         """Submit the one task of a job; where its caller waits, receive the answer here."""
-        options, engine = job.terms, self.engine
+        options, engine = job.options, self.engine
         job.is_call = True
         if options.retry_on:
             func = Retried(func, options.retry_on)
@@ -92,7 +92,7 @@ class EngineSubmitter(HookSubmitter):
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a range of tasks, one for each chunk; a tuple of one chunk is a call."""
-        options = job.terms
+        options = job.options
         plain = options.timeout is None and not options.retries
         if plain and self._one_as_call and type(chunks) is tuple and len(chunks) == 1:
             call, before = applied(*work)
@@ -139,7 +139,7 @@ class EngineSubmitter(HookSubmitter):
         Returns an empty range of its tasks, and the worker to which a function with handles to
         tensors is bound.
         """
-        func, options = work.func, job.terms
+        func, options = work.func, job.options
         if options.retry_on:
             func = Retried(func, options.retry_on)
         payload, owner = self.packer.pack_task(func, True, None)
@@ -150,7 +150,7 @@ class EngineSubmitter(HookSubmitter):
 
     def put_task(self, job: Job, index: int, call: tuple[Any, ...]) -> None:
         """Submit one task, as the hook `pool_inqueue_put` gets it."""
-        options = job.terms
+        options = job.options
         if options.retry_on:
             call = (Retried(call[0], options.retry_on), *call[1:])
         payload, worker = self.packer.pack_task(call, options.retries > 0, options.worker)
@@ -169,7 +169,7 @@ class EngineSubmitter(HookSubmitter):
             payloads = [self.packer.pack_task(call, True, w)[0] for w in range(size)]
         for one in payloads:
             self.engine.sent(one)
-        limit = limit_of(job.terms)
+        limit = limit_of(job.options)
         self.engine.submit(
             *(TaskRange(job.number, 0, w, (one,), 0, w, limit) for w, one in enumerate(payloads))
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from xpool._calls.options import check_count, label
-from xpool._calls.results import AsyncResult, Parcel, about_to_block
+from xpool._calls.results import AsyncResult, PickledResult, about_to_block
 from xpool._calls.streams import IMapIterator
 from xpool._engine.jobs.states import PoolStates
 from xpool._pools.callbacks import calling_back
@@ -56,7 +56,7 @@ class _Call(AsyncResult[Any]):
         super().__init__(next(pool._jobs.numbers), label(func), pool)
         self._future: _Future[Any] | None = future
 
-    def fail(self, exc: BaseException | Parcel) -> None:
+    def fail(self, exc: BaseException | PickledResult) -> None:
         pool = self._pool
         self._pool_ended = pool is not None and pool._life.state is PoolStates.TERMINATE
         super().fail(exc)
@@ -264,7 +264,7 @@ def submit(
         options = options_of(pool, pool._calls_go_to, False)
     future: _Future[Any] = _Future()
     future._job = job = _Call(pool, func, future)
-    job.terms = options
+    job.options = options
     pool._jobs.callbacks.expect_future()
     if owner is not None:
         future._owner = owner
@@ -461,7 +461,7 @@ def _results(
                     )
                     raise concurrent.futures.TimeoutError(story) from error
                 failure = results._failure
-                if error is not failure and not isinstance(failure, Parcel):
+                if error is not failure and not isinstance(failure, PickledResult):
                     raise  # the task's own error
                 raise _as_broken(error)
             if source is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from xpool._calls.results import Unopened
-from xpool._calls.streams import Shelf
+from xpool._calls.streams import ResultBuffer
 from xpool._memory.system import available_memory
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
@@ -74,10 +74,10 @@ class FlowControl:
     Of the consumer by items, where there is a buffersize, else by the memory that results take.
 
     ``drawn`` and ``bytes_in`` are the input reader's, ``taken_*`` the engine's (under its lock),
-    `Shelf` the consumer's; each only grows.
+    `ResultBuffer` the consumer's; each only grows.
     """
 
-    def __init__(self, buffersize: int | None, workers: int, shelf: Shelf) -> None:
+    def __init__(self, buffersize: int | None, workers: int, buffer: ResultBuffer) -> None:
         self._workers = workers
         self._buffersize = buffersize
         self._room: float = room_for_results() if buffersize is None else math.inf
@@ -92,7 +92,7 @@ class FlowControl:
         self.bytes_in = 0
         self.taken_items = 0
         self.taken_bytes = 0
-        self._shelf = weakref.ref(shelf)  # of an iterator that may be dropped
+        self._buffer = weakref.ref(buffer)  # of an iterator that may be dropped
         # Called when there is room again for results of tasks that `may_run` kept from running;
         # without a lock, also by finalizers.
         self.resume: Callable[[], object] = int
@@ -107,12 +107,12 @@ class FlowControl:
         if not self._has_room():
             return False
         if self._buffersize is not None:
-            shelf = self._shelf()
-            if shelf is None:
+            buffer = self._buffer()
+            if buffer is None:
                 # `stop` tells so at once, unless a signal handler has raised in the finalizer.
                 self.stopped = True
                 return True
-            if self.drawn - shelf.handed_out >= self._buffersize:
+            if self.drawn - buffer.handed_out >= self._buffersize:
                 return False
         ahead = self.put - self.taken_items
         return ahead < self._most_ahead() and (
@@ -121,20 +121,20 @@ class FlowControl:
 
     def _has_room(self) -> bool:
         """Whether there is memory for more results."""
-        shelf = self._shelf()
-        return shelf is None or shelf.bytes_in - shelf.bytes_out < self._room
+        buffer = self._buffer()
+        return buffer is None or buffer.bytes_in - buffer.bytes_out < self._room
 
     def _most_ahead(self) -> int:
         """Return how many tasks may wait: those whose results have room, by the mean result."""
-        shelf = self._shelf()
-        if shelf is None or self._room == math.inf:
+        buffer = self._buffer()
+        if buffer is None or self._room == math.inf:
             return self._ahead
-        answered = shelf.tasks_in
-        if not answered or not shelf.bytes_in:
+        answered = buffer.tasks_in
+        if not answered or not buffer.bytes_in:
             return min(self._ahead, max(FIRST_ALL, FIRST_ITEMS * self._workers))
-        room = self._room - (shelf.bytes_in - shelf.bytes_out)
+        room = self._room - (buffer.bytes_in - buffer.bytes_out)
         # Some for each worker in any case: no room for results keeps them from running.
-        return max(2 * self._workers, min(self._ahead, int(room * answered / shelf.bytes_in)))
+        return max(2 * self._workers, min(self._ahead, int(room * answered / buffer.bytes_in)))
 
     def may_run(self, first: int) -> bool:
         """Whether the tasks that wait from ``first`` on may be given to workers now.
@@ -149,8 +149,8 @@ class FlowControl:
         return self._has_room() or self._is_next(first)
 
     def _is_next(self, first: int) -> bool:
-        shelf = self._shelf()
-        return shelf is None or shelf.next_task == first
+        buffer = self._buffer()
+        return buffer is None or buffer.next_task == first
 
     def reserve(self, most: int = 1) -> int:
         """Wait until items may be drawn, and say how many, of ``most``; 0: no more are wanted."""
@@ -168,8 +168,8 @@ class FlowControl:
         if not self.given_all:
             most = min(most, self._given - self.drawn)
         if self._buffersize is not None:
-            shelf = self._shelf()
-            handed_out = self.drawn if shelf is None else shelf.handed_out
+            buffer = self._buffer()
+            handed_out = self.drawn if buffer is None else buffer.handed_out
             most = min(most, self._buffersize - self.drawn + handed_out)
         return max(1, most)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool._calls.results import AsyncResult, Job, Parcel
+from xpool._calls.results import AsyncResult, Job, PickledResult
 from xpool._calls.streams import Stream
 from xpool._pools.callbacks import Callbacks
 from xpool._pools.hooks import Carried, Result
@@ -73,7 +73,7 @@ class JobTable:
             if job is None:
                 return
             if ok:
-                self.counts["succeeded"] += value.count if isinstance(value, Parcel) else 1
+                self.counts["succeeded"] += value.count if isinstance(value, PickledResult) else 1
             else:
                 self.counts["failed"] += 1
                 if isinstance(value, Carried):
@@ -119,7 +119,9 @@ class JobTable:
         if not self.accepting:
             self.wake()
 
-    def fail(self, jobs: Iterable[Job], exc: BaseException | Parcel, call_back: bool = True) -> int:
+    def fail(
+        self, jobs: Iterable[Job], exc: BaseException | PickledResult, call_back: bool = True
+    ) -> int:
         """Answer these jobs with an error, each with its own instance.
 
         Returns how many had no answer yet.
@@ -160,7 +162,7 @@ class JobTable:
             job.release()
 
 
-def _own(exc: BaseException | Parcel) -> BaseException | Parcel:
+def _own(exc: BaseException | PickledResult) -> BaseException | PickledResult:
     """Return an error for one of several callers: a copy, so that each gets its own traceback.
 
     A parcel makes a copy each time that it is opened.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from xpool._calls.options import check_callable
-from xpool._calls.results import Parcel, Unopened
+from xpool._calls.results import PickledResult, Unopened
 from xpool._calls.streams import BOOKKEEPING, IMapIterator, Stream, weigh
 from xpool._pools.identity import Identity, Unknown
 from xpool._pools.program import name_of
@@ -56,7 +56,7 @@ Key = str | bytes | int
 Version = str | int
 
 
-class Stored(Parcel):
+class Stored(PickledResult):
     """A result that was found in a journal."""
 
     __slots__ = ("_data", "_path")
@@ -81,7 +81,7 @@ class Stored(Parcel):
             return [Unopened(exc)]
 
 
-class Refused(Parcel):
+class Refused(PickledResult):
     """The results of an answer; those that cannot be pickled are errors."""
 
     __slots__ = ("_values", "_weight", "count")
@@ -481,7 +481,7 @@ def _pickled(index: int, value: Any, keys: dict[int, str], rows: list[tuple[str,
     the consumer gets the exception.
     """
     try:
-        values = value.open() if isinstance(value, Parcel) else [value]
+        values = value.open() if isinstance(value, PickledResult) else [value]
     except BaseException:
         return value
     written = True

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from xpool._calls.results import Job, Parcel, exception_in
+from xpool._calls.results import Job, PickledResult, exception_in
 from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool._pools.callbacks import join_ended
 from xpool._pools.job_table import JobTable
@@ -25,7 +25,7 @@ class Lifecycle:
         self._jobs = jobs
         # Written under the lock of the table, with its `accepting`.  TERMINATE until `begin`.
         self.state = PoolStates.TERMINATE
-        self.failure: BaseException | Parcel | None = None
+        self.failure: BaseException | PickledResult | None = None
         self.drained = False  # closed, and all jobs are answered
         self.finished = Flag()  # the workers have ended, and everything is put away
         self.thread: threading.Thread | None = None
@@ -61,7 +61,9 @@ class Lifecycle:
             # Raises, since no pool runs again.  Without the lock: it may unpickle the reason.
             self.check_running()
 
-    def _step(self, event: PoolEvent, failure: BaseException | Parcel | None = None) -> list[Job]:
+    def _step(
+        self, event: PoolEvent, failure: BaseException | PickledResult | None = None
+    ) -> list[Job]:
         """Take a step of the table of states; return the jobs that are unanswered then."""
         with self._jobs.lock:
             self.state = step(POOL, self.state, event)
@@ -93,7 +95,9 @@ class Lifecycle:
             self._jobs.wake()
         return running
 
-    def fail(self, exc: BaseException | Parcel, terminate_workers: Callable[[], None]) -> None:
+    def fail(
+        self, exc: BaseException | PickledResult, terminate_workers: Callable[[], None]
+    ) -> None:
         """End a pool that cannot go on: everything unanswered fails with the reason."""
         jobs = self._step(PoolEvent.FAILED, exc)
         terminate_workers()

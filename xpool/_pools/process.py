@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pickling.policy import Layout
     from xpool._pools.group import WorkerGroup
-    from xpool._pools.orders import WorkerSpec
     from xpool._pools.packing import Packer
+    from xpool._pools.worker_config import WorkerSpec
 
     Ts = TypeVarTuple("Ts")
 
@@ -245,12 +245,12 @@ class Pool(BasePool):
             )
         spec = self._worker_spec(blob)
         arena = self._packer.arena
-        orders = assembly.Orders(spec, launcher, arena, self._packer.memory_limit)
+        config = assembly.WorkerConfig(spec, launcher, arena, self._packer.memory_limit)
         return assembly.Engine(
             self._size,
             assembly.Recipe(
                 launcher,
-                orders,
+                config,
                 self.name,
                 options.is_daemon,
                 inherited,
@@ -281,7 +281,7 @@ class Pool(BasePool):
             self._tasks.put_task(job, chunk, (func, args, kwds))
 
     def pool_outqueue_get(self, timeout: float) -> Result:
-        """Return the next result; the value is still pickled, a `Parcel`."""
+        """Return the next result; the value is still pickled, a `PickledResult`."""
         results = self._engine.results
         try:
             return results.popleft()

@@ -104,8 +104,8 @@ class ThreadPool(BasePool):
         job = self._jobs.unanswered.get(obj[0])
         last = isinstance(job, Stream)  # calls and maps go before what a stream has drawn ahead
         # The hook carries no options: they are the job's.
-        if job is not None and (job.terms.timeout is not None or job.terms.retries):
-            entry = Entry(obj, job.terms, chunked=obj[2] in (each, star_each))
+        if job is not None and (job.options.timeout is not None or job.options.retries):
+            entry = Entry(obj, job.options, chunked=obj[2] in (each, star_each))
             self._threads.tasks.put(entry, last)
         else:
             self._threads.tasks.put(obj, last)

@@ -30,7 +30,7 @@ class ThreadSubmitter(HookSubmitter):
 
     def map(self, job: Job, work: Work, chunks: Iterable[Any]) -> None:
         """Submit a source of tasks, one for each chunk."""
-        if not _plain(job.terms):
+        if not _plain(job.options):
             super().map(job, work, chunks)
             return
         # Snapshots: a list may change while threads take from it, and a generator runs.
@@ -40,7 +40,7 @@ class ThreadSubmitter(HookSubmitter):
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
         """Return what the input reader calls with each task; it does not hold the pool."""
-        if _plain(job.terms):
+        if _plain(job.options):
             threads, (call, before) = self._threads, applied(*work)
 
             def put_run(index: int, items: list[Any]) -> int:

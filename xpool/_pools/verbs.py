@@ -169,7 +169,7 @@ def submit_call(
     job: AsyncResult[Any] = AsyncResult(
         next(pool._jobs.numbers), label(func), pool, callback, error_callback
     )
-    job.terms = options
+    job.options = options
     start_call(pool, job, func, args, kwds)
     return job
 
@@ -222,7 +222,7 @@ def submit_map(
     job: MapResult[Any] = MapResult(
         next(pool._jobs.numbers), name, pool, tasks, size > 1, callback, error_callback
     )
-    job.terms, job.chunksize = options, size
+    job.options, job.chunksize = options, size
     if options.seed is not None:
         work, numbered = _seeded(work, items, options)
         items = list(numbered)
@@ -320,7 +320,7 @@ def imap(
     check_can_iterate(iterable)
     # What the caller gets, and how far ahead of it the input is drawn.
     results = kind(label(work.func), pool, size > 1)
-    flow = FlowControl(buffersize, pool._size, results.shelf)
+    flow = FlowControl(buffersize, pool._size, results.buffer)
     if buffersize is not None:
         results.taken, results.chunksize = flow.handed_out, size
     else:
@@ -333,7 +333,7 @@ def imap(
     # Without a buffersize all of the input is drawn, whether anybody listens or not.
     gone = flow.stop if buffersize is not None else flow.unbind
     job = _stream(pool, results, work.func, gone, options)
-    results.cancelling, job.terms, job.flow = (job, flow), options, flow
+    results.cancelling, job.options, job.flow = (job, flow), options, flow
     if options.progress is not False:
         job.progress = results.progress = Progress(
             options.progress, job.label, results.total, size, lambda: flow.drawn
@@ -358,7 +358,7 @@ def _begin_stream(
         if files is not None:
             work = files.of_items(job, work)
         put = pool._submitter.stream(job, work, flow)
-        runs = job.runs if job.terms.journal is None and files is None else None
+        runs = job.runs if job.options.journal is None and files is None else None
         put = job.around(put if files is None else files.numbering(put, work.chunked, size))
     except BaseException as exc:
         pool._submitter.give_up(job, exc)

@@ -95,9 +95,9 @@ def main(
     # Done first: from here on, this process cannot outlive the parent, even if it hangs.
     for channel in channels:
         die_with_parent(channel[2])
-    orders = [_read_orders(channel[0]) for channel in channels]
+    configs = [_read_config(channel[0]) for channel in channels]
     # Workers that share a process have equal environments in their contexts (`_pools/context`).
-    _bind(orders[0], known)
+    _bind(configs[0], known)
     # Done before backends, the initializer and tasks, which may register callbacks.
     from xpool._python import exits
 
@@ -107,11 +107,11 @@ def main(
     if kind == SEVERAL:
         from xpool._worker import worker_threads
 
-        code = worker_threads.run(orders, channels, inherited)
+        code = worker_threads.run(configs, channels, inherited)
     else:
         from xpool._worker import loop
 
-        code = loop.run(orders[0], channels[0], inherited, missing=missing)
+        code = loop.run(configs[0], channels[0], inherited, missing=missing)
     exits.run()
     return code
 
@@ -123,11 +123,11 @@ def _receive(sock: int, most: int) -> tuple[bytes, list[int]]:
     return kind, list(fds)
 
 
-def _read_orders(tasks: int) -> dict[str, Any]:
+def _read_config(tasks: int) -> dict[str, Any]:
     head = _read(tasks, _HEAD.size)
-    # The orders are builtins: unpickling may import nothing before `_bind` sets the environment.
-    orders: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
-    return orders
+    # Of builtins: unpickling may import nothing before `_bind` sets the environment.
+    config: dict[str, Any] = pickle.loads(_read(tasks, _HEAD.unpack(head)[2]))
+    return config
 
 
 def ignore_interrupts() -> None:
@@ -182,9 +182,9 @@ def die_with_parent(fd: int) -> None:
         threading.Thread(target=wait, name="xpool-lifeline", daemon=True).start()
 
 
-def _bind(orders: dict[str, Any], known: Mapping[str, str] | None) -> None:
+def _bind(config: dict[str, Any], known: Mapping[str, str] | None) -> None:
     """Take over the parent's current state (environment, folder, paths), then apply the context."""
-    environ = orders["environ"]
+    environ = config["environ"]
     # Comparing each variable is as slow as anything here; setting all takes longer than a fork.
     if environ != known:
         for name in set(os.environ) - set(environ):
@@ -192,16 +192,16 @@ def _bind(orders: dict[str, Any], known: Mapping[str, str] | None) -> None:
         for name, value in environ.items():
             if os.environ.get(name) != value:
                 os.environ[name] = value
-    set_environment(orders["bind"])
-    if orders["cpus"] and set(orders["cpus"]) != os.sched_getaffinity(0):
+    set_environment(config["bind"])
+    if config["cpus"] and set(config["cpus"]) != os.sched_getaffinity(0):
         try:
-            os.sched_setaffinity(0, orders["cpus"])
+            os.sched_setaffinity(0, config["cpus"])
         # EINVAL: none of these cores is online and in this process's cpuset (sched_setaffinity(2)).
         except OSError as exc:
-            print(f"xpool: worker cannot run on cores {orders['cpus']}: {exc}", file=sys.stderr)
-    _enter_folder(orders["cwd"], orders["pid"])
-    sys.path[:] = orders["path"]
-    sys.argv[:] = orders["argv"]
+            print(f"xpool: worker cannot run on cores {config['cpus']}: {exc}", file=sys.stderr)
+    _enter_folder(config["cwd"], config["pid"])
+    sys.path[:] = config["path"]
+    sys.argv[:] = config["argv"]
 
 
 def _enter_folder(cwd: str | None, parent: int) -> None:

@@ -78,7 +78,7 @@ class Member(Protocol):
 
 
 def run(
-    orders: dict[str, Any],
+    config: dict[str, Any],
     channel: list[int],
     inherited: tuple[Any, tuple[Any, ...]] | None,
     member: Member | None = None,
@@ -103,12 +103,12 @@ def run(
     _prepare()
     try:
         if member is None:
-            become(orders, lifeline)
+            become(config, lifeline)
         # The order is that of the table in `entry`: control, logs, arena.
-        control = others.pop(0) if orders["peers"] else -1
-        open_relay(others.pop(0), orders, box.count_dropped)
-        shared = _join(others, orders)
-        worker = _Worker(orders, BlockingFrameReader(tasks), replies, shared, control, inherited)
+        control = others.pop(0) if config["peers"] else -1
+        open_relay(others.pop(0), config, box.count_dropped)
+        shared = _join(others, config)
+        worker = _Worker(config, BlockingFrameReader(tasks), replies, shared, control, inherited)
     except SystemExit as exc:
         replies.refuse(refusal(RuntimeError(f"the initializer called sys.exit({exc.code!r})")))
         return 1
@@ -157,7 +157,7 @@ def _exit_code(exc: SystemExit) -> int:
 class _Worker:
     def __init__(
         self,
-        orders: dict[str, Any],
+        config: dict[str, Any],
         source: BlockingFrameReader,
         replies: Replies,
         arena: Arena | None,
@@ -167,16 +167,16 @@ class _Worker:
         self._arena = arena
         self._replies = replies
         self._keeper: Keeper | None = None
-        self._layout = self._make_layout(orders)
+        self._layout = self._make_layout(config)
         # Made before anything is unpickled: messages and globals may refer to broadcast objects.
-        self._objects = Objects(arena, orders["token"])
+        self._objects = Objects(arena, config["token"])
         self._peers: Peers | None = None
         if control >= 0 and arena is not None:
             from xpool._worker.peers import Peers  # imported here because few pools have peers
 
             # Handles are for the parent only; between peers, device tensors are copied.
             layout = self._layout._replace(keep=None)
-            self._peers = Peers(orders["index"], orders["peers"], control, layout)
+            self._peers = Peers(config["index"], config["peers"], control, layout)
         self._waits_for_others = False  # whether the last `_release` found memory that others hold
         self._tidy_at = 0.0  # when to look next for memory that was unused for long
         self._source = source
@@ -185,21 +185,21 @@ class _Worker:
         self._spin: Spin | None = None
         self._likely = False  # whether the next task probably arrives at once
         self._inbox = Inbox(replies, _Closed.entry, _WITHDRAWN)
-        self._recurse: bool = orders["recurse"]
+        self._recurse: bool = config["recurse"]
         self._prefix: tuple[Any, ...] = ()
         context = None
-        if orders["context"] is not None:
-            context = decode(orders["context"])
+        if config["context"] is not None:
+            context = decode(config["context"])
             self._prefix = (context,)
-        host = orders["host"]
+        host = config["host"]
         # Done before the context and the initializer run, which may call `current_worker`.
-        enter(WorkerInfo(orders["index"], orders["pool"], context, self._peers, host))
-        _use_threads(orders["threads"], orders["forked"])
+        enter(WorkerInfo(config["index"], config["pool"], context, self._peers, host))
+        _use_threads(config["threads"], config["forked"])
         _renew_autograd()
         if callable(begin := getattr(context, "enter", None)):
             begin()
         # Unpickled even if it is inherited: the message brings the globals of `__main__` it uses.
-        sent = None if orders["initializer"] is None else decode(orders["initializer"])
+        sent = None if config["initializer"] is None else decode(config["initializer"])
         if inherited is None:
             inherited = sent
         assert inherited is not None
@@ -207,7 +207,7 @@ class _Worker:
         if initializer is not None:
             initializer(*initargs)
 
-    def _make_layout(self, orders: dict[str, Any]) -> Layout:
+    def _make_layout(self, config: dict[str, Any]) -> Layout:
         arena, replies = self._arena, self._replies
         if arena is None:
             return BY_PIPE
@@ -219,14 +219,14 @@ class _Worker:
             except OSError:
                 return None  # a task has closed the descriptor: values go through the pipe
 
-        if orders["copy_tensor"]:
+        if config["copy_tensor"]:
             return Layout(lessor=lease)
         # Imported here because few pools share tensors.
         from xpool._pickling.tensors.handles import Keeper
 
-        self._keeper = Keeper(arena, orders["token"], orders["index"], os.getpid())
+        self._keeper = Keeper(arena, config["token"], config["index"], os.getpid())
         layout = Layout(lessor=lease, keep=self._keeper.reduce)
-        return share(layout, arena, orders["share_method"])
+        return share(layout, arena, config["share_method"])
 
     def serve(self, member: Member | None) -> None:
         read = self._source.read
@@ -408,22 +408,22 @@ class _Unavailable:
 _WITHDRAWN = _Unavailable(LookupError("the job of this task has failed meanwhile")), Mode.EACH
 
 
-def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
+def _join(arena: list[int], config: dict[str, Any]) -> Arena | None:
     """Map the arena; None: it cannot be mapped, and all values travel through the pipe."""
     why = "more than 479 processes have it"
     if arena:
         try:
             # Another worker of this process may have mapped it.
-            there = Arena._known.get(orders["arena"][0])
+            there = Arena._known.get(config["arena"][0])
             if there is not None:
                 os.close(arena[0])
                 return there
-            return Arena.join(arena[0], orders["arena"])
+            return Arena.join(arena[0], config["arena"])
         # ValueError: another worker has written over its tables.
         except (OSError, ValueError) as exc:
             os.close(arena[0])
             why = str(exc)
-    if orders["arena"] is not None and not orders["copy_tensor"]:
+    if config["arena"] is not None and not config["copy_tensor"]:
         raise OptionError(
             f"is_copy_tensor=False: this worker cannot have the memory that is shared: {why}; use "
             "fewer workers, or leave it out"
@@ -431,26 +431,26 @@ def _join(arena: list[int], orders: dict[str, Any]) -> Arena | None:
     return None
 
 
-def become(orders: dict[str, Any], lifeline: int) -> None:
+def become(config: dict[str, Any], lifeline: int) -> None:
     """Give this process the name, key and ``__main__`` as `multiprocessing` does, and its seeds."""
-    if orders["bare"]:
+    if config["bare"]:
         # The fork server made this process, so multiprocessing does not know it yet.
         import multiprocessing
 
         process = multiprocessing.current_process()
-        process.name = orders["name"]
-        process.authkey = orders["authkey"]
-        process.daemon = orders["daemon"]
+        process.name = config["name"]
+        process.authkey = config["authkey"]
+        process.daemon = config["daemon"]
         # Programs call parent_process() to see whether they are the main process.  There is no
         # documented way to set it.  The lifeline becomes readable when the parent has ended.
         parent = getattr(multiprocessing.process, "_ParentProcess", None)
         if parent is not None:
-            vars(multiprocessing.process)["_parent_process"] = parent(*orders["parent"], lifeline)
-        main_module.install(orders["main"], orders["units"], orders["package"])
-    Seeds(orders["seed"])
+            vars(multiprocessing.process)["_parent_process"] = parent(*config["parent"], lifeline)
+        main_module.install(config["main"], config["units"], config["package"])
+    Seeds(config["seed"])
     # Called after `install`, since it records the globals of the current `__main__`.
-    mark_worker(orders["main"] is not None, forked=orders["forked"])
-    if orders["forked"]:
+    mark_worker(config["main"] is not None, forked=config["forked"])
+    if config["forked"]:
         registry.disown()
 
 

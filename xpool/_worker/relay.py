@@ -37,7 +37,7 @@ _dropping = threading.RLock()  # reentrant, since a signal handler may log
 renew(globals(), _dropping=threading.RLock)
 
 
-def open_relay(fd: int, orders: dict[str, Any], count_dropped: Callable[[int], object]) -> None:
+def open_relay(fd: int, config: dict[str, Any], count_dropped: Callable[[int], object]) -> None:
     """Send the log records and warnings of this process to the parent.
 
     ``fd`` is the socket of this worker, which may be one of several in this process.
@@ -47,10 +47,10 @@ def open_relay(fd: int, orders: dict[str, Any], count_dropped: Callable[[int], o
     channel = _Channel(fd, count_dropped)
     # A relay with another pid belongs to the process from which this one was forked.
     if _relay is not None and _relay.pid == os.getpid():
-        _relay.channels[orders["index"]] = channel
+        _relay.channels[config["index"]] = channel
         return
-    _relay = relay = _Relay(orders["index"], channel, orders["levels"], orders["forked"])
-    if orders["output"] == "prefix":
+    _relay = relay = _Relay(config["index"], channel, config["levels"], config["forked"])
+    if config["output"] == "prefix":
         sys.stdout, sys.stderr = Lines.prefixed(sys.stdout), Lines.prefixed(sys.stderr)
     when_imported("logging", relay.take_logging)
     when_imported("warnings", relay.take_warnings)

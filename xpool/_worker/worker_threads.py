@@ -44,14 +44,14 @@ _News = queue.SimpleQueue["tuple[_Member, int | None] | None"]
 
 
 def run(
-    orders: list[dict[str, Any]],
+    configs: list[dict[str, Any]],
     channels: list[list[int]],
     inherited: tuple[Any, tuple[Any, ...]] | None,
 ) -> int:
     """Serve with a thread for each channel until all are told to stop; return the exit code."""
     # Called first: from here on, a worker's settings are per thread.
     share_process()
-    become(orders[0], channels[0][2])
+    become(configs[0], channels[0][2])
     news: _News = queue.SimpleQueue()
     all_ready = threading.Event()
     members: list[_Member] = []
@@ -59,8 +59,8 @@ def run(
     signal.signal(STOP_SIGNAL, lambda signum, frame: news.put(None))
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STOP_SIGNAL])
-    for order, channel in zip(orders, channels):
-        members.append(_Member(news, all_ready, order, channel, inherited))
+    for config, channel in zip(configs, channels):
+        members.append(_Member(news, all_ready, config, channel, inherited))
         members[-1].start()
         _, code = _next(news, members)
         # It could not start, and `loop.run` has told the parent why.
@@ -98,13 +98,13 @@ class _Member(threading.Thread):
         self,
         news: _News,
         all_ready: threading.Event,
-        orders: dict[str, Any],
+        config: dict[str, Any],
         channel: list[int],
         inherited: Any,
     ) -> None:
-        super().__init__(name=orders["name"], daemon=True)
+        super().__init__(name=config["name"], daemon=True)
         self._news, self._all_ready = news, all_ready
-        self._orders, self._channel, self._inherited = orders, channel, inherited
+        self._config, self._channel, self._inherited = config, channel, inherited
         # This thread writes `_inside`: whether it is in a task.  The main thread writes `_raising`,
         # whether it is about to raise in that task, and `_raised`, the last item in which it did,
         # plus 1: it raises only once in an item.
@@ -115,7 +115,7 @@ class _Member(threading.Thread):
     def run(self) -> None:
         code = 1
         try:
-            code = serve(self._orders, self._channel, self._inherited, self)
+            code = serve(self._config, self._channel, self._inherited, self)
         finally:
             self._news.put((self, code))
 

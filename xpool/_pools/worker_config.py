@@ -17,7 +17,7 @@ from xpool._pickling.by_value.main import main_is_importable, main_location, uni
 from xpool._pickling.frame import inline
 from xpool._python.server_process import search_path
 
-__all__ = ["Main", "Orders", "WorkerSpec"]
+__all__ = ["Main", "WorkerConfig", "WorkerSpec"]
 
 
 class WorkerSpec(NamedTuple):
@@ -60,7 +60,7 @@ class Main(NamedTuple):
         return cls(location, units(), package, levels(), _arguments())
 
 
-class Orders:
+class WorkerConfig:
     """Makes the first message to each worker: what it is to be.
 
     ``main`` says what the program is when a worker starts; an agent was told when it began.
@@ -85,7 +85,7 @@ class Orders:
         spec, arena, main = self._spec, self._arena, self._main()
         process = multiprocessing.current_process()
         index += self._first
-        orders = {
+        config = {
             "index": index,
             "host": self._host,
             "pool": spec.pool,
@@ -120,7 +120,7 @@ class Orders:
             "output": spec.output,
             "context": None if spec.contexts is None else _plain(spec.contexts[index], attachment),
         }
-        return pickle.dumps(orders)
+        return pickle.dumps(config)
 
 
 def _plain(message: bytes | None, attachment: int | None) -> bytes | None:
