@@ -295,11 +295,18 @@ def test_a_first_map_imports_no_more_than_it_needs(tmp_path: Path):
         "    pool.join()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, check=True, env=environment
-    )
-    for modules in map(set, map(ast.literal_eval, done.stdout.splitlines())):
-        late = {"multiprocessing.pool", "tempfile", "shutil", "lzma", "bz2", "random", "traceback"}
-        late |= {"dataclasses", "inspect", "pathlib", "urllib.parse"}
-        assert not late & modules
-        assert sum(name.startswith("xpool") for name in modules) <= 120
+    late = {"multiprocessing.pool", "tempfile", "shutil", "lzma", "bz2", "random", "traceback"}
+    late |= {"dataclasses", "inspect", "pathlib", "urllib.parse"}
+    # A fork server that waits 0.2 s for a slow program imports more: then the program runs again.
+    for _ in range(5):
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            capture_output=True, text=True, check=True, env=environment,
+        )  # fmt: skip
+        ours, workers = map(set, map(ast.literal_eval, done.stdout.splitlines()))
+        assert not late & ours
+        if not late & workers:
+            break
+    assert not late & workers
+    for modules in ours, workers:
+        assert sum(name.startswith("xpool") for name in modules) <= 122
