@@ -137,6 +137,20 @@ def test_versions(folder: Path, workers: int):
     assert [dot[0].text.split(":")[0] for dot in dots] == [f"version {n}" for n in numbers]
 
 
+def test_train(folder: Path):
+    """A training that was killed has the losses of torch's, batch for batch; both are plotted."""
+    plot = folder / "plots" / "training.svg"
+    out = run_example("train.py", f"--out={plot}")
+    assert "xpool: kill -9 after batch 80\nxpool: goes on after batch" in out
+    assert "checked: both give the same 224 losses" in out
+    epochs = dict(re.findall(r"^(\w+: epoch \d), loss (\d\.\d+)$", out, re.M))
+    assert len(epochs) == 8 and all(
+        float(epochs[f"{kind}: epoch 4"]) < 0.3 for kind in ("torch", "xpool")
+    )
+    lines = ElementTree.parse(plot).getroot().findall("{http://www.w3.org/2000/svg}polyline")
+    assert [len(line.get("points", "").split()) for line in lines] == [224, 224]
+
+
 @pytest.mark.parametrize(
     ("workers", "method"),
     [
@@ -247,7 +261,11 @@ def test_gallery_has_every_example():
 )
 def test_gallery_shows_what_is_printed(folder: Path, name: str, shown: str):
     """But for its numbers, each line that the gallery shows is one that the program prints."""
-    out = [f"--out={folder / 'shown'}.png"] if name in ("preprocess.py", "versions.py") else []
+    out = (
+        [f"--out={folder / 'shown'}.png"]
+        if name in ("preprocess.py", "versions.py", "train.py")
+        else []
+    )
     printed = {without_numbers(line) for line in run_example(name, *out).splitlines()}
     assert {without_numbers(line) for line in shown.splitlines()} - {"..."} <= printed
 
