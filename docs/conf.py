@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+from sphinx.pycode.parser import VariableCommentPicker
+
 import xpool
 
 project = "xpool"
 author = "The xpool developers"
+copyright = f"2026, {author}"
 release = version = xpool.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
@@ -17,6 +23,21 @@ html_theme = "furo"
 html_title = f"xpool {version}"
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signatures have them
+python_maximum_signature_line_length = 80
 default_role = "literal"  # docstrings quote names so
 add_module_names = False
+
+# The overloads have ``**options``: the signature that is called has each keyword.
+VariableCommentPicker.add_overload_entry = lambda self, func: None  # type: ignore[method-assign]
+
+
+def setup(app: Any) -> None:
+    """Leave out of signatures what only catches misspelt keywords."""
+
+    def signature(*args: Any) -> tuple[str | None, str | None]:
+        *_, text, returns = args
+        if text:
+            text = re.sub(r", \*\*unknown: [~\w.]+", "", text)
+        return text, returns
+
+    app.connect("autodoc-process-signature", signature)

@@ -150,9 +150,11 @@ PAGE = """<!doctype html>
 <style>
 body {{ font: 16px/1.5 sans-serif; max-width: 720px; margin: 2em auto; padding: 0 1em; }}
 figure {{ margin: 1.5em 0; }} img, svg {{ max-width: 100%; height: auto; }}
-figcaption {{ color: #555; }} svg {{ background: white; }}
+figcaption {{ color: #555; }} svg {{ fill: currentColor; }}
+svg rect[fill="white"] {{ fill: none; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #181818; color: #ddd; }}
-  figcaption {{ color: #aaa; }} }}
+  figcaption {{ color: #aaa; }} svg [fill="#268"] {{ fill: #5ad; }}
+  svg [stroke="#268"] {{ stroke: #5ad; }} svg [stroke="#ddd"] {{ stroke: #444; }} }}
 </style></head><body>
 <h1>What xpool did</h1>
 {figures}

@@ -100,6 +100,15 @@ def test_all_keywords_are_listed():
     assert wanted <= set(re.findall(r"\w+", text)), wanted - set(re.findall(r"\w+", text))
 
 
+def test_help_is_read_in_a_minute():
+    """`help(Pool)` begins with each argument, in 300 words; `help(Pool.map)` has each keyword."""
+    text = inspect.getdoc(Pool) or ""
+    assert len(text.split()) <= 300
+    assert set(inspect.signature(Pool).parameters) <= set(re.findall(r"\w+", text))
+    text = inspect.getdoc(Pool.map) or ""
+    assert set(MapOptions.__annotations__) <= set(re.findall(r"\w+", text))
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_block(tmp_path: Path, program: Program):
     """The block runs without an error or a warning, and prints what is shown below it."""

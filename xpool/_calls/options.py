@@ -13,8 +13,6 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from xpool.errors import OptionError
 
 __all__ = [
-    "JOURNAL_HELP",
-    "MANY_HELP",
     "CallOptions",
     "Exceptions",
     "ManyOptions",
@@ -72,33 +70,6 @@ class MapOptions(ManyOptions, total=False):
     """With what the type of their results depends on."""
 
     on_error: Literal["raise", "return"]
-
-
-MANY_HELP = """\
-timeout: seconds that each call of ``func`` may take, from when a worker begins it.
-                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
-                ``task_timeout``; infinity: no limit.
-            retries: how often a task runs again when its worker dies, or when it raises one of
-                ``retry_on`` (an exception class or a tuple of them), after a pause.
-            progress: True or a title shows how many items are done, by tqdm or rich where one is
-                installed, else on stderr.  A callable is called with the number of items done and
-                that of all (None: the input has no length), at most ten times a second, in a
-                thread of its own.
-            on_error: "raise", or "return": the exception of an item stands in the place of its
-                result, and each item is a task.
-            seed: an int.  Each item finds the generators of `random`, numpy and torch seeded by it
-                and by the item's number, whatever worker runs it.  Not for threads."""
-"""Of the verbs of many tasks, in their docstrings: what these keywords mean."""
-
-JOURNAL_HELP = """\
-journal: path of an SQLite database.  Results are written there before they are handed
-                out, and an item whose result is there does not run again.  Each item is a task.
-            key: a function that returns the name of an item in the journal, a str, bytes or an int;
-                None: the name is a digest of the item's value.
-            version: a str or an int that identifies, with the name of ``func``, the computation.
-                None: the code of ``func``, the code of the program's functions that it calls, and
-                the values that they use must be unchanged."""
-"""The same of the verbs that take a journal."""
 
 
 class TaskOptions(NamedTuple):

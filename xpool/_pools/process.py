@@ -43,41 +43,37 @@ T = TypeVar("T")
 
 
 class Pool(BasePool):
-    """A pool of worker processes, with the verbs of `multiprocessing.pool.Pool`.
+    """Worker processes, with the methods of `multiprocessing.pool.Pool`::
+
+        with Pool(4) as pool:
+            results = pool.map(func, items)
+
+    * To run tasks: `apply`, `map`, `starmap`, `imap`, `imap_unordered`, those with ``_async``,
+      `submit`, and `run_all` for a call in each worker.  ``help(Pool.map)`` describes one.
+    * To look at it: `report`, `stacks`, `statistics`, `trace`, `watch`.
+    * To end it: `close` or `terminate`, then `join`.  The end of ``with`` terminates it.
 
     Args:
-        processes, initializer, initargs, maxtasksperchild: as in `BasePool`.
-        context: how workers start.  None: on Linux, xpool's own fork server, elsewhere "spawn".
-            "forkserver" (the same server), "spawn", "fork", or a context of `multiprocessing`.
-        is_recursive: pickle the globals of functions that must go by value as dill's ``recurse``.
-        is_daemon: False lets workers have children of `multiprocessing`, such as those of a
-            DataLoader; tasks may make pools of xpool's in any case.
-        is_copy_tensor: True: what arrives is the receiver's own.  False: the storages of tensors
-            move to shared memory, and both sides see each other's writes.
-        share_method: when ``is_copy_tensor`` is False, the kind of device ("cpu", "cuda" or "xla")
-            whose tensors are shared, while others are copied; None: all are shared, those on
-            devices by `TensorHandle`.
-        memory_limit: bytes of shared memory past which this pool sends large values through the
-            pipe, counted for the whole program; None: half of what was available when the first
-            pool was made; 0: always through the pipe.
-        seed: each worker's `random`, numpy and torch generators get seeds of their own, derived
-            from this number when it is given, else from the system's entropy.
-        task_timeout: seconds for the calls of verbs that are given no ``timeout=``; None: any time.
-        initializer_timeout: seconds that a worker may take until it is ready, from its first line,
-            imports and initializer included; None: any time.
-        restart_budget: how many workers may die in a minute without any task being finished; with
-            the next death the pool stops (`PoolBroken`).  None: 100, or 4 for each worker.
-        output: "prefix" puts ``[worker 3]`` before each line that a task prints; "files" writes
-            what each task prints into a file of its own, in the folder ``output_folder``.
-        worker_memory: bytes of memory that a worker may have to itself, as a number or as text
-            ("2GB", in powers of 1024; ``memory_limit`` too).  One that has more is ended
-            within a fifth of a second or so and replaced; its task fails with a `WorkerDied` that
-            says so, or is run again with ``retries=``.
-        memory_high: a number from 0 to 1.  While a larger part of the machine's memory, or of the
-            cgroup's, is in use, no worker gets a new task, but for one where none has any.
-        hosts: where the workers are, as `xpool.ray.hosts` says; None: on this machine.  With it,
-            leave ``processes`` and ``context`` out (docs/hosts.md).
-        name: of the pool, its threads and its workers; made up by default.
+        processes: number of workers; None: one for each core.
+        initializer, initargs: called in each worker before its first task.
+        maxtasksperchild: tasks after which a worker is replaced; a chunk is one.
+        context: how workers start: "forkserver" (None: the same, on Linux), "spawn", "fork", or a
+            context of `multiprocessing`.
+        is_recursive: pickle the globals of functions as dill's ``recurse``.
+        is_daemon: False: workers may have children of `multiprocessing`.
+        is_copy_tensor: False: both sides see each other's writes to tensors.
+        share_method: then, the only device whose tensors are shared: "cpu", "cuda" or "xla".
+        memory_limit: bytes of shared memory; what does not fit goes through pipes.
+        seed: from which the workers' random generators are seeded.
+        task_timeout: seconds for each call of a verb that has no ``timeout=``.
+        initializer_timeout: seconds for the start of a worker, with imports and initializer.
+        restart_budget: deaths in a minute, with no task finished, that the pool outlives.
+        output: "prefix": ``[worker 3]`` before printed lines; "files": each task prints into a
+            file in ``output_folder``.
+        worker_memory: bytes ("2GB") of a worker, which is replaced when it has more.
+        memory_high: from 0 to 1: the part of the memory in use at which tasks wait.
+        hosts: of workers on other machines: ``xpool.ray.hosts()``.
+        name: of the pool and its workers.
 
     Raises:
         TypeError, OptionError (a `ValueError`): an argument makes no sense.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from xpool._calls.keywords import names_of, refuse_unknown
-from xpool._calls.options import JOURNAL_HELP, MANY_HELP, Exceptions, ManyOptions, ProgressOption
+from xpool._calls.options import Exceptions, ManyOptions, ProgressOption
 from xpool._calls.results import AsyncResult, MapResult
 from xpool._calls.streams import IMapIterator, IMapUnorderedIterator
 from xpool._pools.job_table import JobTable
@@ -173,8 +173,26 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         The error of a task is raised when all have been answered.
 
         Args:
-            {many}
-            {journal}
+            timeout: seconds that each call of ``func`` may take, from when a worker begins it.
+                Then the call is stopped, and its task fails with `TaskTimeout`.  None: the pool's
+                ``task_timeout``; infinity: no limit.
+            retries: how often a task runs again when its worker dies, or when it raises one of
+                ``retry_on`` (an exception class or a tuple of them), after a pause.
+            progress: True or a title shows how many items are done, by tqdm or rich where one is
+                installed, else on stderr.  A callable is called with the number of items done and
+                that of all (None: the input has no length), at most ten times a second, in a
+                thread of its own.
+            on_error: "raise", or "return": the exception of an item stands in the place of its
+                result, and each item is a task.
+            seed: an int.  Each item finds the generators of `random`, numpy and torch seeded by it
+                and by the item's number, whatever worker runs it.  Not for threads.
+            journal: path of an SQLite database.  Results are written there before they are handed
+                out, and an item whose result is there does not run again.  Each item is a task.
+            key: a function that returns the name of an item in the journal, a str, bytes or an int;
+                None: the name is a digest of the item's value.
+            version: a str or an int that identifies, with the name of ``func``, the computation.
+                None: the code of ``func``, the code of the program's functions that it calls, and
+                the values that they use must be unchanged.
 
         Raises:
             Exception: what a task raised, as it is; of several, what arrived first.
@@ -229,7 +247,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
         Args:
-            {many}
+            timeout, retries, retry_on, progress, on_error, seed: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -275,8 +293,8 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         A task is a chunk of ``chunksize`` items, by default about four chunks for each worker.
 
         Args:
-            {many}
-            {journal}
+            timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
+                in `map`.
 
         Raises:
             Exception: what a task raised; of several errors, the first that arrived.
@@ -329,7 +347,7 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         ``callback(values)`` or ``error_callback(exception)`` runs in a thread of the pool.
 
         Args:
-            {many}
+            timeout, retries, retry_on, progress, on_error, seed: as in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -387,8 +405,8 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         ``len()`` of it is that of the input, where that has one.
 
         Args:
-            {many}
-            {journal}
+            timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
+                in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -463,13 +481,12 @@ class PublicVerbs(Generic[Unpack[Cs]]):
     ) -> IMapUnorderedIterator[Any]:  # fmt: skip
         """Return an iterator over the results in the order in which they arrive.
 
-        ``buffersize``: at most so many items are drawn ahead of the consumer; None: as in `imap`.
-
         Args:
+            buffersize: as in `imap`.
             with_index: True: an item of the iterator is ``(index, result)``, where ``index`` is the
                 position in ``iterable``, from 0 on.
-            {many}
-            {journal}
+            timeout, retries, retry_on, progress, on_error, seed, and those of a journal: as
+                in `map`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -481,9 +498,3 @@ class PublicVerbs(Generic[Unpack[Cs]]):
         )  # fmt: skip
         kind, work = IMapUnorderedIterator, Work(func)
         return imap(self, kind, work, iterable, chunksize, buffersize, options, with_index)
-
-
-for _name in ("map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered"):
-    _verb = vars(PublicVerbs)[_name]
-    _help = _verb.__doc__ or ""  # None: under python -OO
-    _verb.__doc__ = _help.replace("{many}", MANY_HELP).replace("{journal}", JOURNAL_HELP)
