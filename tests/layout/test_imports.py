@@ -109,6 +109,7 @@ def test_imports_point_one_way():
 def test_the_fields_of_named_tuples_are_no_texts():
     """What each pool imports makes no texts of a NamedTuple's fields: to compile them takes ms."""
     imported = run_python(
+        "from xpool import Pool\n"
         "import xpool._pools.assembly, xpool._worker.loop, xpool._pickling.by_value.units"
     )
     wrong = []

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from xpool._memory.system import default_processes
 from xpool.errors import OptionError
 
 __all__ = [
@@ -35,7 +36,6 @@ __all__ = [
     "check_seed",
     "check_share_method",
     "default_chunksize",
-    "default_processes",
     "label",
     "resolve_processes",
 ]
@@ -89,13 +89,6 @@ class TaskOptions(NamedTuple):
 
 
 SHARE_METHODS = ("cpu", "cuda", "xla", None)
-
-
-def default_processes() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
-from xpool._calls.options import default_processes
 from xpool._engine.launch import ForkServer
 from xpool._hosts import messages as m
 from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
+from xpool._memory.system import default_processes
 from xpool._pickling.frame import lodge
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pools.assembly import (

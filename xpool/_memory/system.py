@@ -1,4 +1,4 @@
-"""What the system has to give: memory, and anonymous files."""
+"""What the system has to give: processors, memory, and anonymous files."""
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
@@ -10,7 +10,15 @@ from typing import NamedTuple
 if sys.platform == "linux":
     import fcntl
 
-__all__ = ["Scope", "available_memory", "fix_size", "fixed_file", "fullest_scope", "is_fixed"]
+__all__ = [
+    "Scope",
+    "available_memory",
+    "default_processes",
+    "fix_size",
+    "fixed_file",
+    "fullest_scope",
+    "is_fixed",
+]
 
 _CGROUPS = "/sys/fs/cgroup"
 _PROC = "/proc"
@@ -41,6 +49,13 @@ class Scope(NamedTuple):
     def part(self) -> float:
         """What is used of it, from 0 to 1."""
         return min(1.0, self.used / max(1, self.total))
+
+
+def default_processes() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def available_memory() -> int:

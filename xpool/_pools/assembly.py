@@ -12,13 +12,18 @@ from xpool._engine.memory import MemoryLimits
 from xpool._engine.relay import Relay
 from xpool._engine.worker import Recipe
 from xpool._pickling.policy import pools
+from xpool._pools.all_workers import AllWorkers
+from xpool._pools.engine_submitter import EngineSubmitter, HookedEngineSubmitter
 from xpool._pools.packing import Packer, find_arena
 from xpool._pools.worker_config import Main, WorkerConfig, WorkerSpec
 from xpool._python import error_imports
 
 __all__ = [
+    "AllWorkers",
     "Engine",
     "EngineOptions",
+    "EngineSubmitter",
+    "HookedEngineSubmitter",
     "Main",
     "MemoryLimits",
     "WorkerConfig",

@@ -11,13 +11,11 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from xpool._calls.options import default_processes
 from xpool._calls.results import Job
 from xpool._engine.launch import ForkServer, Launcher, StandIns, import_for_arrays
 from xpool._engine.protocols import EngineProtocol
-from xpool._pools.all_workers import AllWorkers
+from xpool._memory.system import default_processes
 from xpool._pools.base import BasePool, at_exit
-from xpool._pools.engine_submitter import EngineSubmitter, HookedEngineSubmitter
 from xpool._pools.hooks import Result, Task
 from xpool._pools.pool_options import PoolOptions, takes
 from xpool._pools.start_methods import find_launcher, only_by_inheritance
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
 
     from xpool._pickling.by_value.broadcast import Broadcast
     from xpool._pickling.policy import Layout
+    from xpool._pools.all_workers import AllWorkers
+    from xpool._pools.engine_submitter import EngineSubmitter
     from xpool._pools.group import WorkerGroup
     from xpool._pools.packing import Packer
     from xpool._pools.worker_config import WorkerSpec
@@ -201,16 +201,20 @@ class Pool(BasePool):
             self._engine = hosts.make_engine(self, self._nodes)
         else:
             self._engine = self._make_engine(self._start_server())
+        from xpool._pools import assembly  # not before the server is started
+
         self._backend = self._engine
         self._tasks = self._submitter = self._make_submitter()
-        self._all = AllWorkers(
+        self._all = assembly.AllWorkers(
             self._tasks, self._life, self._size, self._task_timeout, hosts, self._files
         )
 
     def _make_submitter(self) -> EngineSubmitter:
-        kind = EngineSubmitter
+        from xpool._pools import assembly
+
+        kind = assembly.EngineSubmitter
         if type(self).pool_inqueue_put is not Pool.pool_inqueue_put:
-            kind = HookedEngineSubmitter
+            kind = assembly.HookedEngineSubmitter
         return kind(self, self._jobs, self._engine, self._packer, not self._gives_context)
 
     def _make_engine(self, launcher: Launcher) -> EngineProtocol:

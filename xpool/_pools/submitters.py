@@ -1,6 +1,6 @@
 """How a verb becomes tasks, through the hooks of `BasePool`; the other submitters build on it."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
 import weakref
 from collections.abc import Callable, Iterable

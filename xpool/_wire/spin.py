@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from xpool._calls.options import default_processes
+from xpool._memory.system import default_processes
 
 __all__ = ["Spin"]
 

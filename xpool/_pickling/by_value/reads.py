@@ -25,9 +25,11 @@ def global_names(code: CodeType) -> frozenset[str]:
     """Names of globals that a function or a function inside it reads or writes."""
     names = _names_of.get(code)
     if names is None:
-        import dis
+        found = set[str]()
+        if code.co_names:
+            import dis  # only here: it takes long to import
 
-        found = {i.argval for i in dis.get_instructions(code) if i.opname in _ABOUT_GLOBALS}
+            found |= {i.argval for i in dis.get_instructions(code) if i.opname in _ABOUT_GLOBALS}
         for const in code.co_consts:
             if isinstance(const, CodeType):
                 found |= global_names(const)
