@@ -322,14 +322,18 @@ def fork_and_stay() -> tuple[int, int]:
 
 
 def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
-    """Callers go on while the engine's thread starts a replacement, however long that takes."""
+    """Callers go on while the engine's thread starts a replacement, however long that takes.
+
+    So does the caller of the task whose worker has died.
+    """
     pool = make_pool(Pool, 2)
     eventually(lambda: pool.statistics()["ready"] == 2, "both workers are ready")
     launch, entered, go = WorkerProcess.launch, threading.Event(), threading.Event()
+    waited = []
 
     def slow(*args):
         entered.set()
-        assert go.wait(WAIT)
+        waited.append(go.wait(WAIT))
         return launch(*args)
 
     monkeypatch.setattr(WorkerProcess, "launch", slow)
@@ -342,6 +346,7 @@ def test_the_lock_is_free_while_a_process_is_started(make_pool, monkeypatch):
     go.set()
     assert result.get(WAIT) == 1
     eventually(lambda: pool.statistics()["ready"] == 2, "the replacement is ready")
+    assert waited == [True]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

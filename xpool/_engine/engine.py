@@ -303,6 +303,14 @@ class Engine:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for something to happen, at most ``timeout`` seconds, and act on it."""
+        # First, not last: by now the pool has handed out the answers of the turn before.
+        if self._replacement.due:
+            timeout = 0.0
+        while self._replacement.due:
+            with self.lock:
+                launch = self._replacement.next_due()
+            if launch is not None:
+                self._launch(launch, again=True)
         # Without the lock: callers submit meanwhile, and epoll takes their changes while it waits.
         ready = self._reactor.poll(timeout)
         with self.lock:
@@ -312,11 +320,6 @@ class Engine:
             if self._resumed:
                 self._resumed = False
                 self._monitor.give_idle()
-        while self._replacement.due:
-            with self.lock:
-                launch = self._replacement.next_due()
-            if launch is not None:
-                self._launch(launch, again=True)
         # Without the lock: to clear a dead worker's holds takes milliseconds.
         if self._maintenance.after_turn():
             with self.lock:
