@@ -85,6 +85,30 @@ def test_a_block_outlives_the_workers(tmp_path, how, method):
     assert scripts.run_ok([path, how, str(method)]) == ""
 
 
+FORKS = """
+    import os, sys
+    from xpool import Pool
+
+    def fork_and_wait(_):
+        before = "multiprocessing.resource_tracker" in sys.modules
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        return before, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    if __name__ == "__main__":
+        with Pool(1) as pool:
+            print(pool.map(fork_and_wait, range(2)))
+"""
+
+
+@pytest.mark.xpool_only
+def test_a_task_forks_before_anything_is_tracked(tmp_path):
+    """The worker then imports the tracker's module and its own class for it, in that order."""
+    path = scripts.write(tmp_path / "forks.py", FORKS)
+    assert scripts.run_ok([path]) == "[(False, 0), (True, 0)]\n"
+
+
 @pytest.mark.xpool_only
 def test_a_worker_is_killed_while_it_asks(make_pool):
     """Workers that die with the tracker asked for, and not taken, leave all others in order."""

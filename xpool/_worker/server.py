@@ -317,6 +317,8 @@ def _await_tracker(parent: int) -> None:
 
     def before_fork() -> None:
         # A child inherits the tracker but must not use the socket, which is for this process.
+        # That import calls `borrow`, which needs all of `tracker`: so it does not come from there.
+        importlib.import_module("multiprocessing.resource_tracker")
         from xpool._python.tracker import ask_now
 
         ask_now()
