@@ -59,3 +59,54 @@ def test_lazy_imports_on_stdin():
     """The same for a program without a file, whose functions travel by value."""
     program = PROGRAM.replace("GUARD", "if True:")
     assert scripts.run_ok(["-"], program) == "well False\n"
+
+
+CELLS = """
+    import sys
+    from IPython.core.interactiveshell import InteractiveShell
+
+    CELLS = [
+        "lazy import json\\nlazy import wave\\nimport sys, xpool",
+        "def loaded(name):\\n    return name in sys.modules",
+        "def use(x):\\n    return json.dumps(x)",
+        "with xpool.Pool(1) as pool:\\n"
+        "    found = [pool.apply(use, ([1],)), pool.apply(loaded, ('wave',))]",
+        "found.append(loaded('wave'))",
+    ]
+    shell = InteractiveShell.instance()
+    for cell in CELLS:
+        shell.run_cell(cell, store_history=True).raise_error()
+    print(shell.user_ns["found"])
+"""
+
+
+def test_lazy_imports_of_a_notebook(tmp_path):
+    """The same for functions of IPython's cells."""
+    pytest.importorskip("IPython", reason="cells are run by IPython")
+    path = scripts.write(tmp_path / "cells.py", CELLS)
+    assert scripts.run_ok([path]) == "['[1]', False, False]\n"
+
+
+TORCH = """
+    lazy import torch
+    import sys
+    import xpool
+
+    def loaded(_=None):
+        return "torch" in sys.modules
+
+    def total(n):
+        return torch.arange(n).sum().item()
+
+    GUARD
+        with xpool.Pool(1) as pool:
+            print(pool.apply(loaded), pool.apply(total, (4,)), pool.apply(loaded), loaded())
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_torch_is_imported_where_it_is_used(tmp_path, guard):
+    """A script with ``lazy import torch`` imports it only in the worker whose task uses it."""
+    path = scripts.write(tmp_path / "tensors.py", TORCH.replace("GUARD", guard))
+    assert scripts.run_ok([path]) == "False 6 True False\n"

@@ -336,6 +336,9 @@ LAZY["_thread"] = _lazy_locks
 
 
 if sys.version_info >= (3, 15):
-    import_module(
-        "xpool._pickling.by_value.lazy_imports"
-    )  # not by a statement, which may be lazy itself
+    from types import LazyImportType
+
+    @register(LazyImportType)
+    def _reduce_lazy_import(pickler: Context, obj: Any) -> Any:
+        # Not by an import statement, which `-X lazy_imports=all` would make lazy.
+        return import_module("xpool._pickling.by_value.lazy_imports").reduce(obj)

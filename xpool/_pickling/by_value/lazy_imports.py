@@ -1,7 +1,8 @@
-"""Lazy imports of Python 3.15 (PEP 810) travel as the import that they stand for.
+"""A lazy import of Python 3.15 (PEP 810) is sent as the import statement that it stands for.
 
-``lazy import torch`` binds an object that becomes the module when a global of that name is first
-used.  What has not been used stays so in the worker, which imports the module when a task uses it.
+``lazy import torch`` binds an object, which Python replaces by the module when the global is first
+used.  An object that has not been used is sent as a lazy import again: the worker imports the
+module when a task uses it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import gc
 import types
 from typing import Any
 
-from xpool._pickling.reducers import builder, register
+from xpool._pickling.reducers import builder
 
-__all__ = ["lazy_import"]
+__all__ = ["lazy_import", "reduce"]
 
 _KIND: type = types.LazyImportType  # type: ignore[attr-defined]
 _REPR = "<lazy_import '", "'>"
@@ -24,14 +25,14 @@ def lazy_import(module: str, name: str) -> Any:
     statement = f"lazy from {module} import {name} as it" if name else f"lazy import {module}"
     namespace: dict[str, Any] = {}
     exec(statement, namespace)
-    # Not by a name of this module's, at which the import would be done.
+    # Not by a global of this module: Python would do the import at its first use.
     return namespace["it" if name else module.partition(".")[0]]
 
 
-@register(_KIND)
-def _reduce_lazy_import(pickler: Any, obj: Any) -> Any:
-    # The object tells what it stands for in its repr only; one that stands for an attribute of a
-    # module refers to another, for the module.
+def reduce(obj: Any) -> Any:
+    """Return what the reducer of such an object returns."""
+    # Only its repr says which import it stands for.  One of `lazy from` refers to another such
+    # object, which stands for the module.
     text = repr(obj)
     module, name = text[len(_REPR[0]) : -len(_REPR[1])], ""
     if any(type(part) is _KIND for part in gc.get_referents(obj)):
