@@ -25,7 +25,7 @@ from xpool._engine.pickled_results import Encoded
 from xpool._pickling import frame
 from xpool._wire import records
 from xpool._wire.outbox import CAPACITY, HEADER, Outbox, entries
-from xpool._wire.pipes import MOST, FrameReader
+from xpool._wire.pipes import MOST_MESSAGE_BYTES, FrameReader
 from xpool._wire.wire import ANSWER, ENTRY, TO_PARENT
 from xpool._worker.launch_shared import File
 from xpool._worker.protocol import Replies
@@ -90,7 +90,7 @@ def test_any_stream_of_bytes(data, cuts):
 
 def test_a_body_costs_what_has_come():
     """A frame that announces much memory gets address space, not memory, until it comes."""
-    head = TO_PARENT.pack(1, ANSWER, 0, MOST // 4, 0, 0, 0)
+    head = TO_PARENT.pack(1, ANSWER, 0, MOST_MESSAGE_BYTES // 4, 0, 0, 0)
     reading, writing = os.pipe()
     try:
         os.set_blocking(reading, False)
@@ -116,7 +116,7 @@ def test_more_than_the_machine_has_is_refused():
     """A frame larger than all memory is garbled, and said to be."""
     reading, writing = os.pipe()
     try:
-        os.write(writing, TO_PARENT.pack(1, ANSWER, 0, MOST + 1, 0, 0, 0))
+        os.write(writing, TO_PARENT.pack(1, ANSWER, 0, MOST_MESSAGE_BYTES + 1, 0, 0, 0))
         with pytest.raises(ValueError, match="is announced, more than"):
             list(FrameReader(reading).frames())
     finally:

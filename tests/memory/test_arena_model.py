@@ -475,7 +475,7 @@ def test_refused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_idle_memory_goes_back() -> None:
-    """After `IDLE` seconds, and not before."""
+    """After `IDLE_SECONDS` seconds, and not before."""
     with program() as one:
         block = one.own.lease(8 << 20)
         assert block is not None
@@ -483,7 +483,7 @@ def test_idle_memory_goes_back() -> None:
         used = one.own.file.used()
         assert one.own.trim() is True
         assert one.own.file.used() == used
-        assert one.own.trim(time.monotonic() + module.IDLE + 1) is False
+        assert one.own.trim(time.monotonic() + module.IDLE_SECONDS + 1) is False
         assert one.own.file.used() < used - (7 << 20)
         block = one.own.lease(8 << 20)
         assert block is not None

@@ -185,7 +185,7 @@ def juggle(queue: Any, faults: Any, seed: int) -> None:
 
     from xpool._memory import arena, foreign
 
-    arena.IDLE = foreign.IDLE = 0.005  # type: ignore[attr-defined]  # tidy up all the time
+    arena.IDLE_SECONDS = foreign.IDLE_SECONDS = 0.005  # type: ignore[attr-defined]  # tidy up all the time
     rng = random.Random(seed)
     kept: list[Any] = []
     while True:

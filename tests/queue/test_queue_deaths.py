@@ -245,8 +245,8 @@ def test_memory_of_the_killed(make_queue: Any, start: Any):
 @pytest.mark.torch
 def test_jugglers_are_killed(make_queue: Any, start: Any, monkeypatch: pytest.MonkeyPatch):
     """Shared tensors that pass through many hands, some of them cut off, are never spoilt."""
-    monkeypatch.setattr("xpool._memory.arena.IDLE", 0.005)
-    monkeypatch.setattr("xpool._memory.foreign.IDLE", 0.005)
+    monkeypatch.setattr("xpool._memory.arena.IDLE_SECONDS", 0.005)
+    monkeypatch.setattr("xpool._memory.foreign.IDLE_SECONDS", 0.005)
     q, faults = make_queue(), make_queue()
     rng = random.Random(seed := random.randrange(2**32))
     jugglers = [start("fork", parts.juggle, q, faults, rng.random()) for _ in range(4)]

@@ -88,7 +88,7 @@ BUSY = """
         return name in sys.modules
 
     if __name__ == "__main__":
-        last = server.PATIENCE + 2
+        last = server.REQUESTS_PER_IMPORT + 2
         with xpool.Pool(2, maxtasksperchild=1) as pool:
             wanted = [("traceback", i) for i in range(2 * last)]
             found = pool.starmap(has, wanted, 1)

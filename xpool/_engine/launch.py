@@ -100,7 +100,7 @@ class Launcher(Protocol):
 PRELOAD = ("xpool._worker.loop",)
 """What every server imports: a worker's own code."""
 
-LATER = (
+LATE_IMPORTS = (
     "traceback",
     "tokenize",
     "unicodedata",
@@ -246,9 +246,9 @@ class ForkServer:
             # A worker that needs another of them imports it: that takes less than to wait.
             imports = PRELOAD, (), (), ("torch",)
         elif complete:
-            imports = (*PRELOAD, *modules), (), LATER, ()
+            imports = (*PRELOAD, *modules), (), LATE_IMPORTS, ()
         else:
-            imports = PRELOAD, modules, LATER, self.preload
+            imports = PRELOAD, modules, LATE_IMPORTS, self.preload
         # The server alone has its end from here on: else its death would not be seen by who asks.
         with theirs:
             self._process = server_process.start(theirs.fileno(), *imports)

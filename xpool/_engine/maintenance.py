@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xpool._engine.reactor import Reactor
-from xpool._memory.arena import IDLE, Arena
+from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._pickling.tensors import mapped
 
 __all__ = ["ArenaMaintenance"]
@@ -22,7 +22,7 @@ class ArenaMaintenance:
         self._pending_reclaim: list[int] = []  # to be cleared by the engine's thread
         self._due = False  # so is the memory that lay unused
         self._planned = False
-        self._pause = IDLE
+        self._pause = IDLE_SECONDS
         if arena is not None:
             arena.begin()
 
@@ -48,7 +48,7 @@ class ArenaMaintenance:
 
     def later(self) -> None:
         """Blocks of the arena are in use: their memory goes back when they are not."""
-        self._pause = IDLE
+        self._pause = IDLE_SECONDS
         self._plan()
 
     def _plan(self) -> None:

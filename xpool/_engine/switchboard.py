@@ -96,9 +96,9 @@ class Switchboard:
                 self._reactor.remove(fd)
                 self._distrust(worker, exc)
                 return
-            self._wanted(worker, peer, ended, known)
+            self._connect_or_wait(worker, peer, ended, known)
 
-    def _wanted(self, worker: WorkerProcess, peer: int, ended: int, known: int) -> None:
+    def _connect_or_wait(self, worker: WorkerProcess, peer: int, ended: int, known: int) -> None:
         """A worker wants a channel; it knows of those up to ``known``; ``ended``: that has."""
         pair = min(worker.index, peer), max(worker.index, peer)
         other = self._workers[peer]

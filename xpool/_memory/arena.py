@@ -37,9 +37,9 @@ from xpool._memory.system import available_memory, fixed_file
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
 
-__all__ = ["IDLE", "MISSING", "Arena", "Block"]
+__all__ = ["IDLE_SECONDS", "MISSING", "Arena", "Block"]
 
-IDLE = 5.0
+IDLE_SECONDS = 5.0
 """Seconds after which the memory of a free block goes back to the system."""
 
 MISSING = 2**64 - 1
@@ -286,13 +286,13 @@ class Arena(Holds):
 
     @shielded
     def trim(self, now: float | None = None) -> bool:
-        """Give back memory of blocks that have been free for `IDLE` seconds before ``now``.
+        """Give back memory of blocks that have been free for `IDLE_SECONDS` seconds before ``now``.
 
         Returns whether it would do to come again later.
         """
         if self._turn == get_ident():
             return True  # as in `lease`
-        before = (time.monotonic() if now is None else now) - IDLE
+        before = (time.monotonic() if now is None else now) - IDLE_SECONDS
         more = True
         while self._pending_reclaim and not attachments.taken(
             self.file.fd, attachment := next(iter(self._pending_reclaim))

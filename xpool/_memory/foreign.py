@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from xpool._memory import attachments
-from xpool._memory.arena import IDLE, Arena
+from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.buffers import address_of
 from xpool._memory.holds import Block, Holds
 from xpool._memory.layout import HOLDS, File
@@ -328,7 +328,7 @@ def reclaim_arrived() -> bool:
 def tidy(now: float | None = None) -> bool:
     """Do what is due; return whether it would do to come again later.
 
-    ``now`` is as of `Arena.trim`: what has been free for `IDLE` seconds then goes back.
+    ``now`` is as of `Arena.trim`: what has been free for `IDLE_SECONDS` seconds then goes back.
     """
     again = reclaim_arrived()
     with passing:
@@ -361,7 +361,7 @@ def _run() -> None:
     global _thread, _called
     try:
         while True:
-            _wake.wait(IDLE)
+            _wake.wait(IDLE_SECONDS)
             _wake.clear()
             # Before the look: who calls during it has it done once more.
             _called = False

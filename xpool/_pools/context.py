@@ -14,7 +14,7 @@ from xpool._pools.public import PublicVerbs
 from xpool._pools.thread import ThreadPool
 from xpool._worker.callables import each, one, star, star_each
 from xpool._worker.context import current_worker
-from xpool._worker.entry import MOST
+from xpool._worker.entry import MOST_WORKERS
 from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
 
@@ -170,10 +170,10 @@ def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
     for name, workers in found.items():
         what = f"worker_contexts {workers} name one process, {PROCESS}={name!r}"
         room = name.partition("/")[2]
-        if len(workers) > min(MOST, int(room) if room.isdigit() else MOST):
+        if len(workers) > min(MOST_WORKERS, int(room) if room.isdigit() else MOST_WORKERS):
             raise OptionError(
                 f"{what}, which has no room for {len(workers)} workers: make all contexts of a "
-                f"pool by one call of devices(); {MOST} are the most for any process"
+                f"pool by one call of devices(); {MOST_WORKERS} are the most for any process"
             )
         for fact in ("env", "cpus"):
             first, *others = (getattr(contexts[i], fact, None) for i in workers)

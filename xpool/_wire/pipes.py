@@ -30,7 +30,7 @@ def _memory() -> int:
         return 2**40  # the system does not tell
 
 
-MOST = _memory()
+MOST_MESSAGE_BYTES = _memory()
 """Bytes that a message may announce: the machine's memory.  A larger size means invalid data."""
 
 
@@ -124,7 +124,7 @@ class FrameReader:
     _read = staticmethod(os.read)
     _readv = staticmethod(os.readv)
 
-    def __init__(self, fd: int, limit: int = MOST) -> None:
+    def __init__(self, fd: int, limit: int = MOST_MESSAGE_BYTES) -> None:
         self.fd = fd
         self.limit = limit
         self._number = 1  # of the next frame

@@ -38,7 +38,7 @@ __all__ = [
     "CLOSE_ON_EXEC",
     "COMPLETE",
     "FORK",
-    "MOST",
+    "MOST_WORKERS",
     "ONE",
     "REFUSED",
     "SEVERAL",
@@ -63,7 +63,7 @@ REFUSED = b"E"
 CALLED_OFF = b"K"
 """The parent sends this to the server to cancel a request, before the worker is forked."""
 
-MOST = 64
+MOST_WORKERS = 64
 """Most workers of a process; one message can carry 253 descriptors."""
 
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -87,7 +87,7 @@ def main(
     bound.  ``missing`` are the modules that a stand-in lacks.  ``known`` are the environment
     variables of this process, if the caller knows them.
     """
-    kind, fds = _receive(boot, MOST)
+    kind, fds = _receive(boot, MOST_WORKERS)
     # A worker has at most 7 descriptors, the rows of the table above.
     channels = [_receive(fd, 7)[1] for fd in fds] if kind == SEVERAL else [fds]
     if not channels or any(len(channel) < 4 for channel in channels):

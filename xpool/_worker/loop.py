@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool._memory.arena import IDLE, Arena, Block
+from xpool._memory.arena import IDLE_SECONDS, Arena, Block
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.broadcast import Objects
 from xpool._pickling.by_value.exceptions import encode_exception
@@ -274,7 +274,7 @@ class _Worker:
         """Release blocks that the parent holds and memory long unused, until a frame arrives."""
         arena, poll = self._arena, self._poller.poll
         if arena is not None and arena.busy and (now := time.monotonic()) >= self._tidy_at:
-            self._tidy_at = now + IDLE  # so that a worker that is always busy does this, too
+            self._tidy_at = now + IDLE_SECONDS  # also in a busy worker
             self._release()
             arena.trim()
         if self._likely and self._spin is not None and self._spin.look(poll):
@@ -288,7 +288,7 @@ class _Worker:
             if not (arena.trim() or self._replies.kept or self._waits_for_others or kept):
                 return
             # Device memory is scarce: while handles keep tensors, check more often.
-            seconds = min(2 * seconds, IDLE if kept else 60.0)
+            seconds = min(2 * seconds, IDLE_SECONDS if kept else 60.0)
 
     def _release(self, everything: bool = False) -> bool:
         """Release memory that nothing uses any more; return whether handles keep tensors."""

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Collection
 from typing import Any
 
-from xpool._pickling.by_value.main import TOP, note_born, settled
+from xpool._pickling.by_value.main import TOP, record_initial, settled
 from xpool._python.import_hooks import when_imported
 from xpool._python.worker_local import process_is_shared
 
@@ -100,7 +100,7 @@ class _Script:
         self._place_in(namespace)
         if self._todo is None and not self._take_apart():
             exec(self._code_of_all(), namespace)
-            note_born()
+            record_initial()
             return None
         assert self._todo is not None
         chosen = self._chosen(name, namespace)
@@ -159,7 +159,7 @@ class _Script:
             exec(code, namespace)
         finally:
             namespace.update(come)
-        note_born(bound if self._begun else None)
+        record_initial(bound if self._begun else None)
         self._begun = True
         for number in chosen:
             # Units that compute stay: a later name may need them again, with all that they need.

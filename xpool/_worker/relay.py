@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_relay"]
 
-PATIENCE = 1.0
+ROOM_WAIT_SECONDS = 1.0
 """Seconds that a record may wait for room."""
 
 _relay: _Relay | None = None  # the relay of this process
@@ -62,7 +62,7 @@ class _Channel:
     def __init__(self, fd: int, count_dropped: Callable[[int], object]) -> None:
         self._sock = socket.socket(fileno=fd)
         # The option's value is a `struct timeval`: seconds and microseconds, two longs (socket(7)).
-        seconds = int(PATIENCE)
+        seconds = int(ROOM_WAIT_SECONDS)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, 0))
         self._flags = 0
         self._dropped = 0

@@ -47,10 +47,10 @@ _KNOWN = {
 }  # fmt: skip
 """Modules after whose import the registered fork hooks have nothing to do."""
 
-LATER = 0.2
+IDLE_SECONDS = 0.2
 """Seconds without a request or a death until the server imports the modules of ``later``."""
 
-PATIENCE = 64
+REQUESTS_PER_IMPORT = 64
 """Requests after which a busy server imports one of them anyway: workers may import it, too."""
 
 
@@ -82,12 +82,12 @@ def main(
     poller.register(wake_r, select.POLLIN)
     with socket.socket(fileno=fd) as sock:
         imports = _Imports(sock, soon, later, missing)
-        rest = LATER
+        rest = IDLE_SECONDS
         asked = 0
         while True:
             events = poller.poll(rest * 1000 if imports else None)
             if events:
-                rest = LATER
+                rest = IDLE_SECONDS
             else:
                 imports.next()
                 rest = 0.0
@@ -107,7 +107,7 @@ def main(
                 asked += 1
                 if request[:1] == entry.COMPLETE:
                     imports.complete()
-                if imports and asked % PATIENCE == 0:
+                if imports and asked % REQUESTS_PER_IMPORT == 0:
                     imports.next()
                 _take_streams(request[1], streams)
                 pid = None if _called_off(status) else _fork_or_refuse(fork, status)

@@ -120,13 +120,13 @@ def _take(entry: Entry, exact: bool) -> None:
         return
     current = holder.get(attribute, MISSING)
     if last is None and current is not MISSING:
-        born = "." in name or main.born_with(name, current)
-        if first and not born:
+        initial = "." in name or main.is_initial(name, current)
+        if first and not initial:
             return  # code that ran here made it before its first value came: that stays
-        if born and kind == VALUE and _is_same(current, data):
+        if initial and kind == VALUE and _is_same(current, data):
             return  # and is still the object that other objects of the script hold
         # A fork has it from the program, though it cannot be pickled.
-        if born and kind == NONE and main.is_forked():
+        if initial and kind == NONE and main.is_forked():
             return
     if kind == KEEP and current is not MISSING:
         return

@@ -32,7 +32,7 @@ __all__ = [
     "MAIN_NAMES",
     "MISSING",
     "TOP",
-    "born_with",
+    "is_initial",
     "fill",
     "is_forked",
     "is_replica",
@@ -40,7 +40,7 @@ __all__ = [
     "main_location",
     "mark_worker",
     "namespace",
-    "note_born",
+    "record_initial",
     "settle",
     "settled",
     "source",
@@ -66,13 +66,13 @@ class _State:
     replica: bool = False
     forked: bool = False
     told: bool | None = None  # what mark_worker was told
-    born: dict[str, Any]
+    initial: dict[str, Any]
     settled: set[str]
     values: dict[str, Any] | None = None  # where functions look, if that is not the module's
 
 
 _state = _State()
-_state.born, _state.settled = {}, set()
+_state.initial, _state.settled = {}, set()
 
 
 def main_is_importable() -> bool:
@@ -178,7 +178,7 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
     # Nothing of the parent's, from before a fork, is taken for this process's.
     _state.module, _state.settled = None, set()
     _state.values = _run_by_multiprocessing(sys.modules["__main__"])
-    note_born()
+    record_initial()
 
 
 def _run_by_multiprocessing(module: ModuleType) -> dict[str, Any] | None:
@@ -196,16 +196,16 @@ def _run_by_multiprocessing(module: ModuleType) -> dict[str, Any] | None:
     return None
 
 
-def note_born(names: Iterable[str] | None = None) -> None:
-    """Take these globals, or all that this replica has now, for those that it was born with.
+def record_initial(names: Iterable[str] | None = None) -> None:
+    """Record these globals, or all that this replica has now, as its initial ones.
 
     Called when it is marked, and when the caller's script has been run here for its names.
     """
     values = namespace()
     if names is None:
-        _state.born = dict(values)
+        _state.initial = dict(values)
     else:
-        _state.born.update((name, values[name]) for name in names if name in values)
+        _state.initial.update((name, values[name]) for name in names if name in values)
 
 
 def is_replica() -> bool:
@@ -218,12 +218,12 @@ def is_forked() -> bool:
     return _state.forked
 
 
-def born_with(name: str, value: Any) -> bool:
+def is_initial(name: str, value: Any) -> bool:
     """Whether the replica's ``__main__`` has had this very global from the start.
 
     Asked once for each name: what is replaced is not kept alive.
     """
-    return _state.born.pop(name, MISSING) is value
+    return _state.initial.pop(name, MISSING) is value
 
 
 def _examine(module: ModuleType | None) -> None:
