@@ -211,6 +211,21 @@ def test_arrays_and_models():
     assert differ(program.format("", 1), program.format("", 2), "MODEL")
 
 
+def test_classes_that_an_abstract_one_was_told_of():
+    """They decide what `isinstance` says."""
+    program = """
+        import abc
+        class Shape(abc.ABC):
+            def name(self): return 'shape'
+        class Round:
+            def area(self): return 3
+        {}
+        def f(x): return isinstance(Round(), Shape)
+    """
+    before, now = program.format(""), program.format("Shape.register(Round)")
+    assert changes(parts_of(before), parts_of(now)) == {"what is registered with Shape"}
+
+
 def test_globals_that_differ_in_kind():
     """Values that are equal, or look alike, but are not the same, are told apart."""
     texts = ["1", "True", "1.0", "'1'", "b'1'", "None", "[1]", "(1,)", "{1}", "frozenset({1})"]
@@ -261,19 +276,36 @@ class Odd:
         ("(x for x in ())", "generator"),
         ("__import__('socket').socket()", "socket"),
         ("Odd()", "Odd"),
+        ("Named('sum')", "it is not builtins.sum"),
+        ("Named('missing')", "Named"),
     ],
 )
 def test_what_cannot_be_known_is_named(value, what):
     """A value without a digest is refused, by the name of the part that holds it."""
     program = f"X = {value}\ndef f(): return X\n"
     module = types.ModuleType(NAME)
-    vars(module)["Odd"] = Odd
+    vars(module).update(Odd=Odd, Named=Named)
     exec(program, vars(module))
     with pytest.raises(Unknown, match=what) as caught:
         Identity().of_function(module.f, {})
     assert caught.value.part == f"the global X of {NAME}"
     held = module.X[0] if isinstance(module.X, list) else module.X
     held.close()
+
+
+class Named:
+    """Is pickled as the object of a name, as what `numpy.frompyfunc` makes."""
+
+    __module__ = "builtins"
+
+    def __init__(self, name):
+        self.name = name
+
+    def __reduce__(self):
+        return self.name
+
+    def close(self):
+        pass
 
 
 def test_the_attribute_that_cannot_be_known_is_named():

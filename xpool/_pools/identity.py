@@ -49,6 +49,7 @@ from xpool._pools.program import (
     version_of,
     wrapped_by,
 )
+from xpool._python.hidden import module_of, registered_classes
 from xpool._python.interrupt import by_handler
 from xpool.pickle import dumps
 
@@ -347,6 +348,8 @@ class Identity:
             dunder = name.startswith("__") and not isinstance(value, CODE)
             if own or not dunder or name.endswith("fields__"):
                 self._part(node, f"{label}.{name}", value)
+        if registered := {ref() for ref in registered_classes(cls)}:
+            self._part(node, f"what is registered with {label}", registered)
         module = sys.modules.get(cls.__module__)
         self._follow(vars(cls).get("__annotations__", {}).values(), getattr(module, "__dict__", {}))
 
@@ -469,9 +472,9 @@ class Identity:
             return hashed(b"array", self._value(kind), dumps(obj))
         reduced = self._reduced(obj)
         if isinstance(reduced, str):
-            module = getattr(obj, "__module__", None)
-            return self._values(b"name", (kind, module, reduced))
-        return self._values(b"reduced", (*reduced[:3], *map(_listed, reduced[3:])))
+            return self._values(b"name", (kind, module_of(obj, reduced), reduced))
+        rest = (list(one) if isinstance(one, Iterator) else one for one in reduced[3:])
+        return self._values(b"reduced", (*reduced[:3], *rest))
 
     def _reduced(self, obj: Any) -> Any:
         found = reducer_override(_Context(), obj)
@@ -497,7 +500,3 @@ _WITHOUT_VALUE: tuple[type, ...] = (
     threading.local,
 )
 """Classes of objects without a value of their own, or with another value in each thread."""
-
-
-def _listed(items: Any) -> Any:
-    return list(items) if isinstance(items, Iterator) else items

@@ -83,7 +83,7 @@ def _mark(cls: type) -> Any:
         (name, id(value), _content(name, value))
         for name, value in list(vars(cls).items())
         if name not in _CACHES
-    ], _registered(cls)
+    ], registered_classes(cls)
 
 
 def _content(name: str, value: Any) -> Any:
@@ -106,10 +106,6 @@ def _content(name: str, value: Any) -> Any:
 
 _MUTABLE = frozenset({dict, list, set, bytearray, OrderedDict, defaultdict, deque, Counter})
 _OF_PROGRAM = main.MAIN_NAMES | {"numpy"}  # and arrays
-
-
-def _registered(cls: type) -> Any:
-    return registered_classes(cls) if isinstance(cls, abc.ABCMeta) else ()
 
 
 def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
@@ -202,7 +198,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
         except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
             state["__annotations__"] = {}
     if isinstance(cls, abc.ABCMeta):
-        found = (ref() for ref in _registered(cls))
+        found = (ref() for ref in registered_classes(cls))
         state["_abc_impl"] = [one for one in found if one is not None]
     if isinstance(cls, enum.EnumMeta):
         state["_member_map_"] = special_classes.member_attributes(cls)
