@@ -8,12 +8,14 @@ import json
 import os
 import re
 import sys
+import types
 
 import pytest
 from support import work
 from support.waiting import Gate
 
 from xpool import OptionError, Pool, ThreadPool
+from xpool._pools.observing import trace
 
 
 @pytest.fixture
@@ -153,6 +155,14 @@ def _named(name):
 
     call.__name__ = call.__qualname__ = name
     return call
+
+
+def test_a_trace_over_hosts_leaves_no_file(tmp_path):
+    """An engine that cannot trace is refused before the file is written."""
+    pool = types.SimpleNamespace(_engine=object(), name="p")
+    with pytest.raises(OptionError, match="clocks differ"), trace(pool, tmp_path / "run.json"):
+        pass
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_one_trace_at_a_time(tmp_path):

@@ -14,7 +14,7 @@ from xpool._calls.results import PickledResult
 from xpool._engine.jobs.scheduler import Limit, TaskRange
 
 if TYPE_CHECKING:
-    from xpool._engine.ledger import Event, Slow, Work
+    from xpool._engine.ledger import Slow, Work
 
 __all__ = ["EngineProtocol", "LocalEngine", "WorkerBackend"]
 
@@ -68,17 +68,8 @@ class EngineProtocol(WorkerBackend, Protocol):
     def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
         """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
 
-    def begin_trace(self) -> None:
-        """Begin to keep events."""
-
-    def end_trace(self) -> tuple[list[Event], float, int]:
-        """Return the events that were kept, when that began, and how many are missing."""
-
     def start_missing(self) -> bool:
         """Start a process for every worker that has none; return whether there was one."""
-
-    def resize(self, size: int) -> None:
-        """Have so many workers: new ones start, or those with the highest numbers end."""
 
     def retire_all(self) -> None:
         """Let workers end when they have answered what they hold: nothing more will come."""

@@ -25,10 +25,9 @@ from xpool._engine.jobs.ranges import Limit, TaskRange
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.service import HostService
-from xpool.errors import OptionError
 
 if TYPE_CHECKING:
-    from xpool._engine.ledger import Event, Slow, Work
+    from xpool._engine.ledger import Slow, Work
     from xpool._engine.stacks import Whereabouts
 
 __all__ = ["LEASE", "HostEngine"]
@@ -211,29 +210,6 @@ class HostEngine:
             seen = service.seen.pop(number)
             told = [service.placed(host, seen.get(host)) for host in sorted({*living, *seen})]
             return [where for of_host in told for where in of_host]
-
-    def begin_trace(self) -> None:
-        """Refuse to trace.
-
-        Raises:
-            OptionError: always, since each host has its own clock.
-        """
-        raise OptionError("trace() is not for pools over hosts, whose clocks differ; use report()")
-
-    def end_trace(self) -> tuple[list[Event], float, int]:
-        """Return an empty trace, since none can begin."""
-        return [], 0.0, 0
-
-    def resize(self, size: int) -> None:
-        """Refuse to resize.
-
-        Raises:
-            OptionError: always, since the hosts decide the number of workers.
-        """
-        raise OptionError(
-            "the hosts decide how many workers a pool over hosts has: add or remove a host, and "
-            "the pool follows"
-        )
 
     # -- ending ------------------------------------------------------------------------------------
 

@@ -128,7 +128,8 @@ class AllWorkers:
         with self._order:  # what is to run in all workers is submitted to all there are
             if self._group is not None:
                 raise OptionError("a pool with a create_group cannot be resized")
-            self._submitter.engine.resize(size)
+            engine: Any = self._submitter.engine  # the hosts of other engines decide their size
+            engine.resize(size)
             self.size = size
 
     def create_group(self, group: WorkerGroup) -> WorkerGroup:

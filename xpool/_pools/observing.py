@@ -211,6 +211,8 @@ def trace(pool: ObservedPool, path: str | os.PathLike[str]) -> Iterator[None]:
     engine = getattr(pool, "_engine", None)
     if engine is None:
         raise OptionError(f"trace() is for pools of processes, not {type(pool).__name__}")
+    if not hasattr(engine, "begin_trace"):
+        raise OptionError("trace() is not for pools over hosts, whose clocks differ; use report()")
     as_page = Path(path).suffix.lower() in (".html", ".htm")
     Path(path).write_text("" if as_page else "[]", encoding="utf-8")  # fails now, not at the end
     shielded(engine.begin_trace)()

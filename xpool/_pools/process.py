@@ -107,6 +107,7 @@ class Pool(BasePool):
         processes, hosts = options.processes, options.hosts
         if hosts is not None:
             _check_over_hosts(options)
+            self._fixed_size = "its hosts decide how many workers it has; add or remove a host"
             self._nodes = hosts.find()
             processes = sum(node.workers for node in self._nodes)
         self._task_timeout = options.task_timeout

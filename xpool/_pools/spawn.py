@@ -59,24 +59,16 @@ def spawn(
             `sys.exit` with a code other than 0.
         WorkerStartFailed: a process could not be started.
     """
-    return start_processes(fn, args, nprocs, join, daemon, start_method)
-
-
-def start_processes(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    nprocs: int = 1,
-    join: bool = True,
-    daemon: bool = False,
-    start_method: str | None = None,
-) -> Any:
-    """As `spawn`, under the name that `torch.multiprocessing` uses for any start method."""
     check_callable("fn", fn)
     if not check_count("nprocs", nprocs, least=0):
         return [] if join else ProcessContext(None, replica.run, [])
     pool = Replicas(fn, tuple(args), nprocs, daemon=daemon, start_method=start_method)
     context = ProcessContext(pool, replica.run, [(i,) for i in range(nprocs)])
     return context.wait() if join else context
+
+
+start_processes = spawn
+"""The name that `torch.multiprocessing` uses for any start method."""
 
 
 class Replicas(P2PPool):
