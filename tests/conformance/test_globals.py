@@ -25,6 +25,7 @@ READS = {
     "module": "late_module.sqrt(4)",
     "local_lock": "LOCK.acquire(False) and not LOCK.release()",
     "made_lock": "made_lock.acquire(False) and not made_lock.release()",
+    "replaced_lock": "replaced_lock is None",
 }
 
 FUNCTIONS = "".join(
@@ -60,6 +61,7 @@ LOCK = threading.Lock()
 SENTINEL = object()
 kept = SENTINEL
 late_module = None
+replaced_lock = None
 
 class Settings:
     rate = 1
@@ -114,10 +116,11 @@ def look(pool, when, order, wanted):
             print(f"{{when}}: {{name}}, kind {{kind}}, by {{verb}}: {{got}} and not {{want}}")
 
 def main(unpicklable, method=None):
-    global RATE, ARRAY, FACTOR, instance, made, made_lock, late_module
+    global RATE, ARRAY, FACTOR, instance, made, made_lock, late_module, replaced_lock
     import math
     late_module = math
     made_lock = threading.Lock()
+    replaced_lock = threading.Lock()
     for seed in range(2):
         order = random.Random(seed)
         CFG["rate"], CFG["list"], RATE, made, FACTOR = 2, [seed], 2, "once", 3
@@ -146,9 +149,12 @@ def main(unpicklable, method=None):
 """
 
 GUARD = '\nif __name__ == "__main__":\n    made = "made behind the guard"\n    main({}, {})\n'
-OWN = {"made_lock": "explained"}  # the lock of the top level is made by each process
+OWN = {
+    "made_lock": "explained",
+    "replaced_lock": "explained",
+}  # the lock of the top level is made by each process
 # By value, two names of one object become two objects (docs/dev/design.md).
-NONE = {"local_lock": "explained", "made_lock": "explained", "sentinel": "False"}
+NONE = {**OWN, "local_lock": "explained", "sentinel": "False"}
 
 
 def _done(out: str) -> None:
@@ -527,3 +533,29 @@ def test_arrays_and_tensors(tmp_path):
         "1000000.0 500000.0 1000001.0 1000.0",
         "1000002.0 500002.0 1000004.0 1004.0",
     ]
+
+
+def test_the_item_is_noted_beside_what_is_missing(tmp_path):
+    """An exception about a global that cannot be sent names its item, too."""
+    text = """
+import threading
+import xpool
+
+lock = None
+
+def locked(x):
+    with lock:
+        return x
+
+if __name__ == "__main__":
+    lock = threading.Lock()
+    with xpool.Pool(1) as pool:
+        try:
+            pool.map(locked, [7])
+        except NameError as error:
+            item, missing = error.__notes__
+            print(item)
+            print("was not sent to this worker" in missing)
+"""
+    out = scripts.run_ok([scripts.write(tmp_path / "missing.py", text)])
+    assert out == "item 0 of locked(): 7\nTrue\n"

@@ -82,6 +82,7 @@ function width() { return canvas.clientWidth - LEFT; }
 function x(time) { return LEFT + (time - from) / (to - from) * width(); }
 function time(x) { return from + (x - LEFT) / width() * (to - from); }
 function written(micros) {
+  if (micros === 0) return "0";
   const [unit, size] = micros >= 1e6 ? ["s", 1e6] : micros >= 1e3 ? ["ms", 1e3] : ["us", 1];
   return Number((micros / size).toPrecision(4)) + " " + unit;
 }
@@ -102,7 +103,8 @@ function draw() {
     pen.fillStyle = line;
     pen.fillRect(x(at), TOP - 6, 1, height);
     pen.fillStyle = ink;
-    pen.fillText(written(at), x(at) + 3, TOP - 14);
+    const text = written(at), room = canvas.clientWidth - x(at) - 3;
+    if (pen.measureText(text).width < room) pen.fillText(text, x(at) + 3, TOP - 14);
   }
   pen.save();
   pen.beginPath();

@@ -76,7 +76,9 @@ def without_places(text: str) -> str:
 def number_item(exc: BaseException, first: int, label: str) -> None:
     """Give the note its number; ``first`` is that of the task's first item."""
     notes = exc.__dict__.get("__notes__")
-    if isinstance(notes, list) and notes and isinstance(notes[-1], str):
-        place, colon, text = notes[-1].removeprefix(_PLACE).partition(": ")
-        if colon and notes[-1].startswith(_PLACE):
-            notes[-1] = f"item {first + int(place)} of {label}: {text}"
+    if not isinstance(notes, list):
+        return
+    for i, note in enumerate(notes):
+        if isinstance(note, str) and note.startswith(_PLACE):
+            place, _, text = note.removeprefix(_PLACE).partition(": ")
+            notes[i] = f"item {first + int(place)} of {label}: {text}"

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Collection
 from typing import Any
 
-from xpool._pickling.by_value.main import TOP, record_initial, settled
+from xpool._pickling.by_value.main import TOP, missing, record_initial, settled
 from xpool._python.import_hooks import when_imported
 from xpool._python.worker_local import process_is_shared
 
@@ -159,6 +159,9 @@ class _Script:
             exec(code, namespace)
         finally:
             namespace.update(come)
+            # The program has other values than these, which cannot be sent.
+            for name in here & missing() - come.keys():
+                namespace.pop(name, None)
         record_initial(bound if self._begun else None)
         self._begun = True
         for number in chosen:

@@ -158,8 +158,10 @@ def _take(entry: Entry, exact: bool) -> None:
             setattr(main.namespace()[name.partition(".")[0]], attribute, value)
     elif value is MISSING:
         holder.pop(name, None)
+        main.missing().add(name)
     else:
         holder[name] = value
+        main.missing().discard(name)
         _incoming.missing.pop(name, None)
         module = sys.modules["__main__"].__dict__
         # `multiprocessing` has copied the globals of its functions into the module.

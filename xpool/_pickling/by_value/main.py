@@ -68,11 +68,12 @@ class _State:
     told: bool | None = None  # what mark_worker was told
     initial: dict[str, Any]
     settled: set[str]
+    missing: set[str]
     values: dict[str, Any] | None = None  # where functions look, if that is not the module's
 
 
 _state = _State()
-_state.initial, _state.settled = {}, set()
+_state.initial, _state.settled, _state.missing = {}, set(), set()
 
 
 def main_is_importable() -> bool:
@@ -165,6 +166,11 @@ def settled() -> set[str]:
     return _state.settled
 
 
+def missing() -> set[str]:
+    """The globals whose values in the caller cannot be sent here."""
+    return _state.missing
+
+
 def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None:
     """Say that this process is a worker, whose ``__main__`` follows that of its parent.
 
@@ -176,7 +182,7 @@ def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None
     _state.replica, _state.forked = True, forked
     _state.told = importable
     # Nothing of the parent's, from before a fork, is taken for this process's.
-    _state.module, _state.settled = None, set()
+    _state.module, _state.settled, _state.missing = None, set(), set()
     _state.values = _run_by_multiprocessing(sys.modules["__main__"])
     record_initial()
 
