@@ -146,6 +146,26 @@ def _log_by_a_library(x):
     logger.warning("item %s", x)
 
 
+@pytest.mark.parametrize("context", [None, *also("fork", "spawn")])
+def test_functions_of_the_module_logging(capfd, context):
+    """They give the root logger a handler where it has none: not in a worker, whose records are for
+    the program's."""
+    handler, root = Keeping(), logging.getLogger()
+    root.addHandler(handler)
+    try:
+        assert _run(log_by_the_module, 1, 2, context=context) == [None, None]
+    finally:
+        root.removeHandler(handler)
+    said = sorted(record.getMessage() for record in handler.records)
+    assert said == ["1", "1 again", "2", "2 again"]
+    assert capfd.readouterr().err == ""
+
+
+def log_by_the_module(x: int) -> None:
+    logging.warning("%d", x)  # noqa: LOG015
+    logging.error("%d again", x)  # noqa: LOG015
+
+
 def test_a_null_handler_takes_nothing(kept):
     """A record of a library that has a `NullHandler`, as most have, comes to the parent."""
     _run(_log_by_a_library, 1)

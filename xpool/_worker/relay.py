@@ -8,6 +8,7 @@ until the socket has room again.
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import struct
@@ -121,6 +122,15 @@ class _Relay:
                 reporter.handleError(record)
 
         logging.Logger.callHandlers = callHandlers
+        configure = logging.basicConfig
+
+        @functools.wraps(configure)
+        def basicConfig(**options: Any) -> None:
+            # `logging.warning` and its like call this too, where the root logger has no handler.
+            if sys._getframe(1).f_globals is not vars(logging):
+                configure(**options)
+
+        logging.basicConfig = basicConfig
         for name, level in (self._levels or {}).items():
             # `levels` uses this name for the level of `logging.disable`.
             if name == " disabled":
