@@ -532,7 +532,7 @@ def _(patch: Patch) -> None:
     def accounts(original: Any, replacement: Replacement, ended: list[Any], code: Any) -> None:
         original(replacement, ended[:1], code)
 
-    wrap(patch, Replacement, "_make_accounts", accounts)
+    wrap(patch, Replacement, "_settle", accounts)
 
 
 @mutant("a start that the system refused is not tried again")

@@ -1,4 +1,4 @@
-"""What comes of tasks: a result, an error of their own, one of xpool's, or another try.
+"""The outcome of a task: its result, its error, an error of xpool, or another try.
 
 Called with the engine's lock held.
 """
@@ -34,25 +34,25 @@ OURS = tuple(f'"{_WORKER}{name}.py"' for name in ("loop", "callables"))
 
 
 def own_part(stack: str) -> str:
-    """Return the task's own part of what faulthandler wrote: without its title, and our frames."""
+    """Return the task's part of a faulthandler stack: without the title and xpool's frames."""
     lines = [line for line in stack.splitlines() if line.startswith("  ")]
     ours = [i for i, line in enumerate(lines) if any(o in line for o in OURS)]
-    # The last of ours stays where it called a function in C, which has no frame.
+    # If the task is a C function, which has no frame, xpool's last frame stays.
     return "\n".join(lines[: max(1, ours[0])] if ours else lines)
 
 
 def _chance() -> float:
-    """Return a random number below 1: not the program's `random`, which may have been seeded."""
+    """Return a random number below 1.  The program may have seeded `random`."""
     return int.from_bytes(os.urandom(4), "little") / (1 << 32)
 
 
 class EngineOptions(NamedTuple):
-    """What a pool asks of its engine.
+    """Options of an engine.
 
     ``lifetime``: tasks that a process may run, None: any number.  ``processes``: workers that are
-    threads of one process, by index; each other worker has a process of its own.  ``together``: the
-    death of one worker is the end of all.  ``hands_back``: the caller of the engine tries tasks
-    again, see `Answers`.
+    threads of one process, by index; each other worker has a process of its own.  ``together``: all
+    workers end when one dies.  ``hands_back``: the caller of the engine retries tasks, see
+    `Answers`.
     """
 
     lifetime: int | None = None
@@ -65,7 +65,7 @@ class EngineOptions(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts of an engine that all others use."""
+    """The parts of an engine that all other parts use."""
 
     workers: list[WorkerProcess]
     sched: Scheduler
@@ -76,17 +76,17 @@ class Parts(NamedTuple):
 
 
 class Answers:
-    """Moves answers from workers to the results, and books them with the scheduler.
+    """Moves answers from workers to the results, and records them in the scheduler.
 
-    ``give_idle()`` is called when a task was queued that is to be run once more.  ``hands_back``: a
-    task that is to be tried again is a result whose ``ok`` is None; its value says whether it has
-    killed its worker.
+    ``give_idle()`` is called when a task is queued for another try.  ``hands_back``: a task to be
+    retried is reported as a result whose ``ok`` is None; its value says whether the task has killed
+    its worker.
     """
 
     def __init__(
         self, parts: Parts, give_idle: Callable[[], None], *, hands_back: bool = False
     ) -> None:
-        # What happened, for the pool to deliver: appended under the lock, popped without.
+        # Results that the pool delivers: appended under the lock, popped without it.
         self.results: deque[tuple[int, int, tuple[Any, Any]]] = deque()
         self._ledger, self.describe = parts.ledger, parts.ledger.describe
         self._sched, self._reactor, self._policy = parts.sched, parts.reactor, parts.policy
@@ -103,12 +103,12 @@ class Answers:
         mark: int,
         nanos: int,
     ) -> None:
-        """Take the answers that a message tells of.
+        """Take the answers that a message announces.
 
         Raises:
-            Exception, of any kind: the worker has sent an invalid message.
+            Exception: of any type, if the worker has sent an invalid message.
         """
-        # The message counts these, too: `WorkerMonitor._look` took them out before it came.
+        # The message counts the answers that `WorkerMonitor._look` took early, too.
         early = worker.answers_taken_early
         boxed = count - early
         if boxed < 0:
@@ -116,25 +116,25 @@ class Answers:
         if early:
             worker.announced()
         self._policy.finished = True
-        # Looked at before the books move on: the ledger names the task at the front.
+        # Before the scheduler moves on: the ledger names the task at the front.
         held = worker.in_flight.held
         self._ledger.answered(worker.index, held[0] if held else None, count + bool(body), nanos)
         self._ledger.bytes_in += len(body)
-        # Where all of them were taken early, none is left, and the time is not used.
+        # If all were taken early, none is left and the time is not used.
         seconds = nanos * 1e-9 / (boxed + bool(body) or 1)
         if boxed:
             data = worker.box.take(mark)
             self._ledger.bytes_in += len(data)
-            # One may be the item that is to be broken off: its answer is not the worker's to give.
+            # An interrupted item needs an answer of its own, whatever the worker answered.
             plain = not errors & OUTBOX_MIXED and worker.interrupted is None
             job, together = self._sched.next_answers(worker.index)
             if plain and boxed <= together and job != CALLS:
-                # They travel on in one piece, and are counted where that is opened.
+                # They stay in one piece until the consumer opens it.
                 batch, first = self._sched.answered(worker.index, boxed, seconds * boxed)
                 self.results.append((batch.job, first, (True, Encoded(data, boxed, True))))
             else:
                 self._split(worker, data, boxed, plain and boxed <= together, seconds)
-        # All were taken early, up to the head.  With another mark, an answer would be missing.
+        # All were taken early, up to the head.  Another mark means that an answer is missing.
         elif count and mark != worker.box.head:
             raise ValueError(f"outbox mark {mark} where all up to {worker.box.head} is taken")
         if body:
@@ -145,7 +145,7 @@ class Answers:
     def _split(
         self, worker: WorkerProcess, data: bytes, boxed: int, calls: bool, seconds: float
     ) -> None:
-        """Take answers one by one; ``calls``: they are plain ones, to calls that came together."""
+        """Take answers one by one; ``calls``: they are values of calls of one batch."""
         found = entries(data)
         if len(found) != boxed:
             raise ValueError(f"{len(found)} answers come as {boxed}")
@@ -158,10 +158,10 @@ class Answers:
             self.results.append((number, 0, (True, Encoded(payload, 1, False))))
 
     def unannounced(self, worker: WorkerProcess, mark: int) -> int:
-        """Take answers out of an outbox that no message has told of; return how many.
+        """Take answers from an outbox before a message announces them; return how many.
 
         Raises:
-            Exception, of any kind: there is nonsense in it.
+            Exception: of any type, if the outbox has invalid contents.
         """
         found = entries(worker.box.take(mark))
         for error, payload in found:
@@ -170,17 +170,17 @@ class Answers:
         return len(found)
 
     def skipped(self, worker: WorkerProcess, count: int) -> None:
-        """Note that a worker has not begun some items, as told.
+        """Record that a recalled worker has skipped some items.
 
         Raises:
-            ValueError: it was not told so, by its parent: the items would be sent to it again.
+            ValueError: the worker was not recalled; the items would be sent to it for ever.
         """
         if worker.box.limit == NO_LIMIT:
             raise ValueError(f"{count} tasks are skipped which it was to begin")
         self._sched.skipped(worker.index, count)
         item = worker.interrupted
         if item is not None and worker.in_flight.answered > item:
-            # It has skipped the item that it was to break off.
+            # It has skipped the item that it was asked to stop.
             worker.broken_off()
 
     def _answer(
@@ -191,9 +191,9 @@ class Answers:
         seconds: float = 0.0,
         again: bool = False,
     ) -> None:
-        """Take one answer; ``again``: it is an error that the task is to be tried again after."""
-        # Of the blocks that it names hold is taken now, before the worker may drop them: also of an
-        # answer that nobody will open.  First of all, since it may be nonsense.
+        """Take one answer; ``again``: it is an error after which the task is retried."""
+        # Hold the blocks that it names before the worker may drop them, also for an answer that
+        # no caller will open.  This comes first, since it raises if the answer is invalid.
         if payload[0] == FRAMED:
             payload = adopt(payload)
             if type(payload) is Leased:
@@ -213,18 +213,18 @@ class Answers:
         self.results.append((*batch.name(index), (ok, value)))
 
     def handed_back(self, job: int, index: int) -> None:
-        """Tell that an item waits here no more, which nobody has begun."""
+        """Report that an item was taken out of the queue before a worker began it."""
         self.results.append((*name_of(job, index), (None, None)))
 
     def _broken_off(self, worker: WorkerProcess, batch: Batch, position: int) -> None:
-        """Answer a task that was asked to stop and has, or died of it.
+        """Answer a task that was asked to stop and has stopped or died.
 
-        What the worker says of it no longer matters: its time was over before it said that.
+        The worker's own answer is ignored: the time limit had passed before.
         """
         stack = worker.broken_off()
         limit = batch.limit
         if batch.withdrawn or limit is None:
-            return  # cancelled: its job is answered
+            return  # it was cancelled, and its job is answered
         if limit.again and batch.retries > 0:
             self._again(batch, position, killed=False)
             return
@@ -235,7 +235,7 @@ class Answers:
 
     def _again(self, batch: Batch, position: int, killed: bool) -> None:
         """Have a task run once more, after a pause."""
-        # The driver of a pool over hosts has the retries: it decides where the task runs again.
+        # In a pool over hosts the driver has the retries, and decides where the task runs again.
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
             return
@@ -245,24 +245,24 @@ class Answers:
         self._reactor.call_at(when, self._queue)
 
     def _queue(self) -> None:
-        """The pause of a task is over."""
+        """Queue the tasks whose pause is over."""
         self._sched.due(self._reactor.now())
         self._give_idle()
 
-    # -- workers that have no word any more ------------------------------------------------------
+    # -- workers that are dead or not believed ---------------------------------------------------
 
     def disown(self, worker: WorkerProcess, exc: Exception) -> None:
-        """Fail what a worker has begun and not answered that has sent an invalid message.
+        """Fail the unanswered tasks that a worker with an invalid message has begun.
 
-        Whether that was done cannot be known.
+        Whether they were completed is unknown.
         """
         in_flight = worker.in_flight
         began = worker.begun(in_flight.answered)
-        if began > in_flight.sent:  # nonsense, too: but it cannot have begun two at once
+        if began > in_flight.sent:  # invalid, too: it can have begun one at most
             began = in_flight.answered + 1
         while in_flight.held and in_flight.answered < began:
             batch = in_flight.held[0]
-            # Asked before `answered` counts it.  What was taken back waits elsewhere already.
+            # Before `answered` counts it.  Items that were taken back wait elsewhere already.
             wanted = batch.done < batch.taken and not batch.withdrawn
             index = self._sched.answered(worker.index, 1)[1]
             if wanted and batch.retries > 0 and batch.past.killed + 1 < CULPRIT:
@@ -284,10 +284,10 @@ class Answers:
     ) -> None:  # fmt: skip
         """Answer a task whose worker ended, or have it run again.
 
-        ``not_counted``: it ended for something that another thread of its process ran.  ``beside``:
-        what others have to do with it.  ``last``: no worker will come.
+        ``not_counted``: the process ended because of a task in another of its threads.  ``beside``:
+        what its error says about the other threads.  ``last``: no worker will start any more.
         """
-        # It ended by the signal that was to break this off, or by the kill after that.
+        # It ended by the signal that was to stop this task, or by the kill after it.
         if batch.seq + position == worker.interrupted:
             self._broken_off(worker, batch, position)
             return

@@ -1,8 +1,8 @@
 """How a worker's process is started: through xpool's fork server, or by `multiprocessing`.
 
-A launcher is given one end of a socket pair for the child and returns a handle; everything else a
-worker needs reaches it through that socket.  A handle answers four questions (pid, ended, exit
-code, the descriptor to wait on) and takes one order (a signal).
+A launcher gets one end of a socket pair for the child and returns a handle; all else that a worker
+needs comes through that socket.  A handle tells the pid, whether the process has ended, its exit
+code and a descriptor to wait on; and it can send a signal.
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ __all__ = [
 
 
 class Handle(Protocol):
-    """A process that was started."""
+    """A started process."""
 
     @property
     def pid(self) -> int | None:
-        """Its process id, as soon as it is known."""
+        """Its process id; None while it is unknown."""
 
     @property
     def sentinel(self) -> int:
         """A descriptor that becomes readable when `ended` has news."""
 
     def ended(self) -> bool:
-        """Say whether it has ended; reads what the sentinel has to tell, never blocks.
+        """Read from the sentinel without blocking; return whether the process has ended.
 
         Raises:
-            ValueError: it has told nonsense, which is said once.
+            ValueError: invalid data was read; raised once.
         """
 
     @property
     def exitcode(self) -> int | None:
-        """As `multiprocessing.Process.exitcode`, when it has ended; None: not known."""
+        """As `multiprocessing.Process.exitcode`, when it has ended; None: unknown."""
 
     @property
     def stepped_aside(self) -> bool:
-        """Whether it has ended as a stand-in, whose first task is for the next one to run."""
+        """Whether it was a stand-in that has ended so that another process runs its first task."""
 
     @property
     def problem(self) -> Exception | None:
-        """Why there was no process, when it has ended: an `OSError`, if the system refused it."""
+        """Why no process was started: an `OSError` if the system refused it."""
 
     def signal(self, signum: int) -> None:
-        """Send it a signal; nothing happens when it has ended."""
+        """Send it a signal; do nothing if it has ended."""
 
     def close(self) -> None:
-        """Let go of the descriptors; it has ended."""
+        """Close the descriptors; the process has ended."""
 
 
 class Launcher(Protocol):
@@ -86,10 +86,10 @@ class Launcher(Protocol):
     """Whether the child gets objects by inheritance: initializer and initargs may be anything."""
 
     bare: bool
-    """Whether the child is no `multiprocessing` process yet and must be made one."""
+    """Whether the child must still be made a `multiprocessing` process."""
 
     forks: bool
-    """Its workers are forks of the program, whose OpenMP threads they do not have."""
+    """Whether workers are forks of the program, which lack its OpenMP threads."""
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         """Start a child that calls `xpool._worker.entry.main` with ``boot``; closes it here."""
@@ -98,7 +98,7 @@ class Launcher(Protocol):
 # -- the fork server -------------------------------------------------------------------------
 
 PRELOAD = ("xpool._worker.loop",)
-"""What every server imports: a worker's own code."""
+"""Modules that every server imports: the code of a worker."""
 
 LATE_IMPORTS = (
     "traceback",
@@ -114,35 +114,35 @@ LATE_IMPORTS = (
     "xpool._pools.process",
     "xpool._pools.assembly",
 )
-"""What it imports when the first workers run: these can do without it, or import it themselves."""
+"""Modules that it imports when idle; a worker that needs one earlier imports it itself."""
 
 _NUMPY = ("numpy", "numpy.random")
-_ARRAYS = "xpool._pickling.tensors.arrays"  # and tensors
+_ARRAYS = "xpool._pickling.tensors.arrays"  # also for tensors
 
-_preloaded: set[str] = set()  # what `xpool.preload` was asked for
+_preloaded: set[str] = set()  # the arguments of `xpool.preload`
 
 _LAST_IMPORT = 10.0
-"""Seconds for a server that may not be killed to see that it is to end: it may be importing."""
+"""Seconds to wait for the end of a server that may not be killed and may be importing."""
 
 
 def start_early(modules: Iterable[str]) -> None:
-    """Start the server that has these modules and what was asked for before, in the background."""
+    """Start a server with these modules and those of earlier calls, in the background."""
     _preloaded.update(modules)
     if sys.platform == "linux":
         ForkServer.get(wanted_modules()).start()
 
 
 def asked_for() -> bool:
-    """Whether the program has asked for a server with certain modules."""
+    """Whether the program has called `xpool.preload`."""
     return bool(_preloaded)
 
 
 def wanted_modules() -> tuple[str, ...]:
-    """Return what the server of the program as it is now is to import.
+    """Return the modules that the server imports, by what the program has imported so far.
 
-    Of numpy and torch the largest, for torch brings numpy; pytest, since modules of tests import
-    it, and else each worker would.  But who has asked for modules got a server before it was known
-    what these would bring to the program, and so has named all.
+    torch, or else numpy, which torch imports; and pytest, which each worker of a test's module
+    would import otherwise.  After `xpool.preload`, which started a server before these imports, its
+    arguments stand for themselves.
     """
     wanted = set(_preloaded)
     if "torch" in sys.modules:
@@ -155,7 +155,7 @@ def wanted_modules() -> tuple[str, ...]:
 
 
 def _with_numpy(modules: tuple[str, ...]) -> list[str]:
-    """Return the modules, what torch uses of numpy if that is installed, and our own for both."""
+    """Add numpy if it is installed, and xpool's module for arrays, to modules that need them."""
     if not needs_arrays(modules):
         return list(modules)
     installed = importlib.util.find_spec("numpy") is not None
@@ -163,15 +163,14 @@ def _with_numpy(modules: tuple[str, ...]) -> list[str]:
 
 
 def needs_arrays(modules: Iterable[str]) -> bool:
-    """Whether numpy or torch is among these: workers may stand in until a server has it."""
+    """Whether numpy or torch is among these modules."""
     return not {"numpy", "torch"}.isdisjoint(modules)
 
 
 def import_for_arrays() -> None:
-    """Import what arrays and tensors are sent with, if the program has any.
+    """Import the module that sends arrays and tensors, if the program has numpy or torch.
 
-    When the first one is sent, no descriptor may be left for it; and a fork of the program that has
-    it imports nothing.
+    Later, no descriptor may be left for the import; and forks of the program need not import it.
     """
     if needs_arrays(sys.modules):
         importlib.import_module(_ARRAYS)
@@ -180,8 +179,8 @@ def import_for_arrays() -> None:
 class ForkServer:
     """The parent's end of a fork server.
 
-    There is one for each set of preloaded modules, and for each user that the program has been:
-    workers have from their server what `server_process.credentials` lists.
+    There is one for each set of preloaded modules and each identity of the program: workers inherit
+    what `server_process.credentials` lists from their server.
     """
 
     inherits = False
@@ -189,28 +188,27 @@ class ForkServer:
     forks = False
 
     _servers: dict[Any, ForkServer] = {}  # by their `_key`
-    # Taken before a server's `_sending`, never within it.  That is held while a server starts, and
-    # while it is asked: two orders at once would mix with its restart.
-    _lock = threading.Lock()  # guards `_servers`; each server's `_sending` its socket
+    # Taken before a server's `_sending`, never within it.  `_sending` is held while a server starts
+    # or gets a request, so that no request comes in the middle of a restart.
+    _lock = threading.Lock()  # guards `_servers`; each server's `_sending` guards its socket
 
     def __init__(self, preload: tuple[str, ...], stands_in: bool, who: tuple[object, ...]) -> None:
         self.preload = preload
-        self._stands_in = stands_in  # for the one that imports these modules: it has none of them
+        self._stands_in = stands_in  # used while another server imports these modules
         self._key = preload, who, stands_in
         self._ready = False  # it has said that its modules are imported
         self._sending = threading.Lock()
         self._sock: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._live: set[int] = set()  # pipes on which it is to report
+        self._live: set[int] = set()  # status sockets of its live workers
 
     @classmethod
     def get(cls, preload: tuple[str, ...], *, stands_in: bool = False) -> ForkServer:
         """Return the server that has these modules; it starts with the first worker.
 
-        ``stands_in``: the one whose workers do without them, until that has imported them.
+        ``stands_in``: return the server without them, used until the other has imported them.
 
-        Servers with other modules that have no workers are ended: they were for the program as
-        it was before it imported something.
+        Ends servers with other modules that have no workers: the program has imported more since.
         """
         cls.stop_idle(preload)
         server = cls(preload, stands_in, server_process.credentials())
@@ -218,7 +216,7 @@ class ForkServer:
             return cls._servers.setdefault(server._key, server)
 
     def _of_now(self) -> ForkServer:
-        """Return this server, or the one for whom the program has become since."""
+        """Return this server, or the one for the program's current identity."""
         if self._key[1] == server_process.credentials():
             return self
         return ForkServer.get(self.preload, stands_in=self._stands_in)
@@ -226,7 +224,7 @@ class ForkServer:
     def start(self, *, complete: bool = True) -> None:
         """Start the server, if it is not running, and do not wait for its imports.
 
-        ``complete``: False: its first workers may stand in for those that have all modules.
+        ``complete``: if False, its first workers may lack numpy or torch.
         """
         server = self._of_now()
         with server._sending:
@@ -235,32 +233,32 @@ class ForkServer:
     def _start(self, complete: bool) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        # What a dead one has left: its socket.
+        # Close the socket of a dead server.
         self._stop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # At once: a child that another thread forks meanwhile closes it (`forget_all`).
+        # Set it at once: a child that another thread forks meanwhile closes it (`forget_all`).
         self._sock, self._ready = ours, False
         modules = _with_numpy(self.preload)
         imports: tuple[Sequence[str], ...]  # preload, soon, later, missing
         if self._stands_in:
-            # A worker that needs another of them imports it: that takes less than to wait.
+            # A worker that needs another module imports it, which takes less time than waiting.
             imports = PRELOAD, (), (), ("torch",)
         elif complete:
             imports = (*PRELOAD, *modules), (), LATE_IMPORTS, ()
         else:
             imports = PRELOAD, modules, LATE_IMPORTS, self.preload
-        # The server alone has its end from here on: else its death would not be seen by who asks.
+        # Close our copy of the server's end: otherwise a request would not see the server's death.
         with theirs:
             self._process = server_process.start(theirs.fileno(), *imports)
 
     def ready(self) -> bool:
-        """Whether it has imported its modules, and forks at once."""
+        """Whether it has imported its modules and forks at once."""
         with self._sending:
             if not self._ready and self._sock is not None:
                 try:
                     self._ready = self._sock.recv(1, socket.MSG_DONTWAIT) != b""
                 except OSError:
-                    return False  # not yet, or never: it has died
+                    return False  # not yet, or it has died
             return self._ready
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Forked:
@@ -269,7 +267,7 @@ class ForkServer:
         return self.fork(boot)
 
     def fork(self, boot: socket.socket, *, complete: bool = True) -> Forked:
-        """Start a worker; ``complete``: False: it may lack numpy or torch."""
+        """Start a worker; ``complete``: if False, it may lack numpy or torch."""
         return self._of_now()._fork(boot, complete)
 
     def _fork(self, boot: socket.socket, complete: bool) -> Forked:
@@ -282,19 +280,19 @@ class ForkServer:
                 try:
                     self._ask(request, boot.fileno(), theirs.fileno())
                 except (BrokenPipeError, ConnectionResetError):
-                    self._stop()  # it died since we looked; a second time is no accident
+                    self._stop()  # it died meanwhile; a second death is raised
                     self._start(complete)
                     self._ask(request, boot.fileno(), theirs.fileno())
                 status = ours.detach()
-                self._live.add(status)  # before another thread may find this server idle
+                self._live.add(status)  # before another thread finds this server idle
                 process = self._process
         assert process is not None
         return Forked(status, self._live, functools.partial(self._why_no_fork, process))
 
     def _why_no_fork(self, process: subprocess.Popen[bytes]) -> Exception | None:
-        """Say how a server has ended that has not forked a worker.  Takes no lock."""
+        """Return an error that says how the server ended before it forked.  Takes no lock."""
         try:
-            # The kernel closes its sockets a moment before it says how the process ended.
+            # The kernel closes its sockets a moment before it reports the exit status.
             code = process.wait(1)
         except subprocess.TimeoutExpired:
             return None
@@ -314,26 +312,26 @@ class ForkServer:
             self._sock.close()
             self._sock = None
         if self._process is not None:
-            # It may be importing, and has no workers that matter now.
-            with contextlib.suppress(PermissionError):  # it is of who the program was before
+            # Kill it, since it may be importing.
+            with contextlib.suppress(PermissionError):  # it has an earlier identity
                 self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_IMPORT)
             self._process = None
 
     def stop_if_idle(self) -> None:
-        """End it if it has no workers."""
+        """End the server if it has no workers."""
         with self._sending:
             if not self._live:
                 self._stop()
 
     @classmethod
     def stop_idle(cls, but: tuple[str, ...] | None = None) -> None:
-        """End the servers that have no workers, but for one, and for who stands in for it."""
+        """End servers without workers, except the one with modules ``but`` and its stand-in."""
         kept = None if but is None else (but, server_process.credentials())
         with cls._lock:
             for other in [s for s in cls._servers.values() if s._key[:2] != kept]:
-                # A server that another thread has just asked has a worker by now: see `launch`.
+                # A server that another thread has just asked has an entry in `_live`: see `_fork`.
                 with other._sending:
                     if not other._live:
                         other._stop()
@@ -341,7 +339,7 @@ class ForkServer:
 
     @classmethod
     def stop_all(cls) -> None:
-        """End all servers: they end when their socket closes."""
+        """End all servers."""
         with cls._lock:
             for server in cls._servers.values():
                 with server._sending:
@@ -349,27 +347,26 @@ class ForkServer:
 
     @classmethod
     def forget_all(cls) -> None:
-        """In a forked child: these servers are the parent's; let go of them."""
+        """In a forked child: close the sockets of the parent's servers."""
         servers, cls._servers, cls._lock = cls._servers, {}, threading.Lock()
         for server in servers.values():
-            # Else the server would end with this child, and not with the parent.
+            # Otherwise a server would not end before this child does.
             if server._sock is not None:
                 server._sock.close()
             if server._process is not None:
-                server._process.returncode = 0  # not ours to wait for
+                server._process.returncode = 0  # only the parent can wait for it
 
 
 at_fork.at_fork(in_child=ForkServer.forget_all)
-atexit.register(ForkServer.stop_idle)  # in a program that makes no pools; those stop all others
+atexit.register(ForkServer.stop_idle)  # for programs without pools; a pool's end stops all others
 
 
 class StandIns:
-    """Has workers at once in a program that has numpy or torch, from a server that has not.
+    """Starts first workers without numpy or torch, before a server has imported these.
 
-    numpy is imported by that server itself, before it starts a complete worker or when it has
-    nothing else to do.  torch takes seconds, so another server imports it meanwhile.  All workers
-    are complete as soon as a server has the modules, or when a stand-in has stepped aside
-    (`xpool._worker.provisional`).
+    The first server imports numpy itself, before it starts a complete worker or when it is idle.
+    torch takes seconds, so another server imports it.  Workers are complete as soon as a server has
+    the modules, and after a stand-in has stepped aside (`xpool._worker.provisional`).
     """
 
     inherits = False
@@ -382,7 +379,7 @@ class StandIns:
         self._needed = False
 
     def start(self) -> None:
-        """Start what will be asked first, and do not wait for its imports."""
+        """Start the server that gets the first request, and do not wait for its imports."""
         if self._server is self._bare_server or not self._server.ready():
             self._bare_server.start(complete=False)
         else:
@@ -390,14 +387,14 @@ class StandIns:
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
         if self._needed or self._server.ready():
-            # Not ready yet, perhaps: the order lies in its socket until it has imported.
+            # If it is not ready, the request waits in its socket.
             return self._server.launch(boot, name, daemon, inherited)
         handle = self._bare_server.fork(boot, complete=False)
         handle.tell = self._told
         return handle
 
     def _told(self, handle: Forked) -> None:
-        """Start the server with torch: not before, when the stand-in needed the processor."""
+        """Start the server with torch now, when the stand-in no longer needs the processor."""
         if handle.stepped_aside:
             self._needed = True
         with contextlib.suppress(OSError):  # no process can be started now; `launch` tries again
@@ -408,7 +405,7 @@ class StandIns:
 
 
 class ProcessLauncher:
-    """Starts workers as `Process` of a `multiprocessing` context, by documented means only."""
+    """Starts workers as processes of a `multiprocessing` context, by its documented API."""
 
     inherits = True
     bare = False
@@ -420,12 +417,12 @@ class ProcessLauncher:
         if self.forks:  # once, instead of in each worker
             for name in PRELOAD:
                 importlib.import_module(name)
-            import random  # only here: most programs need it never
+            import random  # late: most programs never need it
 
             random.Random(b"")  # from Python 3.13 on the first seed imports its hash function
 
     def launch(self, boot: socket.socket, name: str, daemon: bool, inherited: Any) -> Handle:
-        # A Connection is what may be given to any Process; the boot socket travels through it.
+        # Any Process takes a Connection as argument; the boot socket is sent through it.
         ours, theirs = self._context.Pipe(duplex=True)
         with boot, theirs:
             process: Any = self._context.Process(  # type: ignore[attr-defined]
@@ -434,7 +431,7 @@ class ProcessLauncher:
             with ours:
                 self._start(process)
                 with socket.socket(fileno=os.dup(ours.fileno())) as sock:
-                    # Descriptors travel with a byte at least (unix(7)).
+                    # Descriptors need at least one byte of data (unix(7)).
                     socket.send_fds(sock, [b"B"], [boot.fileno()])
         return _Process(process, own_child=self._method != "forkserver")
 
@@ -442,12 +439,12 @@ class ProcessLauncher:
         if self._method == "spawn":
             from multiprocessing import resource_tracker
 
-            resource_tracker.ensure_running()  # else `start` does so, and unblocks SIGINT after it
+            resource_tracker.ensure_running()  # otherwise `start` does it, and unblocks SIGINT
         with server_process.interrupts_blocked():
             process.start()
 
 
-@interruptible  # a fork's stack goes on with its parent's frames, some of them shielded
+@interruptible  # a fork's stack has its parent's frames below, some of them shielded
 def _enter_through(connection: Any, inherited: Any) -> None:
     if pending:
         deliver()
@@ -456,7 +453,7 @@ def _enter_through(connection: Any, inherited: Any) -> None:
         _, fds, _, _ = socket.recv_fds(sock, 1, 1)
     entry.ignore_interrupts()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see `interrupts_blocked`
-    # None where the parent has ended before it could send them.
+    # `fds` is empty if the parent ended before it sent them.
     if fds and (code := entry.main(fds[0], inherited)):
         sys.exit(code)
 
@@ -468,21 +465,21 @@ class _Process:
         self.problem: Exception | None = None
         self.pid: int | None = process.pid
         self._pidfd: int | None = None
-        # The sentinel of multiprocessing is a pipe, whose other end the child has.  A process that
-        # another thread forks meanwhile has it, too: then the death of the child is not seen.
+        # The sentinel of multiprocessing is a pipe whose other end the child has.  A process that
+        # another thread forks meanwhile inherits that end, and hides the child's death.
         if own_child and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):  # it has ended, and another thread has reaped it
+            with contextlib.suppress(OSError):  # another thread has reaped it
                 self._pidfd = os.pidfd_open(process.pid)
         self.sentinel: int = process.sentinel if self._pidfd is None else self._pidfd
         self.exitcode: int | None = None
 
     def ended(self) -> bool:
-        from multiprocessing import connection  # only here: most programs need it never
+        from multiprocessing import connection  # late: most programs never need it
 
         if not connection.wait([self.sentinel], 0):
             return False
         if self._pidfd is None:
-            self._process.join(1)  # the sentinel closes a moment before the status can be had
+            self._process.join(1)  # the sentinel closes a moment before the exit
         self.exitcode = self._process.exitcode
         return True
 
@@ -491,14 +488,13 @@ class _Process:
             try:
                 os.kill(self.pid, signum)
             except ProcessLookupError:
-                return  # since we looked; its sentinel tells
+                return  # it has ended; the sentinel tells
             except PermissionError:
-                return  # of who the program was before: the lifeline has to do
+                return  # it has another user; the lifeline ends it
 
     def close(self) -> None:
         if self._pidfd is not None:
             os.close(self._pidfd)
         if self.exitcode is not None:
-            # Else the program ignores SIGCHLD and there is no status: multiprocessing thinks
-            # that it still runs, and would refuse.
+            # None: the program ignores SIGCHLD, so there is no status, and `close` would raise.
             self._process.close()

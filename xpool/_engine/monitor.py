@@ -1,10 +1,10 @@
-"""What is done with workers that live: their messages are taken, they get tasks, and are looked at.
+"""Handles live workers: receives their messages, gives them tasks, and checks on silent ones.
 
-A worker that must break something off is asked first: the parent names the item in the shared page
-and sends a signal.  Its handler writes where the worker is, and raises `TaskStopped` there, if the
-worker is in that very item.  If it has not said a word when the grace is over, it is killed.  From
-the moment of asking, the worker begins nothing new, so nothing else can be hit; what else it held
-goes to others two milliseconds later, as with every recall.
+To stop a task, the parent names the item in the shared page and sends a signal.  The worker's
+handler writes its stack to the page, and raises `TaskStopped` if it still runs that item.  A worker
+that does not answer within the grace period is killed.  Once asked, a worker begins nothing
+new, so the signal can hit no other task; the rest of what it held goes to other workers two
+milliseconds later, as with every recall.
 
 Called with the engine's lock held.
 """
@@ -36,29 +36,29 @@ from xpool._wire.wire import (
 __all__ = ["PAGE_SETTLE_SECONDS", "STOP_GRACE_SECONDS", "WorkerMonitor"]
 
 ENDED = -1
-"""In the place of the kind of a message: there is none."""
+"""Stands for the kind of a message: there is no message."""
 
 OUTBOX_POLL_SECONDS = 0.010
-"""Seconds of silence after which the outbox of a worker with tasks in hand is looked into."""
+"""Seconds of silence after which the outbox of a worker with several tasks is checked."""
 
 PAGE_SETTLE_SECONDS = 0.002
-"""Seconds until a word written to a shared page is certainly seen: microseconds, in truth."""
+"""Seconds until the other process surely sees a word in a shared page; it takes microseconds."""
 
 
 class WorkerMonitor:
-    """Carries out what the scheduler, the deadlines and the workers' own words ask for."""
+    """Carries out what the scheduler, the deadlines and the workers' messages require."""
 
     def __init__(
         self, parts: Parts, dispatcher: Dispatcher, direct: DirectReceive, options: EngineOptions
     ) -> None:
-        self.stopped = False  # terminated: nothing is sent or taken any more
+        self.stopped = False  # terminated: no message is sent or received any more
         self.lifetime = options.lifetime  # tasks that a process may run
         self._workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
         self._dispatcher, self._direct, self._ledger = dispatcher, direct, parts.ledger
         self.answers = Answers(parts, self.give_idle, hands_back=options.hands_back)
-        # Workers with two or more items in hand: the ones to look at when they are silent.
+        # Workers with two or more items in flight, which are checked when they are silent.
         self._multi_item: dict[int, None] = {}
-        # What is to be handed back, as job and items, if such a worker is seen to sit on it.
+        # By such a worker: jobs and items to hand back, if it holds them without progress.
         self._give_back_requests: dict[int, list[tuple[int, range]]] = {}
         reactor = parts.reactor
         self._looks = Alarms(reactor, self._look)
@@ -76,7 +76,7 @@ class WorkerMonitor:
         """Listen to a new process."""
 
         def handler(fd: int) -> None:
-            # The event may be from before a caller took over: the answer is his to take.
+            # The event may predate a caller's turn, in which the caller receives the answer.
             if worker not in self._direct:
                 self.receive(worker)
 
@@ -84,45 +84,45 @@ class WorkerMonitor:
         self._start_limit.started(worker)
 
     def _greeted(self, worker: WorkerProcess) -> None:
-        """Take a worker into service that says that it is ready."""
+        """Take a worker into service that has sent its greeting."""
         self._start_limit.over(worker)
         self._ledger.ready(worker.index)
-        # Else it was told to end while it started: it goes on to the STOP that lies in its pipe.
+        # Otherwise it was told to end while it started, and will read the STOP in its pipe.
         if worker.state is WorkerStates.READY:
             self._sched.ready(worker.index, self.lifetime)
             self.give_idle()
-            # Others may sit on tasks that they were given when it was not there.
+            # Others may hold tasks that this worker could run now.
             self._look_for_surplus(worker)
 
     def retire(self, worker: WorkerProcess) -> None:
         """Let a worker end when it has answered what it holds."""
         worker.retire()
         self._sched.retire(worker.index)
-        # The last of what it is sent: it answers all that came before.
+        # The last message: the worker first answers all tasks that it was sent before.
         self._dispatcher.send(worker, stop_frame())
 
     def dismiss(self, worker: WorkerProcess) -> None:
-        """Let a worker end after the task that it is in; others get what it has not begun."""
+        """Let a worker end after its running task; others get the tasks that it has not begun."""
         if worker.in_flight.size:
             self._recall(worker, worker.box.began)
         self.retire(worker)
 
     def condemn(self, worker: WorkerProcess, remark: str = "") -> None:
-        """Kill a worker; it gets nothing more, and is looked at no more."""
+        """Kill a worker; it gets no more tasks and is not checked any more."""
         self._sched.retire(worker.index)
         worker.condemn(remark)
 
     def gone(self, worker: WorkerProcess) -> None:
-        """Its process has ended, and all that it sent is taken."""
+        """Forget a worker whose process has ended and whose messages are all received."""
         self._multi_item.pop(worker.index, None)
         self._give_back_requests.pop(worker.index, None)
         self._ledger.gone(worker.index, worker.writer.sent)
-        # Before the worker closes them.  The writer is there while it has a backlog.
+        # Before they are closed.  The writer is registered while it has a backlog.
         for fd in (worker.reader.fd, worker.writer.fd):
             self._reactor.remove(fd)
 
     def clear(self) -> None:
-        """The pool is terminated: all is answered, nothing more is taken or given."""
+        """Stop: the pool is terminated and has answered all jobs."""
         self.stopped = True
         self._sched.clear()
         self._multi_item.clear()
@@ -132,16 +132,16 @@ class WorkerMonitor:
     # -- messages in -------------------------------------------------------------------------------
 
     def receive(self, worker: WorkerProcess) -> None:
-        """Take what has come from a worker, and give it its next tasks in the same step."""
+        """Receive a worker's messages, and give it its next tasks in the same step."""
         frames = worker.reader.frames()
-        # Only what the worker wrote is read within the `try`.  What follows is done outside of it:
-        # an exception there is a bug of the engine's, and no nonsense of the worker's.
+        # The `try` covers only the reading of the worker's data.  An exception in what follows is a
+        # bug of the engine, not an invalid message of the worker.
         while worker.protocol_error is None:
             kind = ENDED
             try:
                 for head, body in frames:
                     _, kind, errors, _, count, mark, nanos = head
-                    if not self.stopped:  # else all was answered when the pool was terminated
+                    if not self.stopped:  # else `terminate` has answered all jobs
                         self._understand(worker, kind, errors, count, body, mark, nanos)
                         break
                     kind = ENDED
@@ -159,12 +159,12 @@ class WorkerMonitor:
         reader = worker.reader
         if reader.buffer or reader.body is not None:  # part of a message
             in_flight = worker.in_flight
-            # Its next answer would be read as the rest of this message.
+            # Otherwise its next answer would be read as the rest of this message.
             if in_flight.sent == in_flight.answered and worker.state is WorkerStates.READY:
                 self.distrust(
                     worker, ValueError("part of a message where nothing is to be answered")
                 )
-        # The end of a pipe stays readable.  What it means is for the sentinel to say.
+        # A pipe at its end stays readable.  The sentinel reports the end of the process.
         if reader.ended:
             self._reactor.remove(reader.fd)
 
@@ -178,26 +178,26 @@ class WorkerMonitor:
         mark: int,
         nanos: int,
     ) -> None:
-        """Take what one message says into the books of this worker, and do nothing else yet.
+        """Record what one message says about this worker; do not act on it yet.
 
         Raises:
-            Exception, of any kind: the worker has sent an invalid message.
+            Exception: of any type, if the worker has sent an invalid message.
         """
         box = worker.box
-        # Zeros leave one of them, 0xFF the other.
+        # At least one of the two differs if the page was filled with zeros or with 0xFF.
         if box.words[LIMIT] != box.limit_written or box.words[HEAD] != box.head_written:
             raise ValueError("the parent's words in the shared page are overwritten")
         if kind == ANSWER:
             self.answers.announced(worker, errors, count, body, mark, nanos)
         elif kind == READY:
-            # Of another size, it is the greeting of another version.
+            # A greeting of another size is that of another version.
             wire, mapped = GREETING.unpack(body) if len(body) == GREETING.size else (0, True)
             if wire != WIRE:
                 story = "the worker imports another version of xpool; look at PYTHONPATH"
                 worker.failed(RuntimeError(story))
                 self.condemn(worker)
             elif worker.reason is None:
-                worker.ready(mapped)  # raises where it has greeted before
+                worker.ready(mapped)  # raises on a second greeting
         elif kind == SKIPPED:
             self.answers.skipped(worker, count)
         elif kind == FAILED:
@@ -206,7 +206,7 @@ class WorkerMonitor:
             raise ValueError(f"a message of unknown kind {kind}")
 
     def distrust(self, worker: WorkerProcess, exc: Exception) -> None:
-        """Kill a worker that has sent an invalid message; nothing more of it is believed."""
+        """Kill a worker that has sent an invalid message, and ignore what it sends afterwards."""
         if worker.protocol_error is not None:
             return
         worker.distrust(exc)
@@ -216,7 +216,7 @@ class WorkerMonitor:
 
     def _after_answers(self, worker: WorkerProcess) -> None:
         if worker.protocol_error is not None:
-            return  # it gets nothing more
+            return  # it gets no more tasks
         w = worker.index
         in_flight = worker.in_flight
         size = in_flight.sent - in_flight.answered
@@ -224,36 +224,36 @@ class WorkerMonitor:
             self._multi_item.pop(w, None)
         waits = worker.state is not WorkerStates.READY
         if waits and worker.interrupted is None and self._overdue.cancel(worker):
-            # It has broken off what it was to.  What it runs now may have to end, too.
+            # It has stopped the task that it was asked to.  Its current task may have to stop, too.
             self._checks.schedule_by(worker, self._reactor.now())
-        # It has answered, or skipped, all that it held when it was told to begin nothing more.
+        # It has answered or skipped all that it held when it was recalled.
         if in_flight.paused and not size:
             self._emptied(worker)
         if worker.state is not WorkerStates.READY:
-            # It goes on with what it holds, and what it answers next may wait in its outbox.
+            # It continues with what it holds, and its next answers may wait in its outbox.
             if w in self._multi_item and worker.state is not WorkerStates.CONDEMNED:
                 self._looks.schedule_by(worker, self._reactor.now() + OUTBOX_POLL_SECONDS)
             return
         if self._sched.queued:
-            # Only where nothing else is in flight: one at a time while memory is short.
+            # While memory is short, one task runs at a time.
             if self.guard.short:
                 self.give_idle()
             else:
                 for batch in self._sched.refill(w):
                     self._give(worker, batch)
             size = in_flight.sent - in_flight.answered
-        # It has run as many tasks as a process may (`maxtasksperchild`).
+        # It has run all tasks that a process may run (`maxtasksperchild`).
         if not size and in_flight.left == 0:
             self.retire(worker)
         elif w in self._multi_item:
-            if not self._looks.pending(worker):  # it may have been given up looking at
+            if not self._looks.pending(worker):  # `_look` may have stopped
                 self._looks.schedule_by(worker, self._reactor.now() + OUTBOX_POLL_SECONDS)
-        # This one may be free, and others have more in hand than what they run.
+        # This worker may be idle while others hold tasks that they do not run.
         elif self._multi_item:
             self._look_for_surplus(worker)
 
     def _emptied(self, worker: WorkerProcess) -> None:
-        """A worker that was told to begin nothing more has answered all that it held."""
+        """Resume a recalled worker that has answered all that it held."""
         self._recalls.cancel(worker)
         worker.emptied()
         if worker.state is WorkerStates.READY:
@@ -266,7 +266,7 @@ class WorkerMonitor:
             self.receive(worker)
 
     def take_early(self, worker: WorkerProcess, mark: int) -> int:
-        """Take answers out of an outbox that no message has told of; return how many."""
+        """Take answers from an outbox before a message announces them; return how many."""
         if worker.protocol_error is not None:
             return 0
         try:
@@ -278,31 +278,31 @@ class WorkerMonitor:
     # -- tasks out ---------------------------------------------------------------------------------
 
     def give_idle(self, direct_job: int = 0) -> None:
-        """Send what waits to the idle; the caller of ``direct_job`` will receive its answer."""
+        """Send waiting tasks to idle workers; the caller of ``direct_job`` receives its answer."""
         most = None
         if self.guard.short:
             if any(in_flight.size for in_flight in self._sched.in_flight):
                 return
-            most = 1  # so that there is an end to it
+            most = 1  # else no task would run while memory is short
         if self._direct.muted and self._sched.queued:
             for w in self._direct.muted.intersection(self._sched.idle):
                 if self._workers[w].poller.poll(0):  # as in `give_direct`
                     self.receive(self._workers[w])
         for w, batch in self._sched.next_batches(direct_job != 0, most):
             worker = self._workers[w]
-            # Before it is given: `_give` has the engine's thread hear a pipe that nobody polls.
+            # Before `_give`, which unmutes a pipe that no caller polls.
             if direct_job and batch.job == CALLS and batch.first == direct_job:
                 self._direct.begin(worker, direct_job)
             self._give(worker, batch)
 
     def give_direct(self, call: TaskRange) -> WorkerProcess | None:
-        """Send an idle worker a call, whose answer the calling thread receives; None: it waits."""
+        """Send a call to an idle worker, whose answer this thread receives; None: none is idle."""
         if self.guard.short:
             return None
         if self._sched.idle:
             worker = self._workers[next(reversed(self._sched.idle))]
-            # A thread of a task may have written to the pipe after the answer.  Found here, that
-            # ends the worker; found later, it would be read as the beginning of the next answer.
+            # A thread that a task left behind may have written to the pipe after the answer.  Found
+            # here, that ends the worker; later, it would be read as part of the next answer.
             if worker.poller.poll(0):
                 self.receive(worker)
         given = self._sched.start(call)
@@ -317,7 +317,7 @@ class WorkerMonitor:
         if worker.index in self._direct.muted:
             self._direct.given(worker)
         self._dispatcher.send_batch(worker, batch)
-        # Nothing that is given now can be over its time before.
+        # The new tasks cannot exceed their limit before that time.
         if batch.limit is not None:
             self._checks.schedule_by(worker, self._reactor.now() + batch.limit.seconds)
         in_flight = worker.in_flight
@@ -329,30 +329,30 @@ class WorkerMonitor:
     # -- silent workers ----------------------------------------------------------------------------
 
     def _look_for_surplus(self, worker: WorkerProcess) -> None:
-        """When a worker has nothing and others have tasks in hand: are they sitting on them?"""
+        """If a worker is idle, check soon whether others hold tasks that they do not run."""
         if self._multi_item and not worker.in_flight.size:
             when = self._reactor.now() + PAGE_SETTLE_SECONDS
             for w in self._multi_item:
                 self._looks.schedule_by(self._workers[w], when)
 
     def _look(self, worker: WorkerProcess) -> None:
-        """Look at a worker with tasks in hand that was silent for a while.
+        """Check a worker with several tasks that was silent for a while.
 
-        What the last look saw in the outbox is certainly all there by now: it is taken.  A worker
-        that sits on tasks while another has none is told to begin no more of them.
+        Takes the answers that the last check saw in the outbox: all their bytes are visible by now.
+        Recalls the tasks that the worker has not begun if another worker is idle.
         """
         w, now = worker.index, self._reactor.now()
         if w not in self._multi_item:
             self._give_back_requests.pop(w, None)
             return
-        if worker in self._direct:  # its caller receives all there is
+        if worker in self._direct:  # a caller receives its messages
             self._looks.schedule_by(worker, now + OUTBOX_POLL_SECONDS)
             return
         box = worker.box
-        # Read before the pipe is drained: the next look takes what this one has seen.
+        # Read these before draining the pipe: the next check takes what this one has seen.
         began, tail = box.began, box.tail
         seen = worker.looked(began, tail)
-        # Messages first: an answer in the pipe may come before those in the outbox.
+        # Messages first: an answer in the pipe may precede those in the outbox.
         self.drain(worker)
         if seen[1] > box.head and not worker.reader.partial:
             worker.took_early(self.take_early(worker, seen[1]))
@@ -366,12 +366,12 @@ class WorkerMonitor:
             self._looks.schedule_by(worker, now + OUTBOX_POLL_SECONDS)
 
     def _recall(self, worker: WorkerProcess, began: int) -> None:
-        """Let a worker begin nothing from item ``began`` on; others get it.
+        """Forbid a worker to begin items from number ``began`` on, and give them to others.
 
-        What it is told it has certainly seen a moment later; then the rest is taken back.
+        They are taken back a moment later, when the worker has surely seen the limit.
         """
         if worker.in_flight.paused:
-            return  # it is told already
+            return  # already recalled
         worker.recall(began)
         self._sched.pause(worker.index)
         self._recalls.schedule_by(worker, self._reactor.now() + PAGE_SETTLE_SECONDS)
@@ -382,11 +382,11 @@ class WorkerMonitor:
         self._sched.take_back(worker.index, max(box.limit, box.began))
         self.give_idle()
         for job, items in self._give_back_requests.pop(worker.index, ()):
-            self.give_back(job, items)  # others may have got some of them just now
+            self.give_back(job, items)  # other workers may just have got some of them
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back those of these items that nobody has begun, now or when they are recalled."""
-        # The last first: each is queued in front of all others.
+        """Hand back those of these items that no worker has begun, now or after a recall."""
+        # The last first, since each is queued in front of all others.
         for index in reversed(self._sched.take_out(job, items)):
             self.answers.handed_back(job, index)
         for w in self._multi_item:
@@ -398,26 +398,26 @@ class WorkerMonitor:
     # -- deadlines ---------------------------------------------------------------------------------
 
     def withdraw(self, job: int, index: int | None = None) -> None:
-        """Give nobody what still waits of a job that has ended, and stop what runs of it."""
+        """Drop the waiting tasks of a job that has ended, and stop its running ones."""
         for w in self._sched.withdraw(job, index):
             worker = self._workers[w]
-            # A condemned one begins nothing more, and its table has no recall.
+            # A condemned worker begins nothing more and cannot be recalled.
             if worker.state is not WorkerStates.CONDEMNED:
                 self._recall(worker, worker.box.began)
                 self._check(worker)
-                # It may have been about to begin another of them.
+                # It may have been about to begin another task of the job.
                 self._checks.schedule_by(worker, self._reactor.now() + PAGE_SETTLE_SECONDS)
 
     def _check(self, worker: WorkerProcess) -> None:
-        """End what a worker runs, if it must; have it looked at again when it may have to."""
+        """Stop what a worker runs, if it is due; schedule the next check."""
         if worker not in self._direct:
-            self.drain(worker)  # what is answered is in time
+            self.drain(worker)  # a task that is answered was in time
         if worker.interrupted is not None or worker.state is WorkerStates.CONDEMNED:
             return
         box, now = worker.box, self._reactor.now()
         seen = Seen(box.began, box.since, (worker.reader.got, worker.writer.rest))
         if seen.since is not None and seen.since > now + 1.0:
-            # By such a clock, no task is ever over its time.
+            # With such a time in the page, the task would never exceed its limit.
             self.distrust(
                 worker, ValueError(f"a task that began {seen.since - now:.0f} s from now")
             )
@@ -437,23 +437,23 @@ class WorkerMonitor:
                 self._checks.schedule_by(worker, when)
 
     def _interrupt(self, worker: WorkerProcess, item: int) -> None:
-        """Ask a worker to break off what it runs, and to begin nothing more."""
-        # The item is named, and the rest forbidden, before the signal is sent: its handler looks
-        # for the name, and could hit the next task.  The table, too, wants the recall first.
+        """Ask a worker to stop its running task, and to begin nothing more."""
+        # Name the item and recall the rest before sending the signal: its handler compares the
+        # name, and must not hit the next task.  The state table requires the recall first, too.
         worker.name_item(item)
         self._recall(worker, item + 1)
         worker.interrupt(self._reactor.now())
         self._overdue.schedule_by(worker, self._reactor.now() + STOP_GRACE_SECONDS)
 
     def _kill_overdue(self, worker: WorkerProcess) -> None:
-        """It was asked a while ago."""
+        """Kill a worker that has not stopped its task within the grace period."""
         if worker not in self._direct:
             self.drain(worker)
         if worker.interrupted is None:
             return
-        # It is in that item still, and has had its time.
+        # It still runs that item after the grace period.
         now = self._reactor.now()
         if worker.box.began == worker.interrupted + 1 and not is_starved(worker, now):
             self.condemn(worker)
-        else:  # it has left it, and the answer is on its way; or it is given more time
+        else:  # it has left the item, and will answer; or it lacked processor time
             self._overdue.schedule_by(worker, now + STOP_GRACE_SECONDS)

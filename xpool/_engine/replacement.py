@@ -1,13 +1,13 @@
-"""Processes of workers: how they start and end, what becomes of their work, which take their place.
+"""Starts the processes of workers, handles their ends, and replaces them.
 
-A process has one worker, or several as threads (`WorkerProcess.siblings`).  These end together, so
-the accounts of all are made at once: first all that any of them has sent is taken in, since they
-have one attachment to the arena; then what each held is lost, tried again or given to others; then
-the process is started anew, for all of them.
+A process has one worker, or several as threads (`WorkerProcess.siblings`).  Siblings end together
+and are settled together: first the messages of all are received, since they share an attachment to
+the arena; then the tasks of each are failed, retried or given to others; then one process is
+started for all of them.
 
-A start is decided with the engine's lock, carried out without it, and entered with it again
-(`Launch`): a fork, or the start of a fork server, makes no caller wait.  What the pool decides
-meanwhile, its end or fewer workers, is told to the new process when it is entered.
+A start is decided under the engine's lock, carried out without it, and recorded under it again
+(`Launch`), so no caller waits for a fork or for the start of a fork server.  If the pool ends or
+shrinks meanwhile, the new process is told so when it is recorded.
 
 Called with the engine's lock held.
 """
@@ -45,21 +45,21 @@ from xpool.errors import (
 __all__ = ["Launch", "Replacement"]
 
 LAST_WORDS_SECONDS = 1.0
-"""Seconds of silence after which nothing more is expected of a killed worker whose pipe is open: a
-child that one of its tasks has forked has that end, too."""
+"""Seconds of silence after which a killed worker counts as ended although its pipe is open: a child
+that one of its tasks has forked may hold that end."""
 
 TERMINATE_GRACE_SECONDS = 0.3
 """Seconds between asking a worker to stop (SIGTERM) and stopping it (SIGKILL)."""
 
 
 class End(NamedTuple):
-    """How a process has ended, or that none could be started."""
+    """How a process has ended, or that it could not be started."""
 
     kind: EndKind
     exitcode: int | None
-    worker: WorkerProcess  # whose place it is; of several, the one that could not start
-    served: tuple[WorkerProcess, ...] = ()  # those of its workers that were ready
-    story: str = ""  # for people: the workers, the pid, and why
+    worker: WorkerProcess  # the one that could not start, or stands for all
+    served: tuple[WorkerProcess, ...] = ()  # its workers that were ready
+    story: str = ""  # for error texts: the workers, the pid, and why
 
     @classmethod
     def of(cls, worker: WorkerProcess) -> "End":
@@ -70,10 +70,10 @@ class End(NamedTuple):
         if problem is not None:
             worker.failed(problem)
         failed = next((one for one in ended if one.reason is not None), worker)
-        # A stand-in that steps aside has run nothing, and takes nothing with it: no death.
+        # A stand-in that steps aside has run no task, so this is no death.
         served = () if handle.stepped_aside else tuple(one for one in ended if _served(one))
         if served:
-            # To break off what it ran: then the pool has killed it.
+            # STOPPED: the pool has killed it to stop a task.
             asked = any(
                 _told_to_end(one) and one.protocol_error is None and not one.remark for one in ended
             )
@@ -83,7 +83,7 @@ class End(NamedTuple):
         elif isinstance(problem, OSError):
             kind = EndKind.REFUSED
         elif failed.reason is None and exitcode in (-signal.SIGKILL, -signal.SIGTERM):
-            # By an operator, or the kernel short of memory: that says little about the next one.
+            # Killed by an operator or for want of memory: the next one may well start.
             kind = EndKind.KILLED
         else:
             kind = EndKind.FAILED
@@ -96,7 +96,7 @@ class End(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The start of a process: decided with the engine's lock, made without, entered with it."""
+    """The start of a process: decided and recorded under the engine's lock, run without it."""
 
     worker: WorkerProcess  # stands for all workers of the process
     arena: Arena | None
@@ -106,7 +106,7 @@ class Launch(NamedTuple):
         """Start the process.  Called without the engine's lock.
 
         Raises:
-            Exception, of any kind: that is not possible; nothing is left over.
+            Exception: of any type, if it cannot be started; nothing is left over.
         """
         workers = self.worker.workers
         configs = [
@@ -117,7 +117,7 @@ class Launch(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A process that was started, with a channel and the first message for each of its workers."""
+    """A started process, with a channel and the first message for each of its workers."""
 
     handle: Handle
     channels: list[Channel]
@@ -125,7 +125,7 @@ class Launched(NamedTuple):
 
 
 class Replacement:
-    """Keeps a process in every place, until the pool ends or that is hopeless."""
+    """Keeps a process in every place, until the pool ends or the restart policy gives up."""
 
     def __init__(
         self,
@@ -137,12 +137,12 @@ class Replacement:
         *,
         together: bool,
     ) -> None:
-        self.failure: XPoolError | StartFailure | None = None  # why the pool can go on no more
-        self.ending = False  # no process is started any more
-        # Places whose next process the engine's thread starts when it has let go of the lock.
+        self.failure: XPoolError | StartFailure | None = None  # why the pool has stopped
+        self.ending = False  # no more processes are started
+        # Places whose next process the engine's thread starts after it has released the lock.
         self.due: deque[WorkerProcess] = deque()
-        self._together = together  # the workers form one group: the death of one is the end of all
-        self._switchboard = switchboard  # where workers get channels to each other
+        self._together = together  # the workers form one group, which ends when one dies
+        self._switchboard = switchboard  # gives workers channels to each other
         self._workers, self._sched, self._reactor = parts.workers, parts.sched, parts.reactor
         self._maintenance, self._policy = parts.maintenance, parts.policy
         self._ledger, self._answers = parts.ledger, monitor.answers
@@ -150,8 +150,7 @@ class Replacement:
         reactor = parts.reactor
         self._kills = Alarms(reactor, lambda worker: worker.kill(), serving=False)
         self._restarts = Alarms(reactor, self.due.append, serving=False)
-        # Workers that were killed since nobody can tell whether they have ended: when they have
-        # been silent for long.
+        # For killed workers of which only silence can tell that they have ended.
         self._silences = Alarms(reactor, self._fell_silent, serving=False)
 
     # -- starting ----------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class Replacement:
     def next_missing(self) -> Launch | None:
         """Decide to start a process in an empty place, if there is one."""
         for worker in self._workers[: self._sched.size]:
-            # Else it comes after a pause.
+            # If pending, it starts after a pause.
             if worker.state is WorkerStates.ABSENT and not self._restarts.pending(worker):
                 launch = self._decide(worker)
                 if launch is not None:
@@ -175,7 +174,7 @@ class Replacement:
         return None
 
     def _decide(self, worker: WorkerProcess) -> Launch | None:
-        # Not absent: a caller of `resize` has started it meanwhile.
+        # If not absent, a caller of `resize` has started it meanwhile.
         if self.ending or self._left_over(worker) or worker.state is not WorkerStates.ABSENT:
             return None
         arena, attachment = self._maintenance.take_attachment()
@@ -184,7 +183,7 @@ class Replacement:
         return Launch(worker, arena, attachment)
 
     def launched(self, launch: Launch, result: Launched) -> None:
-        """Enter a process that was started; tell it what was decided meanwhile.
+        """Record a started process; tell it if the pool has ended or shrunk meanwhile.
 
         Raises:
             OSError: the system cannot watch it; it is killed, and nothing is left over.
@@ -200,7 +199,7 @@ class Replacement:
                     self._switchboard.started(one)
                 self._dispatcher.send(one, boot_frame(config))
         except BaseException:
-            # A process whose end nobody would see: it is none of ours.
+            # Kill it: its end would not be seen.
             self._reactor.remove(handle.sentinel)
             for one in workers:
                 one.kill()
@@ -215,7 +214,7 @@ class Replacement:
                 self._monitor.dismiss(one)
 
     def refused(self, launch: Launch, exc: BaseException, *, again: bool) -> None:
-        """Enter that a process could not be started; ``again``: try it once more, after a pause."""
+        """Record that a process could not be started; ``again``: try again after a pause."""
         worker = launch.worker
         if worker.state is WorkerStates.LAUNCHING:  # else it was put away by `launched`
             self._maintenance.free_attachment(launch.attachment)
@@ -223,7 +222,7 @@ class Replacement:
             one.refused(exc if isinstance(exc, Exception) else None)
         if again and not self.ending and not self._left_over(worker):
             self._lost(End(EndKind.REFUSED, None, worker))
-        # If the pool has ended meanwhile, no descriptor says so.
+        # If the pool has ended meanwhile, no descriptor wakes its thread.
         self._reactor.wake()
 
     def _await_end(self, worker: WorkerProcess) -> None:
@@ -231,7 +230,7 @@ class Replacement:
         self._reactor.add(worker.handle.sentinel, lambda fd: self._look_at_end(worker))
 
     def _lost(self, end: End) -> None:
-        """A place has lost its worker: another one starts there, or the pool gives up."""
+        """Start another worker in a place that has lost its own, or fail the pool."""
         pause = self._policy.lost(end.worker.index, end.kind, self._reactor.now())
         if pause is None:
             self.ending = True
@@ -244,7 +243,7 @@ class Replacement:
     # -- ending ------------------------------------------------------------------------------------
 
     def resize(self) -> None:
-        """Let the workers end that are left over."""
+        """Dismiss surplus workers."""
         for worker in self._workers:
             if self._left_over(worker) and worker.may_be_told_to_end:
                 self._monitor.dismiss(worker)
@@ -253,18 +252,18 @@ class Replacement:
         return worker.index >= self._sched.size
 
     def retire_all(self) -> None:
-        """Let workers end when they have answered what they hold: nothing more will come."""
+        """Let workers end when they have answered all tasks; no more will be submitted."""
         self.ending = True
         for worker in self._workers:
             if worker.may_be_told_to_end:
                 self._monitor.retire(worker)
 
     def terminate(self, at_once: bool = False) -> None:
-        """Stop all workers now: asked first, and killed a moment later, or at once."""
+        """Stop all workers: ask them first and kill them a moment later, or kill them at once."""
         self.ending = True
         self._monitor.clear()
         for worker in self._workers:
-            # The pool's end calls this again: those who were asked before have their timer.
+            # The pool's end calls this again; workers that were asked before have a timer.
             if worker.handle is not None and not self._kills.pending(worker):
                 self._stop(worker, at_once)
 
@@ -272,7 +271,7 @@ class Replacement:
         assert worker.handle is not None
         if worker.may_be_told_to_end:
             worker.retire()
-        # None: the server has not forked it yet, and there is nobody to ask.
+        # None: the server has not forked it yet.
         if at_once or worker.pid is None:
             worker.kill()
         else:
@@ -281,23 +280,23 @@ class Replacement:
 
     @property
     def ended(self) -> bool:
-        """Whether no process is left and none will come."""
+        """Whether no process is left and none will start."""
         return self.ending and all(one.state is WorkerStates.ABSENT for one in self._workers)
 
     def let_go(self, job: int) -> None:
-        """The caller who received the answer of this job does so no more."""
+        """End the turn of the caller that receives the answer of this job."""
         worker = self._direct.end(job)
         if worker is not None:
             self._await_end(worker)
 
     def _look_at_end(self, worker: WorkerProcess) -> None:
-        """The sentinel has news: a pid, or the end."""
+        """Handle an event of the sentinel: a pid, or the end of the process."""
         handle = worker.handle
         if handle is None:
             return
         ended = [worker, *worker.siblings]
         if any(self._direct.postpone_exit(one) for one in ended):
-            # Unread, it would wake the engine's thread at every turn until the caller lets go.
+            # Unread, it would wake the engine's thread again and again during the caller's turn.
             self._reactor.remove(handle.sentinel)
             return
         try:
@@ -309,16 +308,16 @@ class Replacement:
         exitcode = handle.exitcode
         if exitcode is None and not self._finished_off(ended):
             return
-        # What was sent comes before what lies in the outbox: answers are in the tasks' order.
+        # Messages first, then the outbox: answers are in the order of the tasks.
         for one in ended:
             self._monitor.drain(one)
             if not self._monitor.stopped:
-                # The worker is dead: its `tail` is final, and all up to that is whole.
+                # The worker is dead, so its `tail` is final, and all before it is complete.
                 self._monitor.take_early(one, one.box.tail)
-            self._look_at_books(one)
-        # Before the accounts, which end an interrupt, and before the workers are put away.
+            self._check_page(one)
+        # Before `_settle`, which ends an interrupt, and before the workers are put away.
         end = End.of(worker)
-        self._make_accounts(ended, exitcode)
+        self._settle(ended, exitcode)
         # Out of the reactor before `_put_away` closes it.
         self._reactor.remove(handle.sentinel)
         for one in ended:
@@ -328,7 +327,7 @@ class Replacement:
         if end.kind not in (EndKind.FAILED, EndKind.KILLED, EndKind.REFUSED):
             for one in ended:
                 self._policy.succeeded(one.index)
-        # Nobody takes the place of one that is left over.
+        # A surplus worker is not replaced.
         if not self._left_over(worker):
             for one in end.served:
                 self._ledger.died(one.index, end.story)
@@ -340,13 +339,13 @@ class Replacement:
                 )
             else:
                 self._lost(end)
-        # What it held waits again, and others may be idle.
+        # Its tasks wait again, and others may be idle.
         self._monitor.give_idle()
 
-    def _look_at_books(self, worker: WorkerProcess) -> None:
-        """Look whether what a worker has left in shared memory can be true."""
+    def _check_page(self, worker: WorkerProcess) -> None:
+        """Check that what a worker has left in shared memory is possible."""
         if worker.protocol_error is not None:
-            # It may have begun more before it was killed, if that can be known.
+            # It may have begun more tasks before it was killed; an intact page says which.
             if worker.box.intact:
                 self._answers.disown(worker, worker.protocol_error)
             return
@@ -357,29 +356,29 @@ class Replacement:
             worker.found_wrong(wrong)
 
     def _finished_off(self, ended: list[WorkerProcess]) -> bool:
-        """Whether nothing more can come of workers that may live, as their server was killed.
+        """Whether workers whose fork server was killed, and which may live, send nothing more.
 
-        They are killed first: what they still run would be run twice.
+        Kills them first: otherwise their running tasks would run twice.
         """
-        worker = min(ended, key=lambda one: one.index)  # stands for all of them
+        worker = min(ended, key=lambda one: one.index)  # represents all of them
         if worker.silent or all(one.reader.ended for one in ended):
             return True
         if not self._silences.pending(worker):
-            # Its end stays readable.
+            # The sentinel stays readable.
             assert worker.handle is not None
             self._reactor.remove(worker.handle.sentinel)
             for one in ended:
                 one.kill()
                 self._sched.retire(one.index)
                 if not one.reader.ended:
-                    # Their ends of the pipes close with them.
+                    # Their pipes end when they do.
                     self._reactor.remove(one.reader.fd)
                     self._reactor.add(one.reader.fd, partial(self._hear, worker, one))
             self._silences.schedule_by(worker, self._reactor.now() + LAST_WORDS_SECONDS)
         return False
 
     def _hear(self, worker: WorkerProcess, one: WorkerProcess, fd: int) -> None:
-        """Take the last words of a worker; ``worker``: the sibling that stands for all of them."""
+        """Receive the last messages of a worker; ``worker``: the sibling that represents all."""
         self._monitor.receive(one)
         self._silences.cancel(worker)
         self._silences.schedule_by(worker, self._reactor.now() + LAST_WORDS_SECONDS)
@@ -391,26 +390,26 @@ class Replacement:
         self._look_at_end(worker)
 
     def _put_away(self, worker: WorkerProcess) -> None:
-        """Let go of a worker whose accounts are made."""
-        # Out of the reactor first: `worker.ended` closes the descriptors.
+        """Release a worker whose tasks are settled."""
+        # Remove its descriptors from the reactor before `worker.ended` closes them.
         self._monitor.gone(worker)
         self._direct.gone(worker)
         if self._switchboard is not None:
             self._switchboard.ended(worker)
         attachment = worker.attachment
         worker.ended()
-        # All that it has sent is held here by now.
+        # The parent holds all blocks that it has sent by now.
         self._maintenance.free_attachment(attachment)
 
-    def _make_accounts(self, ended: list[WorkerProcess], exitcode: int | None) -> None:
-        """Answer what the workers of a process ran, or have it tried again; others get the rest."""
-        # All hands are emptied before anyone is answered: an error tells what ran beside it.
+    def _settle(self, ended: list[WorkerProcess], exitcode: int | None) -> None:
+        """Answer or retry the tasks that a process ran; others get the rest."""
+        # Collect the tasks of all workers before answering: an error names what ran beside it.
         lost: dict[WorkerProcess, tuple[Batch, int]] = {}
         for one in ended:
-            # All that it has answered is taken in, so it was in the next one at most.
+            # All its answers are received, so it ran the next task at most.
             answered = one.in_flight.answered
             began = one.begun(answered)
-            # What had begun was failed when it sent an invalid message.
+            # If it sent an invalid message, its begun tasks have failed already.
             if one.protocol_error is not None and not one.box.intact:
                 began = answered
             found = self._sched.gone(one.index, min(began, answered + 1))
@@ -428,17 +427,17 @@ class Replacement:
 def _served(worker: WorkerProcess) -> bool:
     """Whether a worker that has ended was ready for tasks before."""
     if worker.state is WorkerStates.CONDEMNED:
-        return worker.reason is None  # else it was killed because it did not start
+        return worker.reason is None  # otherwise it was killed because it did not start
     return worker.state.serves
 
 
 def _told_to_end(worker: WorkerProcess) -> bool:
-    """Whether we have ended it, for what it did or did not do."""
+    """Whether the pool has ended the worker because of what it did."""
     return worker.state is WorkerStates.CONDEMNED or worker.interrupted is not None
 
 
 def _failure(end: End, policy: RestartPolicy) -> XPoolError | StartFailure:
-    """Say why the pool gives up."""
+    """Return the error that says why the pool gives up."""
     if end.kind is EndKind.DIED:
         return PoolBroken(policy.deaths, policy.seconds(), end.story)
     worker, exitcode, attempts = end.worker, end.exitcode, policy.attempts(end.worker.index)
@@ -451,7 +450,7 @@ def _failure(end: End, policy: RestartPolicy) -> XPoolError | StartFailure:
         reason = f"{type(cause).__name__}: {cause}"
     else:
         reason = f"its process ended before it was ready, {exit_reason(exitcode)}"
-        # It ended by itself, as one does that imports a script which makes a pool at its top.
+        # It ended by itself, as when it imports a script that makes a pool at its top level.
         if exitcode is None or exitcode >= 0:
             reason += (
                 "; look at its output on stderr. A script must keep its own work behind "
@@ -465,7 +464,7 @@ def _failure(end: End, policy: RestartPolicy) -> XPoolError | StartFailure:
 def _beside(
     worker: WorkerProcess, ended_by_us: WorkerProcess | None, ran: dict[WorkerProcess, str]
 ) -> str:
-    """Say what other threads of a worker's process have to do with its end; empty: nothing."""
+    """Say how other threads of the process may have caused its end; empty: there are none."""
     if ended_by_us is not None and ended_by_us is not worker:
         why = "sent an invalid message to its parent"
         if ended_by_us.protocol_error is None:
