@@ -1,7 +1,7 @@
 """The channel to a worker: two pipes, the shared page, and the descriptors beside them.
 
-Descriptors that only the parent may hold are listed, and closed in every child that the program
-forks: a copy of the writing end of a lifeline would keep a worker alive after its parent.
+Each child that the program forks closes the descriptors that only the parent may hold: a copy of
+the writing end of a lifeline would keep a worker alive after its parent.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ __all__ = ["Channel", "PipeChannel", "bundle", "owned"]
 _parents_only: set[int] = set()
 
 _forking = threading.RLock()
-"""Held during a fork, and while a channel is made: no child has an end that is not listed yet.
+"""Held during a fork and while a channel is made, so that no child inherits an unlisted descriptor.
 Reentrant, since a finalizer may fork."""
 
 
 def owned(fd: int) -> int:
-    """Note that a descriptor is to be closed in each forked child; return it."""
+    """List a descriptor to be closed in each forked child; return it."""
     _parents_only.add(fd)
     return fd
 
 
 def disown(fd: int) -> None:
-    """Note that a descriptor is closed by its owner."""
+    """Remove a descriptor from the list: its owner closes it."""
     _parents_only.discard(fd)
 
 
 def _close(fd: int) -> None:
-    # Struck off first: once it is closed, the number may be another file's, and a child of a fork
-    # would close that.
+    # Remove it first: once closed, its number may stand for another file, which a forked child
+    # would close.
     _parents_only.discard(fd)
     os.close(fd)
 
 
 def _widen(fd: int) -> None:
-    """Let the pipe hold a megabyte, if the system allows: fewer turns for a large message."""
+    """Let the pipe hold a megabyte, if the system allows it: large messages need fewer turns."""
     if sys.platform == "linux":
         try:
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, 1 << 20)
         except (OSError, AttributeError):
-            return  # over the user's share of pipe memory: the usual 64 KiB do as well
+            return  # over the user's limit of pipe memory: the default of 64 KiB does
 
 
 def _after_fork_in_child() -> None:
@@ -68,32 +68,32 @@ def _after_fork_in_child() -> None:
 
 
 at_fork.at_fork(in_child=_after_fork_in_child)
-# By name, since each child has a lock of its own: Ctrl-C may have kept its parent from taking this.
+# Looked up by name, since each child makes a new lock: Ctrl-C may have interrupted `acquire`.
 at_fork.at_fork(before=lambda: _forking.acquire(), in_parent=lambda: _forking.release())
 at_fork.renew(globals(), _forking=threading.RLock)
 
 
 class Channel(Protocol):
-    """What a worker and its parent have in common."""
+    """The connection between a worker and its parent."""
 
     writer: FrameWriter  # the pipe to it
     reader: FrameReader  # the pipe from it
     box: Outbox  # the page that both see
-    poller: Any  # of `reader` and the process, for a caller that receives its answer itself
-    control: int | None  # a socket, where it can ask for channels to other workers
+    poller: Any  # of `reader` and the sentinel, for a caller that receives its answer itself
+    control: int | None  # a socket by which it asks for channels to other workers
 
     def attach(self, handle: Handle) -> None:
-        """Note the process that has the other end."""
+        """Record the process that has the other end."""
 
     def cut_lifeline(self) -> None:
-        """Have the kernel kill the process, whose pid may be unknown."""
+        """End the process, whose pid may be unknown."""
 
     def close(self) -> None:
         """Close all descriptors; the process has ended, or was not started."""
 
 
 class PipeChannel:
-    """A channel, and until `boot` is closed, the worker's ends of it.
+    """A channel; until `boot` is closed, also the worker's ends of it.
 
     ``boot`` is a socket through which the worker receives its ends.  ``has_control``: the worker
     can ask for channels to others.
@@ -105,7 +105,7 @@ class PipeChannel:
         self._relay = relay
         self._logs: LogChannel | None = None
         self.control: int | None = None
-        # Until the worker's ends are closed here: a child forked meanwhile would keep them open.
+        # Held until the worker's ends are closed here: a child forked meanwhile would keep them.
         with _forking:
             self.boot = self._make(index, has_control, arena)
 
@@ -113,7 +113,7 @@ class PipeChannel:
         relay = self._relay
         mine: list[int] = []
         theirs: list[int] = []
-        others: list[int] = []  # of these, those that not every worker has
+        others: list[int] = []  # those of `theirs` that not every worker has
         try:
             task_r, task_w = os.pipe()
             theirs.append(task_r)
@@ -130,7 +130,7 @@ class PipeChannel:
                 mine.append(owned(logs))
             page = make_file()
             theirs.append(page)
-            # Each end of a pipe has flags of its own: the worker's still block.
+            # Each end of a pipe has its own flags: the worker's ends stay blocking.
             for fd in (task_w, answer_r):
                 _widen(fd)
             os.set_blocking(task_w, False)
@@ -143,7 +143,7 @@ class PipeChannel:
                 others.append(its_control)
                 os.set_blocking(self.control, False)
             box = Outbox(page)
-            # The page is all zeros, which would forbid the worker to begin anything.
+            # The page is all zeros: a limit of 0 would forbid the worker to begin any task.
             box.limit = NO_LIMIT
             # In the order of the table in `worker.entry`.
             if relay is not None:
@@ -162,7 +162,7 @@ class PipeChannel:
                 _close(fd)
             raise
         finally:
-            # The boot socket keeps what they stand for until the worker takes it out.
+            # The boot socket keeps them open until the worker receives them.
             for fd in theirs:
                 os.close(fd)
         self.writer, self.box = FrameWriter(task_w), box
@@ -205,5 +205,5 @@ def _packed(kind: bytes, fds: Sequence[int]) -> socket.socket:
 
 
 def bundle(boots: Sequence[socket.socket]) -> socket.socket:
-    """Return the boot socket of a process that has several workers: from it come theirs."""
+    """Return the boot socket of a process with several workers, from which it gets theirs."""
     return _packed(SEVERAL, [boot.fileno() for boot in boots])

@@ -1,4 +1,4 @@
-"""From the scheduler to the workers: tasks go out, with the functions that they call.
+"""Sends tasks to workers, and the functions that the tasks call.
 
 Called with the engine's lock held.
 """
@@ -18,11 +18,11 @@ __all__ = ["Dispatcher"]
 
 
 class Dispatcher:
-    """Writes to workers, and keeps the functions that jobs use."""
+    """Writes messages to workers, and keeps the functions of unfinished jobs."""
 
     def __init__(self, reactor: Reactor) -> None:
         self._reactor = reactor
-        # By number; kept as long as the job, for workers that start later.
+        # By number; kept until the job ends, for workers that start later.
         self._functions: dict[int, tuple[int, bytes | memoryview]] = {}
         self._last_number = 0
 
@@ -39,15 +39,15 @@ class Dispatcher:
             worker.may_forget(func)
 
     def send_batch(self, worker: WorkerProcess, batch: Batch) -> None:
-        """Send tasks to a worker, and the function before them that it does not have yet."""
+        """Send tasks to a worker, after their function if it does not have that yet."""
         parts: Parts = []
-        # What it may drop goes first, then the function, then its tasks: all in one write.
+        # Functions to drop first, then the function, then its tasks: all in one write.
         if worker.forgotten:
             parts = forget_frame(worker.forgets())
         func = batch.func
         if func and func not in worker.known and func in self._functions:
-            # A function that is not there was forgotten: its job has failed, and what of it was
-            # queued already is answered by the worker, to nobody.
+            # A missing function was forgotten since its job has failed; answers to tasks of the job
+            # that are still sent are ignored.
             worker.learned(func)
             mode, payload = self._functions[func]
             parts += func_frame(func, mode, payload if worker.mapped else inline(payload))
@@ -60,19 +60,19 @@ class Dispatcher:
             batch.input_reader.taken(batch.items)
 
     def send(self, worker: WorkerProcess, parts: Parts) -> None:
-        """Write a frame; what the pipe has no room for follows when it has."""
+        """Write a frame; the rest follows when the pipe has room."""
         worker.writer.send(parts)
         if worker.writer.backlog:
             self._flush_later(worker.writer)
 
     def _flush_later(self, writer: FrameWriter) -> None:
-        # Watched already: what was added to the backlog follows in its turn.
+        # If it is watched already, the backlog will be written anyway.
         if writer.fd in self._reactor:
             return
 
         def flush(fd: int) -> None:
             writer.flush()
-            # Not watched for longer: epoll reports a pipe that has room at every turn.
+            # Stop watching, since epoll reports a pipe with room at every turn.
             if not writer.backlog:
                 self._reactor.remove(fd)
 

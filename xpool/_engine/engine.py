@@ -1,4 +1,4 @@
-"""The engine of the process pools: wait, turn what happened into events, do what follows.
+"""The engine of the process pools: waits for events, and acts on them.
 
 ::
 
@@ -18,8 +18,8 @@
                                    v
                              the pool delivers them to the callers
 
-One lock guards all of it.  Whoever holds it does what is to be done and lets go; nobody waits for
-a descriptor, starts a process, runs a user's code or wakes a caller while holding it.
+One lock guards all of it.  It is held for moments: no thread waits for a descriptor, starts a
+process, runs a user's code or wakes a caller while holding it.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -51,14 +51,14 @@ __all__ = ["Engine", "System"]
 
 
 class System(NamedTuple):
-    """The engine's only ways to the system; a simulated world gives others."""
+    """The engine's only access to the system; a simulated world supplies its own."""
 
     reactor: Reactor
     worker: Callable[[int, InFlight, Recipe], WorkerProcess]
 
 
 class Engine:
-    """The workers of one pool and the tasks that are given to them.
+    """The workers of one pool and their tasks.
 
     ``describe(job, index)`` names a task for error messages.
     """
@@ -71,11 +71,11 @@ class Engine:
         options: EngineOptions,
         system: System | None = None,
     ) -> None:
-        # Taken by whoever submits, and by the engine's thread for each turn, not for its wait.  No
-        # `interruptible` function holds it: a handler that uses the pool would wait for itself.
+        # Taken by threads that submit tasks, and by the engine's thread except while it waits.  No
+        # `interruptible` function holds it: a handler that uses the pool would deadlock.
         self.lock = threading.Lock()  # guards all that follows, the parts included
         self.dropped = False  # the pool is gone; set without the lock
-        self._resumed = False  # as is this
+        self._resumed = False  # `resume` was called; set without the lock
         self._recipe, self._relay = recipe, recipe.relay
         self._reactor, self._make_worker = system or System(Reactor(), WorkerProcess)
         self.sched = Scheduler(workers)
@@ -122,12 +122,12 @@ class Engine:
             self._watch_relay(self._relay)
 
     def _add_workers(self, size: int) -> None:
-        """Have so many places for workers, at least."""
+        """Make at least this many places for workers."""
         for i in range(len(self.workers), size):
             self.workers.append(self._make_worker(i, self.sched.in_flight[i], self._recipe))
 
     def _watch_relay(self, relay: Relay) -> None:
-        """Have the relay's thread started when there is something for it."""
+        """Start the relay's thread when it has something to read."""
         fd = relay.fileno()
         if fd is None:
             relay.begin()
@@ -137,15 +137,15 @@ class Engine:
     def _relay_has_something(self, relay: Relay, fd: int) -> None:
         if not relay.is_needed():
             return
-        self._reactor.remove(fd)  # the relay's own thread reads from here on
+        self._reactor.remove(fd)  # from here on the relay's thread reads
         if not relay.begin():
-            # The system has no thread now: workers wait for room, then count what they drop.
+            # The system refuses a thread now: workers wait for room, then drop and count records.
             self._reactor.call_at(self._reactor.now() + 1.0, self._watch_relay, relay)
 
     # -- called by the pool, from any thread ---------------------------------------------------
 
     def resume(self) -> None:
-        """Give out what waits: some that was kept from running may run.  Without the lock."""
+        """Give waiting tasks to workers: some that were held back may run.  Takes no lock."""
         self._resumed = True
         if not self._reactor.closed:
             self._reactor.nudge()
@@ -162,18 +162,18 @@ class Engine:
             self._dispatcher.forget(func, self.workers)
 
     def withdraw(self, job: int, index: int | None = None) -> None:
-        """Give nobody what still waits of a job that has ended, and stop what runs of it."""
+        """Drop the waiting tasks of a job that has ended, and stop its running ones."""
         with self.lock:
             self._monitor.withdraw(job, index)
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back those of these items that nobody has begun, each as a result without a value
-        whose ``ok`` is None: what waits now, what a worker has when it is seen to sit on it."""
+        """Hand back those of these items that no worker has begun, each as a result without a value
+        whose ``ok`` is None: waiting items now, items in flight if a worker does not run them."""
         with self.lock:
             self._monitor.give_back(job, items)
 
     def sent(self, payload: bytes | memoryview) -> int:
-        """Return how many bytes of memory a message holds; it was made for a worker."""
+        """Return how many bytes of memory a message to a worker holds."""
         if type(payload) is Leased:
             with self.lock:
                 self._maintenance.later()
@@ -181,19 +181,19 @@ class Engine:
 
     @property
     def cost(self) -> float:
-        """Seconds that a task takes, by the last answers; inf: not known."""
+        """Seconds that a task takes, by the latest answers; inf: unknown."""
         return self.sched.cost
 
     # -- starting and stopping -------------------------------------------------------------------
 
     @property
     def failure(self) -> XPoolError | StartFailure | None:
-        """Why the pool can go on no more."""
+        """Why the pool has stopped; None: it has not."""
         return self._replacement.failure
 
     @property
     def ended(self) -> bool:
-        """Whether no process is left and none will come."""
+        """Whether no process is left and none will start."""
         return self._replacement.ended
 
     def start_missing(self) -> bool:
@@ -212,7 +212,7 @@ class Engine:
             self._launch(launch)
 
     def _launch(self, launch: Launch, *, again: bool = False) -> None:
-        """Start a process, without the lock; ``again``: what fails is tried again later."""
+        """Start a process, without the lock; ``again``: a failed start is tried again later."""
         try:
             result = launch.run()
             with self.lock:
@@ -220,17 +220,17 @@ class Engine:
         except BaseException as exc:
             with self.lock:
                 self._replacement.refused(launch, exc, again=again)
-            # A step that the table of states does not have: to try again would hide the bug.
+            # InternalError: the state table lacks the step; trying again would hide the bug.
             if not again or not isinstance(exc, Exception) or isinstance(exc, InternalError):
                 raise
 
     def resize(self, size: int) -> None:
-        """Have so many workers: new ones start, or those with the highest numbers end.
+        """Set the number of workers: new ones start, or those with the highest numbers end.
 
-        These end after the task that they are in; others get what they have not begun.
+        These end after their running task; others get the tasks that they have not begun.
 
         Raises:
-            OptionError: something is bound to one of these.
+            OptionError: a task is bound to one of these.
             OSError: the system refuses a process; there are as many workers as before.
         """
         with self.lock:
@@ -248,14 +248,13 @@ class Engine:
             self.start_missing()
         except BaseException:
             with self.lock:
-                # Those that did start are dismissed; their places stay, empty, for the next time.
-                # Not if another call has set another size meanwhile.
+                # Dismiss those that have started, unless another call has set another size.
                 if self.sched.size == size:
                     self._have(before)
             raise
 
     def _have(self, size: int) -> None:
-        """Have so many places, and let the workers end that are left over."""
+        """Set the number of places, and dismiss surplus workers."""
         self.sched.resize(size)
         self._add_workers(size)
         self.ledger.open_accounts(size)
@@ -263,35 +262,35 @@ class Engine:
         self._reactor.wake()
 
     def retire_all(self) -> None:
-        """Let workers end when they have answered what they hold: nothing more will come."""
+        """Let workers end when they have answered all tasks; no more will be submitted."""
         with self.lock:
             self._replacement.retire_all()
             self._reactor.wake()
 
     def terminate(self, at_once: bool = False) -> None:
-        """Stop all workers now: asked first, and killed a moment later, or at once."""
+        """Stop all workers: ask them first and kill them a moment later, or kill them at once."""
         with self.lock:
             self._submission.leave_signal_handler()
             self._replacement.terminate(at_once)
-            # This alone may make `ended` true: then no descriptor wakes the thread that waits.
+            # If this alone makes `ended` true, no descriptor wakes the waiting thread.
             self._reactor.wake()
 
     def close(self) -> None:
-        """Let go of the engine's own descriptors; all workers have ended."""
+        """Close the engine's own descriptors; all workers have ended."""
         with self.lock:
             self._reactor.close()
-        # Both without the lock: the first gives back memory, which takes its time, the second waits
-        # for handlers of loggers, which may look at this pool.
+        # Without the lock: the first is slow; the second waits for handlers of loggers, which may
+        # use this pool.
         self._maintenance.end()
         if self._relay is not None:
             self._relay.end()
 
     def after_fork_in_child(self) -> None:
-        """These workers are the parent's; their descriptors are closed here already."""
-        # Some thread of the parent may have held it.
+        """Forget the parent's workers, whose descriptors are closed here already."""
+        # A thread of the parent may have held it.
         self.lock = self._submission.lock = self._observation.lock = threading.Lock()
         self._replacement.ending = True
-        # Touches no descriptor: the epoll that the child has is the parent's, too.
+        # Touches no descriptor: the child shares the epoll with its parent.
         self._monitor.clear()
         self._maintenance.forget()
         if self._relay is not None:
@@ -320,17 +319,17 @@ class Engine:
             if self._resumed:
                 self._resumed = False
                 self._monitor.give_idle()
-        # Without the lock: to clear a dead worker's holds takes milliseconds.
+        # Without the lock: clearing a dead worker's holds takes milliseconds.
         if self._maintenance.after_turn():
             with self.lock:
                 self._maintenance.again()
 
     def wake(self) -> None:
-        """Make the engine's thread look at the clock and the pool's state again."""
+        """Make the engine's thread check the clock and the pool's state again."""
         with self.lock:
             self._reactor.wake()
 
     def drop(self) -> None:
-        """Note that the pool is gone.  For the garbage collector: without a lock."""
+        """Note that the pool is gone.  Called by the garbage collector, so it takes no lock."""
         self.dropped = True
         self._reactor.nudge()  # the pool had not ended, so this is open

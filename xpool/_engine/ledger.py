@@ -1,7 +1,7 @@
-"""What the workers have done: for `report`, `trace` and `watch`.
+"""Records what the workers have done, for `report`, `trace` and `watch`.
 
-Kept by the message, not by the task: a worker says with each message how long it was at the answers
-in it, and of tasks that take more than a millisecond each has a message to itself.
+Records are made for each message, not for each task: a message says how long the worker took for
+the answers in it.  Tasks of more than a millisecond have a message each.
 
 Guarded by the engine's lock.
 """
@@ -20,16 +20,16 @@ __all__ = ["Account", "Event", "Ledger", "Slow", "Work"]
 
 SLOWEST = 10
 SHORTEST = 1_000_000
-"""Nanoseconds: what takes less is not among the slowest tasks."""
+"""Nanoseconds: faster tasks are not listed among the slowest."""
 
 ITEM = 4096
-"""Bytes of a pickled item, up to which it is kept of a slow task."""
+"""Largest pickled item, in bytes, that is kept of a slow task."""
 
 MOST_EVENTS = 1_000_000
 
 
 class Account:
-    """Of one worker: all the processes that it ever was."""
+    """The record of one worker, over all its processes."""
 
     __slots__ = ("busy", "deaths", "lived", "ready_at", "tasks")
 
@@ -37,12 +37,12 @@ class Account:
         self.tasks = 0
         self.busy = 0  # nanoseconds
         self.deaths = 0
-        self.ready_at: float | None = None  # when the process of now became ready
-        self.lived = 0.0  # seconds that those before it were ready
+        self.ready_at: float | None = None  # when the present process became ready
+        self.lived = 0.0  # seconds that earlier processes were ready
 
 
 class Work(NamedTuple):
-    """What one worker has done, for people."""
+    """What one worker has done, as `report` shows it."""
 
     worker: int
     pid: int | None
@@ -56,14 +56,14 @@ class Slow(NamedTuple):
     """One of the slowest tasks."""
 
     nanos: int
-    number: int  # so that two are never compared by what comes after it
+    number: int  # so that comparisons never reach the fields behind it
     task: str
     worker: int
-    item: bytes | None  # its item, pickled, where that is small
+    item: bytes | None  # the pickled item, if it is small
 
 
 class Event(NamedTuple):
-    """Something that happened: over some time, or at one moment (``seconds`` is None)."""
+    """An event of some duration, or at one moment (``seconds`` is None)."""
 
     when: float
     seconds: float | None
@@ -84,7 +84,7 @@ class Ledger:
         self.accounts = [Account() for _ in range(workers)]
         self.bytes_in = self.bytes_out = 0  # sent to processes that have ended
         self.retries = 0
-        self.slowest: list[Slow] = []  # a heap: the fastest of them first
+        self.slowest: list[Slow] = []  # a heap, the fastest first
         self.begun = now()
         self.events: list[Event] | None = None  # kept while a trace is written
         self.dropped = 0  # events that had no room
@@ -94,12 +94,12 @@ class Ledger:
         self._numbers = itertools.count()
 
     def answered(self, worker: int, batch: Batch | None, tasks: int, nanos: int) -> None:
-        """Note a message of so many answers; ``batch``: what the first of them belongs to."""
+        """Record a message of ``tasks`` answers, the first of which belongs to ``batch``."""
         account = self.accounts[worker]
         account.tasks += tasks
         account.busy += nanos
         if batch is not None:
-            # Of several answers in a message, only the time of all together is known.
+            # For several answers in a message, only the total time is known.
             if tasks == 1 and nanos > self._floor:
                 self._slow(worker, batch, nanos)
             if self.events is not None:
@@ -109,7 +109,7 @@ class Ledger:
 
     def _slow(self, worker: int, batch: Batch, nanos: int) -> None:
         item = batch.items[batch.done] if batch.done < len(batch.items) else None
-        # Not a `Leased` one: kept here, it would hold its blocks.
+        # Not a `Leased` item, which would hold its blocks.
         kept = item if type(item) is bytes and len(item) <= ITEM else None
         task = self.describe(*batch.name(batch.first + batch.done))
         slow = Slow(nanos, next(self._numbers), task, worker, kept)
@@ -120,16 +120,16 @@ class Ledger:
             self._floor = self.slowest[0].nanos
 
     def open_accounts(self, workers: int) -> None:
-        """Have accounts for so many workers, at least."""
+        """Make accounts for at least this many workers."""
         while len(self.accounts) < workers:
             self.accounts.append(Account())
 
     def ready(self, worker: int) -> None:
-        """A process can take tasks."""
+        """Record that a process can take tasks."""
         self.accounts[worker].ready_at = self._now()
 
     def gone(self, worker: int, bytes_out: int) -> None:
-        """A process has ended, to which so many bytes were sent."""
+        """Record the end of a process to which ``bytes_out`` bytes were sent."""
         self.bytes_out += bytes_out
         account = self.accounts[worker]
         if account.ready_at is not None:
@@ -137,19 +137,19 @@ class Ledger:
             account.ready_at = None
 
     def died(self, worker: int, story: str) -> None:
-        """It ended unasked, after it was ready."""
+        """Record that a ready worker died."""
         self.accounts[worker].deaths += 1
         if self.events is not None:
             self._add(Event(self._now(), None, story, worker))
 
     def retried(self, batch: Batch, index: int) -> None:
-        """A task is to be run once more."""
+        """Record that a task will run again."""
         self.retries += 1
         if self.events is not None:
             self._add(Event(self._now(), None, f"{self.describe(*batch.name(index))} again", None))
 
     def work(self, worker: int, pid: int | None) -> Work:
-        """Return what a worker has done, whose process of now has this id."""
+        """Return what a worker has done; ``pid`` is its present process."""
         a = self.accounts[worker]
         ready = a.lived + (0.0 if a.ready_at is None else self._now() - a.ready_at)
         return Work(worker, pid, a.tasks, a.busy * 1e-9, ready, a.deaths)

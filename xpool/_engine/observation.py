@@ -26,7 +26,7 @@ class Observation:
         self._workers, self._sched, self._ledger = workers, sched, ledger
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a worker is in a task of this job now, or in that task."""
+        """Whether a worker runs a task of this job now, or the task ``index``."""
         with self.lock:
             for worker in self._workers:
                 # A worker without a process has no page: it was unmapped.
@@ -42,7 +42,7 @@ class Observation:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
         sched, workers = self._sched, self._workers
         with self.lock:
-            # A worker has tasks in hand that it has not begun, and one that it runs.
+            # A worker holds tasks that it has not begun, and the one that it runs.
             running = sum(
                 sched.running(worker.index, worker.box.began) is not None
                 for worker in workers
@@ -62,13 +62,13 @@ class Observation:
         ledger = self._ledger
         with self.lock:
             work = [ledger.work(worker.index, worker.pid) for worker in self._workers]
-            # What ended processes were sent is in the ledger; their writers still have the number.
+            # The ledger has the bytes sent to ended processes, so their writers do not count.
             sent = sum(worker.writer.sent for worker in self._workers if worker.handle is not None)
             out = sent + ledger.bytes_out
             return work, sorted(ledger.slowest, reverse=True), out, ledger.bytes_in, ledger.retries
 
     def stacks(self, describe: Callable[[int, int], str] | None = None) -> list[Whereabouts]:
-        """Return where each worker is, within a second; those that run are asked by a signal."""
+        """Return the stack of each worker, within a second; busy ones are asked by a signal."""
         describe = describe or self._ledger.describe
         begun = time.monotonic()
         with self.lock:
@@ -80,13 +80,13 @@ class Observation:
                 found = stacks.collect(workers, asked, self._sched, describe, waited)
             if found is not None:
                 return found
-            time.sleep(0.005)  # the handlers write to a page, which tells nobody
+            time.sleep(0.005)  # the handlers write to the page, which wakes no thread
 
     def begin_trace(self) -> None:
         """Begin to keep events.
 
         Raises:
-            OptionError: they are kept already, for another.
+            OptionError: another trace keeps them already.
         """
         with self.lock:
             self._ledger.begin_trace()

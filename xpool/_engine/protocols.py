@@ -1,4 +1,4 @@
-"""What pools need of the workers behind them.
+"""The interfaces that pools use of their workers.
 
 `BasePool` needs a `WorkerBackend`, which `ThreadWorkers` is; pools of processes give ranges of
 tasks to an `EngineProtocol`, which engines over hosts implement, too.
@@ -20,14 +20,14 @@ __all__ = ["EngineProtocol", "LocalEngine", "WorkerBackend"]
 
 
 class WorkerBackend(Protocol):
-    """The workers of a pool, without the pool: what its thread may hold while it waits."""
+    """The workers of a pool; the pool's thread holds this and not the pool while it waits."""
 
     dropped: bool
-    """Whether the pool is gone, and the workers must be."""
+    """Whether the pool is gone, so that the workers must end."""
 
     @property
     def failure(self) -> BaseException | PickledResult | None:
-        """Why they can do nothing more; a parcel is opened by those who raise it."""
+        """Why they have stopped, None: they have not; a `PickledResult` is opened when raised."""
 
     @property
     def ended(self) -> bool:
@@ -46,10 +46,10 @@ class WorkerBackend(Protocol):
         """Stop the workers now."""
 
     def close(self) -> None:
-        """Let go of everything; all workers have ended."""
+        """Release everything; all workers have ended."""
 
     def after_fork_in_child(self) -> None:
-        """Have nothing more to do with workers that are another process's."""
+        """Forget the workers, which belong to the parent."""
 
 
 class EngineProtocol(WorkerBackend, Protocol):
@@ -63,7 +63,7 @@ class EngineProtocol(WorkerBackend, Protocol):
 
     @property
     def idle(self) -> Collection[int]:
-        """Workers that have nothing; looked at without a lock, after items came to a range."""
+        """Idle workers; read without a lock after items were appended to a range."""
 
     def report(self) -> tuple[list[Work], list[Slow], int, int, int]:
         """Return each worker's work, the slowest tasks, bytes to workers and back, and retries."""
@@ -72,10 +72,10 @@ class EngineProtocol(WorkerBackend, Protocol):
         """Start a process for every worker that has none; return whether there was one."""
 
     def retire_all(self) -> None:
-        """Let workers end when they have answered what they hold: nothing more will come."""
+        """Let workers end when they have answered all tasks; no more will be submitted."""
 
     def submit(self, *ranges: TaskRange) -> None:
-        """Queue ranges of tasks, at one moment."""
+        """Queue ranges of tasks, with no others in between."""
 
     def submit_call(
         self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
@@ -86,10 +86,10 @@ class EngineProtocol(WorkerBackend, Protocol):
         """Submit a range of one call for a caller that waits; may receive its answer here."""
 
     def feed(self, task_range: TaskRange) -> None:
-        """See to it that a range to which items were appended is queued, and the idle get it."""
+        """Queue a range to which items were appended, and give them to idle workers."""
 
     def resume(self) -> None:
-        """Give out what waits: some that was kept from running may run.  Takes no lock."""
+        """Give waiting tasks to workers: some that were held back may run.  Takes no lock."""
 
     def learn(self, mode: int, payload: bytes | memoryview) -> int:
         """Keep a function for the workers; return the number that tasks call it by."""
@@ -98,21 +98,21 @@ class EngineProtocol(WorkerBackend, Protocol):
         """Let workers drop a function: its job is done."""
 
     def withdraw(self, job: int, index: int | None = None) -> None:
-        """Give nobody what still waits of a job that has ended, and stop what runs of it."""
+        """Drop the waiting tasks of a job that has ended, and stop its running ones."""
 
     def runs(self, job: int, index: int | None = None) -> bool:
-        """Whether a worker is in a task of this job now, or in that task."""
+        """Whether a worker runs a task of this job now, or the task ``index``."""
 
     def sent(self, payload: bytes | memoryview) -> int:
-        """Return how many bytes of memory a message holds; it was made for a worker."""
+        """Return how many bytes of memory a message to a worker holds."""
 
     def statistics(self) -> dict[str, Any]:
         """Return counts: of workers (ready, deaths), of tasks (waiting, running), and ``pids``."""
 
 
 class LocalEngine(EngineProtocol, Protocol):
-    """An engine that has its workers here, and may work for a driver elsewhere."""
+    """An engine whose workers are on this machine, and which may work for a remote driver."""
 
     def give_back(self, job: int, items: range) -> None:
-        """Hand back those of these items that nobody has begun, each as a result without a value
-        whose ``ok`` is None: what waits now, what a worker has when it is seen to sit on it."""
+        """Hand back those of these items that no worker has begun, each as a result without a value
+        whose ``ok`` is None: waiting items now, items in flight if a worker does not run them."""

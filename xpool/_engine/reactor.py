@@ -1,4 +1,4 @@
-"""What the engine's thread waits on: descriptors, timers, and a call to look again."""
+"""What the engine's thread waits for: descriptors, timers, and wake-ups."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Alarms", "Reactor", "Timer"]
 
 
 MOST_WAIT_SECONDS = 86400.0
-"""Seconds of one wait: epoll counts milliseconds in 31 bits, and a timer may be further away."""
+"""Longest wait: epoll counts milliseconds in 31 bits, and a timer may be later."""
 
 _IN, _OUT = select.POLLIN, select.POLLOUT  # epoll's numbers are the same
 _epoll: Any = getattr(select, "epoll", None)
 
 
 class _Poll:
-    """What is used of epoll, for systems that have only poll: there a change must wake the poller,
-    which sees it at the next turn."""
+    """The interface of epoll for systems that have only poll, whose wait does not see changes: they
+    wake it."""
 
     def __init__(self, nudge: Callable[[], None]) -> None:
         self._poll = select.poll()
@@ -37,7 +37,7 @@ class _Poll:
         self._nudge()
 
     def unregister(self, fd: int) -> None:
-        # No nudge: what the poller still sees of it has no handler, and is passed by.
+        # No nudge: an event that the poller still reports has no handler and is ignored.
         self._poll.unregister(fd)
 
     def poll(self, timeout: float | None) -> list[tuple[int, int]]:
@@ -45,11 +45,11 @@ class _Poll:
         return self._poll.poll(None if timeout is None else timeout * 1000)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: poll has no descriptor."""
 
 
 class Timer:
-    """A call that is to be made at a time.  Guarded by the engine's lock."""
+    """A call to be made at a certain time.  Guarded by the engine's lock."""
 
     __slots__ = ("_args", "_call", "when")
 
@@ -64,21 +64,21 @@ class Timer:
         return self._call is not None
 
     def cancel(self) -> None:
-        """Never make the call; it may have been made."""
-        # The entry stays in the heap until its time: to look for it would cost more.
+        """Do not make the call, if it was not made yet."""
+        # The entry stays in the heap until its time: searching it would cost more.
         self._call, self._args = None, ()
 
     def run(self) -> None:
         """Make the call, unless it was cancelled."""
         call, args = self._call, self._args
-        self.cancel()  # first, so that the call may set the timer anew
+        self.cancel()  # first, so that the call may set the timer again
         if call is not None:
             call(*args)
 
 
 class Reactor:
-    """Descriptors and times, and what to do when they have come.  Guarded by the engine's lock,
-    except `poll` and `nudge`; a change takes effect on a `poll` that is under way."""
+    """Descriptors and timers with their handlers.  Guarded by the engine's lock, except `poll` and
+    `nudge`; a change takes effect on a `poll` in progress."""
 
     def __init__(self) -> None:
         self._epoll: Any = _Poll(self.nudge) if _epoll is None else _epoll()
@@ -88,16 +88,16 @@ class Reactor:
             os.set_blocking(fd, False)
         self._epoll.register(self._wake_r, _IN)
         self._handlers: dict[int, Callable[[int], None]] = {}
-        # Timers by time; the number keeps two of one time in their order.
+        # Timers by time; the number orders two of the same time.
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self._next: float | None = None  # the first of these times; `poll` reads it without lock
         self.closed = False
 
     def now(self) -> float:
-        """Return the time in seconds, by the clock that timers are set by.
+        """Return the time in seconds, by the clock of the timers.
 
-        The engine has no other: a simulated world gives it one of its own.
+        The engine uses no other clock, so a simulated world can supply one.
         """
         return time.monotonic()
 
@@ -106,19 +106,19 @@ class Reactor:
 
     def add(self, fd: int, handler: Callable[[int], None], *, writable: bool = False) -> None:
         """Have ``handler(fd)`` called when the descriptor is ready."""
-        # First, since the system may refuse.  Handlers are looked up under the lock that we have.
+        # First, since the system may refuse.  Handlers are looked up under the lock, held here.
         self._epoll.register(fd, _OUT if writable else _IN)
         self._handlers[fd] = handler
 
     def remove(self, fd: int) -> None:
         """Forget a descriptor, if it is known."""
-        # Its owner closes it after this, never before: the number may be another file's at once.
+        # Its owner closes it afterwards: once closed, its number may stand for another file.
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
     def mute(self, fd: int, muted: bool) -> None:
-        """Let nothing but a hang-up of this descriptor be seen, or all again."""
-        # EPOLLHUP and EPOLLERR come all the same (epoll_ctl(2)): a death is always seen.
+        """Report only a hang-up of this descriptor (``muted``), or all events again."""
+        # EPOLLHUP and EPOLLERR are always reported (epoll_ctl(2)), so a death is seen.
         self._epoll.modify(fd, 0 if muted else _IN)
 
     def call_at(self, when: float, call: Callable[..., object], *args: Any) -> Timer:
@@ -138,26 +138,26 @@ class Reactor:
         while self._timers and self._timers[0][0] <= now:
             due.append(heapq.heappop(self._timers)[2])
         self._next = self._timers[0][0] if self._timers else None
-        # Only these: a call that is due again at once has to wait for the descriptors' turn.
+        # Only these: a call that is due again at once must wait until descriptors are handled.
         for timer in due:
             timer.run()
 
     def wake(self) -> None:
         """Make `poll` return."""
-        # Under the lock, as `close`: after that, the number may be another file's.
+        # Under the lock, as `close`: once closed, the number may stand for another file.
         if not self.closed:
             self.nudge()
 
     def nudge(self) -> None:
-        """As `wake`, for those who hold no lock and know that this is open."""
+        """As `wake`, without the lock; the reactor must be open."""
         try:
             os.write(self._wake_w, b"!")
         except BlockingIOError:
-            return  # the last ones have not been seen yet
+            return  # earlier wake-ups are still unread
 
     def poll(self, timeout: float | None) -> list[int]:
         """Wait; return the descriptors that are ready.  Called by one thread."""
-        # A sooner timer that is set after this look writes to the pipe: the wait returns at once.
+        # An earlier timer that is set after this read writes to the pipe, which ends the wait.
         when = self._next
         if when is not None:
             left = max(0.0, when - self.now())
@@ -169,20 +169,20 @@ class Reactor:
         return [fd for fd, _ in self._epoll.poll(timeout)]
 
     def handle(self, fd: int) -> None:
-        """Do what is to be done for a descriptor; one that was removed meanwhile is passed by."""
+        """Call the handler of a descriptor; ignore one that was removed meanwhile."""
         if fd == self._wake_r:
             os.read(fd, 512)
             return
-        # The number may have been given to another since the wait: each handler may find nothing.
+        # The number may stand for another file since the wait: handlers may find nothing to read.
         handler = self._handlers.get(fd)
         if handler is not None:
             handler(fd)
 
     def close(self) -> None:
-        """Let go of the descriptors."""
+        """Close the descriptors."""
         if not self.closed:
             self.closed = True
-            # Their calls hold the parts of the engine, and these hold the reactor.
+            # Breaks a cycle: their calls refer to parts of the engine, which refer to the reactor.
             self._timers.clear()
             self._epoll.close()
             os.close(self._wake_r)
@@ -192,8 +192,8 @@ class Reactor:
 class Alarms:
     """One timer for each worker, all for one purpose: ``call(worker)``.
 
-    The timers are kept by the workers, which cancel them.  ``serving``: only a worker that was not
-    told to end has one.
+    The workers keep the timers and cancel them.  ``serving``: only workers that are not told to end
+    have one.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Alarms:
         self.serving = serving
 
     def schedule_by(self, worker: Any, when: float) -> None:
-        """Have the call made at ``when``, or sooner where that is set already."""
+        """Have the call made at ``when``, or earlier if it is set so already."""
         timer = worker.timers.get(self)
         if timer is not None and timer.pending:
             if timer.when <= when:

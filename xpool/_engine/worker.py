@@ -1,6 +1,6 @@
-"""A worker as its parent sees it: state, process, channel, timers and what it holds.
+"""A worker as its parent sees it: state, process, channel, timers and tasks in flight.
 
-Workers that are threads of one process have a channel each, and that process's one handle.
+Workers that are threads of one process have a channel each, and share the handle of the process.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -28,8 +28,8 @@ class Recipe(NamedTuple):
     """How the workers of an engine are started.
 
     ``config(index, generation, attachment)`` returns the first message to a worker.  ``inherited``:
-    what cannot be sent, for start methods that fork.  ``has_control``: workers can ask for channels
-    to each other.
+    objects that cannot be pickled, for start methods that fork.  ``has_control``: workers can ask
+    for channels to each other.
     """
 
     launcher: Launcher
@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """When a worker was asked to break off its task, and its processor times (`processor`) then."""
+    """When a worker was asked to stop its task, and its processor times (`processor`) then."""
 
     when: float
     ran: float
@@ -51,14 +51,14 @@ class Asked(NamedTuple):
 
 
 class WorkerProcess:
-    """The worker in one place of a pool, through all the processes that it ever is.
+    """The worker in one place of a pool, through all its processes, one after the other.
 
     Guarded by the engine's lock, except `launch`.  Other parts read its fields and call its events;
-    no other part assigns a field (tests/layout holds that).
+    only this class assigns its fields (tests/layout checks that).
     """
 
-    # Of the process, from `launched` to `ended`:
-    handle: Handle | None  # None: there is no process
+    # Set from `launched` to `ended`:
+    handle: Handle | None  # None: no process
     writer: FrameWriter
     reader: FrameReader
     box: Outbox
@@ -79,23 +79,23 @@ class WorkerProcess:
 
     def _reset(self) -> None:
         self.handle = self.control = None
-        # Why it could not start: its own word, or what was seen from here.
+        # Why it could not start, as the worker said or as the parent saw.
         self.reason: Refusal | Exception | None = None
-        # The invalid message that it sent; nothing that came after that is believed.
+        # The error of an invalid message; all later data of this process are ignored.
         self.protocol_error: Exception | None = None
-        self.remark = ""  # for the error of its task: too much memory, or memory written over
-        # Functions that this process has, those of them that it may drop, which the next message
-        # says, and whether it can use blocks of the arena.
+        self.remark = ""  # for the error of its task: too much memory, or overwritten memory
+        # Functions that this process has; functions that the next message tells it to drop; and
+        # whether it can use blocks of the arena.
         self.known: set[int] = set()
         self.forgotten: list[int] = []
         self.mapped = True
-        # What the last look saw in its outbox; how many answers were taken out ahead of the message
-        # that will announce them.
+        # What the last check saw in its outbox; how many answers were taken before the message that
+        # will announce them.
         self.seen = (0, 0)
         self.answers_taken_early = 0
-        self.interrupted: int | None = None  # the item that it is to break off
+        self.interrupted: int | None = None  # the item that it was asked to stop
         self.asked = Asked(0.0, 0.0, 0.0)
-        self.silent = False  # nothing more is expected from it; whether it has ended is unknown
+        self.silent = False  # it counts as ended, which cannot be verified
         self.deadlines = Deadlines()
 
     def _transition(self, event: WorkerEvent) -> None:
@@ -116,7 +116,7 @@ class WorkerProcess:
 
     @property
     def may_be_told_to_end(self) -> bool:
-        """Whether it has a process that was not told to end yet."""
+        """Whether it has a process that was not yet told to end."""
         return self.state is WorkerStates.STARTING or self.state.serves
 
     # -- its process starts --------------------------------------------------------------------
@@ -126,7 +126,7 @@ class WorkerProcess:
         self.siblings = siblings
 
     def launching(self) -> None:
-        """The start of a process was decided."""
+        """Record that the start of a process was decided."""
         self._reset()
         self._transition(WorkerEvent.LAUNCH)
 
@@ -134,7 +134,7 @@ class WorkerProcess:
         """Start a process for this worker and its siblings.  Called without the lock.
 
         Raises:
-            OSError: that is not possible; nothing is left over.
+            OSError: it cannot be started; nothing is left over.
         """
         recipe = self.recipe
         channels: list[PipeChannel] = []
@@ -158,7 +158,7 @@ class WorkerProcess:
         return handle, [*channels]
 
     def launched(self, handle: Handle, channel: Channel, attachment: int | None) -> None:
-        """Its process was started."""
+        """Record the started process."""
         self._transition(WorkerEvent.LAUNCHED)
         self.generation += 1
         self.attachment = attachment
@@ -167,55 +167,55 @@ class WorkerProcess:
         self.poller, self.control = channel.poller, channel.control
 
     def refused(self, reason: Exception | None) -> None:
-        """No process could be started; None: none is wanted any more."""
+        """Record that no process could be started; None: none is needed any more."""
         if self.state is WorkerStates.LAUNCHING:
             self._transition(WorkerEvent.REFUSED)
         self.reason = reason
 
     def failed(self, reason: Refusal | Exception) -> None:
-        """It cannot start, for this reason."""
+        """Record why it cannot start."""
         self.reason = reason
 
     def ready(self, mapped: bool) -> None:
-        """It has greeted; ``mapped``: it can use blocks of the arena."""
+        """Record its greeting; ``mapped``: it can use blocks of the arena."""
         self.mapped = mapped
         self._transition(WorkerEvent.HELLO)
 
     # -- it works ------------------------------------------------------------------------------
 
     def learned(self, func: int) -> None:
-        """It is sent a function."""
+        """Record that it is sent a function."""
         self.known.add(func)
 
     def may_forget(self, func: int) -> None:
-        """It may drop a function, if it has it."""
+        """Have it drop a function with its next message, if it has it."""
         if func in self.known:
             self.known.discard(func)
             self.forgotten.append(func)
 
     def forgets(self) -> list[int]:
-        """Return the functions that it may drop, which it is told now."""
+        """Return the functions that the next message tells it to drop."""
         forgotten, self.forgotten = self.forgotten, []
         return forgotten
 
     def looked(self, began: int, tail: int) -> tuple[int, int]:
-        """Note what a look into its page has seen; return what the last one saw."""
+        """Record what a check saw in its page; return what the previous one saw."""
         seen, self.seen = self.seen, (began, tail)
         return seen
 
     def took_early(self, answers: int) -> None:
-        """Answers were taken out of its outbox ahead of their message."""
+        """Record that answers were taken from its outbox before their message."""
         self.answers_taken_early += answers
 
     def announced(self) -> None:
-        """The message of the answers that were taken early has come."""
+        """Record that the message of the answers taken early has come."""
         self.answers_taken_early = 0
 
     def begun(self, answered: int) -> int:
         """Return how many items the worker has begun, ever; it has answered ``answered``.
 
-        Where it has written over the page, at least the next one: else a task that does so would
-        be taken for one that was not begun, and be run by one worker after the other.
+        If it has overwritten the page, at least the next one: otherwise a task that overwrites it
+        would seem not to have begun, and would be run by one worker after the other.
         """
         began = self.box.began
         return began if self.box.intact else max(began, answered + 1)
@@ -228,70 +228,70 @@ class WorkerProcess:
         self._transition(WorkerEvent.RECALL)
 
     def emptied(self) -> None:
-        """It has answered all that it held when it was recalled."""
-        # Before it may be given anything: it would answer that as skipped.
+        """End a recall: it has answered all that it held."""
+        # Before it gets a task, which it would skip otherwise.
         self.box.limit = NO_LIMIT
         self._transition(WorkerEvent.EMPTIED)
 
     def interrupt(self, now: float) -> None:
-        """Ask it to break off the item that was named; it was recalled before."""
+        """Ask it to stop the item that was named; it was recalled before."""
         assert self.handle is not None
         self._transition(WorkerEvent.INTERRUPT)
         self.asked = Asked(now, *self.processor()[:2])
         self.handle.signal(STOP_SIGNAL)
 
     def name_item(self, item: int) -> None:
-        """Name the item that it will be asked to break off."""
+        """Name the item that it will be asked to stop."""
         self.interrupted = item
         self.box.ask(item + 1)
 
     def ask_for_stack(self, now: float) -> None:
-        """Ask it where it is, while it starts."""
+        """Ask it for its stack, while it starts."""
         assert self.handle is not None
         self.box.ask(NO_LIMIT)  # no item
         self.asked = Asked(now, *self.processor()[:2])
         self.handle.signal(STOP_SIGNAL)
 
     def broken_off(self) -> str:
-        """The item that it was to break off is over; return its stack then."""
+        """End an interrupt: the item is over; return the stack that it was stopped in."""
         stack = self.box.stack()
-        # A signal that arrives after this finds no item named, and raises nothing.
+        # A signal that arrives later finds no named item, and raises nothing.
         self.box.ask(0)
         self.interrupted = None
         self._transition(WorkerEvent.BROKEN_OFF)
         return stack
 
     def retire(self) -> None:
-        """It is told to end after what it holds."""
+        """Record that it is told to end after the tasks that it holds."""
         self._transition(WorkerEvent.RETIRE)
 
     def condemn(self, remark: str = "") -> None:
         """Kill it; ``remark``: why, for the error of its task."""
         self.remark = remark or self.remark
         self._transition(WorkerEvent.CONDEMN)
-        # A timer that is left could want a step that a condemned worker's table does not have.
+        # A remaining timer could need a step that the state table lacks for a condemned worker.
         self.cancel_timers(serving=True)
         self.kill()
 
     def distrust(self, exc: Exception) -> None:
-        """It has sent an invalid message: nothing more is read from it."""
+        """Record its invalid message; read nothing more from it."""
         self.protocol_error = exc
         if self.state is WorkerStates.STARTING:
-            self.reason = exc  # its start has failed for this
+            self.reason = exc  # its start has failed
         self.reader.ended = True
 
     def found_wrong(self, what: str) -> None:
-        """It has left something in shared memory that cannot be true."""
+        """Record that it has left impossible values in shared memory."""
         self.remark = f"It had written over memory that it shares with its parent ({what})."
 
     def fell_silent(self) -> None:
-        """It was killed, whether it has ended cannot be known, and nothing comes from it."""
+        """Count it as ended: it was killed and is silent, and its end cannot be verified."""
         self.silent = True
 
     def kill(self) -> None:
-        """End the process at once, whatever it is doing, stopped by SIGSTOP included."""
+        """Kill the process at once, also one that is stopped by SIGSTOP."""
         if self.handle is not None:
-            # The lifeline first: it also ends a worker whose pid is not known yet.
+            # The lifeline first: it also ends a worker whose pid is unknown.
             assert self._channel is not None
             self._channel.cut_lifeline()
             self.handle.signal(signal.SIGKILL)
@@ -299,20 +299,20 @@ class WorkerProcess:
     # -- it has ended --------------------------------------------------------------------------
 
     def ended(self) -> None:
-        """Let go of everything of a process that has ended."""
+        """Release everything that belongs to a process that has ended."""
         assert self.handle is not None and self._channel is not None
         self._transition(WorkerEvent.GONE)
         self.cancel_timers()
         handle, channel = self.handle, self._channel
         self.handle = self._channel = self.control = self.attachment = None
         channel.close()
-        # The last of the siblings closes what is the process's.
+        # The last sibling closes the handle of the process.
         if all(mate.handle is None for mate in self.siblings):
             disown(handle.sentinel)
             handle.close()
 
     def forget_process(self) -> None:
-        """This program is a fork of the parent, whose the process is."""
+        """Forget the process: it belongs to the parent of this forked child."""
         self.state, self.handle = WorkerStates.ABSENT, None
 
     def cancel_timers(self, serving: bool = False) -> None:
@@ -324,9 +324,9 @@ class WorkerProcess:
 
     def processor(self) -> tuple[float, float, bool]:
         """Return the seconds that its main thread, which runs the tasks, has run and has waited for
-        a processor, ever, and whether it runs or waits now.  Zeros and False: not known.
+        a processor, and whether it runs or waits now.  Zeros and False: unknown.
 
-        The system counts a wait when it is over: one that goes on is in neither number.
+        The system counts a wait when it is over: a present wait is in neither number.
         """
         try:
             # See the kernel's Documentation/scheduler/sched-stats.

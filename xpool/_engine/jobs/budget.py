@@ -1,4 +1,4 @@
-"""When workers and tasks are started again, and when a pool gives up."""
+"""Decides when workers and tasks are started again, and when a pool gives up."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import deque
 __all__ = ["START_ATTEMPTS", "WINDOW", "EndKind", "RestartPolicy", "back_off"]
 
 WINDOW = 60.0
-"""Seconds after which a death is forgotten."""
+"""Seconds for which a death counts."""
 
 # Seconds between two tries of a task: at first, and at most.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 
 START_ATTEMPTS = 3
-"""Workers that may fail to start in one place, one after the other, before the pool gives up."""
+"""Consecutive failed starts in one place at which the pool gives up."""
 
 SYSTEM_ATTEMPTS = 6
-"""Times that the system may refuse a process or thread, at intervals that grow to three seconds."""
+"""Consecutive refusals of a process or thread, at intervals that grow to three seconds."""
 
 KILLED_STARTS = 8
-"""Workers that may be killed in one place while they start, at intervals that grow to a second.
-More than may fail by themselves: a kill says little about the next one."""
+"""Workers killed while they start in one place, at intervals that grow to a second.  More than
+`START_ATTEMPTS`, since the next one may well start."""
 
 
 class EndKind(enum.Enum):

@@ -1,6 +1,6 @@
-"""Tasks as they wait and travel: ranges of consecutive ones, and batches that are cut from these.
+"""Task ranges, which wait, and batches, which are cut from them and sent to workers.
 
-See `xpool._engine.jobs.scheduler` for the words.
+`xpool._engine.jobs.scheduler` explains the terms.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 __all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "covers", "name_of", "piece"]
 
 CALLS = 0
-"""Stands for the job where each item is a job of its own: a call.  Its index is that job's number,
-so consecutive calls wait, travel and are answered together, as the items of one job."""
+"""The job that stands for all calls.  Each item is a call, and its index is the number of the
+call's job, so consecutive calls are queued, sent and answered together like items of one job."""
 
 Item = Any
-"""A payload as the channel takes it: bytes, for now always."""
+"""A payload as the channel takes it: bytes."""
 
 
 class Limit(NamedTuple):
-    """How long an item may run, and whether it is tried again when it ran longer."""
+    """How many seconds an item may run, and whether it is retried when it exceeds them."""
 
     seconds: float
     again: bool = False
 
 
 class Past(NamedTuple):
-    """What an item has been through: how often it was tried, and how many workers it killed."""
+    """How often an item was tried, and how many workers it killed."""
 
     tries: int = 0
     killed: int = 0
@@ -38,9 +38,9 @@ _NEW = Past()
 
 
 class TaskRange:
-    """Consecutive items of one job that wait.  ``first`` is the index of the leftmost.
+    """Consecutive waiting items of one job.  ``first`` is the index of the leftmost.
 
-    ``limit``: how long each may run, None: any time; for the engine, not looked at here.
+    ``limit``: how long each may run, None: without limit; used by the engine only.
     """
 
     __slots__ = (
@@ -76,26 +76,25 @@ class TaskRange:
         self.bound = bound
         self.limit = limit
         self.past = past
-        # True while it stands in a queue of the scheduler.  An open range that ran dry leaves the
-        # queue, so that a slow iterable does not stand in front of other jobs.
+        # True while it is in a queue of the scheduler.  An open range without items leaves the
+        # queue, so that a slow iterable does not hold up other jobs.
         self.queued = False
-        # Who appends to it, to be told how much was taken; for the engine, not looked at here.
+        # Appends to it, and is told how much was taken; used by the engine only.
         self.input_reader: Any = None
-        # Says whether its items may run now, from which index on.  Items of a `piece` were cut
-        # before: nobody is asked again.
+        # Says whether items from an index on may run now.  Items of a `piece` were allowed before.
         self.may_run: Callable[[int], bool] | None = None
 
     def beside(
         self, first: int, items: Iterable[Item] = (), bound: int | None = None
     ) -> "TaskRange":
-        """Return a range with other items of the same job, run under the same terms."""
+        """Return a range with other items of the same job and the same options."""
         other = TaskRange(self.job, self.func, first, items, self.retries, bound, self.limit)
         other.input_reader, other.may_run = self.input_reader, self.may_run
         return other
 
 
 class Batch:
-    """A piece of a task range that one worker has.  ``seq``: the number of its first item there."""
+    """A part of a task range that one worker has.  ``seq``: how many items it got before."""
 
     __slots__ = (
         "bound",
@@ -127,16 +126,16 @@ class Batch:
         self.withdrawn = False
         self.seq = seq
         self.done = 0
-        # Items from this one on were taken back: the worker will answer them as skipped.
+        # Items from this position on were taken back: the worker will answer them as skipped.
         self.taken = len(items)
 
     def name(self, index: int) -> tuple[int, int]:
         """Return job and index of an item as the pool knows them: of a call, its number and 0."""
-        # As `name_of`, without a call: every answer to a single call comes this way.
+        # As `name_of`, without a function call: each answer to a single call comes this way.
         return (index, 0) if self.job == CALLS else (self.job, index)
 
     def cut(self, start: int, stop: int) -> "Batch":
-        """Return a part of it, as a batch of its own that the worker has got."""
+        """Return a part of it as a batch of its own, which the worker has got."""
         part = Batch(piece(self, start, stop), self.items[start:stop], self.seq + start)
         part.input_reader, part.withdrawn = self.input_reader, self.withdrawn
         part.done = min(max(self.done - start, 0), stop - start)
@@ -144,7 +143,7 @@ class Batch:
         return part
 
 
-# Without the input reader: it was told of these items when they were first sent.
+# Without the input reader, which was told of these items when they were first sent.
 def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
     """Return some items of a batch or a range as a range of their own."""
     items = itertools.islice(one.items, start, stop)
@@ -159,9 +158,9 @@ def name_of(job: int, index: int) -> tuple[int, int]:
 
 
 def covers(part: Batch | TaskRange, job: int, index: int | None) -> bool:
-    """Whether a range waits, or a batch is in flight, with items of a job, or a certain one."""
+    """Whether a range or batch has unanswered items of a job, or the item ``index``."""
     if part.job != job or index is None:
         return part.job == job
-    # Of a batch, what is answered is in flight no longer.
+    # Answered items of a batch are no longer in flight.
     first = part.first + part.done if isinstance(part, Batch) else part.first
     return first <= index < part.first + len(part.items)

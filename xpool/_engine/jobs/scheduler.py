@@ -1,24 +1,24 @@
-"""Who gets which task next: a pure policy, driven by events, answering with batches.
+"""Decides which worker gets which task: a pure policy that turns events into batches.
 
-The words used here and in the engine:
+Terms used here and in the engine:
 
-* An **item** is one task as it travels: an index in its job and a pickled payload.
-* A **task range** is a run of consecutive items of one job that wait together.  A `map` is one
-  range of all its chunks; an `imap` is a range that is still being fed; so are calls, see `CALLS`.
-* A **batch** is a piece cut from a task range and given to one worker: one message.
-* What is **in flight** at one worker are batches in the order in which it will run them.  Workers
-  answer item by item, in order, so positions are enough: no names travel back.
+* An **item** is one task: an index in its job and a pickled payload.
+* A **task range** is a run of consecutive waiting items of one job.  A `map` is one range of all
+  its chunks; an `imap` is a range to which items are still appended; so are calls, see `CALLS`.
+* A **batch** is a part of a task range that is given to one worker in one message.
+* **In flight** at a worker are its batches, in the order in which it runs them.  Workers answer
+  item by item in this order, so answers carry no names.
 
-How much is in flight?  As much as the worker runs in `PREFETCH_SECONDS`, judged by how long the
-last tasks took, in two batches, so that the next is there when the first is done.  A worker that
-may run long gets one item, and some more where many wait: it need not wait for the parent, whose
-engine gets the interpreter late while the program computes.  A share of what waits is the upper
-bound, so that the last items of a map are spread over all workers.  Idle workers divide a handful
-evenly: each gets its part in one message, and answers it in one.  When the guess was wrong and a
-worker sits on items behind a long one, the engine takes them back (`surplus`, `take_back`) as soon
-as another worker has nothing.
+A worker has as many items in flight as it runs in `PREFETCH_SECONDS`, by the time of the latest
+tasks, in two batches: the second is there when the first is done.  A worker with long items gets
+one, and some more if many wait, so that it does not wait for the parent, whose engine gets the
+interpreter late while the program computes.  A worker gets at most its share of the waiting items,
+so that the last items of a map are spread over all workers.  Idle workers divide a handful evenly:
+each gets its part in one message, and answers it in one.  If the estimate was wrong and a worker
+holds items behind a long one, the engine takes them back (`surplus`, `take_back`) as soon as
+another worker is idle.
 
-Tasks that are tried again wait their time in a heap; the clock is the caller's.
+Items to be retried wait in a heap until their time; the caller supplies the clock.
 
 The engine's lock guards all of it, except `TaskRange.items`, to which an input reader appends
 without it.
@@ -40,33 +40,33 @@ PREFETCH_SECONDS = 0.004
 """Seconds of work in flight at a worker.  Ten times the time a busy parent takes to answer."""
 
 AHEAD_SECONDS = 0.020
-"""Seconds of work that a worker has beside the item that it runs, where these are not short and
-many wait.  Four times as long as a thread that computes keeps the interpreter."""
+"""Seconds of work that a worker holds besides its running item, if items are not short and many
+wait.  Four times as long as a computing thread keeps the interpreter."""
 
 SHORT_SECONDS, LONG_SECONDS = 1e-4, 0.25
-"""Of items between these: for shorter ones it is the parent that cannot keep up, and with longer
-ones the time between two does not count."""
+"""`AHEAD_SECONDS` applies to items between these: with shorter ones the parent is the bottleneck,
+and with longer ones the time between two does not matter."""
 
 MOST_ITEMS = 512
-"""Items in one batch at most: what is decoded ahead of a consumer stays small."""
+"""Most items in one batch: few results are decoded before the consumer takes them."""
 
 MOST_BYTES = 48 * 1024
-"""Payload bytes in one batch at most, unless one item alone is more: below a pipe's capacity."""
+"""Most payload bytes in one batch of several items: below a pipe's capacity."""
 
 
 class InFlight:
-    """What one worker holds.  All counts are of items, since its process started."""
+    """What one worker holds.  Counts are of items, since its process started."""
 
     __slots__ = ("accepting", "answered", "held", "left", "paused", "sent")
 
     def __init__(self) -> None:
         self.accepting = False
-        # Told to skip what it has not begun; gets nothing new until it has answered all.
+        # Recalled: it skips what it has not begun, and gets nothing new until all is answered.
         self.paused = False
         self.reset(None)
 
     def reset(self, left: int | None) -> None:
-        """Begin with a new process that may run ``left`` items (None: any number)."""
+        """Start counting for a new process, which may run ``left`` items (None: any number)."""
         self.held: deque[Batch] = deque()
         self.sent = 0
         self.answered = 0
@@ -80,38 +80,38 @@ class InFlight:
 
 
 class Scheduler(Waiting):
-    """The queue in front of the workers, and what each of them holds."""
+    """The queues of waiting items, and what each worker holds."""
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers)
-        self.size = workers  # those from here on get no more tasks: see `resize`
+        self.size = workers  # workers from this index on get no more tasks: see `resize`
         self.in_flight = [InFlight() for _ in range(workers)]
-        # Ready workers with nothing in flight, oldest first.  Input readers read its truth without
-        # the lock.
+        # Ready workers with nothing in flight, longest idle first.  Input readers test it for truth
+        # without the lock.
         self.idle: dict[int, None] = {}
         self.cost = float("inf")
-        """Seconds a task takes, by the last answers; what a handful is measured with."""
+        """Seconds that a task takes, by the latest answers; determines the size of a batch."""
 
     # -- work comes in ---------------------------------------------------------------------
     def least_loaded(self, newest: bool = False) -> int:
         """Return the worker with the fewest items in flight and bound to it.
 
-        Of several idle ones that is the longest idle one, or the ``newest``: see `next_batches`.
+        Of several idle ones, the longest idle one, or the ``newest``: see `next_batches`.
         """
         for w in reversed(self.idle) if newest else self.idle:
             if not self._bound[w]:
                 return w
 
         def load(w: int) -> tuple[int, bool]:
-            # Of equals, one that gets tasks now, and not one that starts or is recalled.
+            # Of equals, prefer one that gets tasks now to one that starts or is recalled.
             return self.in_flight[w].size + self._bound[w], not self.in_flight[w].accepting
 
         return min(range(self.size), key=load)
 
     def resize(self, size: int) -> None:
-        """Have so many workers; the caller retires those whose numbers are past it.
+        """Set the number of workers; the caller retires surplus ones.
 
-        Nothing may be bound to them: see `bound_from`.
+        Nothing may be bound to these: see `bound_from`.
         """
         self.size = size
         while len(self.in_flight) < size:
@@ -129,14 +129,14 @@ class Scheduler(Waiting):
     def next_batches(
         self, newest: bool = False, most: int | None = None
     ) -> list[tuple[int, Batch]]:
-        """Give what waits to the idle workers, one batch each; the caller sends them.
+        """Give waiting items to idle workers, one batch each; the caller sends them.
 
-        To ``most`` of them at most; None: to all.
+        Gives to at most ``most`` workers; None: to all.
 
-        The longest idle worker comes first, so that tasks which come one by one, and are short, are
-        spread over all workers: each has a device, or a model, that would lie idle.  For a caller
-        that waits for its task, ``newest``: the last worker to become idle comes first, which looks
-        for the next task still, and has what it needs in its processor's caches.
+        The longest idle worker comes first, so that short tasks that come one by one are spread
+        over all workers, whose devices or models would be idle otherwise.  For a caller that waits
+        for its task, ``newest``: the worker that became idle last comes first; it still polls for
+        the next task, and its data are in its processor's caches.
         """
         batches: list[tuple[int, Batch]] = []
         order = list(self.idle)
@@ -152,11 +152,11 @@ class Scheduler(Waiting):
         return batches
 
     def start(self, task_range: TaskRange) -> tuple[int, Batch] | None:
-        """Give a range of one item, bound to none, to the worker that became idle last.
+        """Give a range of one unbound item to the worker that became idle last.
 
-        None: there is none, or something waits already; then nothing was done.
+        Returns None, and does nothing, if no worker is idle or anything waits already.
         """
-        # What waits already must not be overtaken, whoever it is for.
+        # Waiting items must not be overtaken, whichever worker they are for.
         if self.queued or not self.idle:
             return None
         w = next(reversed(self.idle))
@@ -165,7 +165,7 @@ class Scheduler(Waiting):
         return w, batch
 
     def _hold(self, w: int, batch: Batch) -> None:
-        """Note that a worker gets a batch."""
+        """Record that a worker gets a batch."""
         in_flight = self.in_flight[w]
         in_flight.held.append(batch)
         in_flight.sent += len(batch.items)
@@ -175,7 +175,7 @@ class Scheduler(Waiting):
         self.idle.pop(w, None)
 
     def refill(self, w: int) -> list[Batch]:
-        """Bring what a worker has in flight up to the aim; called when it has answered."""
+        """Give a worker that has answered as many batches as it may hold."""
         in_flight = self.in_flight[w]
         batches: list[Batch] = []
         held = in_flight.held
@@ -191,7 +191,7 @@ class Scheduler(Waiting):
         if SHORT_SECONDS < self.cost <= LONG_SECONDS:
             n = self._handful()
             more = math.ceil(AHEAD_SECONDS / (n * self.cost))
-            # Nobody else may run these: no share of them is left to others.
+            # Only this worker may run bound items, so it leaves no share to others.
             if self._bound[w]:
                 return 1 + more
             share = len(self.shared[0].items) // (n * self.size) if self.shared else 0
@@ -200,28 +200,28 @@ class Scheduler(Waiting):
         return 2 if 2 * self.cost <= PREFETCH_SECONDS else 1
 
     def _cut(self, w: int, among: int) -> Batch | None:
-        """Cut the next batch for a worker, or None when nothing waits that it may run.
+        """Cut the next batch for a worker; None: no item waits that it may run.
 
-        ``among``: the workers between which a single handful is divided.
+        ``among``: the number of workers that divide a single handful.
         """
         in_flight = self.in_flight[w]
         if not in_flight.accepting:
             return None
-        # Its own queue first: what is bound to it has nobody else.
+        # Its own queue first: no other worker may run bound items.
         for queue in (self.own[w], self.shared):
             task_range = self.first_of(queue)
             if task_range is not None:
                 n = self._share(len(task_range.items), in_flight, queue is self.shared, among)
                 items = self.take(queue, n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
-                # `take` has moved the range on: the batch is what came before its first item now.
+                # `take` has moved the start of the range behind these items.
                 batch.first -= len(items)
                 self._hold(w, batch)
                 return batch
         return None
 
     def _handful(self) -> int:
-        """Return how many items make a batch, by what they cost."""
+        """Return how many items make a batch, by the time that they take."""
         if 2 * self.cost > PREFETCH_SECONDS:
             return 1
         return min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
@@ -229,7 +229,7 @@ class Scheduler(Waiting):
     def _share(self, waiting: int, in_flight: InFlight, shared: bool, among: int) -> int:
         n = self._handful()
         if shared:
-            # Rounded up: the last few items go one to each worker.
+            # Rounded up, so that each worker gets one of the last few items.
             n = min(n, -(-waiting // (among if waiting <= n else self.size)))
         if in_flight.left is not None:
             n = min(n, in_flight.left)
@@ -250,7 +250,7 @@ class Scheduler(Waiting):
         return (held[0].job, len(held[0].items) - held[0].done) if held else (CALLS, 0)
 
     def answered(self, w: int, n: int, seconds: float = 0.0) -> tuple[Batch, int]:
-        """Note that the worker answered its next ``n`` items, all of one batch.
+        """Record that the worker answered its next ``n`` items, all of one batch.
 
         Returns that batch and the index in the job of the first of them.
         """
@@ -266,14 +266,14 @@ class Scheduler(Waiting):
             if not in_flight.held and in_flight.accepting:
                 self.idle[w] = None
         if seconds > 0.0:
-            # Up at once, down by halves: nothing is queued behind one long task among short ones.
-            # A task of an hour counts as a second: a dozen short ones later it is forgotten.
+            # It rises at once and falls by halves, so no task is queued behind a long one among
+            # short ones.  An hour counts as a second: a dozen short tasks later it has no effect.
             before = 0.0 if self.cost == float("inf") else min(self.cost, 1.0)
             self.cost = max(seconds / n, before / 2)
         return batch, first
 
     def retire(self, w: int) -> None:
-        """Give nothing more to this worker."""
+        """Give this worker no more items."""
         self.in_flight[w].accepting = False
         self.idle.pop(w, None)
 
@@ -289,7 +289,7 @@ class Scheduler(Waiting):
         back: list[TaskRange] = []
         for batch in in_flight.held:
             start = batch.done
-            # It has begun this one and not answered it: the one that it died in.
+            # It has begun this item and not answered it: it died while it ran it.
             if start < batch.taken and batch.seq + start < began:
                 if lost is not None:
                     raise InternalError(f"worker {w} was running two tasks at once")
@@ -297,7 +297,7 @@ class Scheduler(Waiting):
                 start += 1
             if start < batch.taken and not batch.withdrawn:
                 back.append(piece(batch, start, batch.taken))
-        # The last first, since each goes in front of all that waits.
+        # The last first, since each is queued in front.
         for task_range in reversed(back):
             self.put_back(task_range)
         in_flight.reset(None)
@@ -306,9 +306,9 @@ class Scheduler(Waiting):
     def again(
         self, batch: Batch, position: int, *, killed: bool = True, when: float | None = None
     ) -> None:
-        """Queue an item once more that failed; costs one of its retries.
+        """Queue a failed item again; this uses one of its retries.
 
-        ``killed``: its worker did not survive it.  ``when``: not before that time, see `due`.
+        ``killed``: its worker died.  ``when``: it waits until that time, see `due`.
         """
         if batch.withdrawn:
             return
@@ -320,32 +320,32 @@ class Scheduler(Waiting):
         else:
             self.put_later(when, task_range)
 
-    # -- taking back from a worker that sits on its items -----------------------------------
+    # -- taking back items that a worker does not run ----------------------------------------
 
     def running(self, w: int, began: int) -> tuple[Batch, int] | None:
-        """Return the batch and position of the item that the worker is in, None: in none.
+        """Return the batch and position of the item that the worker runs; None: it runs none.
 
         ``began`` counts the items that it has begun; the last of them may have its answer.
         """
         for batch in self.in_flight[w].held:
             position = began - 1 - batch.seq
             if position < batch.done:
-                # The last that it began is answered: it is between two, or waits.
+                # The last item that it began is answered: it is between two, or idle.
                 return None
             if position < len(batch.items):
                 return batch, position
         return None
 
     def surplus(self, w: int, began: int) -> bool:
-        """Say whether the worker holds items that it has not begun and others could run."""
+        """Return whether the worker holds items that it has not begun and others could run."""
         held = self.in_flight[w].held
-        # What is bound to it nobody else could run.
+        # No other worker could run bound items.
         if any(g.bound is not None for g in held):
             return False
         return any(max(began, g.seq + g.done) < g.seq + g.taken for g in held)
 
     def pause(self, w: int) -> None:
-        """Give nothing more to this worker until it has answered all and `resume` is called."""
+        """Give this worker no items until it has answered all and `resume` is called."""
         in_flight = self.in_flight[w]
         in_flight.paused = True
         in_flight.accepting = False
@@ -359,15 +359,15 @@ class Scheduler(Waiting):
             self.idle[w] = None
 
     def take_back(self, w: int, limit: int) -> int:
-        """Queue again what a paused worker has been told not to begin: items from ``limit`` on.
+        """Queue the items again that a recalled worker may not begin: those from ``limit`` on.
 
-        The worker will answer each as skipped.  Returns how many were taken.
+        The worker will answer each as skipped.  Returns their number.
         """
         in_flight = self.in_flight[w]
         back = []
         count = 0
         for batch in in_flight.held:
-            # Negative for a batch that begins behind the limit: all of that goes back.
+            # `limit - batch.seq` is negative if all of the batch is behind the limit.
             start = max(batch.done, limit - batch.seq)
             if start < batch.taken:
                 if not batch.withdrawn:
@@ -376,16 +376,16 @@ class Scheduler(Waiting):
                 batch.taken = start
         for task_range in reversed(back):
             self.put_back(task_range)
-        # They do not count against its lifetime: it never runs them.
+        # They do not count for `maxtasksperchild`: it never runs them.
         if in_flight.left is not None:
             in_flight.left += count
         return count
 
     def skipped(self, w: int, n: int) -> None:
-        """Note that the worker skipped its next ``n`` items.
+        """Record that the worker skipped its next ``n`` items.
 
-        Those that `take_back` took wait elsewhere already; one that it left (the worker
-        was at its door when told) waits again now.
+        Items that `take_back` took wait already.  An item that it left, since the worker seemed
+        about to begin it, waits again now.
         """
         in_flight = self.in_flight[w]
         for _ in range(n):
@@ -396,11 +396,11 @@ class Scheduler(Waiting):
             self.answered(w, 1)
 
     def withdraw(self, job: int, index: int | None = None) -> list[int]:
-        """Forget what waits of a job that has ended, and queue none of it again.
+        """Drop the waiting items of a job that has ended, and queue none of its items again.
 
-        ``index``: only this item, where others of the job are wanted still: a call.
+        ``index``: only this item; used for calls, which share the job `CALLS`.
 
-        Returns the workers that hold some of it: they will answer it.
+        Returns the workers that hold such items, which they will answer.
         """
         self.strike(job, index)
         holders = []
@@ -415,19 +415,19 @@ class Scheduler(Waiting):
         return holders
 
     def clear(self) -> None:
-        """Forget everything that waits and is held: the pool ends."""
+        """Drop all items, waiting and in flight: the pool ends."""
         super().clear()
         for w, in_flight in enumerate(self.in_flight):
             self.retire(w)
             in_flight.held.clear()
-            # Nothing is in flight any more: what these workers still say is not taken.
+            # Nothing is in flight any more: later answers of these workers are ignored.
             in_flight.answered = in_flight.sent
 
 
 def _single_out(held: deque[Batch], batch: Batch, position: int) -> Batch:
-    """Make an item of a batch in flight one of its own, and return that.
+    """Make an item of a batch in flight a batch of its own, and return that.
 
-    The worker need not know: it answers in order, whatever message an item came in.
+    The worker need not know: it answers in order, whichever message an item came in.
     """
     at = held.index(batch)
     cuts = [0, position, position + 1, len(batch.items)]

@@ -1,7 +1,7 @@
-"""What waits for a worker: the queues in front of all, and of each.
+"""The queues of task ranges that wait for any worker, or for a certain one.
 
-The lock of who has it guards it, except `TaskRange.items`, to which an input reader appends without
-it.
+The owner's lock guards all of it, except `TaskRange.items`, to which an input reader appends
+without it.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ __all__ = ["Waiting"]
 
 
 class Waiting:
-    """Task ranges in queues: one for any worker, one for each, and those that wait for a time."""
+    """Queues of task ranges: one for any worker, one for each worker, and one by time."""
 
     def __init__(self, workers: int) -> None:
         self.shared: deque[TaskRange] = deque()
         self.own: list[deque[TaskRange]] = [deque() for _ in range(workers)]
-        # Items that wait in `own`, for each worker; and task ranges that stand in any queue.
+        # The number of items in `own` for each worker, and of task ranges in all queues.
         self._bound = [0] * workers
         self.queued = 0
-        # Ranges that wait for their time, then for a worker: (when, a number, task range).
-        # The number keeps two of one time in order: ranges cannot be compared.
+        # Ranges that wait for a time first: (when, a number, task range).  The number orders two
+        # of the same time, since ranges cannot be compared.
         self._later: list[tuple[float, int, TaskRange]] = []
         self._numbers = itertools.count()
-        self._calls = TaskRange(CALLS, 0, 0, ())  # the last one that calls were appended to
+        self._calls = TaskRange(CALLS, 0, 0, ())  # the latest range of calls
 
     def extend(self, workers: int) -> None:
-        """Have queues for so many workers, at least."""
+        """Make queues for at least this many workers."""
         while len(self.own) < workers:
             self.own.append(deque())
             self._bound.append(0)
 
     def put(self, task_range: TaskRange) -> None:
-        """Queue a task range, behind what waits already."""
+        """Queue a task range behind all others."""
         self._queue(task_range).append(task_range)
 
     def put_call(self, number: int, payload: Item, retries: int, limit: Limit | None) -> None:
-        """Queue a call, behind others in the range that these wait in.
+        """Queue a call, in the range of the calls before it if possible.
 
-        So calls in a loop travel in batches: while the caller has the interpreter, they gather.
+        So calls in a loop gather while the caller has the interpreter, and are sent in batches.
         """
         calls = self._calls
-        # Another job has taken a number in between, or the terms differ.  In a range of its own,
-        # a call overtakes nothing that was submitted before it.
+        # A new range if another job has a number in between, or the options differ: so the call
+        # overtakes nothing that was submitted before it.
         if (
             calls.first + len(calls.items) != number
             or calls.retries != retries
@@ -61,7 +61,7 @@ class Waiting:
             self.put(calls)
 
     def put_back(self, task_range: TaskRange) -> None:
-        """Queue a task range in front: its items have waited their turn before."""
+        """Queue a task range in front: its items have waited before."""
         self._queue(task_range).appendleft(task_range)
 
     def _queue(self, task_range: TaskRange) -> deque[TaskRange]:
@@ -73,17 +73,17 @@ class Waiting:
         return self.own[task_range.bound]
 
     def put_later(self, when: float, task_range: TaskRange) -> None:
-        """Queue a task range, in front, when it is time: see `due`."""
+        """Queue a task range in front at a time: see `due`."""
         heapq.heappush(self._later, (when, next(self._numbers), task_range))
 
     def due(self, now: float) -> float | None:
-        """Queue what has waited until ``now``; return when the next is due, None: nothing waits."""
+        """Queue the ranges whose time has come; return when the next is due, None: never."""
         while self._later and self._later[0][0] <= now:
             self.put_back(heapq.heappop(self._later)[2])
         return self._later[0][0] if self._later else None
 
     def take_later(self, worker: int, workers: int) -> list[TaskRange]:
-        """Take out what waits for its time and is bound to these consecutive workers."""
+        """Take out ranges that wait for a time and are bound to these consecutive workers."""
         its = range(worker, worker + workers)
         found = [one for _, _, one in self._later if one.bound in its]
         if found:
@@ -97,7 +97,7 @@ class Waiting:
         return queued + sum(len(task_range.items) for _, _, task_range in self._later)
 
     def bounds(self) -> Iterator[int]:
-        """Yield the workers to which something is bound that waits."""
+        """Yield the workers to which waiting ranges are bound."""
         yield from (w for w, queue in enumerate(self.own) if queue)
         yield from (one.bound for _, _, one in self._later if one.bound is not None)
 
@@ -108,11 +108,11 @@ class Waiting:
             if one.job == job and one.first in items:
                 found += range(one.first, one.first + len(one.items))
                 one.first += len(one.items)
-                one.items.clear()  # it leaves the queue when somebody looks there
+                one.items.clear()  # `front_of` removes the empty range
         return found
 
     def strike(self, job: int, index: int | None) -> None:
-        """Forget what waits of a job, or this item of it alone."""
+        """Drop the waiting items of a job, or only the item ``index``."""
         for queue in (self.shared, *self.own):
             if any(task_range.job == job for task_range in queue):
                 kept = [part for one in queue for part in self._without(one, job, index)]
@@ -122,7 +122,7 @@ class Waiting:
         heapq.heapify(self._later)
 
     def _without(self, task_range: TaskRange, job: int, index: int | None) -> list[TaskRange]:
-        """Return what is left of a queued range, which stays the one that is appended to."""
+        """Return what is left of a queued range; the last part stays the one to append to."""
         if not covers(task_range, job, index):
             return [task_range]
         if index is None:
@@ -133,7 +133,7 @@ class Waiting:
             return []
         if task_range.bound is not None:
             self._bound[task_range.bound] -= 1
-        # Cut in two at the item; the later part stays the range that others append to.
+        # Cut it in two at the item; the object stays the later part, to which others append.
         n = index - task_range.first
         before = [task_range.items.popleft() for _ in range(n + 1)][:n]
         task_range.first += n + 1
@@ -145,7 +145,7 @@ class Waiting:
         return [front, task_range]
 
     def front_of(self, queue: deque[TaskRange]) -> TaskRange | None:
-        """Return the first range of a queue that has items; None: nothing waits there."""
+        """Return the first range of a queue that has items; None: there is none."""
         while queue:
             task_range = queue[0]
             if task_range.items or self._dry(queue, task_range):
@@ -153,10 +153,9 @@ class Waiting:
         return None
 
     def first_of(self, queue: deque[TaskRange]) -> TaskRange | None:
-        """Bring the first range of a queue whose items may run to the front, and return it.
+        """Move the first range whose items may run to the front; return it, None: there is none.
 
-        None: there is none.  Those whose results have no room (`FlowControl.may_run`) go behind
-        the others.
+        Ranges whose results have no room (`FlowControl.may_run`) go behind the others.
         """
         held = 0
         while (task_range := self.front_of(queue)) is not None and held < len(queue):
@@ -167,15 +166,14 @@ class Waiting:
         return None
 
     def take(self, queue: deque[TaskRange], n: int, nbytes: int) -> list[Item]:
-        """Take items off the first range of a queue, which has some.
+        """Take items from the first range of a queue, which must have some.
 
-        ``n`` at most, and of no more than ``nbytes`` bytes in all, unless one alone is larger.
-        A range that an input reader appends to goes behind all others that wait in the queue: it
-        may never end.
+        At most ``n``, and at most ``nbytes`` bytes in all unless the first alone is larger.  A
+        range to which an input reader appends may never end, and then goes behind all others.
         """
         task_range = queue[0]
         waiting = task_range.items
-        # As many as would fit if all were as long as the first: few are put back then.
+        # As many as fit if all are as long as the first, so that few are put back.
         n = min(n, len(waiting), nbytes // (len(waiting[0]) or 1) + 1)
         items = [waiting.popleft() for _ in range(n)]
         if n > 1 and sum(map(len, items)) > nbytes:
@@ -192,11 +190,11 @@ class Waiting:
         return items
 
     def _dry(self, queue: deque[TaskRange], task_range: TaskRange) -> bool:
-        """Take an empty range off its queue; False when it was.  A reader may append meanwhile."""
+        """Remove an empty range from its queue; return True if a reader has appended meanwhile."""
         queue.popleft()
         task_range.queued = False
         self.queued -= 1
-        # The input reader appends first and looks at `queued` then; so one of us sees the other.
+        # The input reader appends, then reads `queued`; so one of the two sees the other.
         if task_range.items:
             task_range.queued = True
             self.queued += 1
@@ -205,10 +203,10 @@ class Waiting:
         return False
 
     def clear(self) -> None:
-        """Forget everything that waits: the pool ends."""
+        """Drop all waiting items: the pool ends."""
         for queue in (self.shared, *self.own):
             for task_range in queue:
-                task_range.items.clear()  # whoever appends to it has it still
+                task_range.items.clear()  # an input reader may still have the range
             queue.clear()
         self._bound = [0] * len(self.own)
         self.queued = 0
