@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 __all__ = ["AllWorkers"]
 
 CAUSE_SECONDS = 30.0
-"""Longest wait for the error or death that a `PeerLost` follows from.  That one comes later where
-its worker still pickles it, or gets no processor."""
+"""The longest wait for the error or death that has caused a `PeerLost`.  It may arrive later than
+the `PeerLost`, since its worker has to pickle it and may get no processor."""
 
 LEAVE_SECONDS = 5.0
-"""Longest wait for the other members of a group to end by themselves after one has failed: its
-connections are closed, which ends their operations.  Who does not is interrupted."""
+"""After a member of a group has failed, the longest wait for the others to end by themselves: its
+closed connections end their operations.  Members that do not end are interrupted."""
 
 STOPPING = 5.0
-"""Seconds that the other workers have to leave a call that has failed; the engine kills those that
-do not within a tenth of one."""
+"""Seconds to wait until the other workers have left a failed call.  The engine kills those that do
+not leave within a tenth of a second."""
 
 
 class AllWorkers:
     """Calls on all workers of a pool at once; it does not hold the pool.
 
-    ``hosts``: where the workers are, if not here.  ``files``: of what they print, if it has some.
+    ``hosts``: the hosts of the workers; None: this one.  ``files``: the files of their output, or
+    None.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class AllWorkers:
         self.name, self.size, self.hosts = life.name, size, hosts
         self._submitter, self._life, self._task_timeout = submitter, life, task_timeout
         self._files = files
-        # Guards the size, and the order of what runs in all workers.
+        # Guards the size, and the order of the calls on all workers.
         self._order = threading.RLock()
         self._group: WorkerGroup | None = None
-        self._broadcast: list[File] = []  # what was broadcast where there is no arena for it
+        self._broadcast: list[File] = []  # broadcast objects that are not in an arena
 
     def run(self, func: Any, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
         """Do what `Pool.run_all` says."""
@@ -66,8 +67,8 @@ class AllWorkers:
         group = self._group
         if group is None:
             return self.call(func, args, timeout)
-        # One thread at a time makes the group anew.  That is a call on all workers itself, so the
-        # lock is re-entrant.
+        # One thread at a time rebuilds the group.  That is a call on all workers itself, so the
+        # lock is reentrant.
         with self._order:
             wrapped = group.wrap(func)
         try:
@@ -86,13 +87,13 @@ class AllWorkers:
     ) -> list[Any]:
         """Call a function on all workers, without their group.
 
-        ``patience``: seconds in which the others may end by themselves when one has failed.
+        ``patience``: seconds in which the others may end by themselves after one has failed.
         """
         timeout = self._task_timeout if timeout is None else check_seconds("timeout", timeout)
         jobs, engine = self._submitter.jobs, self._submitter.engine
         job: AllWorkersResult | None = None
         try:
-            with self._order:  # the workers come to the calls by number, and are as many as now
+            with self._order:  # all workers get the calls in one order; their number stays the same
                 number = next(jobs.numbers)
                 job = AllWorkersResult(number, name or label(func), self.size)
                 job.options = TaskOptions(timeout=timeout)
@@ -100,7 +101,7 @@ class AllWorkers:
                     func = self._files.of_all(job, func)
                 self._submit(job, (func, args, {}))
             return job.get()
-        # The pool has ended: no worker runs the call any more.
+        # The pool has ended, so no worker runs the call.
         except PoolClosed:
             raise
         except BaseException as exc:
@@ -110,7 +111,7 @@ class AllWorkers:
             if isinstance(exc, Exception):
                 job.wait(patience)
             self._submitter.cancel(job)
-            # A worker that has to be killed for this must not be missed in the next call.
+            # The next call must not begin before a worker that has to be killed is replaced.
             jobs.at_turns.wait(lambda: not engine.runs(number), STOPPING)
             raise
 
@@ -124,8 +125,8 @@ class AllWorkers:
             raise
 
     def resize(self, size: int) -> None:
-        """Have so many workers."""
-        with self._order:  # what is to run in all workers is submitted to all there are
+        """Change the number of workers to ``size``."""
+        with self._order:  # a call on all workers must be submitted to all of them
             if self._group is not None:
                 raise OptionError("a pool with a create_group cannot be resized")
             engine: Any = self._submitter.engine  # the hosts of other engines decide their size
@@ -133,7 +134,7 @@ class AllWorkers:
             self.size = size
 
     def create_group(self, group: WorkerGroup) -> WorkerGroup:
-        """Make the workers this group, which replaces the one that they are."""
+        """Make the workers members of this group, which replaces an earlier one."""
         with self._order:
             group.generation = 0 if self._group is None else self._group.generation
             group.rebuild()
@@ -141,7 +142,7 @@ class AllWorkers:
         return group
 
     def pids(self) -> list[int | None]:
-        """Return the workers' processes; None where one is missing, or has just been started."""
+        """Return the workers' process ids; None: it has no process, or has just been started."""
         pids: list[int | None] = self._submitter.engine.statistics()["pids"]
         return pids
 
@@ -166,15 +167,15 @@ class AllWorkers:
 
 
 class AllWorkersResult(Job):
-    """One call on each worker; its tasks are numbered as these are.
+    """One call on each worker; the index of a task is that of its worker.
 
-    There is news as soon as one has failed: the caller does not wait for the others then.
+    The first failure wakes the caller, which does not wait for the other answers.
     """
 
     def __init__(self, number: int, label: str, workers: int) -> None:
         super().__init__(number, f"{label} on all workers", None)
         self._values: list[Any] = [None] * workers
-        self._errors: dict[int, Any] = {}  # by worker, in the order in which they came
+        self._errors: dict[int, Any] = {}  # by worker, in the order of arrival
         self._left = workers
         self._failure: BaseException | PickledResult | None = None
         self._released = False
@@ -182,11 +183,11 @@ class AllWorkersResult(Job):
     # -- the caller's side -------------------------------------------------------------------
 
     def get(self) -> list[Any]:
-        """Return what each worker returned, by index, or raise what explains the first failure.
+        """Return the results by index of the worker, or raise the cause of the first failure.
 
         Raises:
-            Exception: what the function raised; its ``__cause__`` says in which worker.
-            WorkerDied, TaskTimeout: as of any task; their ``worker`` says which.
+            Exception: the error of the function; its ``__cause__`` names the worker.
+            WorkerDied, TaskTimeout: as for any task; ``worker`` is the worker's index.
         """
         blocking = getattr(local, "blocking", None)
         if blocking is not None:
@@ -205,11 +206,11 @@ class AllWorkersResult(Job):
         raise self._explanation()
 
     def wait(self, timeout: float) -> None:
-        """Wait until all have answered, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds until all workers have answered."""
         self._waiters.wait(lambda: self._released, timeout)
 
     def _explanation(self) -> BaseException:
-        """The first error that does not follow from another, which may be the later one to come."""
+        """Return the first error that is not a consequence of another; it may arrive later."""
         until = time.monotonic() + CAUSE_SECONDS
         known: dict[int, BaseException] = {}
         while True:
@@ -239,7 +240,7 @@ class AllWorkersResult(Job):
         (self._values if ok else self._errors)[index] = value
         self._left -= 1
         self.settled = not self._left
-        # The caller is woken by the first error; by results only when all are there (`release`).
+        # The first error wakes the caller; results do so when all have arrived (`release`).
         if not ok:
             self._waiters.wake()
         return self.settled
@@ -256,7 +257,7 @@ class AllWorkersResult(Job):
 
 
 def _located(error: BaseException, worker: int) -> BaseException:
-    """Say in an error of a task's own where it was raised."""
+    """Return a task's own error with the worker in its ``__cause__``."""
     if isinstance(error.__cause__, errors.RemoteTraceback):
         error.__cause__.worker = worker
     return error

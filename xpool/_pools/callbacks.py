@@ -1,11 +1,11 @@
-"""Callbacks of a pool: called one after the other, in the order of completion.
+"""Runs the callbacks of a pool one after the other, in the order of completion.
 
-A pool has two threads for them, each started by its first call.  One calls the callbacks of the
-program, the other completes futures: so a callback can wait for a future of the same pool.
+A pool has two threads for them, each started at its first call.  One calls the callbacks of the
+program, and the other completes futures, so a callback can wait for a future of the same pool.
 
-The engine's thread runs no callbacks, since they may block, raise, submit work and wait for it.  A
-callback that is about to wait for a result of its pool hands its queue to a fresh thread first,
-which can run the callback of that result.
+The engine's thread runs no callbacks, since they may block, raise, or submit work and wait for it.
+Before a callback waits for a result of its pool, it passes its queue to a new thread, which can run
+the callback of that result.
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ __all__ = ["Callbacks", "calling_back", "join_ended"]
 
 @shielded
 def join_ended(thread: threading.Thread) -> None:
-    """Wait for a thread that has said that it ends.
+    """Wait for a thread that has set its flag and ends now.
 
-    That is what is waited for where it may take long: `Thread.join`, cut short by a signal handler
-    that raises, takes the thread for ended (bpo-45274).
+    Longer waits are for the flag: `Thread.join` takes a thread for ended if a signal handler raises
+    in it (bpo-45274).
     """
     thread.join()
 
 
 class _Call(Protocol):
-    """Something to be called: an `AsyncResult`, or a callback of a future."""
+    """An `AsyncResult` with callbacks, or a callback of a future."""
 
     def call_back(self) -> None:
-        """Call it; it may raise."""
+        """Call the callback; it may raise."""
 
     def complete(self) -> None:
-        """Called after it, whatever it has raised."""
+        """Do what follows the callback, even if it has raised."""
 
 
 class Callbacks:
-    """The two threads of a pool."""
+    """The two callback threads of a pool."""
 
     def __init__(self, name: str) -> None:
         self._program = _Caller(f"{name}-callbacks", self)
         self._futures = _Caller(f"{name}-callbacks-futures", self)
 
     def add(self, call: _Call) -> None:
-        """Have a callback of the program run."""
+        """Queue a callback of the program."""
         self._program.add(call)
 
     def add_future(self, call: _Call) -> None:
-        """Have a future completed."""
+        """Queue the completion of a future."""
         self._futures.add(call)
 
     def expect_future(self) -> None:
-        """Start the thread now: at the interpreter's end none can be started any more."""
+        """Start the thread now, since the interpreter starts none at its end."""
         self._futures.start()
 
     def expect(self) -> None:
-        """As `expect_future`, for a callback of the program."""
+        """Start the thread for callbacks of the program, for the same reason."""
         self._program.start()
 
     def runs_here(self) -> bool:
-        """Whether the calling thread is one of these."""
+        """Whether the calling thread is one of the two."""
         return getattr(local, "caller", None) in (self._program, self._futures)
 
     def stop(self) -> None:
-        """Let the threads end when they have called what is queued."""
-        # What completes futures queues their callbacks.
+        """Let the threads end after the queued calls."""
+        # Futures first: completing them queues their callbacks.
         self._futures.stop(self._program.stop)
 
     def join(self, deadline: float | None = None) -> bool:
-        """Wait for the threads to end; `stop` was called.  False: not before the deadline."""
+        """Wait for the threads to end, after `stop`; return False at the deadline."""
         return self._futures.join(deadline) and self._program.join(deadline)
 
 
 def calling_back() -> Callbacks | None:
-    """Return the callbacks of the pool whose futures the calling thread completes, if it does."""
+    """Return the callbacks of the pool whose futures the calling thread completes, or None."""
     caller: _Caller | None = getattr(local, "caller", None)
     if caller is None or caller is not caller.owner._futures:
         return None
@@ -96,7 +96,7 @@ class _Caller:
         self.owner = owner
         self._name = name
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        # Guards what follows.  Again by the thread that has it: a signal handler may submit.
+        # Guards the fields below.  Reentrant, since a signal handler may submit.
         self._lock = threading.RLock()
         self._runner: threading.Thread | None = None
         self._threads: list[tuple[threading.Thread, Flag]] = []
@@ -104,7 +104,7 @@ class _Caller:
         self._last: Callable[[], None] | None = None
 
     def add(self, call: _Call) -> None:
-        # Queued first: whichever thread serves then finds it.
+        # Queued first, so that the serving thread finds it, whichever that is.
         self._queue.put(call)
         with self._lock:
             self.start()
@@ -121,7 +121,7 @@ class _Caller:
         ended = Flag()
         thread = threading.Thread(target=self._run, args=(ended,), name=self._name, daemon=True)
         self._threads = [(t, e) for t, e in self._threads if t.is_alive()] + [(thread, ended)]
-        # Noted before it starts: it looks whether it still is the one that serves.
+        # Set before the start: the thread checks whether it is the serving one.
         before, self._runner = self._runner, thread
         try:
             thread.start()
@@ -132,7 +132,7 @@ class _Caller:
 
     def _relieve(self) -> None:
         with self._lock:
-            # Once: a thread that was relieved already only has its callback to end.
+            # Only once: a relieved thread just ends its callback.
             if self._runner is threading.current_thread():
                 self._start()
 
@@ -145,7 +145,7 @@ class _Caller:
             ended.set()
 
     def _call_next(self) -> bool:
-        """Call what comes next; return whether this thread goes on."""
+        """Make the next call; return whether this thread goes on."""
         call = self._queue.get()
         if call is None:
             return not self._end()
@@ -156,16 +156,17 @@ class _Caller:
             assert kind is not None
             args = threading.ExceptHookArgs((kind, exc, trace, threading.current_thread()))
             threading.excepthook(args)
-            # The traceback holds this frame, and these hold the traceback: a circle.
+            # Breaks a cycle: the traceback holds this frame, whose variables hold the traceback.
             del kind, exc, trace, args
         finally:
             call.complete()
-        # Another serves if `_relieve` has put a fresh thread in the place of this one.
+        # False if `_relieve` has replaced this thread by a new one.
         return self._runner is threading.current_thread()
 
     def _end(self) -> bool:
         with self._lock:
-            # Looked at under the lock: `add` queues first, and starts a thread then if this ends.
+            # Checked under the lock: `add` queues first, and then starts a thread if this one
+            # ended.
             if not self._queue.empty():
                 return False
             self._runner = None
@@ -175,7 +176,7 @@ class _Caller:
         return True
 
     def stop(self, last: Callable[[], None] | None = None) -> None:
-        """Let the thread end when it has called what is queued, and call ``last`` in the end."""
+        """Let the thread end after the queued calls, and call ``last`` then."""
         with self._lock:
             self._stopped = True
             runs = self._runner is not None

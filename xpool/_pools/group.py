@@ -11,13 +11,13 @@ from xpool.errors import OptionError, PeerLost, WorkerDied
 __all__ = ["WorkerGroup"]
 
 ATTEMPTS = 3
-"""Times that workers may die while the group is made, one after the other."""
+"""Attempts to make the group while workers die."""
 
 BACKENDS = ("gloo", "nccl", "xla")
 
 
 class Workers(Protocol):
-    """What a group asks of the workers of its pool: see `AllWorkers`."""
+    """What a group uses of its pool's `AllWorkers`."""
 
     name: str
     size: int
@@ -31,17 +31,17 @@ class Workers(Protocol):
 class WorkerGroup:
     """The workers of a pool as one world; `Pool.create_group` makes it.
 
-    Worker i is rank i.  Functions that `run_all` runs have the world by
-    `xpool.distributed.get_world`, its group of all ranks as ``get_world().group``, and may use the
-    functions of `torch.distributed` as well, whose default group it is.
+    Worker i is rank i.  In functions that `run_all` runs, `xpool.distributed.get_world` returns the
+    world, and ``get_world().group`` is its group of all ranks.  It is also the default group of
+    `torch.distributed`, whose functions may be used.
 
-    When a worker has died, or a call has failed in any other way, the group is broken, and the next
-    `run_all` of the pool makes it anew, at first; so does `rebuild`.
+    A dead worker, or any other failure of a call, breaks the group.  The next `run_all` of the pool
+    rebuilds it first; `rebuild` does so at once.
 
     Attributes:
         backend: torch's backend.
-        timeout: seconds for making it, and for each collective operation.
-        generation: how often it was made.
+        timeout: seconds for making the group, and for each collective operation.
+        generation: how often the group was made.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class WorkerGroup:
         self.timeout = seconds
         self._check_backend(contexts, share_processes, workers.size)
         self._workers = workers
-        self._members: list[int] = []  # by worker: the process id of the one that is a member
+        self._members: list[int] = []  # the process ids of the members, by worker
         self._failed = True
-        self._store: Any = None  # where they have met
+        self._store: Any = None  # the store by which the members have met
 
     def _check_backend(self, contexts: list[Any], share_processes: bool, size: int) -> None:
         if self.backend not in BACKENDS:
@@ -88,15 +88,15 @@ class WorkerGroup:
 
     @property
     def broken(self) -> bool:
-        """Whether a call has failed since it was made, or a worker was replaced."""
+        """Whether a call has failed, or a worker was replaced, since the group was made."""
         return self._failed or self._members != self._workers.pids()
 
     def rebuild(self) -> None:
-        """Make the group anew, of the workers that are there now.
+        """Make the group again, of the present workers.
 
         Raises:
-            WorkerDied, PeerLost: workers die again and again meanwhile.
-            xpool.distributed.GroupTimeout: they have not all come within ``timeout``.
+            WorkerDied, PeerLost: a worker died in each of three attempts.
+            xpool.distributed.GroupTimeout: some workers did not join within ``timeout``.
             PoolClosed: the pool takes no more work.
         """
         from xpool.distributed.members import Join
@@ -108,7 +108,7 @@ class WorkerGroup:
             join = Join(self.generation, self._workers.size, address, self.backend, self.timeout)
             try:
                 self._members = self._workers.call(join, ())
-            # The next attempt is with the worker that replaces the dead one.
+            # The next attempt includes the replacement of the dead worker.
             except (WorkerDied, PeerLost):
                 if attempt == ATTEMPTS - 1:
                     raise
@@ -117,21 +117,22 @@ class WorkerGroup:
             return
 
     def _meet(self) -> str:
-        """Open a store for the ranks, which lasts until the next; return its address."""
+        """Open a store for the ranks, which lasts until the next call; return its address."""
         hosts = self._workers.hosts
         if hosts is None:
             self._store = File()
-            # One file may have the descriptor of an earlier one; worlds are told apart by address.
+            # With the generation: a file may get the descriptor of an earlier one, but each world
+            # needs an address of its own.
             return f"file://{self._store.key[0]}?generation={self.generation}"
         from torch.distributed import TCPStore
 
-        # Here, and not at rank 0: of the driver it is known how hosts reach it.
+        # In the driver, not at rank 0: only the driver's address is known to be reachable.
         host = hosts.driver_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return f"tcp://{host}:{self._store.port}"
 
     def wrap(self, func: Any) -> Any:
-        """Return what runs a function in the group; make that anew before, if it is broken."""
+        """Return a function that runs ``func`` in the group; rebuild the group if it is broken."""
         from xpool.distributed.members import InGroup
 
         if self.broken:
@@ -139,7 +140,7 @@ class WorkerGroup:
         return InGroup(func, self.generation)
 
     def note_failure(self) -> None:
-        """A call has failed: members may be anywhere in an operation."""
+        """Break the group: after a failed call, members may be in the middle of an operation."""
         self._failed = True
 
     def __repr__(self) -> str:

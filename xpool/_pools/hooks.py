@@ -1,8 +1,8 @@
-"""The hooks of `BasePool`: what a pool of your own overrides.
+"""The hooks of `BasePool`, which a pool of your own overrides.
 
-Override all but `worker` and you have a pool with queues and workers of your own; the verbs, the
-results, callbacks, states and errors are `BasePool`'s.  The docstrings say who calls a hook and
-what it may do.
+A subclass that overrides all hooks but `worker` has its own queues and workers; verbs, results,
+callbacks, states and errors come from `BasePool`.  The docstrings say which thread calls a hook and
+what the hook may do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = tuple[int, int, tuple[bool, Any]]
 
 
 class Carried:
-    """A task's exception on its way: as it is within a process, with its traceback out of one."""
+    """A task's exception in transit; pickling it adds the text of its traceback."""
 
     def __init__(self, exc: BaseException) -> None:
         self.exc = exc
@@ -40,54 +40,53 @@ def _carry(exc: BaseException, text: str) -> Carried:
 
 
 class Hooks:
-    """What `BasePool` leaves to its subclasses."""
+    """The methods that subclasses of `BasePool` override."""
 
     def setup_queues(self) -> None:
         """Make the queues.
 
-        Called once, by the constructor, in its thread.  May raise: the constructor does, then.
+        The constructor calls it once, and raises what it raises.
         """
         raise NotImplementedError(f"{type(self).__name__} must override setup_queues()")
 
     def pool_inqueue_put(self, obj: Task | None) -> None:
-        """Send a task on its way; None asks one worker to end.
+        """Send a task to the workers; None asks one worker to end.
 
-        Called by the thread that submits, by the thread that draws the input of an `imap`, and
-        with None by the engine's thread; so by several at once.  May block while there is no room
-        (the submitter waits).  What it raises becomes the error of that task.
+        Called by the submitting thread, by the thread that draws the input of an `imap`, and with
+        None by the engine's thread: several threads may call it at once.  It may block while the
+        queue is full; the submitter then waits.  An exception becomes the error of that task.
         """
         raise NotImplementedError(f"{type(self).__name__} must override pool_inqueue_put()")
 
     def pool_outqueue_get(self, timeout: float) -> Result:
-        """Return the next result, waiting at most ``timeout`` seconds for it.
+        """Return the next result; wait for it at most ``timeout`` seconds.
 
-        Called by the engine's thread, which has nothing else to do, so it may block as long as
-        that, not longer.  Raises `queue.Empty` or Python's own `TimeoutError` when there is none.
-        Anything else that it raises ends the pool: all that is unanswered fails with
-        `InternalError`.
+        Called by the engine's thread.  Raises `queue.Empty` or Python's `TimeoutError` if there is
+        no result.  Any other exception ends the pool: unanswered jobs fail with `InternalError`.
         """
         raise NotImplementedError(f"{type(self).__name__} must override pool_outqueue_get()")
 
     def repopulate_pool(self) -> None:
-        """Start the workers that are missing from `size()`.
+        """Start workers until there are `size()`.
 
-        Called by the constructor, and by the engine's thread after `maintain_pool` returned true.
-        Raising in the constructor: the constructor raises; later: as in `pool_outqueue_get`.
+        Called by the constructor, which raises what it raises, and by the engine's thread after
+        `maintain_pool` returned true; an exception then ends the pool, as in `pool_outqueue_get`.
         """
         raise NotImplementedError(f"{type(self).__name__} must override repopulate_pool()")
 
     def maintain_pool(self) -> bool:
-        """Put away workers that have ended; return whether there were any.
+        """Remove workers that have ended; return whether there were any.
 
-        Called by the engine's thread, about ten times a second.  May not block.
+        Called by the engine's thread, about ten times a second.  It must not block.
         """
         raise NotImplementedError(f"{type(self).__name__} must override maintain_pool()")
 
     def terminate_workers(self) -> None:
         """Stop the workers without waiting for their tasks.
 
-        Called by whoever calls `terminate`, perhaps while the engine's thread is in
-        `repopulate_pool`; and once more by that thread, before `join_workers`.  May not block.
+        Called by the thread that calls `terminate`, possibly while the engine's thread is in
+        `repopulate_pool`, and once more by the engine's thread before `join_workers`.  It must not
+        block.
         """
         raise NotImplementedError(f"{type(self).__name__} must override terminate_workers()")
 
@@ -95,7 +94,7 @@ class Hooks:
         """Wait until all workers have ended.
 
         Called once, by the engine's thread, at the pool's end: after `terminate_workers`, or after
-        ``pool_inqueue_put(None)`` once for each worker.  It blocks: `join` waits for it.
+        one ``pool_inqueue_put(None)`` for each worker.  It may block; `join` waits for it.
         """
         raise NotImplementedError(f"{type(self).__name__} must override join_workers()")
 
@@ -107,10 +106,10 @@ class Hooks:
         initargs: Iterable[Any] = (),
         maxtasks: int | None = None,
     ) -> None:
-        """What a worker runs: take tasks and answer each, until None comes.
+        """Run in a worker: take tasks and answer each, until a task is None.
 
-        ``get`` and ``put`` are whatever the pool's queues have.  Runs in the worker: a thread of
-        this process, or another process.
+        ``get`` and ``put`` are functions of the pool's queues.  The worker is a thread of this
+        process, or another process.
         """
         if initializer is not None:
             initializer(*initargs)
@@ -128,7 +127,7 @@ class Hooks:
                 answer = (False, Carried(exc))
             try:
                 put((job, chunk, answer))
-            # A queue between processes pickles here, and could not.
+            # A queue between processes pickles here, which has failed.
             except Exception as exc:
                 put((job, chunk, (False, errors.ResultNotPicklable(exc, answer[1]))))
             done += 1
@@ -137,7 +136,7 @@ class Hooks:
 
 
 def _exited(exc: SystemExit, func: Callable[..., Any]) -> WorkerDied:
-    """What `sys.exit` in a task means where the worker goes on: as if it had ended."""
+    """Return the error of a task that called `sys.exit`, as if its worker had ended."""
     try:
         index = current_worker().index
     except RuntimeError:

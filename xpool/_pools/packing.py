@@ -1,4 +1,4 @@
-"""How one pool pickles what it sends."""
+"""`Packer`: pickles the messages of one pool."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Payload = bytes | memoryview
 
 
 class Packer:
-    """Pickles the messages of a pool, which ``token`` names.
+    """Pickles the messages of the pool that ``token`` identifies.
 
-    Those of an arena take up to ``memory_limit`` bytes of it.
+    With an arena, the messages take at most ``memory_limit`` bytes of it.
     """
 
     def __init__(
@@ -39,25 +39,25 @@ class Packer:
         self.arena, self.memory_limit = arena, memory_limit
 
     def pack(self, obj: Any, kept: bool = False) -> Payload:
-        """Pickle something for a worker; ``kept``: it may be sent more than once."""
+        """Pickle an object for a worker; ``kept``: the message may be sent more than once."""
         layout = self.layout._replace(kept=True) if kept else self.layout
         return encode(obj, recurse=self.recurse, layout=layout)
 
     pack_atoms = staticmethod(encode_atoms)
-    """Pickle each of many numbers or short texts; None: others are among them."""
+    """Pickle each of many numbers or short texts; None: some items are of other types."""
 
     @interruptible
     def pack_task(self, task: Any, kept: bool, worker: int | None) -> tuple[Payload, int | None]:
-        """Pickle a task for a worker (None: any, -1: the least loaded); return with it which.
+        """Pickle a task for a worker (None: any, -1: the least loaded); return message and worker.
 
-        With handles to tensors on devices that is their worker.  Of several it is the one that has
-        most of their bytes; what lies elsewhere, or where another was asked for, is copied.
+        A task with handles to tensors on devices goes to their worker; if there are several, to the
+        one with most of their bytes.  Tensors of other workers are copied.
         """
         if pending:
             deliver()
         layout = self.layout._replace(kept=True) if kept else self.layout
         payload = encode(task, recurse=self.recurse, layout=layout)
-        # Handles to tensors on devices are blocks: a message without any has none.
+        # Handles to tensors on devices are blocks, so a message without blocks has no handles.
         if type(payload) is not Leased:
             return payload, worker
         owners = payload.owners
@@ -66,17 +66,17 @@ class Packer:
         if worker is None or worker < 0:
             worker = min(owners, key=lambda i: (-owners[i], i))
         if owners.keys() - {worker}:
-            # Once more, now that it is known for whom.
+            # Pickled again for the worker that was chosen.
             layout = self.layout._replace(target=worker, kept=kept)
             payload = encode(task, recurse=self.recurse, layout=layout)
         return payload, worker
 
     @interruptible
     def pack_option(self, name: str, obj: Any) -> bytes:
-        """Pickle what every worker gets when it starts, and each that replaces one."""
+        """Pickle an object that every worker, including replacements, gets at its start."""
         if pending:
             deliver()
-        layout = self.layout._replace(kept=True)  # each copies what it gets, from one block
+        layout = self.layout._replace(kept=True)  # all workers copy from one block
         try:
             payload = encode(obj, recurse=self.recurse, layout=layout)
         except TaskNotPicklable as exc:
@@ -90,12 +90,12 @@ def _publish(
     write: Callable[[Layout], Payload],
     what: str,
 ) -> Broadcast:
-    """Put a message where each worker finds it: in a block, else in an anonymous file."""
+    """Store a message for all workers: in a block, or else in an anonymous file."""
     if lessor is not None:
         try:
             return publish(write, token, lessor, what)
         except TaskNotPicklable:
-            pass  # no memory is left for it
+            pass  # the arena has no memory left
     from xpool._worker.launch_shared import File  # only here: few programs need it
 
     message = write(BY_PIPE)
@@ -105,10 +105,10 @@ def _publish(
 def find_arena(
     copy_tensor: bool, method: str | None, limit: int | None, token: str
 ) -> tuple[Arena | None, int, Layout]:
-    """Return the arena that a pool uses, how many bytes of it, and the layout of its messages.
+    """Return the arena of a pool, the bytes that it may use, and the layout of its messages.
 
     Raises:
-        OptionError: tensors are to be shared, and there is no arena here.
+        OptionError: tensors must be shared, and this process cannot have an arena.
     """
     arena = Arena.own()
     if arena is None:

@@ -1,4 +1,4 @@
-"""`preload`: the fork server starts before there is a pool, and imports while the program does."""
+"""`preload`: starts the fork server before the first pool, so that it imports in parallel."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["preload"]
 def preload(*modules: str) -> None:
     """Start the fork server now, in the background, and have it import these modules.
 
-    Call it first of all in a program that will import what takes long: the server, from which all
-    workers are forked, imports the same at the same time, and the first pool need not wait for it.
-    Without this the server is started with the first pool, and has torch, or numpy, if the program
-    has imported it.  Workers share the memory of what the server has imported.
+    Call it at the beginning of a program whose imports take long.  The server, from which all
+    workers are forked, imports the modules in parallel, so the first pool does not wait for them.
+    Without this call the server starts with the first pool; it imports torch, or numpy, if the
+    program has imported it.  Workers share the memory of the modules that the server has imported.
 
         import xpool
 
@@ -28,15 +28,15 @@ def preload(*modules: str) -> None:
 
     Args:
         modules: names, as in an ``import`` statement, of modules that start no threads and open no
-            devices when they are imported; the program need not import them.  An import that
-            fails is reported on stderr, and raised in the workers that need the module.
+            devices when they are imported.  The program itself need not import them.  A failing
+            import is reported on stderr, and raised in the workers that need the module.
 
     Warns:
         RuntimeWarning: a module does not exist.
 
     Raises:
-        TypeError: something is not a name.
-        OSError: no process can be started.
+        TypeError: an argument is not the name of a module.
+        OSError: the system refuses a process.
     """
     for name in modules:
         if not isinstance(name, str) or not all(map(str.isidentifier, name.split("."))):
@@ -45,7 +45,7 @@ def preload(*modules: str) -> None:
         if package not in sys.modules and importlib.util.find_spec(package) is None:
             warnings.warn(f"preload: there is no module {name!r}", RuntimeWarning, stacklevel=2)
     start_early(modules)
-    # What a pool needs, before the program has the objects of torch: importing it afterwards starts
-    # a collection of garbage, which looks at all of these for 150 ms.
+    # Imported before the program has torch's objects: a later import would start a garbage
+    # collection, which takes 150 ms with all of these objects.
     for needed in "xpool._pools.process", "xpool._pools.assembly", "xpool._pickling.by_value.units":
         importlib.import_module(needed)

@@ -1,4 +1,4 @@
-"""Which start method the workers of a pool get, by its ``context=``."""
+"""Finds the start method of a pool's workers by its ``context=``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _has_own_server(context: BaseContext | str | None) -> bool:
 
 def find_launcher(context: BaseContext | str | None, may_stand_in: bool = False) -> Launcher:
     """Return what starts the workers of a pool with this ``context=``."""
-    if hasattr(context, "launch"):  # a loader brings its own
+    if hasattr(context, "launch"):  # a launcher of a loader
         return cast(Launcher, context)
     if _has_own_server(context):
         modules = wanted_modules()
-        # A program that has called `preload` waits for its server's imports.
+        # No stand-ins if the program has called `preload`: it waits for its server's imports.
         if may_stand_in and needs_arrays(modules) and not asked_for():
             return StandIns(modules)
         return ForkServer.get(modules)
@@ -69,15 +69,15 @@ def unguarded_script() -> str | None:
         return None
     spec = getattr(main, "__spec__", None)
     name = os.path.splitext(os.path.basename(path))[0] if spec is None else spec.name
-    # multiprocessing.spawn runs neither the `__main__.py` of a folder or a zip file nor IPython's
-    # launcher again.  Whether a compiled script has a guard, its text cannot say.
+    # multiprocessing.spawn does not run the `__main__.py` of a folder or a zip file, or IPython's
+    # launcher, again.  A compiled script has no text that could show a guard.
     skipped = name == "ipython" if spec is None else name.rpartition(".")[2] == "__main__"
     return None if skipped or path.endswith(".pyc") else path
 
 
 def _refuse_fork_of_runtime() -> None:
     if "torch" not in sys.modules:
-        return  # all of those are torch's
+        return  # all such runtimes are torch's
     from xpool.devices.frameworks import running_runtime  # only here: most programs need it never
 
     runtime = running_runtime()
@@ -89,7 +89,7 @@ def _refuse_fork_of_runtime() -> None:
 
 
 def only_by_inheritance(exc: BaseException) -> bool:
-    """Whether something could not be pickled because multiprocessing passes it on at start only."""
+    """Whether pickling failed because multiprocessing passes the object on at a start only."""
     cause: BaseException | None = exc
     while cause is not None:
         if isinstance(cause, RuntimeError) and "inheritance" in str(cause):

@@ -1,4 +1,4 @@
-"""What the workers of a pool are told to be, in the first message to each."""
+"""The configuration of the workers of a pool: the first message to each."""
 
 # No `from __future__ import annotations`: the fields of the NamedTuples would be texts, and each
 # compiled at import.
@@ -21,10 +21,10 @@ __all__ = ["Main", "WorkerConfig", "WorkerSpec"]
 
 
 class WorkerSpec(NamedTuple):
-    """What the workers of a pool are to be, wherever they start: agents on other hosts get it, too.
+    """The part of the configuration that all workers share; agents on other hosts get it, too.
 
-    ``contexts``: of each worker, pickled; ``binds`` and ``cpus``: the variables and the cores that
-    they name.
+    ``contexts``: the context of each worker, pickled.  ``binds`` and ``cpus``: the environment
+    variables and the cores of each context.
     """
 
     pool: str
@@ -44,7 +44,7 @@ class WorkerSpec(NamedTuple):
 
 
 class Main(NamedTuple):
-    """What workers know of the program: its script, if that can be run again, and its loggers."""
+    """What workers know of the program: its script, if it can be run again, and its loggers."""
 
     location: tuple[str, ...] | None
     units: bytes | None
@@ -54,17 +54,17 @@ class Main(NamedTuple):
 
     @classmethod
     def now(cls) -> "Main":
-        """Return what this program is now."""
+        """Return the description of this program now."""
         location = main_location() if main_is_importable() else None
         package = getattr(sys.modules.get("__main__"), "__package__", None)
         return cls(location, units(), package, levels(), _arguments())
 
 
 class WorkerConfig:
-    """Makes the first message to each worker: what it is to be.
+    """Makes the first message to each worker.
 
-    ``main`` says what the program is when a worker starts; an agent was told when it began.
-    ``first``: the pool's number of the first worker, on the host with this name.
+    ``main`` returns the description of the program when a worker starts; in an agent, the driver's.
+    ``first``: the pool's index of the first worker on the host named ``host``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class WorkerConfig:
             "pool": spec.pool,
             "name": f"{spec.pool}-worker-{index}",
             "environ": _environment(),
-            # Those that came by `resize` have no context.
+            # Workers that `resize` has added have no context.
             "bind": spec.binds[index] if index < len(spec.binds) else {},
             "cpus": (spec.cpus[index] if spec.cpus else ()) or _own_cpus(),
             "cwd": _folder(),
@@ -106,7 +106,7 @@ class WorkerConfig:
             "parent": (process.name, os.getpid()),
             "authkey": bytes(process.authkey),
             "recurse": spec.recurse,
-            # A replacement draws other numbers than the worker that it replaces.
+            # With the generation, so that a replacement draws other random numbers.
             "seed": spec.seed + f"/{index}/{generation}".encode(),
             "threads": spec.threads,
             "forked": self._launcher.forks,
@@ -124,9 +124,9 @@ class WorkerConfig:
 
 
 def _plain(message: bytes | None, attachment: int | None) -> bytes | None:
-    """Return the bytes of a message alone: the blocks that it names are held here, by itself.
+    """Return a message as bytes; the blocks that it names stay held by the message object here.
 
-    A worker without an attachment in the arena gets all of it.
+    For a worker without an attachment to the arena, the content of the blocks is included.
     """
     if message is None:
         return None
@@ -134,13 +134,13 @@ def _plain(message: bytes | None, attachment: int | None) -> bytes | None:
 
 
 def _environment() -> dict[str, str]:
-    """The variables of now; other threads may change them meanwhile."""
+    """Return the present environment variables, which other threads may be changing."""
     found = ((name, os.environ.get(name)) for name in list(os.environ))
     return {name: value for name, value in found if value is not None}
 
 
 def _folder() -> str | None:
-    """The folder that this process is in; None: it was removed, or cannot be known."""
+    """Return the working directory of this process; None: it was removed or is not known."""
     try:
         return os.getcwd()
     except OSError:
@@ -148,7 +148,8 @@ def _folder() -> str | None:
 
 
 def _arguments() -> list[str]:
-    """The program's arguments; for one that is neither text nor a path, the name of its type."""
+    """Return the program's arguments; an object that is not a text or path becomes its type's
+    name."""
     argv = getattr(sys, "argv", None)
     return [
         str(one) if isinstance(one, (str, os.PathLike)) else f"<{type(one).__name__}>"
@@ -157,6 +158,6 @@ def _arguments() -> list[str]:
 
 
 def _own_cpus() -> tuple[int, ...]:
-    """The cores of this process now: a fork server's children have those of when it started."""
-    # Asked of the main thread; that of the engine has what it had when the pool was made.
+    """Return the cores of this process now; a fork server's children have those of its start."""
+    # Of the main thread: the engine's thread has the cores from when the pool was made.
     return tuple(os.sched_getaffinity(os.getpid())) if sys.platform == "linux" else ()
