@@ -1,7 +1,7 @@
-"""Drawing the input of `imap` in a thread of its own, no further ahead than there is room.
+"""Draws the input of `imap` in a thread, no further ahead than there is room.
 
-In a thread of its own since an iterable may block, even until a result of the same pool is
-there; and pickled there, item by item, so that an item that cannot be pickled fails alone.
+It needs a thread since an iterable may block, even until a result of the same pool arrives.  The
+thread also pickles the items one by one, so that an item that cannot be pickled fails alone.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -25,47 +25,48 @@ from xpool._python.waiters import Waiters
 __all__ = ["Fed", "FlowControl", "InputReader", "Runs"]
 
 AHEAD_ITEMS = 1024
-"""Tasks for each worker that may wait, drawn and pickled: two of the largest batches."""
+"""The most tasks for each worker that wait, drawn and pickled: two of the largest batches."""
 
 FIRST_ITEMS, FIRST_ALL = 16, 128
-"""Tasks for each worker, and at least in all, that may wait until the size of a result is known."""
+"""The tasks for each worker, and the least in all, that may wait before a result's size is
+known."""
 
 HERE_ITEMS = 64
 HERE_BYTES = 64 * 1024
-"""Tasks, and bytes, that are drawn without a thread: to start one takes as long as to pickle 50."""
+"""The most tasks, and bytes, drawn without a thread: starting one takes as long as pickling 50."""
 
 LOOK = 16
-"""Items between two looks at how far ahead the input reader is, where their bytes are few."""
+"""Small items between two checks of how far ahead the input reader is."""
 
 RUN = 256
-"""Items that are handed on at once, where it costs nothing to draw them.  Pickled in one pass, 256
-numbers take as long as a thread takes to start."""
+"""Items that are passed on together if drawing them costs nothing.  Pickling 256 numbers in one
+pass takes as long as starting a thread."""
 
 AHEAD_BYTES = 16 * 1024 * 1024
-"""Bytes of payload that may wait for a worker, unless it is a single one."""
+"""The most bytes of payload that wait for workers, unless it is a single task."""
 
 
 @functools.cache
 def room_for_results() -> int:
-    """Bytes of results of one `imap` that nobody has taken, from which on no more input is drawn.
+    """Return the bytes of untaken results of one `imap` at which no more input is drawn.
 
-    By pickled size, with 256 bytes for each result: a sixteenth of the memory that was available
-    when this was first asked for, and at least 64 MiB.
+    A result counts with its pickled size and 256 bytes.  The limit is a sixteenth of the memory
+    that was available at the first call, and at least 64 MiB.
     """
     return max(64 * 1024 * 1024, available_memory() // 16)
 
 
 class Runs(NamedTuple):
-    """How consecutive items are handed on together that are there at once."""
+    """Functions that pass on consecutive items together."""
 
     prepare: Callable[[list[Any]], list[Any] | None]
-    """Returns what is to be put for items; None: they, and all that follow, go one by one."""
+    """Returns the prepared items; None: these and all later items are put one by one."""
     put: Callable[[int, list[Any]], int]
-    """Hands on what was prepared, with the index of the first; returns its size in bytes."""
+    """Passes on prepared items, given the index of the first; returns their size in bytes."""
 
 
 class _Run(list[Any]):
-    """What was prepared of items that were drawn at once."""
+    """Prepared items that were drawn together."""
 
 
 class FlowControl:
@@ -85,7 +86,7 @@ class FlowControl:
         self._waiters = Waiters()
         self._waiting = False
         self.stopped = False
-        self._given = 0  # items that the input has by now, if it is a `Fed`
+        self._given = 0  # number of items that a `Fed` input has got so far
         self.given_all = True
         self.drawn = 0
         self.put = 0
@@ -109,7 +110,7 @@ class FlowControl:
         if self._buffersize is not None:
             buffer = self._buffer()
             if buffer is None:
-                # `stop` tells so at once, unless a signal handler has raised in the finalizer.
+                # Usually `stop` was called, but a signal handler may have raised in the finalizer.
                 self.stopped = True
                 return True
             if self.drawn - buffer.handed_out >= self._buffersize:
@@ -125,7 +126,7 @@ class FlowControl:
         return buffer is None or buffer.bytes_in - buffer.bytes_out < self._room
 
     def _most_ahead(self) -> int:
-        """Return how many tasks may wait: those whose results have room, by the mean result."""
+        """Return the most tasks that may wait: their results, of mean size, must have room."""
         buffer = self._buffer()
         if buffer is None or self._room == math.inf:
             return self._ahead
@@ -133,18 +134,18 @@ class FlowControl:
         if not answered or not buffer.bytes_in:
             return min(self._ahead, max(FIRST_ALL, FIRST_ITEMS * self._workers))
         room = self._room - (buffer.bytes_in - buffer.bytes_out)
-        # Some for each worker in any case: no room for results keeps them from running.
+        # At least two for each worker: `may_run` holds them back while results have no room.
         return max(2 * self._workers, min(self._ahead, int(room * answered / buffer.bytes_in)))
 
     def may_run(self, first: int) -> bool:
-        """Whether the tasks that wait from ``first`` on may be given to workers now.
+        """Whether the waiting tasks from ``first`` on may be given to workers now.
 
-        Not while results that nobody has taken fill their room, unless ``first`` is what the
-        consumer waits for.  Called with the engine's lock held.
+        False while untaken results fill their room, unless the consumer waits for ``first``.
+        Called with the engine's lock held.
         """
         if self._has_room() or self._is_next(first):
             return True
-        # First, then the look: the consumer makes room first and looks at this then.
+        # Set before the second check: the consumer makes room first and then reads this flag.
         self._holds = True
         return self._has_room() or self._is_next(first)
 
@@ -153,10 +154,10 @@ class FlowControl:
         return buffer is None or buffer.next_task == first
 
     def reserve(self, most: int = 1) -> int:
-        """Wait until items may be drawn, and say how many, of ``most``; 0: no more are wanted."""
+        """Wait until items may be drawn; return how many, at most ``most``; 0: draw no more."""
         if not self.is_open():
-            # Before `wait` looks again: the engine counts first and looks at this then, so one of
-            # the two sees the other.
+            # Set before `wait` checks again: the engine counts first and then reads this flag, so
+            # one of the two notices the other.
             self._waiting = True
             try:
                 self._waiters.wait(self.is_open, None)
@@ -174,12 +175,12 @@ class FlowControl:
         return max(1, most)
 
     def added(self, size: int) -> None:
-        """Count a task of ``size`` bytes that waits for a worker now."""
+        """Count a task of ``size`` bytes that waits for a worker from now on."""
         self.put += 1
         self.bytes_in += size
 
     def taken(self, items: list[Any]) -> None:
-        """Count tasks that went to a worker."""
+        """Count tasks that were given to a worker."""
         from xpool._pickling.frame import (
             weight_of_all,  # here: it is there by now, and leads to all
         )
@@ -188,14 +189,14 @@ class FlowControl:
         self.answered(len(items))
 
     def answered(self, tasks: int) -> None:
-        """Note that so many more tasks wait no longer."""
+        """Count tasks that no longer wait."""
         self.taken_items += tasks
-        # Not for each task: it sleeps until half of what may be ahead is gone.
+        # Not at each task: the input reader sleeps until half of the waiting tasks are gone.
         if self._waiting and 2 * (self.put - self.taken_items) <= self._most_ahead():
             self._waiters.wake()
 
     def handed_out(self) -> None:
-        """Look again: the consumer has taken something, or is gone."""
+        """Wake the input reader: the consumer has taken a result, or is gone."""
         if self._waiting:
             self._waiters.wake()
         if self._holds:
@@ -203,16 +204,16 @@ class FlowControl:
             self.resume()
 
     def give(self, items: int, are_all: bool | None = None) -> None:
-        """Note how many items there are to draw by now, and whether these are all."""
+        """Note how many items a `Fed` input has got so far, and whether these are all."""
         self._given = items
         if are_all is not None:
             self.given_all = are_all
         self._waiters.wake()
 
     def unbind(self) -> None:
-        """Let results take the memory that they need: a thread waits for the end of the stream."""
+        """Lift the limit on the memory of results: a thread waits for the end of the stream."""
         self._room = math.inf
-        # The thread that gives items may have ended.
+        # No more items are expected: the thread that gives them may have ended.
         self.give(self._given, True)
         self.handed_out()
 
@@ -223,9 +224,9 @@ class FlowControl:
 
 
 class Fed(Iterator[Any]):
-    """An input whose items are given one by one, by the thread that takes the results.
+    """An input whose items are given one by one by the thread that takes the results.
 
-    The input reader waits for them as it waits for room, so that what ends the drawing ends that.
+    The input reader waits for items as it waits for room, so a stop of the stream ends both waits.
     """
 
     def __init__(self) -> None:
@@ -235,7 +236,7 @@ class Fed(Iterator[Any]):
         self._flow: FlowControl | None = None
 
     def bind(self, flow: FlowControl) -> None:
-        """Have this flow wait for what is given."""
+        """Make this flow wait for given items."""
         self._flow = flow
         flow.give(self._given, self._ended)
 
@@ -246,7 +247,7 @@ class Fed(Iterator[Any]):
         if self._flow is not None:
             self._flow.give(self._given)
             if self._flow.given_all:
-                # Somebody has ended it.  Either this takes the item back, or it was drawn.
+                # The input was ended meanwhile: take the item back unless it was drawn.
                 with contextlib.suppress(IndexError):
                     self._items.pop()
                     return False
@@ -266,14 +267,13 @@ class Fed(Iterator[Any]):
 
 
 class InputReader:
-    """Draws one iterable, in a thread of its own; what is there at once, in the caller's.
+    """Draws one iterable: small known ones in the caller's thread, all others in its own.
 
-    ``put(index, task)`` hands on a task: an item, or a list of ``chunksize`` items when that is
-    more than 1; it returns the size in bytes, and raises when the task cannot be sent.
-    ``runs``, where there are some, hand on consecutive items that are there at once.
-    ``fail(index, exc)`` answers the task in its stead, `Unopened` where the input has raised
-    that; ``end(length)`` says how many there were.
-    None of them may hold the pool, so that a pool can be dropped while its input reader waits.
+    ``put(index, task)`` passes on a task: an item, or a list of items if ``chunksize`` is more than
+    1.  It returns the size in bytes, and raises if the task cannot be sent.  ``runs`` passes on
+    consecutive items together; None: never.  ``fail(index, exc)`` answers a task with an error, an
+    `Unopened` if the input raised it.  ``end(length)`` reports the number of tasks.  None of these
+    may hold the pool, so that a pool can be dropped while its input reader waits.
     """
 
     def __init__(
@@ -288,12 +288,13 @@ class InputReader:
         name: str,
     ) -> None:
         self._iterable = iterable
-        # To draw from these runs no code but Python's own, and never waits.
+        # Drawing from these runs only Python's own code, and never waits.
         self._known = type(iterable) in (list, tuple, range)
         self._chunksize = chunksize
         self.flow = flow
         self._put = put
-        # Only where to draw costs nothing: else the first of them would wait for the last.
+        # Only if drawing costs nothing: otherwise the first item would wait for the last of its
+        # run.
         self._runs = runs if self._known and chunksize == 1 else None
         self._fail = fail
         self._end = end
@@ -302,17 +303,17 @@ class InputReader:
         self._name = f"{name}-input_reader"
 
     def begin(self) -> None:
-        """Draw a moderate input here, and start the thread for what is left.
+        """Draw a small input in the calling thread; start the input reader's thread for the rest.
 
         Raises:
-            Exception: what a signal handler raised, or the system, which has no thread for us.
+            Exception: a signal handler raised, or the system refuses a thread.
         """
         most = HERE_ITEMS if self._runs is None else RUN
         if not (self._known and self._draw(most)):
             threading.Thread(target=self._draw, name=self._name, daemon=True).start()
 
     def _draw(self, most: float = math.inf) -> bool:
-        """Draw all, or about ``most`` tasks if they are small; return whether these were all."""
+        """Draw all tasks, or about ``most`` small ones; return whether the input has ended."""
         flow = self.flow
         here = most < math.inf
         try:
@@ -328,19 +329,19 @@ class InputReader:
                     if type(task) is _Run:
                         assert self._runs is not None
                         n = len(task)
-                        # Before they are handed on: threads answer the first at once.
+                        # Counted before `put`: threads answer the first task at once.
                         flow.put += n
                         flow.bytes_in += self._runs.put(self._index, task)
                     elif size := self._put(self._index, task):
                         flow.added(size)
                 except Exception as exc:
-                    # In the caller's thread a signal handler may raise: not an error of the item.
+                    # In the caller's thread, a signal handler's error is not the item's.
                     if here and by_handler(exc):
                         raise
                     for index in range(self._index, self._index + n):
                         self._fail(index, exc)
                 self._index += n
-                # Drop it: the next item may take long to arrive.
+                # Dropped now, since the next item may take long to arrive.
                 del task
                 if self._index >= most:
                     return False
@@ -349,7 +350,7 @@ class InputReader:
         except BaseException as exc:
             if here:
                 raise
-            # The input raised: the consumer gets that in place of the task that it cut short.
+            # The input raised: the consumer gets the error in place of the next task.
             self._fail(self._index, Unopened(exc))
             self._index += 1
         self._end(self._index)
@@ -381,7 +382,7 @@ class InputReader:
                     flow.drawn += 1
                     yield item
                     del item
-                    # These two at each item: one may be large, and nobody may want the next.
+                    # Checked at each item: one may be large, and the stream may be stopped.
                     if flow.stopped or flow.bytes_in - flow.taken_bytes >= AHEAD_BYTES:
                         break
             return
