@@ -1,4 +1,4 @@
-"""How the workers of a loader start: forks of the program at once, and a server's after them."""
+"""How the workers of a loader start: forks of the program in each epoch, or the server's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ pytestmark = [
 ]
 
 PROGRAM = """
-    import os, signal, threading
+    import os, signal, sys, threading
     import torch
+    import xpool
     from xpool.data import DataLoader
 
     class Parents(torch.utils.data.Dataset):
@@ -28,19 +29,23 @@ PROGRAM = """
         def __getitem__(self, i):
             return i, os.getpid(), os.getppid()
 
-    if __name__ == "__main__":
-        BEFORE
-        loader = DataLoader(Parents(), 2, num_workers=2, prefetch_factor=1)
+    def epoch(loader, kills):
         batches = iter(loader)
-        seen, pid, parent = (values.tolist() for values in next(batches))
-        print("fork" if parent[0] == os.getpid() else "server")
-        os.kill(pid[0], signal.SIGKILL)
-        parents = set()
+        seen, pid, parents = (values.tolist() for values in next(batches))
+        print("fork" if parents[0] == os.getpid() else "server")
+        if kills:
+            os.kill(pid[0], signal.SIGKILL)
         for places, _, parent in batches:
             seen += places.tolist()
-            parents.add(parent[0])
+            parents += parent.tolist()
         assert sorted(seen) == list(range(40)), seen
-        assert parents - {os.getpid()}, "the worker was replaced by a fork"
+        assert not kills or set(parents) - {os.getpid()}, "the worker was replaced by a fork"
+
+    if __name__ == "__main__":
+        BEFORE
+        loader = DataLoader(Parents(), 2, num_workers=1)
+        epoch(loader, True)
+        epoch(loader, False)
 """
 
 
@@ -50,10 +55,70 @@ PROGRAM = """
         ("pass", "fork"),
         ("__import__('multiprocessing').set_start_method('spawn')", "server"),
         ("threading.Thread(target=threading.Event().wait, daemon=True).start()", "server"),
+        ("lock = __import__('_thread').start_new_thread(threading.Event().wait, ())", "server"),
+        ("xpool.preload('torch')", "server"),
     ],
-    ids=["alone", "spawn", "thread"],
+    ids=["alone", "spawn", "thread", "bare thread", "preload"],
 )
-def test_the_first_workers_are_forks_where_that_is_safe(before, kind):
-    """Only of a program without other threads; whoever dies is replaced from the server."""
+def test_workers_are_forks_where_that_is_safe(before, kind):
+    """In each epoch of a program without other threads; the server replaces those that die."""
     program = PROGRAM.replace("BEFORE", before)
-    assert scripts.run_ok(["-"], program).split() == [kind]
+    assert scripts.run_ok(["-"], program).split() == [kind] * 2
+
+
+def test_workers_have_the_values_of_globals_in_each_epoch(tmp_path):
+    """What the program gave to a module does not depend on whether the server is ready."""
+    scripts.write(tmp_path / "settings.py", "SIZE = 1")
+    program = """
+        import sys
+        import torch
+        from xpool.data import DataLoader
+        from xpool.data.start import ForkServer, wanted_modules
+        from xpool.testing.waiting import eventually
+
+        sys.path.insert(0, FOLDER)
+        import settings
+
+        class Sizes(torch.utils.data.Dataset):
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, i):
+                return settings.SIZE
+
+        if __name__ == "__main__":
+            settings.SIZE = 224
+            loader = DataLoader(Sizes(), 4, num_workers=1)
+            print(*next(iter(loader)).tolist())
+            eventually(ForkServer.get(wanted_modules()).ready, "the server has torch")
+            print(*next(iter(loader)).tolist())
+    """.replace("FOLDER", repr(str(tmp_path)))
+    assert scripts.run_ok(["-"], program).split() == ["224"] * 8
+
+
+def test_forks_run_no_handlers_of_the_program():
+    """A signal for a worker is not the program's, nor its event loop's."""
+    program = """
+        import os, signal, socket, threading
+        import torch
+        from xpool.data import DataLoader
+
+        class Signals(torch.utils.data.Dataset):
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, i):
+                assert os.getppid() == PROGRAM
+                return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, signal.set_wakeup_fd(-1)
+
+        PROGRAM = os.getpid()
+        if __name__ == "__main__":
+            signal.signal(signal.SIGTERM, lambda *args: print("the program's handler"))
+            end, other = socket.socketpair()
+            end.setblocking(False)
+            signal.set_wakeup_fd(end.fileno())
+            for defaults, descriptors in DataLoader(Signals(), 2, num_workers=1):
+                print(*defaults.tolist(), *descriptors.tolist())
+            signal.set_wakeup_fd(-1)
+    """
+    assert scripts.run_ok(["-"], program).split() == ["True", "True", "-1", "-1"]

@@ -6,13 +6,25 @@ A worker imports this module and `xpool.data.worker`, and nothing of the pools.
 from __future__ import annotations
 
 import multiprocessing.context
+import signal
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from xpool._worker.context import current_worker
 from xpool.data.worker import WorkerCopy
 
-__all__ = ["AtStart", "after", "call", "in_thread", "receive", "with_copy", "without_context"]
+__all__ = [
+    "AtStart",
+    "after",
+    "begin",
+    "call",
+    "in_thread",
+    "receive",
+    "with_copy",
+    "without_context",
+]
 
 _received: WorkerCopy | None = None
 
@@ -30,9 +42,25 @@ class AtStart:
         return AtStart, (self.made,)
 
 
+def begin() -> None:
+    """Prepare a worker that may be a fork of the program: no threads of torch, no handlers.
+
+    A signal for the worker would run the program's handler, and report through the program's
+    wakeup descriptor to its event loop.
+    """
+    torch.set_num_threads(1)
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        module = getattr(handler, "__module__", None) or ""
+        if callable(handler) and not module.startswith(("xpool.", "_signal", "signal")):
+            signal.signal(number, signal.SIG_DFL)
+
+
 def receive(start: AtStart) -> None:
-    """Keep what came with the start, for `with_copy`."""
+    """Begin, and keep what came with the start, for `with_copy`."""
     global _received
+    begin()
     _received = start.made
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import dataloader
 
 from xpool import pickle
 from xpool._python.waiters import LOST_SIGNAL
+from xpool.data.ending import end_later
 from xpool.data.generators import Generators
 from xpool.data.pinning import PinThread, can_pin, pinned
 from xpool.data.preview import Preview
@@ -25,7 +26,7 @@ from xpool.data.report import Times
 from xpool.data.sampling import Request, Sampling, label
 from xpool.data.state import Progress
 from xpool.data.worker import Base, EpochSpec, Made, WorkerCopy, is_pipe, is_stateful
-from xpool.data.workers import Inline, Processes, Threads, end_later
+from xpool.data.workers import Inline, Processes, Threads
 
 __all__ = ["Before", "Epoch"]
 

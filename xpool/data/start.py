@@ -5,31 +5,33 @@ from __future__ import annotations
 import gc
 import importlib
 import multiprocessing
-import os
 import socket
 import sys
 import threading
+import warnings
 from typing import Any
 
 from xpool._engine.launch import (
     ForkServer,
     Handle,
     ProcessLauncher,
+    asked_for,
     import_for_arrays,
     wanted_modules,
 )
 from xpool._pools.preloading import preload
+from xpool.data.ending import CLEANER, wait_for_ends
 from xpool.devices.frameworks import running_runtime
 
-__all__ = ["CLEANER", "find_context", "prepare"]
+__all__ = ["find_context", "prepare"]
 
 _NEEDED = (
     "multiprocessing.popen_fork", "xpool._pools.assembly", "xpool._worker.loop", "xpool.data.calls",
 )  # fmt: skip
 """What a pool and its forked workers import, beside what the program has by then."""
 
-CLEANER = "xpool-DataLoader-cleaner"
-"""The name of the thread that ends pools."""
+ENDING_SECONDS = 1.0
+"""How long a new epoch waits for the end of the last one's workers, to fork from one thread."""
 
 
 def prepare(context: Any) -> None:
@@ -55,10 +57,12 @@ def prepare(context: Any) -> None:
 
 def find_context(context: Any, size: int) -> Any:
     """Return the ``context=`` of a pool of ``size`` workers that starts now."""
-    if context is None and sys.platform == "linux":
-        server = ForkServer.get(wanted_modules())
-        if not server.ready() and _may_fork():
-            return _ForkedFirst(server, size)
+    # Whether the server is ready must not decide: forks have the values that the program has given
+    # to globals of its modules, and workers of the server have not.
+    if context is None and sys.platform == "linux" and not asked_for():
+        wait_for_ends(ENDING_SECONDS)
+        if _may_fork():
+            return _ForkedFirst(ForkServer.get(wanted_modules()), size)
     return context
 
 
@@ -69,11 +73,9 @@ def _may_fork() -> bool:
         return False
     if multiprocessing.current_process().daemon or running_runtime() is not None:
         return False
-    if sys.version_info >= (3, 12) and len(os.listdir("/proc/self/task")) > 1:
-        return False  # Python warns of such a fork, also where the threads are OpenMP's
-    # The cleaner waits without a lock.
-    others = {thread for thread in threading.enumerate() if thread.name != CLEANER}
-    return others == {threading.current_thread()}
+    # Threads of C code that run Python have frames, too.  The cleaners wait without a lock.
+    cleaners = {thread.ident for thread in threading.enumerate() if thread.name == CLEANER}
+    return sys._current_frames().keys() - cleaners == {threading.get_ident()}
 
 
 class _ForkedFirst:
@@ -102,6 +104,9 @@ class _ForkedFirst:
         """Start a worker."""
         if not self.forks:
             return self._server.launch(boot, name, daemon, inherited)
-        handle = self._forking.launch(boot, name, daemon, inherited)
+        with warnings.catch_warnings():
+            # Python 3.12 and 3.13 warn of OpenMP's threads.  A worker computes in one thread.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            handle = self._forking.launch(boot, name, daemon, inherited)
         self._left -= 1
         return handle

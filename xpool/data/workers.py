@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
-import queue
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
 
 from xpool._calls.results import AsyncResult
 from xpool._pools.base import BasePool, at_exit
@@ -22,13 +18,23 @@ from xpool._pools.context import CtxPool, CtxThreadPool
 from xpool._pools.p2p import P2PPool
 from xpool._pools.process import Pool
 from xpool._pools.thread import ThreadPool
-from xpool.data.calls import AtStart, after, call, in_thread, receive, with_copy, without_context
-from xpool.data.start import CLEANER, find_context
+from xpool.data.calls import (
+    AtStart,
+    after,
+    begin,
+    call,
+    in_thread,
+    receive,
+    with_copy,
+    without_context,
+)  # fmt: skip
+from xpool.data.ending import end_later
+from xpool.data.start import find_context
 from xpool.data.worker import WorkerCopy, is_pipe
 from xpool.data.worker_info import own_generators, use_threads
 from xpool.errors import OptionError
 
-__all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool", "end_later"]
+__all__ = ["RETRIES", "Inline", "Processes", "Threads", "check_pool"]
 
 RETRIES = 2
 """How many more times a batch is made if its worker dies."""
@@ -108,7 +114,7 @@ class Processes:
         if not _forks(context):
             # With an initializer no worker begins before it has torch, which each batch needs.
             pool = pool_class(
-                size, torch.set_num_threads, (1,), context=find_context(context, size),
+                size, begin, context=find_context(context, size),
                 name="DataLoader",
             )  # fmt: skip
             try:
@@ -217,26 +223,6 @@ class Threads:
 def _own(dataset: Any) -> Any:
     # The graph of a data pipe is split among the workers, whole.
     return copy.deepcopy(dataset) if is_pipe(dataset) else copy.copy(dataset)
-
-
-def end_later(pool: BasePool | None) -> Callable[[Iterable[Any]], None]:
-    """Return what cancels results and ends a pool, in a thread that waits for it to be called.
-
-    The garbage collector may call it, in any thread and whatever locks that holds: to put into
-    such a queue is one operation that waits for nobody.
-    """
-    orders: queue.SimpleQueue[Iterable[Any]] = queue.SimpleQueue()
-
-    def clean() -> None:
-        # Waits here for as long as the epoch, or the loader, lives.
-        for result in orders.get():
-            result.cancel()
-        if pool is not None:
-            pool.terminate()
-            pool.join()
-
-    threading.Thread(target=clean, name=CLEANER, daemon=True).start()
-    return orders.put
 
 
 def _forks(context: Any) -> bool:
