@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -127,7 +128,9 @@ def __getattr__(name: str) -> Any:
         # The module is there, and something that it imports is not.
         if exc.name != f"xpool.{name}":
             raise
-    raise AttributeError(f"module 'xpool' has no attribute {name!r}")
+    # With these two, a traceback names the attribute that was meant.
+    here = sys.modules[__name__]
+    raise AttributeError(f"module 'xpool' has no attribute {name!r}", name=name, obj=here)
 
 
 def __dir__() -> list[str]:

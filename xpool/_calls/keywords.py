@@ -24,6 +24,7 @@ _ELSEWHERE = {
     "nprocs": "processes",
     "num_workers": "processes",
     "prefetch": "buffersize",
+    "retry": "retries",
     "start_method": "context",
     "time_limit": "timeout",
     "tqdm": "progress",
@@ -37,6 +38,16 @@ _FOR_EXECUTORS = {
     "maxtasksperchild": "max_tasks_per_child",
     "processes": "max_workers",
 }
+
+
+_ITS_VERBS = {
+    "buffersize": "imap and imap_unordered have",
+    "callback": "apply_async, map_async and starmap_async have",
+    "error_callback": "apply_async, map_async and starmap_async have",
+    "with_index": "imap_unordered has",
+    "worker": "apply and apply_async of P2PPool have",
+}
+"""Which verbs have a keyword that the others do not have."""
 
 
 def names_of(*codes: CodeType) -> list[str]:
@@ -65,7 +76,8 @@ def refuse_unknown(function: str, known: list[str], unknown: Iterable[str]) -> N
     near = [ours] if ours in known and ours != name else get_close_matches(name, known, 1)
     meant = f"; did you mean {near[0]}=?" if near else ""
     if not near:
-        meant = f"; it has {', '.join(known)}"
+        others = f"; {_ITS_VERBS[name]} it" if name in _ITS_VERBS else ""
+        meant = f"{others}; it has {', '.join(known)}"
         if "kwds" in known:
             meant += ". Arguments of the called function go into args=() and kwds={}"
     raise TypeError(f"{function}() has no keyword {name!r}{meant}")

@@ -27,6 +27,7 @@ __all__ = [
     "check_chunksize",
     "check_count",
     "check_exceptions",
+    "check_flag",
     "check_iterable",
     "check_on_error",
     "check_memory",
@@ -222,9 +223,12 @@ def check_iterable(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_can_iterate(iterable: Any) -> None:
-    """Raise `TypeError` when the input of a stream is not iterable."""
+    """Raise `TypeError` when the input of a map or stream is not iterable."""
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
-        raise TypeError(f"iterable must be iterable, not {type(iterable).__name__}")
+        raise TypeError(
+            f"iterable must be iterable, not {type(iterable).__name__}; for one call of a function "
+            "use apply(func, (x,))"
+        )
 
 
 def resolve_processes(processes: Any, contexts: Sequence[Any] | None = None) -> int:
@@ -292,6 +296,12 @@ def check_output(output: Any) -> None:
     """Raise `OptionError` unless ``output`` is "prefix", "files" or None."""
     if output not in ("prefix", "files", None):
         raise OptionError(f"output must be 'prefix', 'files' or None, not {output!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise `TypeError` unless ``value`` is True or False, or as good as one: 1, numpy's."""
+    if not isinstance(value, bool) and value not in (0, 1):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def check_seed(seed: Any) -> None:

@@ -20,7 +20,7 @@ from xpool._calls.results import (
     tasks_in,
 )
 from xpool._python.item_notes import number_item
-from xpool._python.waiters import Waiters
+from xpool._python.waiters import Waiters, deadline_of
 from xpool.errors import TimeoutError
 
 __all__ = [
@@ -190,7 +190,7 @@ class IMapIterator(Iterator[T]):
                     self.progress.wait()
                 raise
             if timeout is not None and deadline is None:
-                deadline = time.monotonic() + timeout
+                deadline = deadline_of(timeout)
             about_to_block()
             left = None if deadline is None else deadline - time.monotonic()
             if not self._waiters.wait(self._movable, left):

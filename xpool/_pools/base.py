@@ -51,6 +51,11 @@ __all__ = ["BasePool"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# A TypeError of Python about their arguments names them so, and so does a pickle.
+for _name, _verb in vars(PublicVerbs).items():
+    if callable(_verb) and not _name.startswith("_"):
+        _verb.__module__, _verb.__qualname__ = "xpool", f"Pool.{_name}"
+
 _numbers = itertools.count(1)
 # The pools that have not ended.  Not a WeakSet: it runs Python code when a pool is dropped, and an
 # exception that a signal handler raises in that code is lost.
@@ -110,6 +115,8 @@ class BasePool(PublicVerbs, Hooks):
         self.initializer = initializer
         self.initargs = check_iterable("initargs", initargs)
         self.maxtasksperchild = maxtasksperchild
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"name must be a str or None, not {name!r}")
         self.name = name or f"xpool-{next(_numbers)}"
         self._jobs = JobTable(self.name, _weakly(self))
         self._life = Lifecycle(self.name, self._jobs)

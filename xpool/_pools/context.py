@@ -152,7 +152,8 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
             )
         if self._processes:
             self._seeds_items = False
-            _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"))
+            files = "files" if options.get("output") == "files" else None
+            _refuse(maxtasksperchild=maxtasksperchild, seed=options.get("seed"), output=files)
         return n
 
 

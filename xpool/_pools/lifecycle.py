@@ -11,7 +11,7 @@ from xpool._calls.results import Job, PickledResult, exception_in
 from xpool._engine.jobs.states import POOL, PoolEvent, PoolStates, step
 from xpool._pools.callbacks import join_ended
 from xpool._pools.job_table import JobTable
-from xpool._python.waiters import Flag
+from xpool._python.waiters import Flag, deadline_of
 from xpool.errors import PoolClosed
 
 __all__ = ["Lifecycle"]
@@ -50,9 +50,10 @@ class Lifecycle:
         if self.failure is not None:
             cause = exception_in(self.failure)
             raise PoolClosed(f"The pool has failed: {self.failure}") from cause
+        closed = self.drained or self.state is PoolStates.CLOSE
+        how = self._how_ended or ("closed" if closed else "terminated")
         raise PoolClosed(
-            f"Pool not running: {self.name} was {self._how_ended or self.state.name.lower() + 'd'}"
-            " and takes no more work; make a new pool"
+            f"Pool not running: {self.name} was {how} and takes no more work; make a new pool"
         )
 
     def enter(self, job: Job, tasks: int) -> None:
@@ -129,7 +130,7 @@ class Lifecycle:
             raise ValueError(f"Pool is still running: close or terminate {self.name} before join")
         if self._jobs.callbacks.runs_here():
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout)
         for job in list(self._jobs.unanswered.values()):
             # A stream whose results nobody takes would wait for room, and this for its end.
             if job.flow is not None:

@@ -10,6 +10,7 @@ from xpool._calls.keywords import names_of, names_of_inits, refuse_unknown
 from xpool._calls.options import (
     check_bytes,
     check_count,
+    check_flag,
     check_memory,
     check_output,
     check_seconds,
@@ -55,6 +56,9 @@ class PoolOptions:
         check_share_method(share_method)
         check_seed(seed)
         check_output(output)
+        check_flag("is_recursive", is_recursive)
+        check_flag("is_daemon", is_daemon)
+        check_flag("is_copy_tensor", is_copy_tensor)
         if memory_limit is not None:
             memory_limit = check_bytes("memory_limit", memory_limit, least=0)
         if restart_budget is not None:

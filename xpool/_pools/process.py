@@ -417,7 +417,7 @@ class Pool(BasePool):
 
 def _check_over_hosts(options: PoolOptions) -> None:
     hosts = options.hosts
-    if not hasattr(hosts, "find"):
+    if not hasattr(hosts, "make_engine"):
         raise OptionError(f"hosts must be made by xpool.ray.hosts(), not {reprlib.repr(hosts)}")
     context = "workers on other hosts start through xpool's fork server"
     for name, is_given, why in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import reprlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -103,6 +105,8 @@ def options_of(
         )
     if progress is not False:
         check_progress(progress)
+    if journal is not None and not isinstance(journal, (str, bytes, os.PathLike)):
+        raise TypeError(f"journal must be the path of a database, not {reprlib.repr(journal)}")
     if journal is None and (key is not None or version is not None):
         name = "version= is that of the function" if key is None else "key= names the items"
         raise OptionError(f"{name} of a journal: give journal= too")
@@ -163,6 +167,8 @@ def submit_call(
     pool._submitter.check(func)
     if callback is not None or error_callback is not None:
         _check_callbacks(callback, error_callback)
+    if kwds and not hasattr(kwds, "keys"):
+        raise TypeError(f"kwds must be a dict of keyword arguments, not {reprlib.repr(kwds)}")
     kwds = dict(kwds) if kwds else {}
     if type(args) is not tuple:
         args = check_args(func, args, kwds, pool._gives_context)
@@ -210,6 +216,7 @@ def submit_map(
     # Copied at once: a list may change while its items are pickled, and a subclass may yield
     # something else than its length and slices say.  Slices of a range stay ranges, and cost
     # nothing to send.
+    check_can_iterate(iterable)
     kept = type(iterable) is range or type(iterable) is tuple
     items: Sequence[Any] = iterable if kept else list(iterable)  # type: ignore[assignment]
     if chunksize is None:

@@ -16,11 +16,25 @@ from typing import Any
 
 from xpool._python.interrupt import uninterrupted
 
-__all__ = ["LOST_SIGNAL", "Flag", "TaskQueue", "Waiters"]
+__all__ = ["LOST_SIGNAL", "Flag", "TaskQueue", "Waiters", "deadline_of"]
 
 LOST_SIGNAL = 1.0
 """Seconds after which a wait begins anew.  A signal that comes when the interpreter has looked for
 signals, but does not wait yet, does not end the wait: without this, Ctrl-C could be lost."""
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """Return the time of `time.monotonic` at which a wait ends; None: it has no end.
+
+    Raises:
+        TypeError: the timeout is no number.
+    """
+    if timeout is None:
+        return None
+    try:
+        return time.monotonic() + timeout
+    except TypeError:
+        raise TypeError(f"timeout must be a number of seconds or None, not {timeout!r}") from None
 
 
 class Waiters(list[Any]):
@@ -28,7 +42,7 @@ class Waiters(list[Any]):
 
     def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until `there()`, at most ``timeout`` seconds; return whether it is."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_of(timeout)
         while not there():
             left = LOST_SIGNAL
             if deadline is not None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Exact", "InCall", "Item", "Prefixed", "Retried", "Seeded", "Ticking", "applied", "each",
-    "item_of", "one", "star", "star_each",
+    "item_of", "note_context", "one", "star", "star_each",
 ]  # fmt: skip
 
 
@@ -161,6 +161,19 @@ class InCall:
             return self._func(*args)
         with peers.call(self._number):
             return self._func(*args)
+
+
+def note_context(exc: BaseException) -> None:
+    """Note that the function has got a context, where the call of the function has failed."""
+    trace = exc.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if type(exc) is TypeError and trace is not None:
+        where = trace.tb_frame.f_globals.get("__name__", "")
+        if where.startswith("xpool._worker."):
+            exc.__dict__.setdefault("__notes__", []).append(
+                "A worker of this pool has a context: it calls func(context, *args)."
+            )
 
 
 class Prefixed:

@@ -37,7 +37,17 @@ from xpool._wire.wire import (
     Mode,
 )
 from xpool._worker import main_module
-from xpool._worker.callables import Exact, Prefixed, Retried, Ticking, each, one, star, star_each
+from xpool._worker.callables import (
+    Exact,
+    Prefixed,
+    Retried,
+    Ticking,
+    each,
+    note_context,
+    one,
+    star,
+    star_each,
+)
 from xpool._worker.context import WorkerInfo, enter
 from xpool._worker.failures import refusal, refused, traceback_of
 from xpool._worker.protocol import Inbox, Replies
@@ -362,6 +372,8 @@ class _Worker:
         except SystemExit:
             raise
         except BaseException as exc:
+            if self._prefix:
+                note_context(exc)
             error = BODY_ERROR
             if type(func) is Retried and isinstance(exc, func.on):
                 error |= BODY_AGAIN

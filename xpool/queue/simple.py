@@ -37,6 +37,7 @@ from xpool._pickling import frame
 from xpool._pickling.frame import Leased
 from xpool._pickling.policy import BY_PIPE, Layout
 from xpool._python.interrupt import shielded
+from xpool._python.waiters import deadline_of
 from xpool._wire import packets
 from xpool.errors import OptionError
 from xpool.pickle import decode, encode
@@ -142,9 +143,9 @@ class SimpleQueue:
             OSError: no descriptor is left; the message stays in the queue.
             Exception: what unpickling the message raised; the message is gone.
         """
+        end = deadline_of(timeout)
         if timeout is not None and timeout < 0:
             raise OptionError(f"timeout must be None or at least 0, not {timeout!r}")
-        end = None if timeout is None else time.monotonic() + timeout
         while True:
             self._check_open()
             try:
