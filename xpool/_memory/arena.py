@@ -1,24 +1,24 @@
-"""The arena: shared memory in which large values lie while they travel, and after.
+"""The arena: shared memory for large values, in transit and afterwards.
 
-One anonymous file for a program: the process that owns pools makes it, each worker is handed its
-descriptor once and maps it whole.  The file is huge and empty; memory is used only where it has
-been written.  Every process has an **attachment**: a region of the file, in which it alone
-allocates **blocks**.  Whoever maps the file can use any block in place: a value is copied into a
-block once, by its sender, and what travels through the pipe is the name of the block.
+A program has one anonymous file.  The process that owns pools makes it; each worker gets its
+descriptor once and maps it whole.  The file is huge and sparse: memory exists only where it was
+written.  Every process has an **attachment**: a region of the file in which only this process
+allocates **blocks**.  Any process that maps the file can use any block in place: the sender copies
+a value into a block once, and the message contains the name of the block.
 
-**Every byte of the tables has one writer**, so nothing needs a lock between processes and nothing
-can be orphaned.  A block is free for its owner when no process holds it.  A sender holds what it
-has sent until it knows that the receiver has taken hold (a task was answered, an answer was
-acknowledged), so a block in flight is held by someone at any moment.  When a process dies, the one
-that gave it its attachment takes out what it has sent and then clears its holds (`reclaim`); its
-blocks that others still hold stay where they are.
+**Every byte of the tables has one writer**, so processes need no lock between them, and a dead
+process leaves no lock behind.  The owner of a block may reuse it when no process holds it.  A
+sender holds a sent block until it knows that the receiver holds it (a task was answered, an answer
+was acknowledged), so a process holds each block in transit.  When a process dies, the process that
+gave it its attachment first receives its messages and then clears its holds (`reclaim`); blocks
+that other processes hold stay where they are.
 
-An entry of a table keeps its place and size for ever, so the next process with that attachment
-can read its table; a table that a worker has written over is not given away again.  The stamp
-changes when a block is found free and is part of its name: a message that comes too late finds
-another stamp, not another's value.  Memory is asked for before it is written, so that a shortage is
-a refusal, and then the value goes through the pipe; it is never a SIGBUS.  The size of the file is
-sealed, so that no process can cut it short for the others, which would be a SIGBUS, too.
+An entry of a table keeps its place and size for ever, so the next process with that attachment can
+read the table.  A table that a worker has overwritten is not given to another process.  A block's
+name contains a stamp that changes when the block is reused, so a late message raises an error and
+never reads the value of another message.  Memory is requested before it is written, so a shortage
+is a refusal, after which the value is sent through the pipe, and never a SIGBUS.  The size of the
+file is sealed, so no process can truncate it, which would cause a SIGBUS, too.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ IDLE_SECONDS = 5.0
 """Seconds after which the memory of a free block goes back to the system."""
 
 MISSING = 2**64 - 1
-"""In the place of a block's name: there is none."""
+"""Stands for a block's name: there is no block."""
 
-_AT_ONCE = 512  # blocks that are looked at in one turn, where there may be very many
+_AT_ONCE = 512  # blocks that are checked in one turn
 
-_MOST = 128 << 30  # bytes of addresses for a region: 480 of them fit into 47 bits of address
+_MOST = 128 << 30  # bytes of addresses for a region: 480 regions fit into 47 bits
 
 
 class Arena(Holds):
-    """The file as one process sees it.  All methods may be called by any thread."""
+    """One process's view of the file.  All methods may be called by any thread."""
 
     _own: Arena | None = None
-    # Guards `_own`: two threads may make their first pools at once.
+    # Guards `_own`: two threads may make the first pools at once.
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
     _mapping: type[File] = File
@@ -64,9 +64,9 @@ class Arena(Holds):
         file = self._mapping(fd, region)
         super().__init__(file, self._allotting(file, attachment), token, attachment)
         self.limit = limit
-        # Of the process that made the file: attachments to give away; those where nobody allocates,
-        # so that what is let go there can be punched, blocks there that were held when their
-        # owner ended, and attachments of the dead whose messages are still on their way.
+        # Used by the process that made the file: attachments to give away; attachments in which no
+        # process allocates, so that blocks released there can be punched; blocks there that were
+        # held when their owner ended; and attachments of dead processes with messages in transit.
         self._attachments: list[int] = []
         self._vacant: set[int] = set()
         self._left: set[int] = set()
@@ -78,7 +78,7 @@ class Arena(Holds):
 
     @classmethod
     def own(cls) -> Arena | None:
-        """Return the arena that this process made for its pools; None where there cannot be one.
+        """Return the arena of this process's pools, made by the first call; None: unsupported.
 
         Its limit is half of the memory that was available when it was made.
         """
@@ -97,17 +97,17 @@ class Arena(Holds):
 
     @classmethod
     def _make(cls, limit: int, region: int = 0) -> Arena | None:
-        # Where another program's file is mapped already, the addresses must do for both.
+        # If another program's file is mapped already, the addresses must suffice for both.
         most = _MOST // 8 if cls._known else _MOST
         region = region or min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
         fd = -1
         try:
             fd = fixed_file("xpool-arena", File.size_for(region))
             attachments.attach(fd, 0)
-            # The token is odd, so never 0: in a message that stands for no arena.
+            # The token is odd and never 0, which stands for no arena in a message.
             arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)
         except (OSError, ValueError, OverflowError):
-            # No such thing here, or a limit on addresses or descriptors: pipes do as well.
+            # Not supported, or a limit on addresses or descriptors: values go through pipes.
             if fd >= 0:
                 os.close(fd)
             return None
@@ -120,17 +120,17 @@ class Arena(Holds):
         """Map the file of the process that gave us this descriptor and an attachment.
 
         Raises:
-            OSError: the system refuses; most likely a limit on addresses (``ulimit -v``).
+            OSError: the system refuses, probably by a limit on addresses (``ulimit -v``).
         """
         return cls(fd, *facts)
 
     def facts(self, attachment: int, limit: int) -> tuple[int, int, int, int]:
-        """Return what `join` needs besides the descriptor, as builtins."""
+        """Return the second argument of `join`, made of builtins."""
         return self.token, attachment, self.file.region, limit
 
     @classmethod
     def find(cls, token: int) -> Arena:
-        """Return the arena that a message speaks of.
+        """Return the arena that a message names.
 
         Raises:
             LookupError: this process does not have it.
@@ -145,7 +145,7 @@ class Arena(Holds):
 
     @classmethod
     def elsewhere(cls, address: int, arena: Arena | None) -> bool:
-        """Whether an address lies in another arena than this, in a block that others hold too."""
+        """Whether an address is in another arena, in a block that another process holds, too."""
         for other in list(cls._known.values()):
             offset = None if other is arena else other._offset_of(address)
             if offset is not None:
@@ -155,7 +155,7 @@ class Arena(Holds):
 
     @classmethod
     def holding_any(cls, address: int) -> Block | None:
-        """As `holding`, in whatever arena the block is."""
+        """As `holding`, in any arena."""
         held = (arena.holding(address) for arena in list(cls._known.values()))
         return next(filter(None, held), None)
 
@@ -163,14 +163,14 @@ class Arena(Holds):
 
     @shielded
     def begin(self) -> None:
-        """Note that a pool of this process uses the arena."""
+        """Record that a pool of this process uses the arena."""
         with self._lock:
             self._engines += 1
             self._vacant.discard(self.attachment)
 
     @shielded
     def end(self) -> None:
-        """Note that a pool has ended; after the last all free memory goes back at once."""
+        """Record the end of a pool; after the last one, give back all free memory at once."""
         with self._lock:
             self._engines -= 1
             last = not self._engines
@@ -182,7 +182,7 @@ class Arena(Holds):
 
     @shielded
     def take_attachment(self) -> int | None:
-        """Return an attachment for a process to come; None when all are taken."""
+        """Return an attachment for a new process; None: all are taken."""
         with self._lock:
             for attachment in reversed(self._attachments):
                 if attachments.claim(self.file, self.file.fd, attachment, foreign=False):
@@ -194,13 +194,13 @@ class Arena(Holds):
 
     @shielded
     def reclaim(self, attachment: int) -> None:
-        """Clear the holds of a process that has ended, and give its attachment away again.
+        """Clear the holds of a process that has ended, and make its attachment available again.
 
-        What it has sent must have been adopted before.  Takes milliseconds, or more where a dead
-        process had many blocks: not to be called with other locks held.
+        The blocks that it has sent must have been adopted before.  Takes milliseconds, or more if
+        the dead process had many blocks, so no other lock may be held.
         """
         if attachments.taken(self.file.fd, attachment):
-            # What a process has put into queues outlives it, and with it the process's holds.
+            # Its messages in queues outlive it, and so do its holds.
             with self._lock:
                 self._pending_reclaim.add(attachment)
             return
@@ -210,25 +210,25 @@ class Arena(Holds):
         try:
             table = self.file.table(attachment)
         except ValueError:
-            return  # written over: what it has is not known, so nobody gets it again
+            return  # overwritten: its blocks are unknown, so no process gets it again
         with self._lock:
             self._vacant.add(attachment)
             self._left.update(entry.number for entry in table if entry.filled)
         self._sweep()
-        # Last: nobody may come to it before what its former process has left is noted.
+        # Last: a new process may get it only when the remaining blocks are recorded.
         with self._lock:
             self._attachments.append(attachment)
         self._catch_up()
 
     def _sweep(self) -> None:
-        """Give back the memory of blocks whose owners have ended and that nobody holds."""
+        """Give back the memory of unheld blocks whose owners have ended."""
         left = list(self._left)
-        # By turns: whoever leases a block waits for one of them at most.
+        # In several turns: a thread that leases a block waits for at most one of them.
         for start in range(0, len(left), _AT_ONCE):
             with self._take_turn():
                 for number in left[start : start + _AT_ONCE]:
                     if number // ENTRIES not in self._vacant:
-                        self._left.discard(number)  # another process sits there now
+                        self._left.discard(number)  # a new process owns it
                     else:
                         self._punch_if_free(number)
 
@@ -246,7 +246,7 @@ class Arena(Holds):
         try:
             offset, capacity = self.file.place(number)
         except ValueError:
-            return  # its entry was written over: the memory goes with the file
+            return  # its entry was overwritten: the memory is freed with the file
         self.file.punch(Entry(number, offset, capacity, self.file.filled[number]))
 
     # -- leasing and holding -----------------------------------------------------------------------
@@ -255,18 +255,18 @@ class Arena(Holds):
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
         """Return a block of ``nbytes`` bytes that only this process holds.
 
-        Returns None when the system has no memory, or the program would use more than ``limit``
+        Returns None if the system has no memory, or if the program would use more than ``limit``
         bytes of shared memory (None: the arena's own limit).
         """
         if self._turn == get_ident():
-            return None  # a signal handler, or a finalizer, in the midst of this thread's own turn
+            return None  # a signal handler or finalizer that interrupts this thread's turn
         with self._lock:
             self._turn = get_ident()
             try:
                 if self._dropped:
                     self._take_dropped()
                 most = self.limit if limit is None else limit
-                # The dead are looked for only in need: that takes a system call for each.
+                # Dead processes are cleared only in need: that takes a system call for each.
                 number = self._region.take(nbytes, most)
                 if number is None and self._clear_dead():
                     number = self._region.take(nbytes, most)
@@ -281,14 +281,14 @@ class Arena(Holds):
 
     @property
     def busy(self) -> bool:
-        """Whether this process holds blocks, or its region has memory: `trim` may find some."""
+        """Whether this process holds blocks or its region has memory, so that `trim` may help."""
         return bool(self._counts) or self._region.filled
 
     @shielded
     def trim(self, now: float | None = None) -> bool:
         """Give back memory of blocks that have been free for `IDLE_SECONDS` seconds before ``now``.
 
-        Returns whether it would do to come again later.
+        Returns whether a later call may give back more.
         """
         if self._turn == get_ident():
             return True  # as in `lease`
@@ -312,13 +312,13 @@ class Arena(Holds):
         return self._region.filled or bool(self._pins or self._left or self._pending_reclaim)
 
     def _clear_dead(self) -> bool:
-        """As the one that made the file: let others that have ended hold nothing."""
+        """In the process that made the file: clear the holds of foreign processes that ended."""
         return self.attachment == 0 and attachments.clear_dead(self.file, self.file.fd, 0)
 
     @shielded
     def statistics(self) -> dict[str, int]:
-        """Return counts: bytes used by the whole program, blocks that this process made, those of
-        them that somebody holds, and those of anybody that this process holds."""
+        """Return counts: ``bytes`` used by the program, ``blocks`` that this process has made, how
+        many of these are held (``out``), and how many blocks this process holds (``held``)."""
         with self._take_turn() as first:
             if first:
                 self._unpin()
@@ -336,9 +336,9 @@ class Arena(Holds):
 
 
 class _Inherited(Arena):
-    """The parent's arena in a child that the program forked: what it held there can be looked at.
+    """The parent's arena in a forked child, which may read the blocks that the parent held.
 
-    Its bytes and its region are the parent's, so nothing is held or let go, and nothing allocated.
+    The holds and the region are the parent's, so nothing is held, released or allocated.
     """
 
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
@@ -368,8 +368,8 @@ def _before_fork() -> None:
     turns = _forking[me] = []
     for arena in list(Arena._known.values()):
         if arena._turn == me:
-            continue  # a signal handler in the midst of a turn: its child must not look
-        # Held over the fork: the child copies books that are in order.
+            continue  # a signal handler interrupts a turn: its child must not use the arena
+        # Held during the fork, so that the child copies consistent counts.
         arena._lock.acquire()
         arena._turn = me
         arena._unpin()
@@ -379,13 +379,13 @@ def _before_fork() -> None:
             try:
                 r, w = os.pipe()
             except OSError:
-                pass  # no descriptor is left: what is held now is held for good
+                pass  # no descriptor is left: the blocks stay held for good
         turns.append((arena, r, w))
 
 
 def _after_fork_in_parent() -> None:
     for arena, r, w in _forking.pop(get_ident(), ()):
-        # The child's copy alone is left: its closing is the hang-up that `Pins` looks for.
+        # Only the child has this end now: `Pins` sees a hang-up when it closes.
         if w >= 0:
             os.close(w)
         if arena._counts:
@@ -396,14 +396,14 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    # The child keeps the other end: it closes with the child, or when that executes a program.
+    # The child keeps the other end, which closes when the child ends or executes a program.
     for _, r, _ in _forking.get(get_ident(), ()):
         if r >= 0:
             os.close(r)
     _forking.clear()
     for arena in Arena._known.values():
         arena._pins.close()
-        # Made anew: nobody releases the copy of a lock that was held over the fork.
+        # A new lock: no thread would release the copy of the held one.
         arena._lock = threading.RLock()
         arena._turn = 0
         arena.__class__ = _Inherited

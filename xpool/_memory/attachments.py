@@ -1,20 +1,20 @@
-"""Which process has which part of an arena's file, told by the kernel: a dead process keeps none.
+"""Attachments: which process has which part of an arena's file, recorded by locks of the kernel.
 
 A process that maps the file has an **attachment**: the number of a region, and of a column in the
-tables.  The process that made the file gives its workers theirs and clears them (`Arena.reclaim`).
-For one that comes to the file by a message, nobody's worker, it is a **foreign arena**, and it
-takes one of the upper numbers itself.  A number is taken by a lock on bytes of the file, one of
-those that belong to open file descriptions (``F_OFD_SETLK``): the kernel drops it when the last
-descriptor of the description is closed, in whatever way the process ended, and also when the
-descriptor was not in a process but in a message on its way.
+tables.  The process that made the file gives attachments to its workers and clears them
+(`Arena.reclaim`).  A process that receives the file in a message uses it as a **foreign arena**,
+and takes one of the upper numbers itself.  To take a number is to lock bytes of the file by a lock
+of the open file description (``F_OFD_SETLK``).  The kernel drops the lock when the last descriptor
+of the description is closed, however the process ended, and also when the descriptor was in a
+message.
 
-So messages have locks too.  A sender opens the file anew for a message, locks a byte that stands
-for it, its **in-flight lease**, and sends the descriptor along.  As long as the byte is locked the
-message is on its way, or its receiver is about to take hold of the blocks.  These bytes lie in the
-range of their sender's number, and nobody clears or takes a number in whose range something is
-locked: what a process has sent outlives it.
+So messages have locks, too.  A sender opens the file again for a message, locks a byte that stands
+for the message, its **in-flight lease**, and sends the descriptor along.  While the byte is locked,
+the message is in transit, or its receiver is about to hold the blocks.  These bytes are in the
+range of the sender's number, and a number in whose range a byte is locked is neither cleared nor
+taken: so messages outlive their sender.
 
-Offsets of locks have nothing to do with what lies at these offsets in the file::
+Offsets of locks are unrelated to the data at these offsets in the file::
 
     number << 40          the process with this attachment lives
     (number << 40) + n    its in-flight lease n has not come back
@@ -49,7 +49,7 @@ FIRST_FOREIGN = 224
 
 # Bytes of offsets for each number: 480 spans stay far below 2**63, the end of all offsets.
 _SPAN = 1 << 40
-# `struct flock` of a 64-bit system (fcntl(2)): type, whence, start, length, and a pid that has to
+# `struct flock` of a 64-bit system (fcntl(2)): type, whence, start, length, and a pid, which must
 # be 0 for such locks.
 _FLOCK = struct.Struct("@hhqqi4x")
 _MARKS = 8 * HOLDS  # behind the ledger: a byte for each upper attachment that is not cleared yet
@@ -69,7 +69,7 @@ def _set(fd: int, kind: int, start: int, length: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
     except OSError as exc:
-        # fcntl(2): either may say that somebody else has a lock there.
+        # fcntl(2): either error may mean that another description has a lock there.
         if exc.errno in (errno.EAGAIN, errno.EACCES):
             return False
         raise
@@ -88,55 +88,55 @@ def _locked(fd: int, start: int, length: int) -> bool:
 
 
 def attach(fd: int, attachment: int) -> None:
-    """Say that an attachment is alive as long as this description is open."""
+    """Lock an attachment as alive as long as this description is open."""
     _set(fd, fcntl.F_WRLCK, attachment * _SPAN, 1)
 
 
 def alive(fd: int, attachment: int) -> bool:
-    """Whether the process with an attachment lives, by what other descriptions than ours say."""
+    """Whether the process with an attachment lives, by the locks of other descriptions."""
     return _locked(fd, attachment * _SPAN, 1)
 
 
 def taken(fd: int, attachment: int) -> bool:
-    """Whether the process in an attachment lives, or messages of it are on their way."""
+    """Whether the process with an attachment lives, or messages of it are in transit."""
     return _locked(fd, attachment * _SPAN, _SPAN)
 
 
 def claim(file: File, fd: int, attachment: int, *, foreign: bool) -> bool:
-    """Clear an attachment if it is not taken, and take it; False when it is.
+    """Clear an attachment and take it; return False if it is taken already.
 
-    Whoever does this has the whole span locked, so that no two do it at once.
+    The whole span is locked meanwhile, so no two processes do this at once.
     """
     if not _set(fd, fcntl.F_WRLCK, attachment * _SPAN, _SPAN):
         return False
     file.clear_holds(attachment)
     if attachment >= FIRST_FOREIGN:
         file.map[_MARKS + attachment - FIRST_FOREIGN] = foreign
-    # The first byte stays locked: it says that the process lives.  Its in-flight leases are locked
-    # by other descriptions, for which the rest must be free.
+    # The first byte stays locked, which marks the process as alive.  The rest must be unlocked for
+    # its in-flight leases, which other descriptions lock.
     _set(fd, fcntl.F_UNLCK, attachment * _SPAN + 1, _SPAN - 1)
     return True
 
 
 def leave(file: File, fd: int, attachment: int) -> None:
-    """Give an attachment away that one has claimed and in which one holds nothing any more."""
+    """Release a claimed attachment, which must hold nothing any more."""
     if attachment >= FIRST_FOREIGN:
-        # Before the lock goes: whoever claims the number next sets the mark anew.
+        # Before unlocking: the next process that claims the number sets the mark again.
         file.map[_MARKS + attachment - FIRST_FOREIGN] = 0
     _set(fd, fcntl.F_UNLCK, attachment * _SPAN, 1)
 
 
 def clear_dead(file: File, fd: int, own: int) -> bool:
-    """Clear the attachments of processes that opened it and ended; return whether there were any.
+    """Clear the attachments of foreign processes that ended; return whether there were any.
 
-    ``own``: the caller's attachment, which is not locked against himself.
+    ``own``: the caller's attachment, whose lock does not exclude the caller.
     """
     marks = file.map[_MARKS : _MARKS + HOLDS - FIRST_FOREIGN]
     found = False
     at = marks.find(1)
     while at >= 0:
         attachment = FIRST_FOREIGN + at
-        # A living one is not claimed: its lock is in the way.
+        # The lock of a live process prevents the claim.
         if attachment != own and claim(file, fd, attachment, foreign=True):
             leave(file, fd, attachment)
             found = True
@@ -148,7 +148,7 @@ def clear_dead(file: File, fd: int, own: int) -> bool:
 
 
 def open_lease(fd: int, attachment: int, number: int) -> int:
-    """Return a descriptor of the file that is the in-flight lease of this number (from 1 on).
+    """Return a descriptor that locks the in-flight lease of this number (from 1 on).
 
     Raises:
         OSError: no descriptor is left, or there is no /proc.
@@ -159,5 +159,5 @@ def open_lease(fd: int, attachment: int, number: int) -> int:
 
 
 def out(fd: int, attachment: int, number: int) -> bool:
-    """Whether somebody still has an in-flight lease."""
+    """Whether an in-flight lease is still open in a process or a message."""
     return _locked(fd, attachment * _SPAN + number, 1)

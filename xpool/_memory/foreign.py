@@ -1,17 +1,16 @@
-"""Blocks that travel to processes which the arena's maker did not start.
+"""Sends blocks to processes that were not started by the arena's maker.
 
-A message that carries descriptors can name blocks of any arena: its sender attaches an in-flight
-lease for each (`InFlightLeases`), a descriptor of that arena's file, and the receiver, where it
-does not have the file yet, opens it as a `ForeignArena`.  What the kernel does for both is in
-`xpool._memory.attachments`.
+A message with descriptors can name blocks of any arena: its sender attaches an in-flight lease for
+each arena (`InFlightLeases`), a descriptor of the arena's file.  A receiver that does not have the
+file yet opens it as a `ForeignArena`.  `xpool._memory.attachments` explains the locks of both.
 
-The sender's hold on the blocks stays until it finds that the lease is closed everywhere: the
-receiver has taken hold and closed it, or it died, or the message went down with its queue.  If the
-sender dies first, the lease keeps its attachment, and so its holds, alive.
+The sender holds the blocks until the lease is closed everywhere: the receiver holds the blocks and
+has closed it, or has died, or the message was lost with its queue.  If the sender dies first, the
+lease keeps its attachment, and so its holds, alive.
 
-`tidy` looks after all this.  It runs in a thread of its own, `call` starts it, which is there as
-long as something is on its way or at hand, and comes round every few seconds: so memory goes back
-to the system also in processes that send something and then compute for an hour.
+`tidy` maintains all this.  It runs every few seconds in a thread, which `call` starts and which
+ends when no block is in transit or held.  So memory goes back to the system also in processes that
+send something and then compute for an hour.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from xpool._python.interrupt import shielded
 __all__ = ["ForeignArena", "InFlightLeases", "call", "passing", "in_flight_leases_of", "tidy"]
 
 passing = threading.RLock()
-"""Held while descriptors of messages are open, for moments only, so that no fork copies them: a
-child's copy would keep a lease open.  Re-entrant, for signal handlers that use a queue."""
+"""Held for moments while descriptors of messages are open, so that no fork copies them: a child's
+copy would keep a lease open.  Re-entrant, for signal handlers that use a queue."""
 
 _LOOKS = 4
-"""In-flight leases that a sender looks at when it issues one: more than it issues."""
+"""In-flight leases that a sender checks when it issues one: more than it issues."""
 
 _SHARE = 32
 _SHARE_BYTES = 256 * 1024
-"""Messages, and bytes in blocks, that go under one in-flight lease."""
+"""The most blocks, and bytes in blocks, of one in-flight lease."""
 
 
 # -- foreign arenas ---------------------------------------------------------------------------
 
 
 class _Part(File):
-    """As much of the file as is needed: the tables and the maker's region, others when asked.
+    """A mapping of parts of the file: the tables and the maker's region, and others on demand.
 
-    The whole would be tens of terabytes of addresses, of which there is room for few.
+    The whole file takes tens of terabytes of addresses, for which there is little room.
     """
 
     def __init__(self, fd: int, region: int) -> None:
@@ -65,17 +64,17 @@ class _Part(File):
         return self.start(1)
 
     def address_at(self, offset: int) -> int:
-        """Return where a byte of another region than the first lies."""
+        """Return the address of a byte that is not in the first region."""
         attachment = (offset - self.start(0)) // self.region
         if attachment not in self._others:
             region = mmap.mmap(self.fd, self.region, offset=self.start(attachment))
             region.madvise(mmap.MADV_DONTDUMP)
-            # Kept for good: blocks that lie there keep the arena, and it keeps this.
+            # Kept for good: blocks in it refer to the arena, which refers to this.
             self._others[attachment] = region, address_of(region)
         return self._others[attachment][1] + offset - self.start(attachment)
 
     def offset_of(self, address: int) -> int | None:
-        """Return which byte of these regions lies at an address; None: none of them does."""
+        """Return which byte of these regions is at an address; None: none."""
         for attachment, (_, begin) in list(self._others.items()):
             if 0 <= address - begin < self.region:
                 return self.start(attachment) + address - begin
@@ -83,7 +82,7 @@ class _Part(File):
 
 
 class _NoRegion(Region):
-    """Where nothing is allocated."""
+    """A region in which nothing is allocated."""
 
     blocks = out = 0
     filled = False
@@ -102,7 +101,7 @@ class _NoRegion(Region):
 
 
 class ForeignArena(Arena):
-    """The arena of another process, to hold blocks in.  It gives none."""
+    """The arena of another process, in which blocks are held but not leased."""
 
     _mapping: type[File] = _Part
     _allotting: type[Region] = _NoRegion
@@ -111,11 +110,11 @@ class ForeignArena(Arena):
     def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
         super().__init__(fd, token, attachment, region, limit)
         self._was_used = True  # since the last `tidy`
-        self._heritage = set(range(HOLDS))  # to be cleared when the maker is dead
+        self._heritage = set(range(HOLDS))  # attachments to clear when the maker is dead
 
     @classmethod
     def enter(cls, fd: int, token: int) -> ForeignArena:
-        """Take an attachment in the file that this descriptor (of a message) is open for.
+        """Take an attachment in the file of this descriptor, which came in a message.
 
         Raises:
             OSError: the system refuses descriptors or addresses.
@@ -125,10 +124,10 @@ class ForeignArena(Arena):
         if not is_fixed(fd):
             raise ValueError("a message of xpool names a file that can be cut short by its sender")
         region = File.region_of(fd)
-        # A description of its own, for locks of its own; that of the message is its sender's.
+        # A new description, for its own locks; the message's description is its sender's.
         own = attachments.reopen(fd)
         try:
-            # A number for the time being: which one is free can be seen when the file is mapped.
+            # A preliminary number: the mapped file is needed to find a free one.
             foreign = cls(own, token, HOLDS - 1, region, 0)
             try:
                 for attachment in range(HOLDS - 1, attachments.FIRST_FOREIGN - 1, -1):
@@ -143,7 +142,7 @@ class ForeignArena(Arena):
                     "possible"
                 )
             except BaseException:
-                # Where `Arena` has entered it.
+                # `Arena` has registered it.
                 del cls._known[token]
                 raise
         except BaseException:
@@ -151,7 +150,7 @@ class ForeignArena(Arena):
             raise
 
     def lease(self, nbytes: int, limit: int | None = None) -> Block | None:
-        """Return None: nothing is allocated here."""
+        """Return None: this process allocates nothing here."""
         return None
 
     @property
@@ -161,9 +160,9 @@ class ForeignArena(Arena):
 
     @shielded
     def tidy(self) -> bool:
-        """Leave when nothing is held since the last time; return whether one has stayed.
+        """Leave the arena if nothing was held since the last call; return False if so.
 
-        Under `passing`, without which nobody takes hold of something here.
+        Called under `passing`, which is needed to hold a block here.
         """
         self.trim()
         with self._lock:
@@ -174,7 +173,7 @@ class ForeignArena(Arena):
                     self._inherit()
                 return True
             del Arena._known[self.token], _foreign[self.token]
-            # Nothing is held, so nothing is on its way: at most, an empty lease is at hand.
+            # Nothing is held, so nothing is in transit; there may be an empty lease.
             if self.token in _in_flight:
                 _in_flight.pop(self.token).retire()
             attachments.leave(self.file, self.file.fd, self.attachment)
@@ -195,9 +194,9 @@ class ForeignArena(Arena):
         return self.file.address_at(offset)
 
     def _inherit(self) -> None:
-        """Give back what nobody holds, in the place of the one who made the file."""
+        """Give back unheld memory in place of the dead maker of the file."""
         file, fd = self.file, self.file.fd
-        # Workers' attachments are their parent's, whom they do not outlive.
+        # Attachments of workers are unlocked, since workers do not outlive the maker.
         for attachment in self._heritage - {self.attachment}:
             if attachments.claim(file, fd, attachment, foreign=True):
                 attachments.leave(file, fd, attachment)
@@ -207,7 +206,7 @@ class ForeignArena(Arena):
             try:
                 table = file.table(attachment)
             except ValueError:
-                continue  # written over: the memory goes with the file
+                continue  # overwritten: the memory is freed with the file
             for entry in table:
                 self._punch_if_free(entry.number)
 
@@ -228,9 +227,9 @@ class _InFlightLease:
 
 
 class InFlightLeases:
-    """What this process has sent of one arena, and holds until it has arrived.
+    """The blocks of one arena that this process has sent, held until they have arrived.
 
-    All but `reclaim` under `passing`.
+    All methods except `reclaim` are called under `passing`.
     """
 
     def __init__(self, arena: Holds) -> None:
@@ -241,7 +240,7 @@ class InFlightLeases:
 
     @shielded
     def descriptor(self) -> int:
-        """Return the lease for the next message: small ones that follow each other share one.
+        """Return the lease for the next message; consecutive small messages share one.
 
         Raises:
             OSError: no descriptor is left.
@@ -254,7 +253,7 @@ class InFlightLeases:
 
     @shielded
     def sent(self, blocks: Iterable[Block]) -> None:
-        """Keep the blocks of a message that has gone with `descriptor`."""
+        """Keep the blocks of a message that was sent with `descriptor`."""
         lease = self._current
         assert lease is not None
         for block in blocks:
@@ -266,20 +265,20 @@ class InFlightLeases:
 
     @shielded
     def retire(self) -> None:
-        """Let nothing more go under the in-flight lease at hand, so that it can come back."""
+        """Use the present lease for no more messages, so that it can be reclaimed."""
         lease = self._current
         if lease is not None:
             self._current = None
-            # Copies of it on their way, or with a receiver, keep the byte locked.
+            # Copies of it in messages or receivers keep the byte locked.
             os.close(lease.fd)
             if lease.blocks:
                 self._out.append(lease)
 
     @shielded
     def reclaim(self, most: int | None = None) -> bool:
-        """Let go of the blocks whose leases have come back, of the ``most`` oldest or of all.
+        """Release the blocks whose leases are closed, among the ``most`` oldest or all.
 
-        Returns whether any had.
+        Returns whether there were any.
         """
         fd, attachment = self._arena.file.fd, self._arena.attachment
         found = False
@@ -287,17 +286,17 @@ class InFlightLeases:
             try:
                 lease = self._out.popleft()
             except IndexError:
-                break  # another thread sweeps too
+                break  # another thread reclaims, too
             if attachments.out(fd, attachment, lease.number):
                 self._out.append(lease)
             else:
-                # Its blocks go with it.
+                # Its blocks are released with it.
                 found = True
         return found
 
     @property
     def pending(self) -> bool:
-        """Whether something has not arrived yet, as far as is known."""
+        """Whether a message may not have arrived yet."""
         return bool(self._out) or self._current is not None
 
 
@@ -305,7 +304,7 @@ _in_flight: dict[int, InFlightLeases] = {}  # by token
 
 
 def in_flight_leases_of(arena: Holds) -> InFlightLeases:
-    """Return the in-flight leases of this process for an arena; under `passing`."""
+    """Return the in-flight leases of this process for an arena; called under `passing`."""
     found = _in_flight.get(arena.token)
     if found is None:
         found = _in_flight[arena.token] = InFlightLeases(arena)
@@ -314,7 +313,7 @@ def in_flight_leases_of(arena: Holds) -> InFlightLeases:
 
 @shielded
 def reclaim_arrived() -> bool:
-    """Let go of all that has arrived; return whether something is still on its way."""
+    """Release the blocks of all messages that have arrived; return whether any have not."""
     with passing:
         for one in _in_flight.values():
             one.retire()
@@ -326,9 +325,9 @@ def reclaim_arrived() -> bool:
 
 
 def tidy(now: float | None = None) -> bool:
-    """Do what is due; return whether it would do to come again later.
+    """Release and give back what is due; return whether a later call may give back more.
 
-    ``now`` is as of `Arena.trim`: what has been free for `IDLE_SECONDS` seconds then goes back.
+    ``now``: as of `Arena.trim`, which gives back blocks that are free for `IDLE_SECONDS`.
     """
     again = reclaim_arrived()
     with passing:
@@ -345,7 +344,7 @@ _wake = threading.Event()
 
 
 def call() -> None:
-    """Have `tidy` run now and then, as long as there is something to do."""
+    """Have `tidy` run every few seconds, as long as it is needed."""
     global _thread, _called
     with _calling:
         _called = True
@@ -354,7 +353,7 @@ def call() -> None:
             try:
                 _thread.start()
             except RuntimeError:
-                _thread = None  # no more threads, or the interpreter ends: the next call may do
+                _thread = None  # no thread is left, or the interpreter ends: try at the next call
 
 
 def _run() -> None:
@@ -363,12 +362,12 @@ def _run() -> None:
         while True:
             _wake.wait(IDLE_SECONDS)
             _wake.clear()
-            # Before the look: who calls during it has it done once more.
+            # Before `tidy`: a call meanwhile makes it run once more.
             _called = False
             if not tidy():
                 with _calling:
                     if not _called:
-                        # Under the same lock: who calls after this look starts another thread.
+                        # Under the lock: a call after this check starts another thread.
                         _thread = None
                         return
     except BaseException:
@@ -382,21 +381,21 @@ def _run() -> None:
 
 def _after_fork_in_child() -> None:
     global _calling, _thread, _wake
-    # The parent's: a copy that stays open here would keep the byte locked.
+    # A copy of the parent's lease that stays open here would keep the byte locked.
     for one in _in_flight.values():
         if one._current is not None:
             os.close(one._current.fd)
-    # Their arenas are `_Inherited` by now: these blocks let go of nothing of the parent's.
+    # Their arenas are `_Inherited` by now, so these blocks release no hold of the parent.
     _in_flight.clear()
     for foreign in _foreign.values():
-        # As long as we may look at what our parent held, its attachment must be kept.
+        # While this process may read blocks that its parent held, the attachment must be kept.
         if not foreign._counts:
             os.close(foreign.file.fd)
     _foreign.clear()
     _calling = threading.RLock()
     _thread = None
     _wake = threading.Event()
-    # Taken before the fork, by the thread that has become this process's.
+    # Taken before the fork by the thread that runs here.
     passing.release()
 
 

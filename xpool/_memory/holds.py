@@ -28,10 +28,10 @@ __all__ = ["Block", "Holds"]
 
 
 class Block:
-    """A hold on a block, in this process: as long as this lives the memory is not given away.
+    """A hold of this process on a block, whose memory is not reused while this object lives.
 
-    Instances are of a subclass that is a ctypes array over the memory: what is made of
-    `memoryview(block)` (an array, a tensor) keeps the block alive, by whatever way.
+    Instances are of a subclass that is a ctypes array over the memory, so an array or a tensor that
+    is made of `memoryview(block)` keeps the block alive.
     """
 
     __slots__ = ()
@@ -40,17 +40,17 @@ class Block:
     arena: Holds
     number: int
     stands_for: tuple[int, int]
-    """Where it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
+    """If it stands for a tensor on a device: the index of the worker, and the tensor's bytes."""
 
     former: Any
     """Memory that must live as long as this does."""
 
     filled: bool
-    """True where a sender has filled it for one message, and does not look at it any more."""
+    """True if a sender has filled it for one message and does not use it any more."""
 
     @property
     def name(self) -> int:
-        """What a message calls it: the stamp of this lease, and the number."""
+        """Its name in messages: the stamp of this lease, and the number."""
         return self.arena.file.stamps[self.number] << 32 | self.number
 
     def view(self, nbytes: int) -> memoryview:
@@ -60,15 +60,15 @@ class Block:
     @uninterrupted
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if ending():
-            return  # names of this module are gone; whoever looks after the dead clears the hold
+            return  # names of this module are gone; the parent clears the holds of dead processes
         try:
             arena = self.arena
         except AttributeError:
-            return  # an exception came while it was made: it stays held, for want of a better
+            return  # an exception interrupted `_block`: the hold is kept until the process exits
         arena.drop(self.number)
 
 
-block_types: dict[int, Any] = {}  # by capacity: four an octave, so there are few
+block_types: dict[int, Any] = {}  # by capacity: few, since there are four in an octave
 
 
 def make_block_type(capacity: int) -> Any:
@@ -77,7 +77,7 @@ def make_block_type(capacity: int) -> Any:
     if made is None:
         import ctypes
 
-        # `arena` keeps the mapping: what `from_address` makes owns no memory.
+        # `arena` keeps the mapping alive: an object of `from_address` owns no memory.
         bases = Block, ctypes.c_char * capacity
         slots = "arena", "filled", "former", "number", "stands_for"
         space = {"__slots__": slots, "capacity": capacity}
@@ -131,9 +131,9 @@ class Holds:
 
     @contextmanager
     def _take_turn(self) -> Iterator[bool]:
-        """Have the lock, and let finalizers and signal handlers that come meanwhile see it.
+        """Hold the lock, and set `_turn` for finalizers and signal handlers that come meanwhile.
 
-        False: this is such a handler, in the midst of its thread's own turn.
+        Yields False in such a handler, which interrupts its own thread's turn.
         """
         with self._lock:
             before, self._turn = self._turn, get_ident()
@@ -144,15 +144,15 @@ class Holds:
 
     @shielded
     def adopt(self, name: int) -> Block:
-        """Take hold of a block that another process, or this one, holds now.
+        """Hold a block that another process, or this one, holds now.
 
         Raises:
-            LookupError: nobody held it any more: it has been leased to another message.
+            LookupError: no process held it any more, and it was leased again.
             ValueError: there is no such block.
         """
         number = name & 0xFFFF_FFFF
         block = self._hold_in_turn(number)
-        stamp = self.file.stamps[number]  # looked at after the hold: see `File.claim`
+        stamp = self.file.stamps[number]  # read after the hold is visible: see `File.claim`
         if name >> 32 != stamp:
             raise LookupError(
                 f"block {number} of the arena is gone: its message was withdrawn "
@@ -169,14 +169,14 @@ class Holds:
     def holding(self, address: int) -> Block | None:
         """Return another hold on the block that begins at an address, if this process has one."""
         number = self._number_at(address)
-        # The caller has the memory there, so what this process holds now stays held.
+        # The caller uses the memory, so the hold cannot end meanwhile.
         if number is None or number not in self._counts:
             return None
         return self._hold_in_turn(number)
 
     def _hold_in_turn(self, number: int) -> Block:
         if self._turn == get_ident():
-            # As in `lease`.  The count is in the hands of the turn that we came into.
+            # A handler, as in `Arena.lease`: the interrupted turn will count the hold.
             place = self._place(number)
             self._numbers[place[0]] = number
             self._late.append(number)
@@ -200,7 +200,7 @@ class Holds:
         return self._counts.get(number) == 1 and self.file.only(number, self.attachment)
 
     def _hold(self, number: int) -> Block:
-        # Counted before there is a `Block` that would be dropped if an exception came in between.
+        # Counted before there is a `Block`, which an exception would drop.
         place = self._place(number)
         counts = self._counts
         count = counts.get(number, 0)
@@ -223,15 +223,15 @@ class Holds:
 
     @shielded
     def drop(self, number: int) -> None:
-        """Let go of a hold.  Called by the garbage collector: at any moment, in any thread."""
+        """Release a hold.  Called by the garbage collector, at any moment in any thread."""
         if self._finalizing():
-            return  # the modules may be gone already; the process takes its holds with it
+            return  # modules may be gone already; the holds end with the process
         self._dropped.append(number)
         self._catch_up()
 
     def _catch_up(self) -> None:
-        # Whoever has the lock looks again when he has let go of it: so nothing is left lying, and
-        # a collection that strikes while its own thread has the lock does not wait for itself.
+        # The holder of the lock checks again after releasing it, so nothing is left in the lists,
+        # and a garbage collection in the holder's own thread does not wait for itself.
         me = get_ident()
         while (self._dropped or self._late) and self._turn != me and self._lock.acquire(False):
             try:
@@ -256,7 +256,7 @@ class Holds:
                 counts[number] = count
                 continue
             del counts[number]
-            # Held by a handler since: the byte stays, `late` is counted next.
+            # If a handler has held it meanwhile, the byte stays: `late` is counted next.
             if number not in late:
                 self._mine[number] = 0
                 self._let_go(number)

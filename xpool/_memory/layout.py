@@ -1,4 +1,4 @@
-"""The arena's file: what lies where in it, and how its tables are read and written.
+"""The layout of the arena's file; reads and writes its tables.
 
 ::
 
@@ -8,11 +8,11 @@
                   u64 offset in the file, u64 capacity, u64 filled, u32 stamp
     regions   for each attachment: the blocks themselves
 
-``filled`` are the bytes of the block that have memory behind them, from its start.
+``filled``: how many bytes of the block, from its start, have memory.
 
-Every process that maps the file can write to all of it.  So the owner of a table keeps its entries
-to itself (`Entry`) and only writes them here; and what is read of another's table is checked
-first: a block lies in the region of its attachment.
+Every process that maps the file can write to all of it.  So the owner of a table keeps its own copy
+of the entries (`Entry`) and never reads them here; and entries of other tables are checked before
+use: a block must lie in the region of its attachment.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from xpool._memory.buffers import address_of
 __all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "Entry", "File"]
 
 HOLDS = 480
-"""Attachments: processes that can have the file mapped at a time, the program's own included."""
+"""Attachments: the most processes that map the file at a time, including the program itself."""
 
 ENTRIES = 1 << 18
-"""Blocks of one attachment, at most."""
+"""The most blocks of one attachment."""
 
 PAGE = mmap.PAGESIZE
 LARGE = 4 * PAGE
-"""Bytes from which a block has pages of its own, whose memory can go back to the system."""
+"""Bytes from which a block has its own pages, whose memory can go back to the system."""
 
 # Bytes: 480 of holds, three u64, a u32, and 4 to spare; eight entries to a page.
 _ENTRY = 512
@@ -49,7 +49,7 @@ _fence = threading.Lock()
 
 
 class Entry:
-    """A block, as its owner has written it into the table."""
+    """A block as its owner has written it into the table."""
 
     __slots__ = ("capacity", "filled", "free_since", "number", "offset")
 
@@ -59,19 +59,19 @@ class Entry:
 
 
 class File:
-    """The file, mapped.  A block's number is its place in all tables taken together."""
+    """The mapped file.  A block's number is its index in all tables, one after the other."""
 
     def __init__(self, fd: int, region: int) -> None:
         self.fd = fd
         self.region = region
         self.map = mmap.mmap(fd, self._extent())
-        # A core dump leaves it out: the addresses are terabytes.
+        # Leave it out of core dumps: it spans terabytes of addresses.
         self.map.madvise(mmap.MADV_DONTDUMP)
         whole = memoryview(self.map)
         self._ledger = whole[: 8 * HOLDS].cast("Q")
         self._tables = whole[_TABLES:_DATA]
         self._address = 0
-        # Entries of the tables that nobody else writes to now, by attachment: this process's own,
+        # The number of entries of tables to which no other process writes, by attachment: its own,
         # and, in the process that made the file, those of processes that have ended.
         self._counts: dict[int, int] = {}
         # Columns of the tables, by number.
@@ -84,7 +84,7 @@ class File:
 
     @property
     def address(self) -> int:
-        """Where the mapping begins; found when it is asked for, which a worker's start does not."""
+        """Where the mapping begins; computed on first use, which the start of a worker avoids."""
         if not self._address:
             self._address = address_of(self.map)
         return self._address
@@ -95,7 +95,7 @@ class File:
 
     @staticmethod
     def size_for(region: int) -> int:
-        """Return the size of a file whose regions have so many bytes each."""
+        """Return the size of a file with regions of this many bytes."""
         return _DATA + HOLDS * region
 
     @staticmethod
@@ -117,7 +117,7 @@ class File:
         """Return how many entries an attachment's table has.
 
         Raises:
-            ValueError: it was written over; there are no more than `ENTRIES`.
+            ValueError: the number was overwritten: it exceeds `ENTRIES`.
         """
         known = self._counts.get(attachment)
         count = self._ledger[attachment] if known is None else known
@@ -129,47 +129,47 @@ class File:
         return count
 
     def check(self, attachment: int) -> None:
-        """Look whether a table was written over, by a glance at it.
+        """Check the length and the last entry of a table.
 
         Raises:
-            ValueError: it was.
+            ValueError: the table was overwritten.
         """
         count = self.entries(attachment)
         if count:
             self.place(attachment * ENTRIES + count - 1)
 
     def add(self, entry: Entry) -> bool:
-        """Write the next entry of a table; False when there is no memory for it."""
+        """Write the next entry of a table; return False if there is no memory for it."""
         number = entry.number
         at = _TABLES + number * _ENTRY
-        # The first entry of a page: here a shortage is a refusal, in a write it would be a SIGBUS.
+        # The first entry of a page: a shortage is refused here, but would be a SIGBUS in a write.
         if at % PAGE == 0 and not self.reserve(at, PAGE):
             return False
         self.offsets[number] = entry.offset
         self.capacities[number] = entry.capacity
         attachment, index = divmod(number, ENTRIES)
-        # Last: from here on, other processes take it for a block.
+        # Last: from here on, other processes regard it as a block.
         self._ledger[attachment] = self._counts[attachment] = index + 1
         return True
 
     def give(self, attachment: int) -> None:
-        """Let a new process write to a table: it has as many entries as its last owner left."""
+        """Let a new process write to a table, which has the entries that its last owner left."""
         self._ledger[attachment] = self._counts.pop(attachment, 0)
 
     def place(self, number: int) -> tuple[int, int]:
-        """Return offset and capacity of a block, as its table says.
+        """Return offset and capacity of a block, by its table.
 
         Raises:
-            ValueError: there is no such block, or its entry was written over.
+            ValueError: there is no such block, or its entry was overwritten.
         """
         attachment = number // ENTRIES
         if not 0 <= attachment < HOLDS:
             raise ValueError(f"block {number} does not exist: there are {HOLDS} tables")
-        # Each is read once: what is checked is what is used.
+        # Each is read once, so that the checked value is the one that is used.
         offset, capacity = self.offsets[number], self.capacities[number]
         start = self.start(attachment)
         if not start <= offset <= offset + capacity <= start + self.region:
-            # An entry that nobody has written is all zeros.
+            # An unused entry is all zeros.
             raise ValueError(
                 f"block {number} does not exist, or its entry in the arena's table {attachment} "
                 f"was written over: {capacity} bytes at {offset}"
@@ -180,7 +180,7 @@ class File:
         """Return the entries of an attachment; from now on, no other process writes to them.
 
         Raises:
-            ValueError: they were written over: they lie over each other, or outside the region.
+            ValueError: they were overwritten: they overlap, or lie outside the region.
         """
         first = attachment * ENTRIES
         found: list[Entry] = []
@@ -198,40 +198,40 @@ class File:
     # -- holds -------------------------------------------------------------------------------------
 
     def free(self, number: int) -> bool:
-        """Whether nobody holds a block."""
+        """Whether no process holds a block."""
         at = _TABLES + number * _ENTRY
         return self.map[at : at + HOLDS] == _NOBODY
 
     def claim(self, number: int) -> bool:
-        """Take back a block of one's own if nobody holds it; no message can name it any more.
+        """Take back a block of one's own that no process holds; messages that name it are void.
 
-        Whoever comes too late with a message that was given up says first that he holds the block,
-        and looks at the stamp then.  Here the stamp changes first, and the holds are looked at
-        again.  So one of the two sees the other, and leaves the block alone.
+        The receiver of a late message first sets its hold and then reads the stamp.  This changes
+        the stamp first and then reads the holds again.  So at least one of the two sees the other,
+        and leaves the block alone.
         """
         at = _TABLES + number * _ENTRY
         if self.map[at : at + HOLDS] != _NOBODY:
             return False
         self.stamps[number] = (self.stamps[number] + 1) & 0xFFFF_FFFF
-        with _fence:  # a lock orders what the processor writes and reads
+        with _fence:  # a lock orders the processor's stores and loads
             pass
         return self.map[at : at + HOLDS] == _NOBODY
 
     def only(self, number: int, attachment: int) -> bool:
-        """Whether nobody but the process in this attachment holds a block."""
+        """Whether no process except the one with this attachment holds a block."""
         at = _TABLES + number * _ENTRY
         holds = bytearray(self.map[at : at + HOLDS])
         holds[attachment] = 0
         return holds == _NOBODY
 
     def clear_holds(self, attachment: int) -> None:
-        """Let a process that has ended hold nothing."""
+        """Clear all holds of a process that has ended."""
         holds = self.holds(attachment)
         for other in range(HOLDS):
             try:
                 count = self.entries(other)
             except ValueError:
-                continue  # which blocks it has is not known any more: none of them is free again
+                continue  # its blocks are unknown, and none of them is reused
             if count:
                 first = other * ENTRIES
                 holds[first : first + count] = bytes(count)
@@ -239,19 +239,19 @@ class File:
     # -- memory ------------------------------------------------------------------------------------
 
     def fill(self, entry: Entry, nbytes: int) -> bool:
-        """Have memory behind the first ``nbytes`` bytes of a block; False when there is none."""
+        """Reserve memory for the first ``nbytes`` bytes of a block; False: there is none."""
         filled = entry.filled
-        # From the page in which the memory ends, which may be there in part.
+        # From the page in which its memory ends.
         start = (entry.offset + filled) // PAGE * PAGE
         stop = -(-(entry.offset + nbytes) // PAGE) * PAGE
         if not filled and entry.capacity >= LARGE:
-            # A trace for the process that clears up after a death in the midst of this.
+            # A trace for the process that cleans up if this one dies here.
             self._note_filled(entry, 1)
         if not self.reserve(start, stop - start):
             if not filled:
-                self.punch(entry)  # a part of it may have been there
+                self.punch(entry)  # part of it may have been reserved
             return False
-        # Last: a process that dies before this leaves no more than a trace.
+        # Last: a process that dies before leaves only a trace.
         self._note_filled(entry, nbytes)
         return True
 
@@ -259,12 +259,12 @@ class File:
         entry.filled = self.filled[entry.number] = nbytes
 
     def reserve(self, start: int, length: int) -> bool:
-        """Have memory behind whole pages, before they are written; False when there is none."""
+        """Reserve memory for whole pages before they are written; False: there is none."""
         try:
             try:
                 self.map.madvise(_POPULATE_WRITE, start, length)
             except OSError as exc:
-                # Not known to this kernel: all else is a refusal.
+                # EINVAL: this kernel does not know the call; other errors are refusals.
                 if exc.errno != errno.EINVAL:
                     raise
                 os.posix_fallocate(self.fd, start, length)  # Linux before 5.14
@@ -273,17 +273,17 @@ class File:
         return True
 
     def punch(self, entry: Entry) -> None:
-        """Give the memory of a block back to the system, if it has any that is its own."""
+        """Give the memory of a block with its own pages back to the system."""
         if entry.capacity >= LARGE and entry.filled:
             self._note_filled(entry, 1)  # as in `fill`
             size = -(-entry.capacity // PAGE) * PAGE
             try:
                 self.map.madvise(mmap.MADV_REMOVE, entry.offset, size)
             except OSError:
-                pass  # a kernel without it: the memory is used again, or goes with the file
+                pass  # a kernel without it: the memory is reused, or freed with the file
             self._note_filled(entry, 0)
 
     def used(self) -> int:
         """Return how many bytes of memory the whole file has."""
-        # Blocks of 512 bytes, whatever the file system's are (stat(2)).
+        # In units of 512 bytes on any file system (stat(2)).
         return os.fstat(self.fd).st_blocks * 512

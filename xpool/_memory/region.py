@@ -13,16 +13,16 @@ from xpool._memory.layout import ENTRIES, LARGE, PAGE, Entry, File
 __all__ = ["Region"]
 
 _YOUNG = 64
-"""Blocks leased last: the ones to look at first, since most values do not live long."""
+"""The number of latest leases, which are checked first, since most values are short-lived."""
 
 _LEAST, _MOST = 8, 64
-"""Blocks to look at before a new one is made: the more, the more often that has found one."""
+"""Blocks to check before a new one is made; more if earlier checks were successful."""
 
 _WORTH = 16 * 1024
-"""Bytes of fresh memory that take about as long to touch as it takes to look at a block."""
+"""Bytes of fresh memory whose first touch takes about as long as checking a block."""
 
 _WARM = 16 * 1024 * 1024
-"""Bytes of free blocks, or two blocks, that keep their memory: what is reused while it is warm."""
+"""Bytes of free blocks that keep their memory for reuse, or two blocks if these are larger."""
 
 _AT_ONCE = 512
 """Blocks whose memory goes back to the system in one turn: about a millisecond."""
@@ -38,19 +38,19 @@ def _capacity(nbytes: int) -> int:
 
 
 class Region:
-    """The allocator.  A block is free when nobody holds it; its memory stays, warm, for a while."""
+    """The allocator.  A block is free when no process holds it; it keeps its memory for a while."""
 
     def __init__(self, file: File, attachment: int) -> None:
         self._file = file
         self._first = attachment * ENTRIES
         self._top = file.start(attachment)
         self._end = self._top + file.region
-        # The blocks, by index.  Who sat here before may have left some that others still hold.
+        # The blocks, by index.  Other processes may hold blocks of an earlier owner of the region.
         self.entries: list[Entry] = file.table(attachment)
-        # Those that someone holds, or did when last looked at; the young in the order of leases.
+        # Blocks that were held when last checked; the young ones in the order of leases.
         self._young: list[int] = []
         self._old: deque[int] = deque()
-        # Those that are free, by capacity: with memory, the coldest first, and without.
+        # Free blocks by capacity: with memory, the longest free first, and without memory.
         self._warm: dict[int, deque[int]] = defaultdict(deque)
         self._bare: dict[int, list[int]] = defaultdict(list)
         self._looks = _MOST
@@ -62,7 +62,7 @@ class Region:
             self.collect_all()
 
     def place(self, number: int) -> tuple[int, int] | None:
-        """Return offset and capacity of a block of this region; None: it is another's."""
+        """Return offset and capacity of a block; None: it is in another region."""
         index = number - self._first
         if 0 <= index < len(self.entries):
             entry = self.entries[index]
@@ -70,13 +70,13 @@ class Region:
         return None
 
     def punch(self, number: int) -> None:
-        """Give back the memory of a block that nobody holds."""
+        """Give back the memory of an unheld block."""
         self._file.punch(self.entries[number - self._first])
 
     def take(self, nbytes: int, limit: int) -> int | None:
         """Return the number of a free block with memory for ``nbytes`` bytes; None: there is none.
 
-        ``limit``: bytes that the file may use, of all regions together.
+        ``limit``: bytes that all regions of the file may use together.
         """
         capacity = _capacity(nbytes)
         index = self._find(capacity, nbytes)
@@ -101,17 +101,17 @@ class Region:
             self._look_at_young(most, capacity)
             if not warm and self._old:
                 self._look_at_old(most, capacity)
-            # All looks are in vain while the input and the results of a `map` are held.
+            # Checks are in vain while the input and the results of a `map` are held.
             self._looks = min(2 * self._looks, _MOST) if warm else max(_LEAST, self._looks * 3 // 4)
         elif self._old:
-            self._look_at_old(4)  # so that what is free among them is found in time
+            self._look_at_old(4)  # finds free ones among them in time
         if warm:
             return self._pop(warm)
         bare = self._bare[capacity]
         return bare.pop() if bare else self._new(capacity)
 
     def _find_in_need(self, capacity: int, nbytes: int, limit: int) -> int | None:
-        """Where memory is short: take what has enough, or give back what others have."""
+        """If memory is short: take a block that has enough, or give back that of other blocks."""
         self.collect_all()
         warm, bare = self._warm[capacity], self._bare[capacity]
         for _ in range(len(warm)):
@@ -121,7 +121,7 @@ class Region:
             self._put(index, warmest=False)
         while self.give_back(time.monotonic()):
             pass
-        # `take` has put one of this size back: one of the two has some.
+        # `take` has put a block of this size back, so one of the two is not empty.
         index = bare.pop() if bare else self._pop(warm)
         if self._extend(index, nbytes, limit):
             return index
@@ -134,7 +134,7 @@ class Region:
 
     def _new(self, capacity: int) -> int | None:
         index = len(self.entries)
-        # A large one begins at a page: only whole pages go back to the system.
+        # A large block begins at a page, since only whole pages go back to the system.
         offset = -(-self._top // PAGE) * PAGE if capacity >= LARGE else self._top
         if index == ENTRIES or offset + capacity > self._end:
             return None
@@ -148,7 +148,7 @@ class Region:
     # -- finding what is free ----------------------------------------------------------------------
 
     def _look_at_old(self, most: int, wanted: int = 0) -> None:
-        """Look at ``most`` in turn; one of the capacity ``wanted`` is enough."""
+        """Check the next ``most`` old blocks; stop at a free one of capacity ``wanted``."""
         old, claim, first = self._old, self._file.claim, self._first
         for _ in range(min(most, len(old))):
             index = old.popleft()
@@ -158,9 +158,9 @@ class Region:
                 return
 
     def _look_at_young(self, most: int = _YOUNG, wanted: int = 0) -> None:
-        """Look at ``most`` of the young; one of the capacity ``wanted`` is enough."""
+        """Check ``most`` young blocks; stop at a free one of capacity ``wanted``."""
         young, claim, first = self._young, self._file.claim, self._first
-        # What is dropped at once is the youngest, and what is dropped in turn the oldest.
+        # A value that is dropped at once is the youngest; values dropped in turn are the oldest.
         for index in young[:-3:-1] + young[: max(0, min(most, len(young)) - 2)]:
             if claim(first + index):
                 young.remove(index)
@@ -168,7 +168,7 @@ class Region:
                     return
 
     def _put(self, index: int, warmest: bool = True) -> int:
-        """Take a free block in; return its capacity."""
+        """Record a free block; return its capacity."""
         entry = self.entries[index]
         capacity, filled = entry.capacity, entry.filled
         entry.free_since = time.monotonic()
@@ -182,7 +182,7 @@ class Region:
         return capacity
 
     def _pop(self, warm: deque[int]) -> int:
-        """Take the warmest out."""
+        """Take the block that was freed last."""
         index = warm.pop()
         entry = self.entries[index]
         if entry.capacity >= LARGE:
@@ -190,7 +190,7 @@ class Region:
         return index
 
     def collect_all(self) -> None:
-        """Look at all that are out; what nobody holds any more is free."""
+        """Check all blocks that were held; record those that are free now."""
         self._look_at_young()
         self._look_at_old(len(self._old))
 
@@ -201,7 +201,7 @@ class Region:
         return max(_WARM, 2 * max((c for c, warm in self._warm.items() if warm), default=0))
 
     def _cool(self) -> None:
-        """Give back memory of free blocks that is more than is kept warm."""
+        """Give back the memory of free blocks that exceeds what is kept for reuse."""
         most = self._kept()
         for capacity, warm in self._warm.items():
             while self._spare > most and warm and capacity >= LARGE:
@@ -215,14 +215,14 @@ class Region:
         self._bare[capacity].append(index)
 
     def give_back(self, before: float) -> bool:
-        """Give memory of blocks that have been free since ``before`` back to the system, and what
-        is more than is kept warm.
+        """Give the memory of blocks that are free since ``before``, and memory that exceeds what is
+        kept for reuse, back to the system.
 
-        Returns whether there is more to give: it stops after some, to be called again.
+        Returns True if it has stopped after `_AT_ONCE` blocks and is to be called again.
         """
         left, most = _AT_ONCE, self._kept()
         for capacity, warm in self._warm.items():
-            # Small ones share their pages with others: that memory stays.
+            # Small blocks share pages with others, so their memory stays.
             if capacity < LARGE:
                 continue
             while warm and (self.entries[warm[0]].free_since <= before or self._spare > most):
@@ -234,7 +234,7 @@ class Region:
 
     @property
     def filled(self) -> bool:
-        """Whether there is memory that can go back to the system, now or when it is let go."""
+        """Whether there is memory that can go back to the system, now or when it is released."""
         return bool(self._spare or self._young or self._old)
 
     @property
@@ -244,5 +244,5 @@ class Region:
 
     @property
     def out(self) -> int:
-        """Blocks that somebody held when last looked at."""
+        """Blocks that were held when last checked."""
         return len(self._young) + len(self._old)
