@@ -1,4 +1,4 @@
-"""The layout of a message that is more than a pickle.
+"""The layout of a message that has buffers or blocks besides its pickle.
 
 ::
 
@@ -7,14 +7,15 @@
     (u64 place, u64 length, u32 which, u32 shared) x (1 + count)  what lies inline
 
 All numbers are little-endian.  The first entry of the table is the pickle, the others are its
-buffers (protocol 5).  A ``place`` is the name of a block of the arena that has one of the tokens
-(``which``: the how many-th of them), or `MISSING`: then the bytes follow the table, each beginning
-at a multiple of `ALIGN` from the start of the message.  A message without buffers and blocks is a
-plain pickle: its first byte is `PLAIN`, the PROTO opcode.
+buffers (protocol 5).  A ``place`` is the name of a block in the arena of the token with index
+``which``.  Or it is `MISSING`: then the bytes follow the table, each buffer at a multiple of
+`ALIGN`
+from the start of the message.  A message without buffers and blocks is a plain pickle: its first
+byte is `PLAIN`, the PROTO opcode.
 
-`KEPT` among the flags: the sender keeps what lies in blocks, to send it again; so the receiver
-copies it, instead of using it in place.  ``shared`` is 1 where the block is memory that both sides
-use (share mode), and never copied.
+The flag `KEPT`: the sender keeps the blocks and will send them again, so the receiver copies them
+instead of using them in place.  ``shared`` is 1 if both sides use the block (share mode), which is
+never copied.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
     "tokens", "unpack", "weight", "weight_of_all",
 ]  # fmt: skip
 
-# The first byte: PROTO of a pickle, or 1, which is no opcode.
+# The first byte: the opcode PROTO of a pickle, or 1, which is no opcode.
 PLAIN = 0x80
 FRAMED = 0x01
 ALIGN = 16
@@ -48,13 +49,13 @@ _Entry = tuple[int, int, int, int]
 
 
 class Leased(bytes):
-    """A message of which parts lie in blocks, and the hold of this process on them."""
+    """A message with parts in blocks, which this process holds as long as the message lives."""
 
     blocks: dict[tuple[int, int], Block]
     """By ``which`` and name."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In another pickle it is bytes; the memory is held by who keeps this.
+        # In another pickle it is plain bytes, which hold no blocks.
         return bytes, (bytes(self),)
 
     def by_arena(self) -> dict[Holds, list[Block]]:
@@ -66,7 +67,7 @@ class Leased(bytes):
 
     @property
     def owners(self) -> dict[int, int]:
-        """The workers that have tensors to which there are handles in it, and how many bytes."""
+        """The workers whose tensors it refers to by handles, with the bytes of these."""
         found: dict[int, int] = {}
         for block in self.blocks.values():
             worker, nbytes = getattr(block, "stands_for", (None, 0))
@@ -76,15 +77,15 @@ class Leased(bytes):
 
 
 def weight(message: bytes | memoryview) -> int:
-    """Return how many bytes of memory a message holds, in blocks or by itself."""
+    """Return how many bytes of memory a message takes, in its blocks or by itself."""
     if type(message) is Leased:
         return sum(block.capacity for block in message.blocks.values())
     return len(message)
 
 
 def weight_of_all(messages: Sequence[bytes | memoryview]) -> int:
-    """Return how many bytes of memory these messages hold together."""
-    # Most streams have none: each item of a short task comes through here.
+    """Return how many bytes of memory these messages take together."""
+    # Fast if none is `Leased`: each item of a short task comes through here.
     if Leased in set(map(type, messages)):
         return sum(map(weight, messages))
     return sum(map(len, messages))
@@ -98,8 +99,8 @@ def pack(
 ) -> bytes | memoryview:
     """Join the pieces of a pickle and its buffers; every byte is copied once.
 
-    Where ``layout`` have a lessor, large parts go into blocks; when one of them cannot, all lie in
-    the message.  ``shared``: by the `id` of a buffer, the block that it is, for share mode; such a
+    If ``layout`` has a lessor, large parts go into blocks, or all into the message if a lease is
+    refused.  ``shared``: by the `id` of a buffer, the block that it is, in share mode; such a
     message always names blocks.
     """
     views = [buffer.raw() if type(buffer) is PickleBuffer else buffer for buffer in buffers]
@@ -120,7 +121,7 @@ def pack(
             which = arenas.setdefault(block.arena, len(arenas))
             name = block.name
             held[which, name] = block
-            # Given, and not filled for this message alone: memory that both sides use.
+            # A given block that was not filled for this message: both sides use it.
             of_both = given is not None and not hasattr(given, "filled")
             table += _ENTRY.pack(name, length, which, of_both)
     first, *more = [arena.token for arena in arenas] or [0]
@@ -128,7 +129,7 @@ def pack(
     head = _HEAD.pack(FRAMED, flags, len(more), len(views), first)
     for token in more:
         head += _TOKEN.pack(token)
-    # A pickle that lies in a block is not in the message, too.
+    # A pickle in a block is not in the message.
     message = _join(head + table, () if leased[0] is not None else chunks, inline, layout.room)
     if held:
         message = Leased(message)
@@ -143,14 +144,14 @@ def _lease(
     blocks: list[Block | None],
     layout: Layout,
 ) -> list[Block | None]:
-    """Return the blocks of the pickle and of the buffers: as given, or filled with them now."""
+    """Return the blocks of pickle and buffers: given ones, and new ones filled with the rest."""
     if layout.lessor is None:
         return blocks
     leased = list(blocks)
     if in_block(size):
         leased[0] = block = layout.lessor(size)
         if block is None:
-            # Refused: what was leased so far is let go of with `leased`.
+            # Refused: the blocks leased so far are released with `leased`.
             return blocks
         at, target = 0, block.view(size)
         for chunk in chunks:
@@ -174,7 +175,7 @@ def _join(
     parts: list[bytes | memoryview] = [head, *chunks]
     size = sum(map(len, parts))
     for view in views:
-        # Each buffer begins at a multiple of `ALIGN`, the pickle right behind the table.
+        # Each buffer begins at a multiple of `ALIGN`; the pickle follows the table.
         pad = -size % ALIGN
         parts.append(bytes(pad))
         parts.append(view)
@@ -206,13 +207,13 @@ def tokens(message: bytes | memoryview) -> list[int]:
 
 
 def adopt(message: bytes | memoryview) -> bytes | memoryview:
-    """Take hold of the blocks of a message, if there are any: it will be opened later."""
+    """Hold the blocks of a message that will be opened later."""
     if message[0] != FRAMED or type(message) is Leased:
         return message
     known = tokens(message)
     if not known:
         return message
-    # A copy: only a `Leased` carries holds.
+    # A copy, since only a `Leased` has holds.
     leased = Leased(message)
     leased.blocks = {
         (which, place): _block(known, which, place)
@@ -223,7 +224,7 @@ def adopt(message: bytes | memoryview) -> bytes | memoryview:
 
 
 def _block(known: list[int], which: int, place: int) -> Block:
-    """Take hold of a block."""
+    """Hold a block."""
     if which >= len(known):
         raise ValueError("a message of xpool names a block, and no arena")
     return Arena.find(known[which]).adopt(place)
@@ -244,11 +245,11 @@ def _table(message: memoryview) -> tuple[int, list[_Entry], int]:
 
 
 def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Return the pickle and the buffers: slices of the message, or of the blocks that it names.
+    """Return the pickle and the buffers: slices of the message or of its blocks.
 
     Raises:
         ValueError: the message is cut short or is not a framed one.
-        LookupError: it lies in memory that this process does not have.
+        LookupError: it is in memory that this process does not have.
     """
     view = memoryview(message).cast("B")
     known = tokens(view)
@@ -258,14 +259,14 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
     for place, size, which, shared in table:
         if place == MISSING:
             if parts and view.readonly:
-                view = memoryview(bytearray(view))  # the receiver may write to what it gets
+                view = memoryview(bytearray(view))  # the receiver may write to its objects
             begin = end + -end % ALIGN if parts else end
             end = begin + size
             if end > len(view):
                 raise ValueError(f"a message of xpool was cut short: {len(view)} bytes of {end}")
             parts.append(view[begin:end])
             continue
-        # Held already where the message was adopted; else it is taken hold of now.
+        # An adopted message holds it already.
         block = held.get((which, place)) or _block(known, which, place)
         part = block.view(size)
         if len(part) < size:
@@ -279,9 +280,9 @@ def unpack(message: bytes | bytearray | memoryview) -> tuple[memoryview, list[me
 
 
 def inline(message: bytes | memoryview) -> bytes | memoryview:
-    """Return the message with what lies in blocks inside it, for who does not have the arena.
+    """Return the message with the contents of its blocks, for a receiver without the arena.
 
-    What is shared stays a name: opening it there says what is missing.
+    A message with shared blocks stays as it is; the receiver's error says what is missing.
     """
     if type(message) is not Leased:
         return message
@@ -292,9 +293,9 @@ def inline(message: bytes | memoryview) -> bytes | memoryview:
 
 
 def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
-    """Return the message with its large parts in blocks: what `inline` has undone, elsewhere.
+    """Return the message with its large parts in blocks; the inverse of `inline`.
 
-    It is not opened.  One that is small, or names blocks, is returned as bytes.
+    Does not open it.  A small message, or one that names blocks, is returned as bytes.
     """
     view = memoryview(message).cast("B")
     if len(view) < INLINE_BELOW or (view[0] == FRAMED and tokens(view)):
@@ -302,7 +303,7 @@ def lodge(message: bytes | memoryview, layout: Layout) -> bytes | memoryview:
     if view[0] != FRAMED:
         return pack([view], [], layout, {})
     _, table, end = _table(view)
-    # Laid out as in `unpack`, where all parts lie inline.
+    # Laid out as in `unpack`, with all parts inline.
     parts: list[memoryview] = []
     for _, size, _, _ in table:
         begin = end + -end % ALIGN if parts else end

@@ -1,7 +1,7 @@
-"""Objects to messages and back.
+"""Converts objects to messages and back.
 
-The C pickler does the work, with the reducers of `reducers`.  When it gives up, the whole
-object is pickled again by dill's pickler, so that shared references and cycles survive.
+The C pickler does the work, with the reducers of `reducers`.  If it fails, dill's pickler pickles
+the whole object again, so that shared references and cycles survive.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _dump = pickle.Pickler.dump
 
 
 class _FastPickler(pickle.Pickler):
-    """The C pickler, made to be used again and again."""
+    """The C pickler, made for repeated use."""
 
     recurse = False
     blob = False
@@ -83,7 +83,7 @@ class _FastPickler(pickle.Pickler):
 def _placer(
     layout: Layout, buffers: list[PickleBuffer], shared: dict[int, Block]
 ) -> Callable[[PickleBuffer], bool] | None:
-    """What a pickler calls for each buffer: true keeps it in the pickle."""
+    """Return the buffer callback of a pickler; it returns true to keep a buffer in the pickle."""
     if layout.out_of_band or layout.arena is not None:
         return partial(_place, layout.out_of_band, buffers, shared)
     return None
@@ -92,7 +92,7 @@ def _placer(
 def _place(
     out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
 ) -> bool:
-    # What is a block already goes by its name, however small it is.
+    # A buffer that is a block already is sent by name, however small it is.
     if id(buffer) not in shared and (
         not out_of_band or placement(buffer.raw().nbytes) is Placement.INLINE
     ):
@@ -102,7 +102,7 @@ def _place(
 
 
 class _Result:
-    """One pickled object: what a message is made of."""
+    """A pickled object, of which a message is made."""
 
     __slots__ = ("buffers", "chunks", "names", "shared")
 
@@ -116,14 +116,14 @@ class _Result:
         self.chunks, self.buffers, self.names, self.shared = chunks, buffers, names, shared
 
 
-# Picklers at rest.  Making one costs more than pickling a small tuple.  list.pop and append
-# are atomic, so no lock: a pickler belongs to whoever popped it, and an object whose
-# __reduce__ pickles something itself simply gets another one.
+# Idle picklers.  Making one costs more than pickling a small tuple.  No lock, since list.pop and
+# append are atomic: a pickler belongs to the thread that popped it, and an object whose __reduce__
+# pickles something gets another one.
 _at_rest: list[_FastPickler] = []
 
 
 def encode_atoms(items: Sequence[Any]) -> list[bytes] | None:
-    """Pickle each of many numbers or short texts, in one pass; None: others are among them."""
+    """Pickle many numbers or short texts at once; None: there are objects of other types."""
     kinds = set(map(type, items))
     if not kinds <= _ATOMS:
         return None
@@ -137,13 +137,13 @@ def encode(
 ) -> bytes | memoryview:
     """Pickle an object for another process: a plain pickle, or a table of `frame`.
 
-    What is returned must be kept until the receiver has opened it: it may hold blocks.
+    The caller must keep the result until the receiver has opened it: it may hold blocks.
 
     Args:
         recurse: as in dill: a by-value function takes along copies of the globals it uses.
         main_globals: false for a message to the parent, which does not take globals of
-            ``__main__`` from its workers: they are then not even looked for.
-        layout: how to lay it out; their ``out_of_band`` is true.
+            ``__main__`` from its workers; the pickler then ignores them.
+        layout: how to lay it out; its ``out_of_band`` is true.
 
     Raises:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
@@ -158,18 +158,18 @@ def encode(
         if short is not None:
             return short
     if recurse:
-        # `recurse` is a setting of the run: none of those at rest has it.
+        # Idle picklers do not have `recurse` set.
         result = _pickle(obj, layout, recurse)
     else:
         try:
-            # Popped: it is this thread's alone until `_rest` puts it back.
+            # It belongs to this thread until `_rest` puts it back.
             pickler = _at_rest.pop()
             pickler.layout = layout
         except IndexError:
             pickler = _FastPickler(layout)
         try:
             pickler.dump(obj)
-        # It is not put back: it may be anywhere in the midst of an object.
+        # It is not put back, since it may be in the middle of an object.
         except Exception as error:
             if by_handler(error):
                 raise
@@ -183,15 +183,15 @@ def encode(
 
 
 def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | None:
-    """The message of a pickler that is done, if nothing is left to see to."""
-    # Tensors that share memory: that is written in a second run, once for all of them.
+    """Return the message of a finished pickler, None if it needs another step."""
+    # Tensors share memory: a second run writes the common memory once.
     spans = pickler.tensors
     if spans is not None and spans.again:
         return None
     chunks, buffers, layout = pickler.chunks, pickler.buffers, pickler.layout
     data: bytes | memoryview
     data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    # Something may go by a name that the receiver does not have: `_finish` sees to it.
+    # An object may be pickled by a name that the receiver lacks, which `_finish` handles.
     if not reducers.script.importable() and _MAIN in data:
         return None
     if pickler.names:
@@ -204,7 +204,7 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
     small = len(data) < INLINE_BELOW
     if buffers or not (small or layout.lessor is None):
         data = frame.pack(chunks, buffers, layout, pickler.shared)
-        # Now, and not with the next message: they hold memory.
+        # Now, not with the next message, since they hold memory.
         pickler.buffers.clear()
         pickler.shared.clear()
     if small:  # a pickler's memory of a larger message is not worth keeping
@@ -213,9 +213,9 @@ def _at_once(pickler: _FastPickler, main_globals: bool) -> bytes | memoryview | 
 
 
 def _forget(pickler: Any) -> None:
-    """Have a pickler that failed let go of shared memory at once.
+    """Release the shared memory of a failed pickler at once.
 
-    The frames of its error may hold each other, and it, until the collector runs.
+    The frames of its error may keep it alive until the garbage collector runs.
     """
     pickler.buffers.clear()
     pickler.shared.clear()
@@ -229,15 +229,15 @@ def _rest(pickler: _FastPickler) -> None:
         pickler.spaces.clear()
     pickler.chunks.clear()
     pickler.clear_memo()
-    # Last: from here on it may be another thread's.
+    # Last: from here on another thread may use it.
     _at_rest.append(pickler)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Load what `encode` or `dumps` made.
+    """Load a message of `encode` or a pickle of `dumps`.
 
-    Arrays and tensors are writable.  Those that travelled beside the pickle use the memory
-    of ``data`` in place when it is writable, and keep it alive; of `bytes`, a copy is made.
+    Arrays and tensors are writable.  Large ones use the memory of ``data`` in place if it is
+    writable, and keep it alive; from `bytes` they are copied.
     """
     if not data:
         raise EOFError("an empty message")
@@ -248,15 +248,15 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
-    """Pickle an object; `loads`, and `pickle.loads` too, gives it back.
+    """Pickle an object for `loads` or `pickle.loads`.
 
-    Lambdas, local functions and classes go by value.
+    Lambdas, local functions and local classes are pickled by value.
 
     Args:
         recurse: as in dill: a by-value function takes along copies of the globals it uses.
-        copy_tensor: false: storages of CPU tensors move to shared memory of torch's (a file in
-            /dev/shm), and its name is written.  Any process of this user on this machine can load
-            such a pickle, once, also after this process has ended: see docs/tensors.md.
+        copy_tensor: if false, storages of CPU tensors move to torch's shared memory (a file in
+            /dev/shm), and the pickle contains its name.  Any process of this user on this machine
+            can load such a pickle, once, also after this process has ended: see docs/tensors.md.
 
     Raises:
         TaskNotPicklable: neither pickler can do it; ``__cause__`` says why.
@@ -269,17 +269,17 @@ def dumps(obj: Any, recurse: bool = False, copy_tensor: bool = True) -> bytes:
             return short
     layout = _PLAIN if copy_tensor else _NAMED
     message = _message(_pickle(obj, layout, recurse, follow=False), layout, True)
-    assert isinstance(message, bytes)  # nothing large lies beside it
+    assert isinstance(message, bytes)  # this layout has no buffers beside the pickle
     return message
 
 
 def loads(data: bytes | bytearray | memoryview) -> Any:
-    """Load what `dumps` or `encode` made."""
+    """Load a pickle of `dumps` or a message of `encode`."""
     return decode(data)
 
 
 class Pickler:
-    """Writes pickles of objects to a file, each on its own.
+    """Writes objects to a file, each as a pickle of its own.
 
     Args:
         file: has ``write(bytes)``.
@@ -322,16 +322,16 @@ def _pickle(
             error = first
         else:
             return _finish(fast, obj, layout, blob)
-    # Refused by a reducer of xpool's, or for want of memory: dill would do no better.
+    # Refused by a reducer of xpool, or out of memory: dill would fail, too.
     if isinstance(error, (XPoolError, MemoryError)):
         raise error
-    # Only these say that the C pickler cannot do something, which dill may.
+    # Only these errors mean that dill may pickle what the C pickler cannot.
     if not isinstance(error, (PicklingError, TypeError, AttributeError)):
         raise diagnose.refusal(obj, error, fails)
     try:
         return _by_dill(obj, layout, recurse, error, blob, follow)
     finally:
-        del error  # it holds this frame, and what was pickled so far
+        del error  # it keeps this frame alive, and the data pickled so far
 
 
 def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result:
@@ -341,10 +341,10 @@ def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result
         again.recurse, again.blob, again.tensors = fast.recurse, blob, spans.merged()
         again.dump(obj)
         fast = again
-    # Large buffers are chunks of their own, and not always bytes: no name is in them.
+    # Large buffers are separate chunks, which may be of other types and contain no names.
     chunks = [chunk for chunk in fast.chunks if type(chunk) is bytes]
     if not reducers.script.importable() and any(_MAIN in chunk for chunk in chunks) and not blob:
-        # Something went by its name in __main__, which the receiver does not have.
+        # An object was pickled by its name in __main__, which the receiver lacks.
         error = PicklingError("an object is pickled by its name in __main__")
         return _by_dill(obj, layout, fast.recurse, error, blob, fast.follow)
     return _Result(fast.chunks, fast.buffers, fast.names, fast.shared)
@@ -363,14 +363,14 @@ def _by_dill(
             if by_handler(second):
                 raise
             without = isinstance(second, ImportError) and second.name == "dill"
-            # The first error is about the culprit unless dill could do what it names.
+            # The first error names the culprit, unless dill could pickle that object.
             if not (without or type(error) is TypeError or diagnose.foreign_frame(error)):
                 error = second
             break
         if slow.tensors is None or spans is not None or not slow.tensors.again:
             return result
         spans = slow.tensors.merged()
-    # Out of the handler: an object's own exception keeps the context that it has.
+    # Outside of the handler, so that an object's own exception keeps its context.
     raise diagnose.refusal(obj, error, fails, no_dill=without)
 
 
@@ -392,7 +392,7 @@ def _run_dill(
 
 
 def fails(obj: Any) -> BaseException | None:
-    """Return the error when neither pickler can do an object: for `diagnose`."""
+    """Return the error if neither pickler can pickle an object; for `diagnose`."""
     try:
         _FastPickler(_PLAIN).dump(obj)
     except Exception as error:
@@ -418,7 +418,7 @@ def _message(result: _Result, layout: Layout, main_globals: bool) -> bytes | mem
 
 
 def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:
-    """Pickle a class's definition; also the names of the globals that it uses."""
+    """Pickle a class's definition; return it with the names of the globals that it uses."""
     result = _pickle(cls, _PLAIN, recurse, blob=True)
     return b"".join(result.chunks), result.names
 

@@ -1,11 +1,11 @@
-"""The table of reducers, and what a pickler offers to them.
+"""The table of reducers, and the interface of a pickler to them.
 
-`reducer_override` is asked by both picklers (C and dill's) before anything else.  A
-reducer answers as ``__reduce__`` does, or `NotImplemented` for "as usual".
+Both picklers (C and dill's) call `reducer_override` first.  A reducer returns what ``__reduce__``
+would, or `NotImplemented` to leave the object to the pickler.
 
-By-value objects are rebuilt in two steps wherever they can be part of a cycle: a shell is
-made and remembered by the pickler, then a setter fills it.  So functions that call each
-other, classes whose methods use ``super()`` and the like need no special case.
+An object that is pickled by value and may be part of a cycle is rebuilt in two steps: an empty
+object is made, which the pickler memoizes, then a setter fills it.  So functions that call each
+other, and classes whose methods use ``super()``, need no special case.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ __all__ = [
 class Context(Protocol):
     """State of one run of a pickler, as the reducers see it."""
 
-    recurse: bool  # functions take along copies of the globals that they use
+    recurse: bool  # functions are pickled with copies of the globals that they use
     blob: bool  # a class definition is being pickled: by-value classes are written out
-    names: set[str]  # globals of __main__ that functions and classes are, or use
-    follow: bool  # also those that go by name are noted there
+    names: set[str]  # globals of __main__ that are functions or classes, or that these use
+    follow: bool  # `names` also has those of objects that are pickled by name
     spaces: dict[int, Any]  # globals that belong to no module, by id
-    tensors: Any  # what the reducers of tensors and arrays remember of this run, or None
+    tensors: Any  # the state of the reducers of tensors and arrays in this run, or None
     layout: Layout
     shared: dict[int, Block]  # by the id of a PickleBuffer: the block that it is already
 
 
 def in_place(pickler: Context, block: Block) -> PickleBuffer:
-    """Return a block as a buffer whose place a message names, and whose bytes it does not copy."""
+    """Return a block as a buffer that a message names and does not copy."""
     buffer = PickleBuffer(block)  # type: ignore[arg-type]
-    # The pickler keeps the buffer in a list, so its `id` stays its own.
+    # The pickler keeps the buffer in a list, so its `id` stays unique.
     pickler.shared[id(buffer)] = block
     return buffer
 
@@ -60,16 +60,16 @@ Reducer = Callable[[Any, Any], Any]
 
 
 class Script(Protocol):
-    """What a message has to know of the program's ``__main__``."""
+    """What the pickler asks about the program's ``__main__``."""
 
     def importable(self) -> bool:
-        """Whether functions and classes of ``__main__`` can go by name."""
+        """Whether functions and classes of ``__main__`` can be pickled by name."""
 
     def pickled_namespace(self, values: dict[Any, Any]) -> Any:
-        """What pickles the globals of ``__main__``; `NotImplemented` for any other dict."""
+        """Reduce the globals of ``__main__``; `NotImplemented` for any other dict."""
 
     def quiet(self, names: set[str]) -> bool:
-        """Whether nothing has to go before a message that names these globals."""
+        """Whether a message that names these globals needs no preface."""
 
     def preface(
         self,
@@ -79,11 +79,11 @@ class Script(Protocol):
         shared: dict[int, Block],
         layout: Layout,
     ) -> tuple[list[bytes], list[PickleBuffer]] | None:
-        """Put the globals that have to go before a pickle there; None: it stays as it is."""
+        """Put the needed globals before a pickle; None: it needs none."""
 
 
 class _NoScript:
-    """As the standard pickler has it: what is of ``__main__`` goes by name, and nothing with it."""
+    """The standard pickler's way: objects of ``__main__`` are pickled by name, without globals."""
 
     def importable(self) -> bool:
         return True
@@ -98,37 +98,37 @@ class _NoScript:
         return None
 
 
-#: Set once, by the family that sends things of ``__main__`` by value.
+#: Set once, by `xpool._pickling.by_value`.
 script: Script = _NoScript()
 
 REDUCERS: dict[type, Reducer] = {}
 
-#: Modules whose reducers are registered when an object of theirs is first met.
+#: Modules whose reducers are registered when one of their objects is first pickled.
 LAZY: dict[str, Callable[[], None]] = {}
 
 
 def lazily(family: str, *modules: str) -> None:
-    """Import the module that knows how to pickle these modules' objects when one is first met."""
+    """Import the module with the reducers of these modules' objects when one is first pickled."""
 
     def load() -> None:
-        import_module(family)  # which puts loaders of its own into the table
+        import_module(family)  # registers its own loaders
         for name in modules:
             if LAZY.get(name) is load:
-                LAZY.pop(name, None)  # it had done so before; or another thread has, just now
+                LAZY.pop(name, None)  # it was imported before, or by another thread
 
     for name in modules:
         LAZY.setdefault(name, load)
 
 
-#: Reducers that answer for subclasses too, unless a nearer base has one.
+#: Reducers that apply to subclasses, too, unless a nearer base has one.
 FOR_SUBCLASSES: dict[type, Reducer] = {}
 
-#: Our own functions that build small things, with their names: they are in many messages.
+#: xpool's own functions that rebuild objects, with their names, which are in many messages.
 BUILDERS: dict[Callable[..., Any], str] = {}
 
 
 def builder(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function of this package that goes by name, whatever else is done to functions."""
+    """Mark a function of this package that is always pickled by name."""
     BUILDERS[function] = function.__name__
     return function
 

@@ -1,17 +1,17 @@
-"""What ``__main__`` is here, and whether another process can have the same one.
+"""Examines ``__main__``, and whether another process can have the same one.
 
-Two kinds of program:
+There are two kinds of programs:
 
 * **importable**: a file with an ``if __name__ == "__main__"`` guard, also one that
   ``python -m`` runs.  A worker runs the file again under another name, as `multiprocessing`
-  does, so functions and classes of ``__main__`` go by name.  What the guarded block itself
-  defines exists in the caller's process only, and goes by value.
+  does, so functions and classes of ``__main__`` are pickled by name.  Objects that the guarded
+  block defines exist in the caller's process only, and are pickled by value.
 * **by value**: a notebook, ``python -``, ``python -c``, an interactive session, a script or
-  module without the guard.  Functions and classes go by value.
+  module without the guard.  Functions and classes are pickled by value.
 
-In both, the values of the globals that they use go before them (see `main_globals`).
+In both, the values of the globals that they use are sent before them (see `main_globals`).
 
-A *replica* is a process (a worker) whose ``__main__`` follows that of another.
+A *replica* is a process (a worker) whose ``__main__`` follows that of another process.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ __all__ = [
 #: name an alias of the other in ``sys.modules``.
 MAIN_NAMES = frozenset({"__main__", "__mp_main__"})
 
-#: Stands for a global that is not there.
+#: Stands for a global that does not exist.
 MISSING: Any = object()
 
 
 class _State:
-    # All fields are set by whoever comes first; a race computes the same value twice.
-    module: ModuleType | None = None  # the __main__, and its __file__, of the next two
-    file: Any = None
+    # Without a lock: two threads at worst compute the same value.
+    module: ModuleType | None = None  # the __main__ of the next three fields
+    file: Any = None  # its __file__
     importable: bool = False
-    source: Source | None = None  # of an importable one, once it was asked for
-    units: bytes | None = None  # of that one, pickled, once they were asked for
+    source: Source | None = None  # of an importable one, computed on demand
+    units: bytes | None = None  # of an importable one, pickled, computed on demand
     replica: bool = False
     forked: bool = False
-    told: bool | None = None  # what mark_worker was told
+    told: bool | None = None  # the argument of mark_worker
     initial: dict[str, Any]
     settled: set[str]
     missing: set[str]
-    values: dict[str, Any] | None = None  # where functions look, if that is not the module's
+    values: dict[str, Any] | None = None  # the globals of functions, if not the module's
 
 
 _state = _State()
@@ -77,7 +77,7 @@ _state.initial, _state.settled, _state.missing = {}, set(), set()
 
 
 def main_is_importable() -> bool:
-    """Whether functions and classes of ``__main__`` can go by name."""
+    """Whether functions and classes of ``__main__`` can be pickled by name."""
     module = sys.modules.get("__main__")
     # A worker's __main__ may get its file later, when the caller's script is run for its names.
     if module is not _state.module or getattr(module, "__dict__", {}).get("__file__") is not (
@@ -88,19 +88,19 @@ def main_is_importable() -> bool:
 
 
 def source() -> Source | None:
-    """What the text of an importable ``__main__`` says about its globals; None: by value."""
+    """Return the analysis of the text of an importable ``__main__``; None: not importable."""
     if not main_is_importable():
         return None
     found = _state.source
-    if found is None:  # in a worker, which has its parent's word that it is importable
+    if found is None:  # in a worker whose parent has said that it is importable
         found = _state.source = _read(_state.module)
     return found
 
 
 def units() -> bytes | None:
-    """What workers are told of the statements of this script, pickled (`Units`); None: nothing.
+    """Return the statements of this script for workers, pickled (`Units`); None: there are none.
 
-    Asked for once the script's classes are made: what they are says what their statements do.
+    Called when the script's classes exist, since these say what their statements do.
     """
     location = main_location() if main_is_importable() else None
     if location is None:
@@ -109,7 +109,7 @@ def units() -> bytes | None:
         from xpool._pickling.by_value.units import read_units
 
         found = read_units(_file_of(_state.module), namespace())
-        # As plain tuples: to import the classes would take a worker as long as all it does here.
+        # As plain tuples: importing the classes would double the worker's time for this.
         _state.units = b"" if found is None else pickle.dumps(found.plain())
     return _state.units or None
 
@@ -117,7 +117,7 @@ def units() -> bytes | None:
 def main_location() -> tuple[str, str] | None:
     """Return ``("path", p)``, ``("name", modname)``, or None when there is no file to run again."""
     module = sys.modules.get("__main__")
-    # What is typed is in no file.
+    # Interactive input is in no file.
     if module is None or hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     spec = getattr(module, "__spec__", None)
@@ -130,34 +130,34 @@ def main_location() -> tuple[str, str] | None:
 
 
 def namespace() -> dict[str, Any]:
-    """The globals of this process's ``__main__``, in which its functions look."""
+    """Return the globals of this process's ``__main__``, which its functions use."""
     values = _state.values
     return sys.modules["__main__"].__dict__ if values is None else values
 
 
 def fill(name: str) -> None:
-    """Have the caller's script run here as far as this name of it needs, if it was not.
+    """Run the part of the caller's script here that this name needs, if it was not run.
 
-    `TOP`: as far as it is run in any case.
+    `TOP`: the part that is always run.
     """
     module = sys.modules["__main__"]
     here = vars(module)
-    # It is run once; and the script's own `__getattr__` is not asked for that.
+    # It runs once; the script's own `__getattr__` is not called for `TOP`.
     if name != TOP or ("_xpool_script" in here and "_xpool_top" not in here):
         getattr(module, name, None)
 
 
 TOP = "the top of the script"
-"""Stands for a name that leads to nothing but what acts; no name has spaces."""
+"""Stands for a name that needs only the statements that act; no real name has spaces."""
 
 
 def settle(names: Iterable[str]) -> None:
-    """Note globals whose values come from the caller: what computes them is not run here."""
+    """Record globals whose values come from the caller: their statements are not run here."""
     _state.settled.update(names)
 
 
 def unsettle(name: str) -> None:
-    """Note that a value does not come: what computes it may be run here."""
+    """Record that a value does not come: its statements may be run here."""
     _state.settled.discard(name)
 
 
@@ -172,25 +172,25 @@ def missing() -> set[str]:
 
 
 def mark_worker(importable: bool | None = None, *, forked: bool = False) -> None:
-    """Say that this process is a worker, whose ``__main__`` follows that of its parent.
+    """Record that this process is a worker, whose ``__main__`` follows that of its parent.
 
     Args:
         importable: whether ``__main__`` here is the caller's own file, run again.  None:
-            found out as in the caller's process.
-        forked: the process is a fork of its parent, and has what cannot be pickled from there.
+            examined as in the caller's process.
+        forked: the process is a fork of its parent, and has its objects that cannot be pickled.
     """
     _state.replica, _state.forked = True, forked
     _state.told = importable
-    # Nothing of the parent's, from before a fork, is taken for this process's.
+    # Forget the parent's state from before a fork.
     _state.module, _state.settled, _state.missing = None, set(), set()
     _state.values = _run_by_multiprocessing(sys.modules["__main__"])
     record_initial()
 
 
 def _run_by_multiprocessing(module: ModuleType) -> dict[str, Any] | None:
-    """The globals of functions that `multiprocessing` has defined by running the script.
+    """Return the globals of functions that `multiprocessing` has defined by running the script.
 
-    It puts a copy of these globals into the module: a function does not see what is set there.
+    The module has a copy of these globals, so functions do not see what is set in the module.
     """
     if module is not sys.modules.get("__mp_main__"):
         return None
@@ -225,9 +225,9 @@ def is_forked() -> bool:
 
 
 def is_initial(name: str, value: Any) -> bool:
-    """Whether the replica's ``__main__`` has had this very global from the start.
+    """Whether this global of the replica's ``__main__`` is the initial object.
 
-    Asked once for each name: what is replaced is not kept alive.
+    Works once for each name, so that replaced objects are not kept alive.
     """
     return _state.initial.pop(name, MISSING) is value
 
@@ -239,7 +239,7 @@ def _examine(module: ModuleType | None) -> None:
     elif (location := main_location()) is not None:
         kind, where = location
         found = _read(module)
-        # A worker that was itself started by `python -m` runs a runner, not a program.
+        # The __main__ of a worker started by `python -m` is a runner, not the program.
         runner = kind == "name" and where.partition(".")[0] in ("xpool", "multiprocessing")
         importable = found.has_guard and not (runner and _state.replica)
     _state.importable, _state.source = importable, found if importable else None

@@ -1,25 +1,25 @@
 """The globals of ``__main__`` that functions use, sent before them.
 
-A function of ``__main__`` sees in a worker the values that the program's globals had when its
-call was made, whatever ran in that worker before; except what code in the worker set itself (an
-initializer that says ``global model``): that stays until the program changes its own.
+In a worker, a function of ``__main__`` sees the values that the program's globals had at the time
+of its call, independent of earlier tasks in that worker.  An exception is a global that code in the
+worker has set (an initializer with ``global model``): it stays until the program changes its own.
 
 The sender looks, for each message that names something of ``__main__``, at the globals that lead on
 from there: what functions and methods name is followed through other functions and classes.  Three
 kinds need not travel, since the receiver has the same: what is not there, what goes by name and is
 followed, and what the script's text says that running it makes (`source`).  A `_Plan` remembers the
-outcome as long as these globals are the same objects.  All others are pickled again each time, for
-they may have been changed in place.  Each has a serial number, another one whenever its bytes
-changed, and a receiver sets it when the number is not that of the value that it set last.
+outcome as long as these globals are the same objects.  All others are pickled again each time,
+since they may have been changed in place.  Each has a serial number, which changes with its bytes;
+a receiver sets a global if the number differs from that of the value that it set last.
 
-A large value goes into shared memory, once for each pool (`broadcast`).  At each later message it
-is pickled again, its buffers where they lie, and compared with what is there, byte for byte.
+A large value goes into shared memory, once for each pool (`broadcast`).  For each later message it
+is pickled again, without copying its buffers, and compared with the shared bytes.
 
-What cannot be pickled is left out.  Where the script's top level alone binds it, the receiver keeps
-what its own run of the script made; else the name is unbound there, and a `NameError` about it says
-why.
+A value that cannot be pickled is left out.  If only the script's top level binds it, the receiver
+keeps the value of its own run of the script; otherwise the name is unbound there, and the
+`NameError` says why.
 
-`globals_received` has the other side.
+`globals_received` is the receiver's side.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -55,7 +55,7 @@ __all__ = ["Book"]
 
 
 class _Sent(NamedTuple):
-    refer: Callable[[], Any]  # to the value: weak where that can be
+    refer: Callable[[], Any]  # returns the value, by a weak reference if possible
     serial: int
     first: bool
     kind: int
@@ -69,7 +69,7 @@ class _Sent(NamedTuple):
 
 
 class Book:
-    """What the workers of one pool were told."""
+    """The globals that the workers of one pool were sent."""
 
     def __init__(self) -> None:
         self.told: frozenset[str] = frozenset()
@@ -83,7 +83,7 @@ class _Outgoing:
         self.sender = os.urandom(16).hex()
         self.serials = itertools.count(1)
         self.sent: dict[str, _Sent] = {}
-        self.anyone = Book()  # of messages to whom it may concern
+        self.anyone = Book()  # for messages that belong to no pool
         self.plans: dict[frozenset[str], _Plan] = {}
         self.checks = Checks()
 
@@ -92,14 +92,14 @@ class _Outgoing:
 
 
 class _Plan(NamedTuple):
-    values: dict[str, Any]  # the globals that it is about
-    same: list[tuple[str, Any]]  # globals that need not travel while they are these objects
-    owners: list[tuple[Any, list[int]]]  # classes and functions, with what their attributes are
-    data: list[tuple[str, Any]]  # paths of globals that do, and of attributes with their owners
-    names: frozenset[str]  # all that lead on from the first
+    values: dict[str, Any]  # the globals
+    same: list[tuple[str, Any]]  # globals that are not sent while they are these objects
+    owners: list[tuple[Any, list[int]]]  # classes and functions, with the ids of their attributes
+    data: list[tuple[str, Any]]  # paths of globals that are sent, and of attributes with owners
+    names: frozenset[str]  # all names that the first ones lead to
 
     def holds(self) -> bool:
-        """Whether every global is still what it was."""
+        """Whether every global is still the same object."""
         if main.namespace() is not self.values:
             return False
         get = self.values.get
@@ -113,18 +113,18 @@ class _Plan(NamedTuple):
         return True
 
 
-# Sets of names whose plans are remembered; when there are more, all are forgotten.
+# The most sets of names whose plans are remembered; beyond that all are dropped.
 _PLANS = 256
 
 
 def _quiet(names: set[str]) -> bool:
-    """Whether it is known already that nothing has to go before a message that names these."""
+    """Whether a remembered plan says that a message with these names needs no globals."""
     plan = _outgoing.plans.get(frozenset(names))
     return plan is not None and not plan.data and plan.holds()
 
 
 def _plan(names: frozenset[str]) -> _Plan:
-    # Without the lock: a plan is replaced as a whole, and never changed.
+    # Without the lock: a plan is never changed, only replaced.
     plan = _outgoing.plans.get(names)
     if plan is None or not plan.holds():
         with _lock:
@@ -174,12 +174,12 @@ def _is_named(name: str, value: Any) -> bool:
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    """The attributes of a class or function that are data, as globals are."""
+    """Return the attributes of a class or function that are data."""
     if isinstance(owner, type) and (type(owner) not in (type, ABCMeta) or issubclass(owner, tuple)):
-        return []  # what a metaclass keeps in its classes is its own affair
+        return []  # attributes that a metaclass keeps in its classes are not sent
     found = []
     for name, value in list(vars(owner).items()):
-        if isinstance(value, FunctionType):  # a method, unless something has put it there
+        if isinstance(value, FunctionType):  # a method, unless it was defined elsewhere
             data = not value.__qualname__.startswith(f"{owner.__qualname__}.")
         else:
             data = not isinstance(value, type) and not hasattr(type(value), "__get__")
@@ -192,17 +192,17 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def _collect(names: Iterable[str], layout: Layout) -> list[Entry]:
-    """Return the globals of ``__main__`` that lead on from these and have to travel."""
+    """Return the globals of ``__main__`` that these lead to and that must be sent."""
     roots = frozenset(names)
     if not _plan(roots).data:
         return []
     values = main.namespace()
     book = layout.book or _outgoing.anyone
     found: dict[str, Entry] = {}
-    leading = set[str]()  # those that name others
+    leading = set[str]()  # those that lead to others
     with _lock:
-        # What a receiver made of earlier ones may use them still: an initializer has put an
-        # object into a global that is None here, and nothing leads on from there.
+        # Objects that a receiver made earlier may still use `book.told`: an initializer may have
+        # put one into a global that is None here and leads to nothing.
         pending = book.told if roots <= book.told else roots | book.told
         seen = pending
         while pending:
@@ -223,7 +223,7 @@ def _collect(names: Iterable[str], layout: Layout) -> list[Entry]:
             book.told |= roots
     if len(found) == 1:
         return list(found.values())
-    # Definitions first, for unpickling a value may call them, and what these may read before it;
+    # Definitions first, since unpickling a value may call them; then the values that these read;
     # attributes after their owners.
     kinds = (FunctionType, ModuleType, type)
     return sorted(
@@ -247,14 +247,14 @@ _PLAIN = frozenset({dict, list, tuple, set, frozenset, bytearray}) | _NEVER_CHAN
 
 
 def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
-    """Return what is to be sent of a global; its serial number is another if it has changed."""
-    # First, whether it is known without pickling.
+    """Return what to send of a global, with a new serial number if it has changed."""
+    # First, the cases that need no pickling.
     large, sent = book.large.get(name), _outgoing.sent.get(name)
     if large is not None and large.refer() is value:
         return large
     if sent is not None and type(value) in _NEVER_CHANGE and sent.refer() is value:
         return sent
-    # Else it is pickled, and compared with what was sent last.
+    # Otherwise pickle it, and compare it with what was sent last.
     kind, data, names = VALUE, b"", frozenset[str]()
     try:
         if type(value) not in _PLAIN and _is_of_process(value) and _only_top_level(name):
@@ -264,7 +264,7 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
     except Exception as error:  # of any object's own __reduce__
         if by_handler(error):
             raise
-        # A pool says so itself.  A worker has, as a fork would, what was there before it.
+        # A pool refuses by itself.  A worker keeps its own, as a fork would.
         itself = isinstance(error, NotImplementedError) and main.source() is not None
         alone = itself or _only_top_level(name)
         kind = KEEP if alone or "." in name else NONE
@@ -282,12 +282,12 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
             if type(value) in _NEVER_CHANGE:
                 sent = _outgoing.sent[name] = sent._replace(refer=_reference(value))
             return sent
-    # What may be changed in place is not held: its bytes are compared in any case.
+    # A mutable value is not referenced: its bytes are compared in any case.
     stays = type(value) in _NEVER_CHANGE or (kind == PLACE and is_final(name))
     refer = _reference(value) if stays or kind in (KEEP, NONE) else _nothing
     first = sent is None and large is None
     now = _Sent(refer, next(_outgoing.serials), first, kind, data, names)
-    # A place is the pool's that it was made for; what is sent as bytes is the same for all.
+    # A place belongs to one pool; bytes are the same for all pools.
     if kind == PLACE:
         book.large[name] = now
     else:
@@ -297,7 +297,7 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
 
 
 def _only_top_level(name: str) -> bool:
-    """Whether the script's top level binds it, which a receiver runs too, and nothing else."""
+    """Whether only the script's top level binds it, which the receiver runs, too."""
     source = main.source()
     return source is not None and name not in source.rebound
 
@@ -309,14 +309,14 @@ def _nothing() -> Any:
 def _reference(value: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(value)
-    except TypeError:  # held, so that its identity stays its own
+    except TypeError:  # a strong reference, so that its id stays unique
         return lambda: value
 
 
 def _pickled(value: Any, layout: Layout, large: _Sent | None) -> tuple[Any, bytes, frozenset[str]]:
-    """Pickle a global: where it lies if it is large, else its pickle; and the names it uses.
+    """Pickle a global; return its place if it is large, else its pickle; and the names it uses.
 
-    The place is that of ``large`` where the same bytes lie there already.
+    The place is that of ``large`` if that has the same bytes.
     """
     written = write_global(value, True)
     if in_block(written.nbytes):
@@ -330,7 +330,7 @@ def _pickled(value: Any, layout: Layout, large: _Sent | None) -> tuple[Any, byte
 
 
 def _is_of_process(value: Any) -> bool:
-    """Whether an object is one that each process rather has for itself: it says where it is."""
+    """Whether each process should have an object of its own of this type, such as a logger."""
     return any((base.__module__, base.__name__) in _OF_PROCESS for base in type(value).__mro__)
 
 
@@ -345,10 +345,10 @@ _OF_PROCESS = frozenset(
 
 
 class _Prelude:
-    """A pickle together with the globals that have to be set before it is loaded.
+    """A pickle with the globals that must be set before it is loaded.
 
-    ``exact``: the receiver sets these values, were it later ones that it has; for the messages of a
-    pool, which may overtake each other.
+    ``exact``: the receiver sets these values even if it has later ones; for the messages of a pool,
+    which may overtake each other.
     """
 
     def __init__(
@@ -367,7 +367,7 @@ class _Prelude:
         for entry in self.entries:
             if entry.kind == PLACE:
                 token, about = entry.data.parts
-                # Of a pickler it takes only what this has, too.
+                # `in_place` uses only `shared` of a pickler.
                 buffer = None if token is None else in_place(self, token)  # type: ignore[arg-type]
                 entry = entry._replace(data=(buffer, *about))
             entries.append(tuple(entry))
@@ -375,7 +375,7 @@ class _Prelude:
 
 
 class _Script:
-    """What the codec asks about ``__main__``."""
+    """Answers the pickler's questions about ``__main__``."""
 
     importable = staticmethod(main.main_is_importable)
     quiet = staticmethod(_quiet)
