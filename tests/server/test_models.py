@@ -275,6 +275,36 @@ def test_a_server_that_cannot_be_made(ranks: Ranks):
     ranks.good_world(1, half_made)
 
 
+def misfit_waits(world: World) -> int:
+    group = world.create_rpc_group("group", ["w0", "w1"])
+    impl = PushPullGradServerImpl("server", group, "m", "w0", ["w1"], reduce_batch_size=2)
+    group.barrier()
+    access = group.get_paired("server").to_here()
+    if world.rank == 0:
+        access.push(with_gradient(model().double(), 1))  # and waits for another one of its kind
+        managed = model(0)
+        steps = threading.Semaphore(0)
+        optimizer = torch.optim.SGD(managed.parameters(), lr=1)
+        scheduler = Counted(steps, torch.optim.lr_scheduler.StepLR(optimizer, 1, 1))
+        impl.manage_model(managed, optimizer, scheduler)
+    group.barrier()
+    impl.start()
+    for _ in range(2):
+        access.push(with_gradient(model(), 1))
+    group.barrier()
+    if world.rank == 0:
+        assert steps.acquire(timeout=WAIT)
+    group.barrier()
+    impl.stop()
+    impl.watch()
+    return impl.refused
+
+
+def test_a_gradient_that_does_not_fit_waits_for_a_batch(ranks: Ranks):
+    """It was pushed before a model was managed: later pushes, which fit, are not refused for it."""
+    assert ranks.good_world(2, misfit_waits) == [0, 1]
+
+
 def pushes_first(world: World) -> int:
     group = world.create_rpc_group("group", ["w0"])
     impl = PushPullGradServerImpl("server", group, reduce_batch_size=1)

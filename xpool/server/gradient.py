@@ -319,6 +319,11 @@ class PushPullGradServerImpl:
         given = facts_of(gradients)
         if self.model is not None:
             check_facts(self.server_name, self._facts(self.model), given)
+        queue = self._queues[level]
+        with self._changed:
+            differs = bool(queue) and facts_of(queue[-1]) != given
+        if differs:
+            self._drop_misfits(queue)
         with self._changed:
             if self._error is not None:
                 raise GroupError(
@@ -326,7 +331,6 @@ class PushPullGradServerImpl:
                     f"stopped: {self._error!r}. watch() raises that error there; stop() and "
                     "start() begin again."
                 )
-            queue = self._queues[level]
             if queue:  # a batch is of one kind, also where no model is managed here
                 check_facts(self.server_name, facts_of(queue[-1]), given)
             queue.append(gradients)
@@ -334,6 +338,20 @@ class PushPullGradServerImpl:
                 queue.popleft()
                 self.dropped += 1
             self._changed.notify_all()
+
+    def _drop_misfits(self, queue: deque[Gradients]) -> None:
+        """Drop what was pushed before a model was managed, and does not fit the one that is now."""
+        if self.is_primary:
+            managed = self._facts_service()
+        else:
+            managed = self.group.registered_sync(_facts_service(self.server_name))
+        if managed is None:
+            return
+        with self._changed:
+            fit = [one for one in queue if facts_of(one) == managed]
+            self.refused += len(queue) - len(fit)
+            queue.clear()
+            queue.extend(fit)
 
     def _facts_service(self) -> Facts | None:
         return None if self.model is None else self._facts(self.model)
