@@ -1,17 +1,17 @@
-"""Objects of which each worker keeps one, and the machine one copy: `Pool.broadcast`.
+"""`Pool.broadcast`: objects that each worker loads once, and whose data the machine has once.
 
-The object is pickled once, into one block of the arena, its large buffers with it.  A task that has
-a reference gets the object: the first such task in a worker maps the block **privately** and opens
-the message in place.  So the pages are the machine's as long as nobody writes to them, and what a
-worker writes is its own.
+The object is pickled once into one block of the arena, with its large buffers.  A task with a
+reference gets the object: the first such task in a worker maps the block **privately** and loads
+the message in place.  So all workers share the pages until they write to them, and a worker sees
+only its own writes.
 
-How long a worker keeps its object is told by a token, a small block that stands for the reference:
-whoever has the reference, or a message with it, holds that block, and the worker looks whether its
-parent still does.  The worker holds the large block itself, as long as anything of the object lives
-there.
+A token, a small block that stands for the reference, determines how long a worker keeps the object:
+processes with the reference, and messages with it, hold the token, and the worker checks whether
+its parent still does.  The worker holds the large block as long as any part of the object is in
+use.
 
-Where there is no arena, or the pool's ``memory_limit`` is 0, the message lies in an anonymous file
-of the parent's, until the pool ends.
+Without an arena, or if the pool's ``memory_limit`` is 0, the message is in an anonymous file of the
+parent until the pool ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from xpool.errors import TaskNotPicklable
 
 __all__ = ["Broadcast", "Objects"]
 
-# Bytes, of which nothing is used: what counts is who holds the block.
+# Bytes of a token, which are not used: only its holds matter.
 _TOKEN = 64
 _EVERYONE = -1  # as a message's target: handles to tensors on devices are replaced by copies
 
@@ -40,8 +40,8 @@ _EVERYONE = -1  # as a message's target: handles to tensors on devices are repla
 class Broadcast:
     """A reference to an object that each worker of a pool keeps once.
 
-    Given to a task of that pool as an argument, as a part of one or in a closure, it is replaced by
-    the object.  Workers keep that as long as the reference lives, and no longer than the pool.
+    In an argument or a closure of a task of that pool, it is replaced by the object.  Workers keep
+    the object while the reference lives, and no longer than the pool.
 
     Attributes:
         nbytes: size of the pickled object, with its tensors and arrays.
@@ -60,11 +60,11 @@ class Broadcast:
 
     @property
     def parts(self) -> tuple[Block | None, tuple[Any, ...]]:
-        """The token, and what `open_broadcast` takes after it."""
+        """The token, and the other arguments of `open_broadcast`."""
         return self._token, self._about
 
     def content(self) -> memoryview:
-        """The message, where it lies: to be read alone, in the process that wrote it."""
+        """Return the message in place, for reading in the process that wrote it."""
         if self._token is not None:
             block: Block = self._token.former
             return block.view(self.nbytes)
@@ -91,7 +91,7 @@ def _reduce(pickler: Context, ref: Broadcast) -> Any:
         )
     if ref._token is None or layout.pool is None:
         return ref.__reduce__()
-    # The message holds the token, and so all of it.
+    # The message holds the token, which keeps the object.
     return open_broadcast, (in_place(pickler, ref._token), *ref._about)
 
 
@@ -116,12 +116,12 @@ def publish(
     lessor: Callable[[int], Block | None],
     what: str,
 ) -> Broadcast:
-    """Return a reference to a message, which ``write`` makes with the layout that it is given."""
+    """Return a reference to the message that ``write(layout)`` makes."""
     block: Block | None = None
 
     def room(nbytes: int) -> memoryview:
         nonlocal block
-        block = lessor(max(nbytes, LARGE))  # which has pages of its own
+        block = lessor(max(nbytes, LARGE))  # a block with its own pages
         if block is None:
             raise TaskNotPicklable(
                 f"No shared memory is left for a broadcast of {nbytes} bytes; let go of earlier "
@@ -130,26 +130,26 @@ def publish(
         return block.view(nbytes)
 
     message = write(Layout(room=room, pool=pool, target=_EVERYONE))
-    # A message without large buffers is a plain pickle: nobody has asked for room.
+    # A message without large buffers is a plain pickle, for which `room` was not called.
     if block is None:
         room(len(message))[:] = message
     assert block is not None
     token = lessor(_TOKEN)
     if token is None:
         raise TaskNotPicklable("No shared memory is left for a broadcast; let go of earlier ones.")
-    # Who holds the token, a message for one, holds the object with it.
+    # Holding the token, as a message does, keeps the object.
     token.former = block
     return Broadcast(pool, block.name, len(message), token, what)
 
 
 class _Pages(mmap.mmap):
-    """A private mapping of a block, which it holds."""
+    """A private mapping of a block, which it keeps held."""
 
     block: Block
 
 
 class Objects:
-    """The objects that this worker keeps, by what their references are known by."""
+    """The broadcast objects of this worker, by the names of their references."""
 
     here: WorkerLocal[Objects] = WorkerLocal()
 
@@ -165,7 +165,7 @@ class Objects:
         try:
             return self._kept[key]
         except KeyError:
-            # First: what nobody refers to any more makes room for it.
+            # First drop objects without references, to make room.
             self.collect()
         obj = place.load() if token is None else decode(self._map(place, nbytes))
         self._kept[key] = obj
@@ -182,15 +182,15 @@ class Objects:
         at = file.place(block.number)[0]
         how: dict[str, Any] = {"access": mmap.ACCESS_COPY, "offset": at}
         if sys.version_info >= (3, 13):
-            how["trackfd"] = False  # else it keeps a descriptor
+            how["trackfd"] = False  # otherwise it keeps a descriptor
         pages = _Pages(file.fd, nbytes, **how)
         pages.block = block
         return memoryview(pages)
 
     def collect(self) -> bool:
-        """Let go of objects to which there are no references; return whether any are left."""
+        """Drop objects without references; return whether any are left."""
         for key in list(self._kept):
-            # Others lie in files: nobody tells when their references go, and they stay.
+            # Objects in files stay, since the end of their references is not known.
             if type(key) is int and not self._referred(key):
                 del self._kept[key]
         return bool(self._kept)
@@ -198,7 +198,7 @@ class Objects:
     def _referred(self, name: int) -> bool:
         """Whether the pool's process still holds a token."""
         assert self._arena is not None
-        # The stamp tells a block that was leased again; attachment 0 is that of the pool's process.
+        # The stamp detects a block that was leased again; attachment 0 is the pool's process.
         file, number = self._arena.file, name & 0xFFFF_FFFF
         return file.stamps[number] == name >> 32 and bool(file.holds(0)[number])
 

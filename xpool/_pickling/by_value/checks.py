@@ -1,4 +1,4 @@
-"""What it costs to look whether a large global was changed in place, and how to be spared it."""
+"""Measures the checks whether large globals were changed in place, and warns of slow ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xpool._pickling.by_value import main
 __all__ = ["Checks", "is_final"]
 
 _TOO_LONG = 1.0
-"""Seconds that the checks of one global may take, all together, until the program is told."""
+"""Total seconds that the checks of one global may take before a warning."""
 
 
 class Checks:
@@ -21,7 +21,7 @@ class Checks:
         self._seconds: dict[str, float] = {}
 
     def took(self, name: str, nbytes: int, seconds: float) -> None:
-        """Count a check in; once it is too long in all, warn about that global."""
+        """Count a check; warn about the global once its checks have taken too long."""
         before = self._seconds.get(name, 0.0)
         after = self._seconds[name] = before + seconds
         if before < _TOO_LONG <= after:
@@ -37,7 +37,7 @@ class Checks:
 
 
 def _outside() -> int:
-    """The level of the first caller that is not of xpool, as `warn` called by `took` counts."""
+    """Return the stack level of the first caller outside of xpool, for `warn` in `took`."""
     level, frame = 1, sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "xpool":
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
@@ -45,12 +45,12 @@ def _outside() -> int:
 
 
 def is_final(name: str) -> bool:
-    """Whether the program says ``NAME: Final = ...``, of a global or of an attribute of a class."""
+    """Whether the program declares a global or class attribute as ``NAME: Final = ...``."""
     owner, dot, attribute = name.rpartition(".")
     holder: Any = main.namespace().get(owner) if dot else sys.modules["__main__"]
     try:
         kind = _annotations(holder).get(attribute)
-    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+    except Exception:  # 3.14 evaluates them only now, and names in them may be undefined
         return False
     if not isinstance(kind, str):
         kind = str(getattr(kind, "__origin__", kind))

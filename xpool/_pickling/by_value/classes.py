@@ -1,16 +1,16 @@
-"""Classes by value, with their identity kept.
+"""Pickles classes by value, and keeps their identity.
 
-In a message a by-value class is its token and a *blob*: its definition, pickled once and
-compressed.  The receiver opens the blob only when it does not know the token.  So an
-instance of a local class costs little more than one of an importable class, and what a
-process received it sends on as it came.
+A message contains a token for a by-value class and a *blob*: its definition, pickled once and
+compressed.  The receiver loads the blob only if it does not know the token.  So an instance of a
+local class costs little more than one of an importable class.  A process sends a received class
+with the blob that it has received.
 
-In the blob itself the class, and every by-value class that it refers to, is written out as
-a shell and a state (see `reducers`): classes may refer to themselves and to each other.
+In the blob, the class and every by-value class that it refers to is written as an empty class and a
+state (see `reducers`), so classes may refer to themselves and to each other.
 
-A definition is a snapshot.  The process that defined the class takes a new one when an
-attribute of the class was set or deleted since, when a container, an array or an object of
-the program in one was changed in place, and when a class was registered with it (`abc`).
+A definition is a snapshot.  The process that defined the class makes a new one if an attribute of
+the class was set or deleted, if a container, an array or an object of the program in an attribute
+was changed in place, or if a class was registered with it (`abc`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 
 
 def reduce_class(pickler: Context, cls: type) -> Any:
-    """By name where the receiver finds it so, else by value."""
+    """Pickle by name if the receiver finds it by name, else by value."""
     name = name_for(pickler, cls)
     if name is not None:
         return name
@@ -63,7 +63,7 @@ def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
         token = registry.token_of(cls)
         entry = registry.lookup(token)
         assert entry is not None
-        # What was received goes on as it came: its definition is its owner's to change.
+        # A received class is sent with the blob that came: only its owner changes the definition.
         if entry.own:
             mark = _mark(cls)
             if entry.mark != mark:
@@ -78,7 +78,7 @@ def _up_to_date(cls: type, recurse: bool) -> registry.ClassEntry:
 
 
 def _mark(cls: type) -> Any:
-    """Return what is another when the definition is."""
+    """Return a value that changes with the definition."""
     return [
         (name, id(value), _content(name, value))
         for name, value in list(vars(cls).items())
@@ -87,14 +87,14 @@ def _mark(cls: type) -> Any:
 
 
 def _content(name: str, value: Any) -> Any:
-    """Return what is another when an attribute was changed in place; of most, there is no need."""
+    """Return a value that changes when an attribute is changed in place; most need none."""
     kind = type(value)
     mutable = kind in _MUTABLE or kind.__module__ in _OF_PROGRAM
-    # Those of the machinery of classes are set once.  What has `__get__` is a kind of function.
+    # Special attributes are set once.  An object with `__get__` is a kind of function.
     if not mutable or isinstance(value, type) or hasattr(kind, "__get__") or name[:2] == "__":
         return None
     try:
-        # For comparison only: by name is good enough for whatever of the program is in it.
+        # Only for comparison, so objects of the program may be pickled by name.
         return pickle.dumps(value, 5)
     except Exception as error:  # of any object's own __reduce__
         if by_handler(error):
@@ -112,7 +112,7 @@ def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
     entry = registry.lookup(token)
     if entry is not None and (entry.own or entry.version >= version):
         cls = entry.ref()
-        # One without blobs came inside another definition, or is being filled by another thread.
+        # A class without blobs came inside another definition, or another thread is filling it.
         if cls is not None and (entry.own or entry.blobs):
             return cls
     with registry.lock:
@@ -122,7 +122,7 @@ def _load(token: str, version: int, blob: bytes, names: tuple[str, ...]) -> Any:
         if not entry.own:
             entry.version = version
             entry.names = frozenset(names)
-            # Last: now `_load` returns it without the lock.
+            # Last: from now on `_load` returns it without the lock.
             entry.blobs = {False: blob, True: blob}
         return cls
 
@@ -154,7 +154,7 @@ def _shell(cls: type, token: str) -> tuple[Any, ...]:
         if name in attributes:
             creation[name] = attributes[name]
     if "__slots__" in creation and not isinstance(creation["__slots__"], (str, tuple, list, dict)):
-        creation["__slots__"] = tuple(_slot_names(cls))  # an iterator, used up by now
+        creation["__slots__"] = tuple(_slot_names(cls))  # if it was an iterator, it is exhausted
     return token, type(cls), _maker(type(cls)), cls.__name__, cls.__bases__, creation
 
 
@@ -163,9 +163,9 @@ def _slot_names(cls: type) -> list[str]:
 
 
 def _maker(metaclass: type) -> type:
-    """The class whose ``__new__`` makes instances of a metaclass without running its code.
+    """Return the class whose ``__new__`` makes classes of a metaclass without running its code.
 
-    What the metaclass did to the class is in the class's attributes already.
+    The effects of the metaclass are in the attributes of the class already.
     """
     for base in metaclass.__mro__:
         made_by = vars(base).get("__new__")
@@ -195,7 +195,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
         state.pop("__annotate__", None)
         try:
             state["__annotations__"] = dict(cls.__annotations__)
-        except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+        except Exception:  # 3.14 evaluates them only now, and names in them may be undefined
             state["__annotations__"] = {}
     if isinstance(cls, abc.ABCMeta):
         found = (ref() for ref in registered_classes(cls))
@@ -205,7 +205,7 @@ def _state(cls: type, skip: frozenset[str]) -> dict[str, Any]:
     return state
 
 
-#: What Python notes in a class when it, or one of its instances, is first pickled.
+#: Attributes that Python sets in a class when it or an instance of it is first pickled.
 _CACHES = frozenset({"__slotnames__", "__annotations_cache__"})
 
 _MADE_BY_PYTHON = _CACHES | {
@@ -214,7 +214,7 @@ _MADE_BY_PYTHON = _CACHES | {
 }  # fmt: skip
 
 
-# -- making it from what was written ----------------------------------------------------------
+# -- loading a definition -------------------------------------------------------------------
 
 
 def _make(
@@ -229,7 +229,7 @@ def _make(
         try:
             with _muted(bases, known_only=True):
                 return maker.__new__(metaclass, name, bases, creation)
-        except TypeError:  # a hook of an importable base that wants keywords
+        except TypeError:  # a hook of an importable base requires keywords
             with _muted(bases, known_only=False):
                 return maker.__new__(metaclass, name, bases, creation)
 
@@ -240,8 +240,8 @@ def _make(
 def _muted(bases: tuple[type, ...], known_only: bool) -> Iterator[None]:
     """Keep ``__init_subclass__`` of by-value bases from running again.
 
-    It ran when the class was defined, and what it did to the class is in the class's state;
-    here it would see an empty class, without the keywords of the class statement.
+    It ran when the class was defined, and its effects are in the state of the class; here it would
+    see an empty class, without the keywords of the class statement.
     """
     saved = {}
     for base in bases:
@@ -265,23 +265,23 @@ def _fill(cls: Any, versioned: tuple[int, dict[str, Any], frozenset[str]]) -> No
     entry = registry.known(cls)
     if entry is None or entry.own or entry.version >= version:
         return
-    # These are no attributes to be set: registered subclasses, and what members have.
+    # These are not set as attributes: registered subclasses, and data of members.
     subclasses = state.pop("_abc_impl", ())
     for key, extra in state.pop("_member_map_", {}).items():
         vars(cls._member_map_[key]).update(extra)
     if entry.version >= 0:
-        # A later version of a class that is here already: its owner has deleted these.
+        # A later version of a known class: its owner has deleted these attributes.
         gone = set(vars(cls)) - state.keys() - skipped - _MADE_BY_PYTHON
         for name in gone:
             if isinstance(vars(cls)[name], FunctionType):
                 type.__delattr__(cls, name)
     for name, value in state.items():
-        # Not setattr: a metaclass may forbid or redirect it.
+        # Not by setattr, which a metaclass may forbid or redirect.
         type.__setattr__(cls, name, value)
     for one in subclasses:
         abc.ABCMeta.register(cls, one)
     if subclasses:
-        # `register` holds them weakly, and one that goes and comes again would not be known here.
+        # `register` has weak references, and would forget a class that goes and comes again.
         type.__setattr__(cls, "_xpool_registered", subclasses)
     entry.version = version
 

@@ -1,8 +1,8 @@
-"""Exceptions: rebuilt without running the code of their class, so that they always load.
+"""Pickles exceptions so that they load without the code of their class, and so never fail to load.
 
-The usual exception that "does not unpickle" has an ``__init__`` whose parameters are not its
-``args``.  Here only the ``__new__`` and ``__init__`` of the built-in class below it run, and
-the attributes are set afterwards.
+An exception usually fails to unpickle because the parameters of its ``__init__`` are not its
+``args``.  Here only the ``__new__`` and ``__init__`` of its built-in base run, and the attributes
+are set afterwards.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     """Pickle what a task raised, with the worker's traceback.
 
     `decode` returns an exception of the same class whose ``__cause__`` is a
-    `RemoteTraceback` with the text.  Attributes that cannot be pickled are left out.  When
-    not even the class can travel, it is a `ResultNotPicklable` with the text.
+    `RemoteTraceback` with the text.  Attributes that cannot be pickled are left out.  If the class
+    cannot be pickled, it returns a `ResultNotPicklable` with the text.
     """
     cause = exc.__cause__
-    # A task that was run by a pool in this task: its worker's traceback comes first.
+    # The error of a task of a nested pool: the traceback of that pool's worker comes first.
     if (
         hasattr(cause, "text")
         and isinstance(cause, errors.RemoteTraceback)
@@ -44,7 +44,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
     for form in (_Raised(exc, traceback_text), _Salvaged(exc, traceback_text)):
         try:
             data = encode(form, main_globals=False)
-            # Opened here: many exceptions can be pickled, and not unpickled.
+            # Loaded here as a test: many exceptions can be pickled but not unpickled.
             if type(decode(data)) is type(exc):
                 return data
         except Exception as error:  # whatever the class does in its own __reduce__
@@ -56,7 +56,7 @@ def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryv
 
 
 def _no_children(exc: BaseException) -> str:
-    """What to do when `multiprocessing` refuses to start a process in a worker; or nothing."""
+    """Return advice for when `multiprocessing` refuses to start a process in a worker, or ""."""
     if not isinstance(exc, AssertionError) or "daemonic processes are not allowed" not in str(exc):
         return ""
     return (
@@ -66,7 +66,7 @@ def _no_children(exc: BaseException) -> str:
 
 
 def _text(obj: Any) -> Any:
-    """The object's repr, as something whose own repr is that text."""
+    """Return an object with the same repr."""
     try:
         text = repr(obj)
     except Exception as error:  # a __repr__ that raises
@@ -80,7 +80,7 @@ class _Text(str):
 
 
 def add_note(exc: BaseException, note: str) -> None:
-    """Add a line to what is shown of an exception."""
+    """Add a line to the text of an exception."""
     if hasattr(exc, "add_note"):
         exc.add_note(note)
     elif exc.args and isinstance(exc.args[0], str):
@@ -88,7 +88,7 @@ def add_note(exc: BaseException, note: str) -> None:
 
 
 class _Raised:
-    """The exception, as its class or the reducer below pickles it."""
+    """Return the exception as its class or the reducer below pickles it."""
 
     def __init__(self, exc: BaseException, text: str) -> None:
         self.exc, self.text = exc, text
@@ -98,14 +98,14 @@ class _Raised:
 
 
 class _Salvaged(_Raised):
-    """The exception without what cannot be pickled, its own ``__reduce__`` set aside."""
+    """Return the exception without unpicklable attributes, ignoring its own ``__reduce__``."""
 
     def __reduce__(self) -> Any:
         return _rebuilt_and_raised, (*_salvaged_parts(self.exc), self.text)
 
 
 class _Member:
-    """An exception of a group, without what cannot be pickled."""
+    """Return an exception of a group without what cannot be pickled."""
 
     def __init__(self, exc: BaseException) -> None:
         self.exc = exc
@@ -125,7 +125,7 @@ def _salvaged_parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str,
 
 
 def _salvaged_member(exc: BaseException) -> Any:
-    """Return what is pickled in place of an exception of a group."""
+    """Return the object that is pickled in place of an exception of a group."""
     for form in (exc, _Member(exc)):
         if _travels(form):
             return form
@@ -136,7 +136,7 @@ def _salvaged_member(exc: BaseException) -> Any:
 def _travels(obj: Any) -> bool:
     try:
         decode(encode(obj, main_globals=False))
-    except Exception as exc:  # whatever the object's own code raises: it does not travel
+    except Exception as exc:  # any error of the object's own code: it is left out
         if by_handler(exc):
             raise
         return False
@@ -164,7 +164,7 @@ _GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 o
 
 
 def reduce_exception(pickler: Context, exc: BaseException) -> Any:
-    """As usual, unless loading would call an ``__init__`` or ``__new__`` written in Python."""
+    """Leave it to the pickler unless loading calls an ``__init__`` or ``__new__`` in Python."""
     cls = type(exc)
     if not (_in_python(cls, "__init__") or _in_python(cls, "__new__")):
         return NotImplemented
@@ -184,14 +184,14 @@ def _parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     state = reduced[2] if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
     args = tuple(reduced[1])
     if isinstance(exc, _GROUPS):
-        # Its args are those of its class, which may take others than the built-in class does.
+        # Its args are those of its own class, which may differ from those of the built-in class.
         group: Any = exc
         state, args = {"args": args, **state}, (group.message, list(group.exceptions))
     return type(exc), args, {**state, **exc.__dict__}
 
 
 def _built_in(cls: type, name: str) -> Any:
-    """The first class below, itself included, whose method of this name is not Python code."""
+    """Return the first class of the MRO whose method of this name is not Python code."""
     for base in cls.__mro__:
         found = vars(base).get(name)
         found = getattr(found, "__func__", found)
@@ -206,7 +206,7 @@ def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:
     exc = _built_in(cls, "__new__").__new__(cls, *args)
     try:
         _built_in(cls, "__init__").__init__(exc, *args)
-    except TypeError:  # what the class keeps in args is not what the built-in class takes
+    except TypeError:  # the args of the class do not suit the built-in class
         BaseException.__init__(exc, *args)
     return exc
 

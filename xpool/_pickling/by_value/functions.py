@@ -1,4 +1,4 @@
-"""Functions, methods, modules, and what functions are made of."""
+"""Reducers of functions, methods, modules, and the parts of functions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NO_MODULE = ModuleType("no module")
 
 
 class _Space:
-    """Globals that belong to no module, or with `recurse`: one dict there for each here."""
+    """Globals of no module, or with `recurse`: the receiver has one dict for each of them."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -52,11 +52,11 @@ def _make_space(name: Any) -> dict[str, Any]:
 
 @register(FunctionType)
 def reduce_function(pickler: Context, function: FunctionType) -> Any:
-    """By name where the receiver finds it so, else by value."""
+    """Pickle by name if the receiver finds it by name, else by value."""
     name: Any = BUILDERS.get(function)
     module: Any = function.__module__
     if name is None and isinstance(module, str) and module not in main.MAIN_NAMES:
-        # Most are of the top level of a module: this is faster than `name_for`.
+        # Most are at the top level of a module: this is faster than `name_for`.
         top = getattr(sys.modules.get(module), "__dict__", {})
         if top.get(function.__qualname__) is function:
             return function.__qualname__
@@ -64,20 +64,20 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
         name = name_for(pickler, function)
     if name is not None:
         return name
-    # By value, then: first, where it finds its globals in the receiver.
+    # By value.  First, the globals that it will have in the receiver.
     names = global_names(function.__code__)
     values = function.__globals__
     module = values.get("__name__")
     state: dict[str, Any] = {}
     space: Any
     if not pickler.recurse and values is main.namespace():
-        # What the receiver has to run the script for.
+        # The receiver must run the script for these.
         space = main.main_is_importable() and tuple(n for n in names if n in values)
         pickler.names |= names
     elif not pickler.recurse and vars(sys.modules.get(module, _NO_MODULE)) is values:
         space = module
-        # An import hook that rewrote the module here (as pytest does for its assertions) may not
-        # be installed in the receiver: what no program can name belongs to the rewritten code.
+        # An import hook that rewrote the module here (as pytest's for assertions) may be missing in
+        # the receiver: names that no program can spell belong to the rewritten code.
         helpers = [name for name in names if name in values and not name.isidentifier()]
         if helpers:
             state["helpers"] = {name: values[name] for name in helpers}
@@ -87,11 +87,11 @@ def reduce_function(pickler: Context, function: FunctionType) -> Any:
             space = pickler.spaces[id(values)] = _Space(values)
         state["globals"] = {name: values[name] for name in names if name in values}
     if function.__module__ != module:  # functools.wraps
-        # Spelled as None, so that no message holds the name of __main__ for nothing: a
-        # message that holds it is looked at again (see pickler.py).
+        # None, so that no message contains the name of __main__ needlessly, which would be checked
+        # again (see pickler.py).
         in_main = function.__module__ in main.MAIN_NAMES
         state["__module__"] = None if in_main else function.__module__
-    # Then what a function that was just made of its code does not have.
+    # Then the attributes that a new function of this code lacks.
     for attribute in _ATTRIBUTES:
         value = getattr(function, attribute, None)
         if value is not None and value != ():
@@ -120,7 +120,7 @@ _ATTRIBUTES = (
 def _annotations(function: Any) -> dict[str, Any]:
     try:
         return dict(function.__annotations__)
-    except Exception:  # 3.14 evaluates them only now, and they may name what is not defined
+    except Exception:  # 3.14 evaluates them only now, and names in them may be undefined
         return {}
 
 
@@ -130,7 +130,7 @@ def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> Funct
         for one in () if isinstance(space, bool) else space:
             if one not in values:
                 main.fill(one)
-        # C code that imports something looks for it here, and a worker's may be bare.
+        # C code that imports something uses it, and it may be missing in a worker.
         values.setdefault("__builtins__", builtins)
     elif isinstance(space, str):
         values = import_module(space).__dict__
@@ -142,7 +142,7 @@ def _make_function(code: CodeType, space: Any, name: str, closure: Any) -> Funct
 def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
     function.__globals__.update(state.pop("globals", ()))
     for name, value in state.pop("helpers", {}).items():
-        # The receiver's own, if it has them, belong to its own rewritten functions.
+        # If the receiver has such names, its own rewritten functions use them.
         function.__globals__.setdefault(name, value)
     function.__dict__.update(state.pop("dict", ()))
     if "__module__" in state and state["__module__"] is None:
@@ -153,7 +153,7 @@ def _fill_function(function: FunctionType, state: dict[str, Any]) -> None:
 
 @register(CodeType)
 def _reduce_code(pickler: Context, code: CodeType) -> Any:
-    # Both ends run the same interpreter, which is what marshal asks for.
+    # Both processes run the same interpreter, as marshal requires.
     return marshal.loads, (marshal.dumps(code),)
 
 
@@ -161,7 +161,7 @@ def _reduce_code(pickler: Context, code: CodeType) -> Any:
 def _reduce_cell(pickler: Context, cell: CellType) -> Any:
     try:
         state = (cell.cell_contents,)
-    except ValueError:  # it is empty: the variable has no value yet
+    except ValueError:  # an empty cell: the variable has no value yet
         return _make_cell, ()
     return _make_cell, (), state, None, None, _fill_cell
 
@@ -179,11 +179,11 @@ def _fill_cell(cell: CellType, state: tuple[Any]) -> None:
 
 @register(MethodType)
 def _reduce_method(pickler: Context, method: MethodType) -> Any:
-    """By the object and the name, as the standard pickler does; also private names."""
+    """Pickle by the object and the name, as the standard pickler does; also private names."""
     owner, name = method.__self__, method.__func__.__name__
     for found in _private_names(owner, name):
         if getattr(owner, found, None) == method:
-            # In a definition that is being read, the class of the object has no attributes yet.
+            # While a definition is loaded, the class of the object has no attributes yet.
             if pickler.blob and _of_class_by_value(pickler, owner, found):
                 break
             return getattr, (owner, found)
@@ -191,11 +191,11 @@ def _reduce_method(pickler: Context, method: MethodType) -> Any:
 
 
 def _of_class_by_value(pickler: Context, owner: Any, name: str) -> bool:
-    """Whether what this name leads to on an object is in the body of a class that goes by value."""
+    """Whether an attribute of an object is in the body of a class that is pickled by value."""
     for one in owner.__mro__ if isinstance(owner, type) else type(owner).__mro__:
         if name in vars(one):
             return name_for(pickler, one) is None
-    return True  # a class's metaclass, or the object itself, has it
+    return True  # it is in the metaclass, or in the object itself
 
 
 def _bind(function: Any, owner: Any) -> MethodType:
@@ -207,7 +207,7 @@ def _private_names(owner: Any, name: str) -> Iterator[str]:
     if name.startswith("__") and not name.endswith("__"):
         classes = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
         for one in classes:
-            # As the compiler changes private names (_Py_Mangle).
+            # The compiler mangles private names so (_Py_Mangle).
             yield f"_{one.__name__.lstrip('_')}{name}"
 
 
@@ -242,7 +242,7 @@ def _lru(maxsize: int | None, typed: bool, function: Callable[..., Any]) -> Any:
 
 @register(CachedFunction)
 def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
-    """The function inside, with a cache of its own in the receiver."""
+    """Pickle the inner function; the receiver makes a new cache."""
     name = name_for(pickler, obj)
     if name is not None:
         return name
@@ -252,7 +252,7 @@ def _reduce_lru_cache(pickler: Context, obj: Any) -> Any:
 
 @register(functools.partialmethod)
 def _reduce_partialmethod(pickler: Context, obj: Any) -> Any:
-    """From Python 3.14 on it has a ``__new__`` that asks for its function."""
+    """From Python 3.14 on, its ``__new__`` requires the function."""
     return _partialmethod, (obj.func, obj.args, obj.keywords)
 
 
@@ -278,7 +278,7 @@ def _main_module() -> ModuleType:
 
 @register(ModuleType)
 def _reduce_module(pickler: Context, module: ModuleType) -> Any:
-    """A module goes by name, never with its contents."""
+    """Pickle a module by name, never with its contents."""
     name = module.__name__
     if name in main.MAIN_NAMES:
         return _main_module, ()
@@ -294,7 +294,7 @@ FOR_SUBCLASSES[ModuleType] = _reduce_module
 
 
 def _lazy_dataclasses() -> None:
-    """The markers inside ``__dataclass_fields__`` go by name."""
+    """Pickle the markers inside ``__dataclass_fields__`` by name."""
     import dataclasses
 
     LAZY.pop("dataclasses", None)
@@ -318,7 +318,7 @@ LAZY["dataclasses"] = _lazy_dataclasses
 
 
 def _lazy_locks() -> None:
-    """A lock in a class definition is one for each process; anywhere else it is refused."""
+    """Pickle a lock in a class definition as a new lock; refuse any other lock."""
     import threading
 
     LAZY.pop("_thread", None)

@@ -1,11 +1,11 @@
-"""Globals of ``__main__`` as a worker takes them from its parent.
+"""Sets the globals of ``__main__`` in a worker that its parent has sent.
 
-A process that is no replica never takes anything, so a function that a worker sends back does not
-touch the caller's globals.  A worker listens to the first sender it hears, its parent.
+A process that is no replica sets none, so a function that a worker sends back does not change the
+caller's globals.  A worker accepts globals from the first sender only, its parent.
 
-What a worker keeps: a value that its own code made before the first one came; and, at the first,
-what its run of the script made, if that pickles to the same bytes: other objects of the script hold
-it too, and may compare by identity.
+A worker keeps a value that its own code made before the first one came.  At the first one, it also
+keeps the value of its own run of the script if that pickles to the same bytes: other objects of the
+script refer to that value, and may compare by identity.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -38,18 +38,18 @@ __all__ = [
 ]
 
 VALUE, PLACE, KEEP, NONE = range(4)
-"""What an entry has: a pickle; where a large one lies; nothing, the receiver's own is as good;
-nothing, since it cannot be sent."""
+"""The data of an entry: a pickle; the place of a large one; none, since the receiver keeps its own;
+none, since it cannot be sent."""
 
 
 class Entry(NamedTuple):
-    """One global on its way."""
+    """One global in a message."""
 
     name: str  # "rate", or "Config.rate": an attribute of a class or of a function
     serial: int
-    first: bool  # the program has not changed it since it was first looked at
+    first: bool  # the program has not changed it since it was first sent
     kind: int
-    data: Any  # the pickle, the place, or in UTF-8 the reason why there is none
+    data: Any  # the pickle, the place, or the reason why there is neither, in UTF-8
 
 
 class _Incoming:
@@ -62,9 +62,9 @@ class _Incoming:
 
 
 def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: Any) -> Any:
-    """Take the globals that a worker's parent has sent, and load what came with them."""
+    """Set the globals that a worker's parent has sent, and load the pickle that needs them."""
     if main.is_replica():
-        # What acts comes first, and then the values.
+        # First run the statements that act, then set the values.
         main.fill(main.TOP)
         found = [Entry(*entry) for entry in entries]
         with _lock:
@@ -76,7 +76,7 @@ def unwrap(sender: str, exact: bool, entries: list[Any], body: bytes, *buffers: 
             for entry in found:
                 if entry.kind == KEEP:
                     main.unsettle(entry.name)
-                # In this order: what is made here may use values that came before it.
+                # In this order, since values may use earlier ones.
                 main.fill(entry.name.partition(".")[0])
                 if ours:
                     _take(entry, exact)
@@ -90,7 +90,7 @@ _heard = threading.local()
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[], list[Entry]]]:
-    """Note which globals come with a message that this thread opens; yields what returns them."""
+    """Record the globals of a message that this thread opens; yield a function for them."""
     _heard.entries = []
     try:
         yield lambda: _heard.entries
@@ -99,10 +99,10 @@ def listening() -> Iterator[Callable[[], list[Entry]]]:
 
 
 def retake(entries: list[Entry]) -> None:
-    """Set the globals anew that came with a function, where other messages have set others."""
+    """Set the globals of a function again if other messages have changed them."""
     serials = _incoming.serials
     for entry in entries:
-        # Without the lock, for each call: `_take` looks again, with it.
+        # Without the lock, since each call comes here; `_take` checks again under it.
         if serials.get(entry.name) != entry.serial:
             with _lock:
                 _take(entry, True)
@@ -113,7 +113,7 @@ def _take(entry: Entry, exact: bool) -> None:
     last = _incoming.serials.get(name)
     if last == serial or (last is not None and last > serial and not exact):
         return
-    # Noted whatever comes of it: one that cannot be loaded is not tried again for each task.
+    # Recorded first: a value that fails to load is not tried again for each task.
     _incoming.serials[name] = serial
     holder, attribute = _place_of(name)
     if holder is None:
@@ -122,17 +122,17 @@ def _take(entry: Entry, exact: bool) -> None:
     if last is None and current is not MISSING:
         initial = "." in name or main.is_initial(name, current)
         if first and not initial:
-            return  # code that ran here made it before its first value came: that stays
+            return  # code in this worker set it before its first value came, and it stays
         if initial and kind == VALUE and _is_same(current, data):
-            return  # and is still the object that other objects of the script hold
-        # A fork has it from the program, though it cannot be pickled.
+            return  # it stays the object that other objects of the script refer to
+        # It cannot be pickled, but a fork has it from the program.
         if initial and kind == NONE and main.is_forked():
             return
     if kind == KEEP and current is not MISSING:
         return
     try:
         if kind == VALUE:
-            # Some are pickled by their own name: a TypeVar, a NewType.
+            # Some objects are pickled by their own name: a TypeVar, a NewType.
             main.unsettle(name)
             try:
                 value = pickle.loads(data)
@@ -147,7 +147,7 @@ def _take(entry: Entry, exact: bool) -> None:
         value = MISSING
         _incoming.missing[name] = f"{type(error).__name__} while it was loaded: {error}"
     except BaseException:
-        # The task was stopped meanwhile: the next one that comes with it loads it.
+        # The task was stopped meanwhile: the next task with this value loads it.
         if last is None:
             del _incoming.serials[name]
         else:
@@ -170,7 +170,7 @@ def _take(entry: Entry, exact: bool) -> None:
 
 
 def _place_of(name: str) -> tuple[Any, str]:
-    """The namespace that a path ends in, None if there is none here; and the name there."""
+    """Return the namespace that a path ends in, None if it does not exist, and the name there."""
     values = main.namespace()
     owner, dot, attribute = name.partition(".")
     if not dot:
@@ -189,7 +189,7 @@ def _is_same(value: Any, data: bytes) -> bool:
 
 
 def _as_of_caller(data: bytes) -> bytes:
-    """A pickle without its frame, in which classes that the script made here are the caller's."""
+    """Return a pickle without its frame and with __main__ for the script's module, to compare."""
     if data[2:3] == b"\x95":  # FRAME, and the length of it
         data = data[:2] + data[11:]
     return _MODULE_OF_GLOBAL.sub(b"\x8c\x08__main__\x94\\1", data)
@@ -219,11 +219,11 @@ def missing_global(exc: BaseException) -> str | None:
     )
 
 
-# Guards what was received, and the setting of globals.  Re-entrant: loading a value may load a
-# message that brings others.
+# Guards the received state, and the setting of globals.  Re-entrant, since loading a value may load
+# a message with other globals.
 _lock = threading.RLock()
 _incoming = _Incoming()
 
 
-# Whose messages the parent hears does not concern a child.
+# A forked child accepts another sender than its parent.
 at_fork.renew(globals(), _lock=threading.RLock, _incoming=_Incoming)

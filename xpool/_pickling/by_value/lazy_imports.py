@@ -21,18 +21,18 @@ _REPR = "<lazy_import '", "'>"
 
 @builder
 def lazy_import(module: str, name: str) -> Any:
-    """Return what ``lazy import module`` binds; with a name, ``lazy from module import name``."""
+    """Return the object of ``lazy import module``, or of ``lazy from module import name``."""
     statement = f"lazy from {module} import {name} as it" if name else f"lazy import {module}"
     namespace: dict[str, Any] = {}
     exec(statement, namespace)
-    # Not by a global of this module: Python would do the import at its first use.
+    # Not by a global of this module, whose first use would do the import.
     return namespace["it" if name else module.partition(".")[0]]
 
 
 def reduce(obj: Any) -> Any:
-    """Return what the reducer of such an object returns."""
-    # Only its repr says which import it stands for.  One of `lazy from` refers to another such
-    # object, which stands for the module.
+    """Reduce such an object."""
+    # Only its repr says which import it stands for.  The object of `lazy from` refers to another
+    # such object, which stands for the module.
     text = repr(obj)
     module, name = text[len(_REPR[0]) : -len(_REPR[1])], ""
     if any(type(part) is _KIND for part in gc.get_referents(obj)):

@@ -1,4 +1,4 @@
-"""Whether a function or class goes by its name, and which name of ``__main__`` leads to it."""
+"""Decides whether a function or class is pickled by name, and by which name of ``__main__``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ static_modules: set[str] = set()
 
 
 def mark_static_module(module: ModuleType) -> None:
-    """Say that a module is the same in every process: what it defines goes by name.
+    """Declare that a module is the same in every process, so that it is pickled by name.
 
-    Its functions and classes are pickled by reference even where they would go by value,
-    and so is the module itself.
+    Its functions and classes are pickled by name, too, even if they would be pickled by value
+    otherwise.
     """
     if not isinstance(module, ModuleType):
         raise TypeError(f"mark_static_module takes a module, not {module!r}")
@@ -29,7 +29,7 @@ def mark_static_module(module: ModuleType) -> None:
 
 
 def goes_by_name(obj: Any) -> bool:
-    """Whether another process finds this function or class under its own name."""
+    """Whether another process finds this function or class by its name."""
     module_name, path = obj.__module__, _path_of(obj)
     if module_name in MAIN_NAMES and module_name not in static_modules:
         text = source()
@@ -39,13 +39,13 @@ def goes_by_name(obj: Any) -> bool:
 
 
 def by_name(obj: Any) -> Any:
-    """Return what pickles a function or class by name, or None where that cannot be done."""
+    """Return the reduction of a function or class by name; None: not possible."""
     if goes_by_name(obj):
         return _path_of(obj)
     module_name = obj.__module__
     if module_name in static_modules:
-        # Another object of the same name (the module was reloaded) stands for this one,
-        # but a decorated function must not stand for the function inside it.
+        # Another object of the same name (of a reloaded module) may replace this one, but a
+        # decorated function must not replace the function inside it.
         found = _found(module_name, _path_of(obj))
         if type(found) is type(obj) and not hasattr(found, "__wrapped__"):
             return _get, (module_name, _path_of(obj))
@@ -53,7 +53,7 @@ def by_name(obj: Any) -> Any:
 
 
 def name_for(pickler: Context, obj: Any) -> Any:
-    """As `by_name`; and note what is of ``__main__``, for the globals that it uses."""
+    """As `by_name`; also record names of ``__main__``, for the globals that they use."""
     module_name = obj.__module__
     if module_name not in MAIN_NAMES:
         return by_name(obj)
@@ -87,7 +87,7 @@ def _found(module_name: Any, path: str) -> Any:
     if module is None:
         try:
             module = import_module(module_name)
-        except Exception as exc:  # whatever a module does when it is imported: not found
+        except Exception as exc:  # any error of a module's import: not found
             if by_handler(exc):
                 raise
             return None

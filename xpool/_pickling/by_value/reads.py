@@ -1,4 +1,4 @@
-"""Which globals of ``__main__`` the code of a function or class uses."""
+"""Finds the globals of ``__main__`` that the code of a function or class uses."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ABOUT_GLOBALS = frozenset(
 
 
 def global_names(code: CodeType) -> frozenset[str]:
-    """Names of globals that a function or a function inside it reads or writes."""
+    """Return names of globals that a function or an inner function reads or writes."""
     names = _names_of.get(code)
     if names is None:
         found = set[str]()
         if code.co_names:
-            import dis  # only here: it takes long to import
+            import dis  # late: its import is slow
 
             found |= {i.argval for i in dis.get_instructions(code) if i.opname in _ABOUT_GLOBALS}
         for const in code.co_consts:
@@ -38,10 +38,10 @@ def global_names(code: CodeType) -> frozenset[str]:
 
 
 def reads(obj: Any) -> set[str]:
-    """Names of globals that a function or class of ``__main__`` that goes by name uses itself.
+    """Return names of globals that a by-name function or class of ``__main__`` uses.
 
-    Also those of what it holds: the function that a decorator has wrapped, methods, defaults.
-    What these globals use in turn is for the caller to follow.
+    Also those of its parts: a decorated inner function, methods, defaults.  The caller follows the
+    globals that these use in turn.
     """
     values = main.namespace()
     found, seen, todo = set[str](), set[int](), [obj]
@@ -54,13 +54,13 @@ def reads(obj: Any) -> set[str]:
             found |= global_names(one.__code__)
         todo.extend(_inside(one))
         kind = type(one)
-        if kind.__module__ in main.MAIN_NAMES:  # an instance that was made here
+        if kind.__module__ in main.MAIN_NAMES:  # an instance of a class of the script
             found.add(kind.__qualname__.partition(".")[0])
     return found
 
 
 def _inside(one: Any) -> Iterator[Any]:
-    """What an object holds that can be called through it, one step down."""
+    """Yield the callables that an object directly contains."""
     kind = type(one)
     if kind is FunctionType:
         for cell in one.__closure__ or ():

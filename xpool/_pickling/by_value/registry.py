@@ -1,8 +1,8 @@
-"""Which classes travel by value, under which token, in this process.
+"""The by-value classes of this process and their tokens.
 
-A class gets a token when it is first pickled by value.  Whoever receives a definition looks
-the token up first, so a class that went out comes back as itself, and a class that arrived
-twice is one class.
+A class gets a token when it is first pickled by value.  The receiver of a definition looks up the
+token first, so a class that was sent comes back as the same class, and a class that arrives twice
+is one class.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["ClassEntry", "adopt", "disown", "known", "lock", "lookup", "shell", 
 
 
 class ClassEntry:
-    """What this process knows about one by-value class (or type variable)."""
+    """The record of one by-value class (or type variable)."""
 
-    version = 0  # of the definition; the owner counts it up when the class changes
-    mark: Any = None  # the owner's cheap test for "the class has changed since"
+    version = 0  # of the definition; the owner increments it when the class changes
+    mark: Any = None  # by which the owner cheaply detects a change of the class
     names: frozenset[str] = frozenset()  # globals of __main__ that its methods use
 
     def __init__(self, token: str, ref: Callable[[], Any], own: bool) -> None:
@@ -34,8 +34,8 @@ class ClassEntry:
         self.blobs: dict[bool, bytes] = {}  # definition, by `recurse`
 
 
-# Guards the tables below, and is held while a definition is written or loaded, so that no
-# thread sees a class half filled.  Re-entrant: definitions contain definitions.
+# Guards the tables below.  Held while a definition is written or loaded, so that no thread sees an
+# incomplete class.  Re-entrant, since definitions contain definitions.
 lock = threading.RLock()
 _by_id: dict[int, ClassEntry] = {}
 _by_token: dict[str, ClassEntry] = {}
@@ -43,30 +43,30 @@ _gone: deque[tuple[int, ClassEntry]] = deque()
 
 
 def known(obj: Any) -> ClassEntry | None:
-    """What is known about a class, or None if it never travelled by value."""
-    # Keyed by id, not by the class: a metaclass may define equality as it likes.
+    """Return the record of a class; None: it was never pickled by value."""
+    # Keyed by id, since a metaclass may define equality in any way.
     found = _by_id.get(id(obj))
     return found if found is not None and found.ref() is obj else None
 
 
 def lookup(token: str) -> ClassEntry | None:
-    """What is known under a token whose class is still alive."""
+    """Return the record of a token whose class is alive."""
     found = _by_token.get(token)
     return found if found is not None and found.ref() is not None else None
 
 
 def token_of(obj: Any) -> str:
-    """The token of a class, given to it now if it has none."""
+    """Return the token of a class; make one if it has none."""
     with lock:
         found = known(obj)
         return found.token if found else adopt(obj, os.urandom(16).hex(), own=True).token
 
 
 def _sweep() -> None:
-    """Take out the entries of classes that are gone; the caller holds the lock."""
+    """Remove the entries of classes that are gone; the caller holds the lock."""
     while _gone:
         key, entry = _gone.popleft()
-        # Whole entries are compared: the id may belong to another class by now.
+        # Compare whole entries, since the id may belong to another class by now.
         if _by_id.get(key) is entry:
             del _by_id[key]
         if _by_token.get(entry.token) is entry:
@@ -80,7 +80,7 @@ def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
 
     def forget(_: weakref.ref[Any]) -> None:
         _gone.append((key, entry))
-        # Not waited for: this may run anywhere.  Who has the lock comes by here, or is in `adopt`.
+        # Without waiting, since this may run anywhere: the holder of the lock prunes later.
         if lock.acquire(blocking=False):
             try:
                 _sweep()
@@ -90,7 +90,7 @@ def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
     ref: Callable[[], Any]
     try:
         ref = weakref.ref(obj, forget)
-    except TypeError:  # type aliases: few, and part of a definition, so they may stay
+    except TypeError:  # type aliases have no weak references; they are few and may stay
         ref = partial(_itself, obj)
     entry = ClassEntry(token, ref, own)
     _by_id[key] = _by_token[token] = entry
@@ -104,13 +104,13 @@ def shell(token: str, build: Callable[[], Any]) -> Any:
         cls = None if entry is None else entry.ref()
         if cls is None:
             cls = build()
-            # Below any version, so that `classes._fill` fills it.
+            # Lower than any version, so that `classes._fill` fills it.
             adopt(cls, token, own=False).version = -1
         return cls
 
 
 def disown() -> None:
-    """Follow the definitions of the parent: this process is a worker that was forked from it."""
+    """In a worker that was forked from the parent: accept definitions of the parent."""
     with lock:
         for entry in _by_token.values():
             entry.own = False

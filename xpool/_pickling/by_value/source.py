@@ -1,8 +1,8 @@
-"""What the text of a script says about its globals: read from its syntax tree, never run.
+"""Analyses the globals of a script by its syntax tree, without running it.
 
-Two questions are answered.  Which names does only the guarded block define, so that a process that
-runs the file for its names does not have them?  And for which names is it certain that such a
-process has the same value: because one statement of the file makes it, and nothing rebinds it?
+It answers two questions.  Which names does only the guarded block define, so that a process that
+runs the file for its names lacks them?  And which names surely have the same value in such a
+process, since one statement of the file makes it and nothing rebinds it?
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -23,23 +23,23 @@ _CONSTANTS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 class Source(NamedTuple):
-    """What is known about the top level of a file, from its text."""
+    """The analysis of the top level of a file."""
 
     has_guard: bool = False
     guarded: frozenset[str] = frozenset()
-    """What only its guarded blocks bind."""
+    """Names that only its guarded blocks bind."""
 
     rebound: frozenset[str] = frozenset()
-    """What a guarded block, or a function by a ``global`` statement, binds."""
+    """Names that a guarded block, or a function by a ``global`` statement, binds."""
 
     constants: Mapping[str, Any] = MappingProxyType({})
-    """By name, also of class attributes ("Config.rate"): what one literal makes."""
+    """Literals by name, also of class attributes ("Config.rate")."""
 
     imports: Mapping[str, list[tuple[str, str | None]]] = MappingProxyType({})
-    """By name: the modules, and what of them, that statements of the top level import as it."""
+    """By name: the modules, and the names in them, that top-level statements import as it."""
 
     def makes(self, name: str, value: Any) -> bool:
-        """Whether every process that runs the file has this very value under this name."""
+        """Whether every process that runs the file has this value under this name."""
         if name in self.rebound:
             return False
         constant = self.constants.get(name, _MISSING)
@@ -61,7 +61,7 @@ def _imported(module: str, attribute: str | None) -> Any:
 
 
 def read(path: str, package: str | None) -> Source:
-    """Analyse a file; what cannot be read or parsed says nothing.
+    """Analyse a file; the result is empty if it cannot be read or parsed.
 
     Args:
         package: the module's ``__package__``, for its relative imports.
@@ -74,7 +74,7 @@ def read(path: str, package: str | None) -> Source:
     guards: list[ast.If] = []
     outside: list[tuple[str, ast.AST]] = []
     inside: set[str] = set()
-    # What runs at the top level, and in guarded blocks; the ``else`` of a guard runs in workers.
+    # Statements of the top level and of guarded blocks; the ``else`` of a guard runs in workers.
     statements = list(_top_level(tree.body, guards))
     for guard in guards:
         for statement in _top_level(guard.body, []):
@@ -82,7 +82,7 @@ def read(path: str, package: str | None) -> Source:
         statements += _top_level(guard.orelse, [])
     for statement in statements:
         outside += [(name, statement) for name in names_of(statement).bound]
-    # What functions may bind anywhere: globals that they declare, and attributes of anything.
+    # Names that functions may bind: globals that they declare, and any attributes.
     declared, attributes = set[str](), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
@@ -101,7 +101,7 @@ def read(path: str, package: str | None) -> Source:
 def _constants(
     bound: Iterable[tuple[str, ast.AST]], attributes: set[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Names that one statement binds, to a literal that cannot change, and these literals."""
+    """Return names that one statement binds to an immutable literal, with these literals."""
     bound = list(bound)
     times = Counter(name for name, _ in bound)
     for name, node in bound:
@@ -154,7 +154,7 @@ def _imports(
 
 
 def _top_level(body: list[ast.stmt], guards: list[ast.If]) -> Iterator[ast.stmt]:
-    """Statements that run when the module runs, guarded blocks apart."""
+    """Yield statements that run when the module runs, except guarded blocks."""
     for node in body:
         if isinstance(node, ast.If) and is_guard(node.test):
             guards.append(node)

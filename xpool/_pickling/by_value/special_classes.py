@@ -1,7 +1,7 @@
-"""Classes that cannot be made as an empty shell: enumerations and named tuples.
+"""Pickles classes that cannot be made empty: enumerations, named tuples and the like.
 
-For each kind a function returns ``(make, args, skip)``: what makes the shell, and the attributes
-that the shell has from the start, so that the state must not set them.
+For each kind a function returns ``(make, args, skip)``: the function that makes the class, its
+arguments, and the attributes that the class then has, which the state must not set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_NAMEDTUPLE = frozenset(
 
 
 def namedtuple_shell(cls: type, token: str) -> Shell | None:
-    """Made by `collections.namedtuple` again."""
+    """Return how `collections.namedtuple` makes the class again."""
     attributes = vars(cls)
     if cls.__bases__[0] is not tuple or "_field_defaults" not in attributes:
         return None
@@ -37,7 +37,7 @@ def namedtuple_shell(cls: type, token: str) -> Shell | None:
     args = (token, cls.__name__, cls.__qualname__, cls.__module__, fields, values, cls.__bases__)
     skip = set(_OF_NAMEDTUPLE)
     text = attributes.get("__repr__")
-    # That of `namedtuple` is made again with the class; one of the class's own travels.
+    # `namedtuple` makes its own again; one that the class defines is sent.
     if isinstance(text, FunctionType) and text.__globals__ is vars(collections):
         skip.add("__repr__")
     return _make_namedtuple, (*args, attributes.get("__orig_bases__")), frozenset(skip)
@@ -73,12 +73,12 @@ _OF_ENUM = frozenset(
     | {"_hashable_values_", "_unhashable_values_", "_unhashable_values_map_", "_member_type_"}
 )
 
-#: Attributes of a member that the metaclass sets, or that caches fill in.
+#: Attributes of a member that the metaclass sets, or that are caches.
 _OF_MEMBER = frozenset({"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"})
 
 
 def enum_shell(cls: Any, token: str) -> Shell | None:
-    """Made by the enumeration's metaclass, with members whose own code does not run again."""
+    """Return how the metaclass makes the enumeration without running its members' code again."""
     if not isinstance(cls, enum.EnumMeta):
         return None
     members_of: dict[str, Any] = dict(cls.__members__)
@@ -91,7 +91,7 @@ def enum_shell(cls: Any, token: str) -> Shell | None:
 
 
 def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:
-    """What the members' own code has set on them, by name of the member."""
+    """Return the attributes that the members' own code has set, by name of the member."""
     found = {}
     for key, one in cls.__members__.items():
         extra = {name: value for name, value in vars(one).items() if name not in _OF_MEMBER}
@@ -101,12 +101,12 @@ def member_attributes(cls: Any) -> dict[str, dict[str, Any]]:
 
 
 def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
-    """Arguments that make the member's data anew, its own ``__new__`` apart."""
+    """Return arguments that make the member's data again, without its own ``__new__``."""
     as_object: Any = object.__new__
     if data_type.__new__ is as_object:
         return ()
     if issubclass(data_type, str):
-        # Not `str(member)`, which a class may define anew.
+        # Not `str(member)`, which a class may override.
         return (str.__str__(member),)
     for plain in (int, float, complex, bytes, tuple, frozenset):
         if issubclass(data_type, plain):
@@ -120,7 +120,7 @@ def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
 
 
 class _Member:
-    """Stands in the body of the class for a member's value."""
+    """Stands for a member's value in the body of the class."""
 
     def __init__(self, value: Any, raw: tuple[Any, ...]) -> None:
         self.value, self.raw = value, raw
@@ -142,7 +142,7 @@ def _make_enum(
 
     def build() -> Any:
         name, qualname, module = names
-        # Not the metaclass's own, whose code has run when the class was defined.
+        # Not the metaclass's own code, which ran when the class was defined.
         body = enum.EnumMeta.__prepare__(name, bases)
         body["__module__"], body["__qualname__"] = module, qualname
         if members:
@@ -152,7 +152,7 @@ def _make_enum(
             body[key] = _Member(value, raw)
         options = {} if boundary is None else {"boundary": boundary}
         made = enum.EnumMeta.__new__(metaclass, name, bases, body, **options)
-        if members:  # the state brings what the class itself defined of these
+        if members:  # the state has those that the class itself defined
             for key in ("__init__", "__new_member__", "_new_member_"):
                 if key in vars(made):
                     type.__delattr__(made, key)
@@ -165,13 +165,13 @@ def _make_enum(
 
 
 def types_among(namespace: dict[str, Any]) -> dict[str, Any]:
-    """What a model needs of the variables of the function that defined it, to read annotations.
+    """Return the local variables of the defining function that a model's annotations use.
 
-    It has all of them, to which a pool belongs where the model is defined in its ``with`` block.
+    The model has all of them, and with them a pool in whose ``with`` block it is defined.
     """
     found = {}
     for name, kept in namespace.items():
-        # Most are held weakly, in an object of pydantic's.
+        # pydantic has weak references to most of them.
         value = kept() if type(kept).__module__.startswith("pydantic.") else kept
         if isinstance(value, type) or type(value).__module__ in ("typing", "types"):
             found[name] = kept

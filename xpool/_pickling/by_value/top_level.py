@@ -1,4 +1,4 @@
-"""What a statement of a script's top level binds, uses and changes, seen in its syntax tree."""
+"""Finds what a statement of a script's top level binds, uses and changes, by its syntax tree."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Names:
     """Names of globals.
 
     Attributes:
-        bound: that running the statement binds.
-        used: that it reads.
-        later: that functions in it read when they are called.
-        spelled: that annotations in it name which are texts.
+        bound: names that the statement binds.
+        used: names that it reads.
+        later: names that its functions read when they are called.
+        spelled: names in annotations that are texts.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Names:
 
     @classmethod
     def all_of(cls, some: Iterable[Names]) -> Names:
-        """Return those of all of them."""
+        """Return the union."""
         found = cls()
         for one in some:
             found.bound |= one.bound
@@ -45,7 +45,7 @@ class Names:
 def names_of(node: ast.stmt) -> Names:
     """Return the names in a statement.
 
-    Of those that functions read there may be too many: their own variables (`reads_of` has none).
+    `later` may contain local variables of functions (those of `reads_of` do not).
     """
     found = Names()
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -56,7 +56,7 @@ def names_of(node: ast.stmt) -> Names:
 
 
 def _visit(node: ast.AST, found: Names, own: frozenset[str], top: bool) -> None:
-    """Note the names in a node; ``own``: variables of a comprehension, which are no globals."""
+    """Add the names in a node; ``own``: variables of a comprehension, which are no globals."""
     if isinstance(node, ast.Name):
         if node.id in own:
             return
@@ -100,7 +100,7 @@ def _visit(node: ast.AST, found: Names, own: frozenset[str], top: bool) -> None:
 def _visit_function(
     node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, found: Names, own: frozenset[str]
 ) -> None:
-    """Note what a definition evaluates now, and what its body names."""
+    """Add the names that a definition evaluates now, and those in its body."""
     given = node.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
     now: list[ast.AST | None] = [*given.defaults, *given.kw_defaults]
@@ -128,11 +128,11 @@ def _visit_function(
 
 
 def reads_of(text: bytes, path: str) -> dict[str, set[str]]:
-    """Return what functions and methods of the top level read, by their names and their classes'.
+    """Return the globals that top-level functions and classes read, by their names.
 
-    As the compiler sees it: without their own variables.
+    By the compiler's symbol table, so without local variables.
     """
-    import symtable  # only here: this is asked for when the first worker starts
+    import symtable  # late: called when the first worker starts
 
     found: dict[str, set[str]] = {}
     for table in symtable.symtable(text.decode(), path, "exec").get_children():
@@ -147,7 +147,7 @@ def reads_of(text: bytes, path: str) -> dict[str, set[str]]:
 
 
 def _spelled(annotations: Iterable[ast.AST | None]) -> Iterator[str]:
-    """Names in annotations that are texts, which some library may evaluate."""
+    """Yield names in annotations that are texts, which a library may evaluate."""
     for one in annotations:
         for part in ast.walk(one) if one is not None else ():
             if isinstance(part, ast.Constant) and type(part.value) is str:
@@ -156,7 +156,7 @@ def _spelled(annotations: Iterable[ast.AST | None]) -> Iterator[str]:
 
 
 def root_of(node: ast.AST) -> ast.Name | None:
-    """The name that an expression begins with: ``a`` of ``a.b[0].c``, also through calls."""
+    """Return the name that an expression begins with: ``a`` of ``a.b[0].c``, also through calls."""
     while not isinstance(node, ast.Name):
         if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
             node = node.value
@@ -168,7 +168,7 @@ def root_of(node: ast.AST) -> ast.Name | None:
 
 
 def targets_of(node: ast.stmt) -> list[ast.expr]:
-    """What a statement itself binds or changes, tuples taken apart; not what is in a block."""
+    """Return the targets of a statement, with tuples unpacked, but not those in its block."""
     found: list[ast.expr] = []
     if isinstance(node, (ast.Assign, ast.Delete)):
         found = [*node.targets]
@@ -189,7 +189,7 @@ def targets_of(node: ast.stmt) -> list[ast.expr]:
 
 
 def acted_on(node: ast.stmt) -> Iterator[str]:
-    """Names of the values that a statement which computes changes without binding them."""
+    """Yield names of values that a computing statement changes without binding them."""
     for part in ast.walk(node):
         if isinstance(part, ast.stmt):
             changed = targets_of(part)
@@ -202,7 +202,7 @@ def acted_on(node: ast.stmt) -> Iterator[str]:
 
 
 def calls_of(node: ast.AST) -> Iterator[ast.expr]:
-    """What is called while a statement runs: bodies of functions apart."""
+    """Yield the expressions that a statement calls, except in bodies of functions."""
     todo = [node]
     while todo:
         one = todo.pop()

@@ -1,4 +1,4 @@
-"""What the values of a script's globals share, with each other and with the rest of the program."""
+"""Finds objects that values of a script's globals share with each other or with the program."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _ATOMS = (
     type(NotImplemented), FunctionType, BuiltinFunctionType, CodeType, MappingProxyType,
     ModuleType, type, enum.Enum,
 )  # fmt: skip
-"""What has no identity of its own, or the same in each process."""
+"""Types whose objects have no identity, or the same one in each process."""
 
 _MANY = 20_000
-"""Objects from which on a value is taken for a large one, which arrives as a copy in any case."""
+"""Number of objects from which a value counts as large, and arrives as a copy."""
 
 
 def held_alone(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether nothing but one global has a value: what is done to it is then not seen elsewhere.
+    """Whether only one global refers to a value, so that changes of it have no other effect.
 
-    Variables of functions that run, and arguments, may have it: they come with the next call.
+    Local variables and arguments of running functions may refer to it, too.
     """
     if name not in values:
         return True  # it was there for a block's time
     if is_free_threaded():
-        return False  # what other threads hold is not all counted
+        return False  # references of other threads are not all counted
     if sys.getrefcount(values[name]) <= _ALONE:
         return True
-    # Who has what is frozen, or what the collector does not know, cannot be seen.
+    # References from frozen or untracked objects cannot be found.
     if not gc.is_tracked(values[name]) or gc.get_freeze_count() > _FROZEN_AT_START:
         return False
     holders = [one for one in gc.get_referrers(values[name]) if one is not values]
@@ -50,13 +50,13 @@ def held_alone(name: str, values: Mapping[str, Any]) -> bool:
 
 
 _FROZEN_AT_START = 1_000
-"""Python 3.12 has some 400 frozen objects when it starts; `gc.freeze` freezes all, thousands."""
+"""Python 3.12 starts with some 400 frozen objects; `gc.freeze` freezes thousands."""
 
 _ALONE = (lambda values: sys.getrefcount(values["name"]))({"name": object()})
 
 
 def sharing(values: Mapping[str, Any]) -> set[str]:
-    """Names of those values that have an object in common, or are the same."""
+    """Return the names of values that share an object, or are the same object."""
     owners: dict[int, str] = {}
     found: set[str] = set()
     for name, value in values.items():
@@ -69,7 +69,7 @@ def sharing(values: Mapping[str, Any]) -> set[str]:
 
 
 def _inside(value: Any) -> dict[int, Any] | None:
-    """All objects that a value consists of, by id; None: there are many."""
+    """Return all objects that a value consists of, by id; None: there are too many."""
     seen: dict[int, Any] = {}
     todo = [value]
     while todo:

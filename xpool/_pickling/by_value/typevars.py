@@ -1,4 +1,4 @@
-"""Type variables, new types and aliases: told apart by identity, so by a token like classes."""
+"""Pickles type variables, new types and aliases by a token, since they have an identity."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _reduce(pickler: Context, obj: Any) -> Any:
 
 
 def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) -> Any:
-    # So that two threads which load one token get one object.
+    # So that two threads that load one token get one object.
     with registry.lock:
         found = registry.lookup(token)
         made = None if found is None else found.ref()

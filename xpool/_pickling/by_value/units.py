@@ -1,27 +1,27 @@
 """Which statements of a script a worker runs, and which it leaves out.
 
-A worker runs the script for its names.  What takes long there is what the program has done already:
-data that are loaded, a model that is built.  So the script's top level is taken apart into units,
-whole lines, of four kinds:
+A worker runs the script for its names.  The slow statements are those whose results the program has
+already: loading data, building a model.  So the script's top level is divided into units of whole
+lines, of four kinds:
 
-* what **acts**, a worker runs before anything else, in the script's order: calls that stand by
-  themselves, loops and ``with`` and ``if`` around them, assignments to attributes and items,
-  decorated functions and classes, imports of modules that may do something;
-* what **binds**, functions and plain classes and imports of the standard library, numpy and torch,
-  it runs when a name is looked up that they bind, or that leads to them;
-* what **computes** it leaves out: assignments to names, blocks of nothing else, what is done to
-  such a value alone (``data.sort()``, ``data["x"] = 1``), and what only prints.  Its values come
-  from the program, with the functions that read them (`main_globals`).  It is run where a value
-  cannot be sent, or where a statement that is run uses the name;
-* what acts in torch or numpy alone **waits** until that is imported in the worker; so do imports
-  of installed packages whose names the script uses, with what it sets in some of these, until the
-  worker imports any installed package.  An import whose name nothing uses is there for its effect.
+* a unit that **acts** is run first, in the script's order: calls as statements, loops and ``with``
+  and ``if`` around them, assignments to attributes and items, decorated functions and classes,
+  imports of modules that may have effects;
+* a unit that **binds** (functions, plain classes, imports of the standard library, numpy and torch)
+  is run when a name is looked up that it binds, or that leads to it;
+* a unit that **computes** is left out: assignments to names, blocks of these, changes of such
+  a value alone (``data.sort()``, ``data["x"] = 1``), and calls of print.  Its values come from the
+  program, with the functions that read them (`main_globals`).  It is run if a value cannot be sent,
+  or if a statement that is run uses the name;
+* a unit that acts in torch or numpy alone **waits** until the worker imports that library.  Imports
+  of installed packages whose names the script uses, with settings of some of these, wait until the
+  worker imports any installed package.  An import of an unused name is there for its effect.
 
-Values that share an object with each other are made by running the statements, whose objects may be
-compared by identity; as long as they are small: large ones are copies in any case.
+Values that share an object are made by running their statements, since they may be compared by
+identity; large ones are copies in any case.
 
-Where a script looks at its globals as a whole (`globals`, `exec`), or imports ``*`` from its own
-package, all of it is run, as it is where this analysis has nothing to say.
+If a script uses its globals as a whole (`globals`, `exec`), imports ``*`` from its own package, or
+cannot be analysed, all of it is run.
 """
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
@@ -64,21 +64,21 @@ BINDS, ACTS, COMPUTES, WAITS = range(4)
 
 
 class Unit(NamedTuple):
-    """Whole lines of a script, which are run together."""
+    """Whole lines of a script that are run together."""
 
     first: int  # lines, from 1 on, the last included
     last: int
-    names: tuple[str, ...]  # that it binds; of one that computes, also what it changes
-    needs: tuple[int, ...]  # units, of other kinds than that one, that have to be run with it
+    names: tuple[str, ...]  # names that it binds; if it computes, also those that it changes
+    needs: tuple[int, ...]  # units of other kinds that must be run with it
     wants: tuple[str, ...]  # computed names that it uses
-    reads: tuple[str, ...]  # computed names that functions in it use, when they are called
+    reads: tuple[str, ...]  # computed names that its functions use when they are called
     kind: int
     imports: tuple[str, ...]  # of "torch", "numpy", and `LIBRARY` for other installed packages
     awaits: tuple[str, ...]  # of the same, where it waits: it runs when one of them is imported
 
 
 class Units(NamedTuple):
-    """What a worker is told about a script; it has the script's text itself."""
+    """The analysis of a script for workers, which have its text."""
 
     check: int  # CRC-32 of the file: of another text nothing is known
     flags: int  # of the compiler: those of its ``from __future__ import``
@@ -86,7 +86,7 @@ class Units(NamedTuple):
     packages: tuple[str, ...]  # that the program has imported: `LIBRARY`, as far as units await it
 
     def plain(self) -> tuple[Any, ...]:
-        """Return the same without these classes."""
+        """Return this as plain tuples."""
         return self.check, self.flags, tuple(map(tuple, self.units)), self.packages
 
 
@@ -96,10 +96,10 @@ _AS_A_WHOLE = {"globals", "exec", "eval", "__import__"}
 
 
 def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
-    """Read a script and take it apart; what cannot be read or parsed is run as a whole.
+    """Read a script and divide it into units; None: it is run as a whole.
 
     Args:
-        values: the script's globals as they are in the program, to see what its classes are.
+        values: the script's globals in the program, which show what its classes are.
     """
     try:
         with open(path, "rb") as file:
@@ -108,7 +108,7 @@ def read_units(path: str, values: Mapping[str, Any]) -> Units | None:
         reads = reads_of(text, path)
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    # Its lines cannot be compiled one by one, or names may be used that the text does not show.
+    # Otherwise its lines cannot be compiled one by one.
     coding = _CODING.search(b"".join(text.splitlines(True)[:2]))
     utf8 = coding is None or coding[1].lower() in (b"utf-8", b"utf8")
     if not utf8 or text.startswith(b"\xef\xbb\xbf"):
@@ -138,7 +138,7 @@ def _statements(tree: ast.Module) -> tuple[int, list[ast.stmt]]:
 
 
 def _looks_at_itself(tree: ast.Module) -> bool:
-    """Whether names may be used that the text does not show; those asked of a module are made."""
+    """Whether the script may use names that its text does not show."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             found = node.id in _AS_A_WHOLE
@@ -157,7 +157,7 @@ def _looks_at_itself(tree: ast.Module) -> bool:
 
 
 def _all_of(node: ast.ImportFrom) -> set[str] | None:
-    """The names that ``from module import *`` binds; None: that is not known."""
+    """Return the names that ``from module import *`` binds; None: unknown."""
     module = None if node.level else sys.modules.get(node.module or "")
     if module is None:
         return None
@@ -166,7 +166,7 @@ def _all_of(node: ast.ImportFrom) -> set[str] | None:
 
 
 def _names_a_module(node: ast.expr) -> bool:
-    """Whether it may be the script's own: sys.modules[__name__], __main__."""
+    """Whether an expression may be the script's own module: sys.modules[__name__], __main__."""
     for part in ast.walk(node):
         name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
         if name in ("modules", "__main__", "import_module"):
@@ -210,7 +210,7 @@ class _Script:
     # -- what computes ----------------------------------------------------------------------
 
     def _find_computed(self) -> set[str]:
-        """Names that are bound by statements that compute, and by no others."""
+        """Return the names that only computing statements bind."""
         computed = {
             name
             for group, names in zip(self._groups, self._names, strict=True)
@@ -240,7 +240,7 @@ class _Script:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             called = node.value.func
             if isinstance(called, ast.Name):
-                # Not of a value, which may be any function.  What is printed is printed once.
+                # Not a computed value, which may be any function.  The program has printed already.
                 return "print" not in self._bound and _only_prints(node.value)
             return self._is_own(called)
         if isinstance(node, _BLOCKS):
@@ -251,13 +251,13 @@ class _Script:
         return False
 
     def _is_own(self, target: ast.expr) -> bool:
-        """Whether what is bound or changed there is a computed value, which nothing else has."""
+        """Whether the target is a computed value to which nothing else refers."""
         root = root_of(target)
         if root is None or root.id not in self._computed:
             return False
         if root is target:
             return True
-        # Asked once: it may have to look through all objects of the program.
+        # Computed once, since it may search all objects of the program.
         if root.id not in self._alone:
             self._alone[root.id] = held_alone(root.id, self._values)
         return self._alone[root.id]
@@ -287,7 +287,7 @@ class _Script:
         found = self._values.get(node.name)
         if node.keywords or node.decorator_list or not isinstance(found, type):
             return False
-        # `object` apart, whose own does nothing: what a base defines runs when the class is made.
+        # Except `object`: the hook of any other base runs when the class is made.
         hooked = any("__init_subclass__" in vars(base) for base in found.__mro__[1:-1])
         parts = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.AnnAssign, ast.Pass)
         return (
@@ -304,9 +304,9 @@ class _Script:
         )
 
     def _libraries_of(self, node: ast.stmt) -> set[str]:
-        """Return the libraries that a statement imports, or outside which it changes nothing.
+        """Return the libraries that a statement imports, or to which its effects are limited.
 
-        The empty set: it may change something else, and acts.
+        The empty set: it may have other effects, and acts.
         """
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             return self._imported_libraries(node)
@@ -333,8 +333,8 @@ class _Script:
     def _imported_libraries(self, node: ast.Import | ast.ImportFrom) -> set[str]:
         """Return what an import statement imports, if it may wait; else the empty set.
 
-        It may not if it imports a module of the program's own, or is ``import name`` of a name that
-        the script never uses: that is there for its effect.
+        It may not if it imports a module of the program, or a name that the script never uses,
+        which is imported for its effect.
         """
         tops = {top for top in self._tops(node) if not is_silent(top, self._folder)}
         found = {library_of(top) for top in tops} | {None for top in tops if top == "numpy"}
@@ -348,7 +348,7 @@ class _Script:
     def _library_of(self, node: ast.expr) -> str | None:
         """Return the library that a name was imported from: "torch" of ``nn.Module``.
 
-        None: a call of it may change what belongs to no library.
+        None: calling it may have effects outside of libraries.
         """
         root = root_of(node)
         if root is None:
@@ -367,7 +367,7 @@ class _Script:
             kinds[0] = ACTS  # the first text is __doc__
         computed = {n: self._values[n] for n in self._computed if n in self._values}
         for name in sharing(computed):
-            # Those are made where a name needs them: as one, with what they are made of.
+            # Units that compute are run together, with all that they need, if a name needs them.
             for i in self._owners[name]:
                 if kinds[i] == COMPUTES:
                     kinds[i] = BINDS
@@ -384,14 +384,14 @@ class _Script:
         used = names.used | names.spelled
         reads = set[str]()
         if all(isinstance(node, _DEFINE) for node in group):
-            # It calls nothing of what it defines: the values that this reads come by themselves.
+            # It does not call the functions that it defines; the values that these read are sent.
             reads = {name for name in self._read_by(i) if not self._is_constant(name)}
             constants = {name for name in self._read_by(i) if self._is_constant(name)}
             if self._kinds[i] != BINDS:
                 used = self._all_that(used)
             used |= constants | (names.later - self._left_out)
         else:
-            # What acts or computes may call all that it leads to.
+            # A unit that acts or computes may call all that it leads to.
             used = self._all_that(used | names.later)
         imports, awaits = set[str](), set[str]()
         for node in group:
@@ -415,7 +415,7 @@ class _Script:
         return {self._imports.get(name, "") for name in names_of(node).bound}
 
     def _all_that(self, some: set[str]) -> set[str]:
-        """These names and all that they lead to, also when what they are is called."""
+        """Return these names and all that they lead to, also by calls."""
         found, todo = set[str](), list(some)
         while todo:
             name = todo.pop()
@@ -430,7 +430,7 @@ class _Script:
         return found
 
     def _read_by(self, i: int) -> set[str]:
-        """The computed names that functions and methods in one read."""
+        """Return the computed names that functions and methods of a unit read."""
         return {
             name
             for bound in self._names[i].bound
@@ -439,7 +439,7 @@ class _Script:
         }
 
     def _is_constant(self, name: str) -> bool:
-        """Whether a computed name is a literal, which may not travel at all (`source`)."""
+        """Whether a computed name is a literal, which may not be sent at all (`source`)."""
         owners = self._owners[name]
         return len(owners) == 1 and all(map(_is_literal, self._groups[owners[0]]))
 
@@ -455,7 +455,7 @@ _BLOCKS = (
 
 
 def _imports(groups: list[list[ast.stmt]]) -> Iterator[tuple[str, str]]:
-    """Names that are bound by imports, and the packages that they come from."""
+    """Yield names that are bound by imports, with the packages that they come from."""
     for group in groups:
         for node in group:
             if isinstance(node, ast.Import):
@@ -485,7 +485,7 @@ def _is_literal(node: ast.stmt) -> bool:
 
 
 def _only_prints(call: ast.Call) -> bool:
-    """Whether this is ``print(...)`` to the program's own output: to another file, it acts."""
+    """Whether this is ``print(...)`` to stdout or stderr; printing to another file acts."""
     files = [keyword.value for keyword in call.keywords if keyword.arg in ("file", None)]
     ours = (isinstance(file, ast.Attribute) and file.attr in ("stdout", "stderr") for file in files)
     return isinstance(call.func, ast.Name) and call.func.id == "print" and all(ours)
