@@ -1,6 +1,6 @@
-"""numpy's arrays and the standard library's: their own elements, as buffers.
+"""Pickles arrays of numpy and of the standard library: their own elements, as buffers.
 
-Arrays of Python objects take numpy's way.  numpy is never imported here on the sending side.
+numpy pickles arrays of Python objects itself.  The sending side never imports numpy here.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from xpool._pickling.tensors.extents import Seen, of_array
 
 __all__: list[str] = []
 
-#: Characters of the dtypes that their string says all about (in both byte orders).
+#: Characters of the dtypes that their string describes fully (in both byte orders).
 _PLAIN = frozenset("?bBhHiIlLqQpPefdgFDGSUVmM")
-_names: dict[Any, str] = {}  # only of such dtypes: there are not many
+_names: dict[Any, str] = {}  # only of such dtypes, which are few
 _ndarray: Any = None
 
 
@@ -32,8 +32,7 @@ def _lazy_numpy() -> None:
 
 
 def _lazy_masked() -> None:
-    # By itself: numpy imports `numpy.ma` when it is first used, and a task may have taken all
-    # descriptors by then.
+    # Explicitly: numpy imports `numpy.ma` at its first use, when no descriptor may be left.
     for name in _MASKED:
         LAZY.pop(name, None)
     REDUCERS[sys.modules["numpy.ma"].MaskedArray] = _reduce_masked
@@ -47,8 +46,8 @@ for _module in _MASKED:
 
 
 def _described(dtype: Any) -> Any:
-    """What makes the same dtype: its string where that says all, else the dtype itself."""
-    if dtype.metadata is not None:  # which equal dtypes need not have
+    """Return what makes the same dtype: its string if that suffices, else the dtype itself."""
+    if dtype.metadata is not None:  # equal dtypes may have other metadata
         return dtype
     name = _names.get(dtype)
     if name is not None:
@@ -60,9 +59,9 @@ def _described(dtype: Any) -> Any:
 
 
 def _reduce(pickler: Context, array: Any) -> Any:
-    """An array of exactly that type."""
+    """Reduce an array of exactly that type."""
     dtype = array.dtype
-    # numpy's own pickle has the objects.
+    # numpy's own pickle contains the objects.
     if dtype.hasobject:
         return NotImplemented
     kind = _described(dtype)
@@ -73,7 +72,7 @@ def _reduce(pickler: Context, array: Any) -> Any:
     seen = pickler.tensors
     if seen is None:
         seen = pickler.tensors = Seen()
-    # First run: addresses are asked for at its end, and only if arrays can alias at all.
+    # First run: addresses are determined at its end, and only if arrays can alias at all.
     if seen.plan is None:
         seen.note_array(array)
         if flags.c_contiguous and size < INLINE_BELOW:
@@ -90,12 +89,12 @@ def _dense(seen: Seen, array: Any, kind: Any) -> Any:
     piece = None if seen.plan is None else seen.plan.get(found)
     if piece is not None:
         return _array_view, (piece, address - piece.start, kind, shape, strides, writable)
-    # With steps backwards, the first element is not at the first byte.
+    # With negative steps, the first element is not at the first byte.
     start, _, gaps = found
     if not gaps:
         data = bytes_of(start, own, array)
         return _array, (data, kind, shape, strides, address - start, writable)
-    # Once along the axes that repeat the same elements, the axes in the order that they have.
+    # Once for axes that repeat the same elements; the axes in the order of memory.
     once = tuple(slice(None) if step else slice(1) for step in strides)
     compact = array[once].copy("K")
     data = bytes_of(compact.__array_interface__["data"][0], compact.nbytes, compact)
@@ -107,7 +106,7 @@ def _dense(seen: Seen, array: Any, kind: Any) -> Any:
 def _short(array: Any, by_number: bool) -> bytes | None:
     flags = array.flags
     size = array.nbytes
-    # It is all of its message: no other object that it could alias.
+    # It is the whole message, so there is no object that it could alias.
     if size >= INLINE_BELOW or not flags.c_contiguous or not flags.writeable or not size:
         return None
     dtype = array.dtype
@@ -119,19 +118,19 @@ def _short(array: Any, by_number: bool) -> bytes | None:
 
 
 def _reduce_mapped(pickler: Context, array: Any) -> Any:
-    """A memory-mapped file: its values, for the file may not be there on the other side."""
+    """Reduce a memory-mapped file to its values, since the receiver may not have the file."""
     np = sys.modules["numpy"]
     return _same, (np.ndarray.view(array, np.ndarray),)
 
 
 def _reduce_subclass(pickler: Context, array: Any) -> Any:
-    """An array of a class that has no way of its own: its values, class and attributes."""
+    """Reduce an array of a class without its own reducer: its values, class and attributes."""
     np = sys.modules["numpy"]
     cls = type(array)
     for name in ("__reduce__", "__reduce_ex__", "__setstate__"):
         if getattr(cls, name) is not getattr(np.ndarray, name):
             return NotImplemented
-    # By numpy's own function: the class may have one of its own, or none.
+    # By numpy's own function, since the class may override or disable it.
     plain = np.ndarray.view(array, np.ndarray)
     attributes = getattr(array, "__dict__", None)
     if attributes:
@@ -141,7 +140,7 @@ def _reduce_subclass(pickler: Context, array: Any) -> Any:
 
 def _reduce_masked(pickler: Context, array: Any) -> Any:
     np = sys.modules["numpy"]
-    # `_fill_value`: the property would make up one where none was set.
+    # `_fill_value`: the property would make a value if none was set.
     mask = None if array.mask is np.ma.nomask else array.mask
     return _masked, (array.data, mask, array._fill_value, array.hardmask, array._optinfo)
 

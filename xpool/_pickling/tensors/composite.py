@@ -1,6 +1,6 @@
-"""Tensors that are made of other tensors, and tensors of subclasses.
+"""Pickles tensors that are made of other tensors, and tensors of subclasses.
 
-Each is sent as its parts, which are reduced like any tensor: so the parts keep their aliases.
+Each is sent as its parts, which are reduced like any tensor and so keep their aliases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["about", "check", "parts", "reduce_subclass", "reduce_typed_storage"]
 
 
 def parts(torch: Any, tensor: Any) -> Any:
-    """How to rebuild a bare tensor from other ones; None for elements in a storage."""
+    """Return how to rebuild a bare tensor from others; None: it is elements in a storage."""
     layout = tensor.layout
     if layout is torch.strided:
         if tensor.is_quantized:
@@ -24,7 +24,7 @@ def parts(torch: Any, tensor: Any) -> Any:
         return _nested_parts(tensor) if tensor.is_nested else None
     shape = tuple(tensor.shape)
     if layout is torch.sparse_coo:
-        # By the private names: the public ones refuse a tensor that is not coalesced.
+        # By the private names: the public ones refuse an uncoalesced tensor.
         members = (tensor._indices(), tensor._values())
         return _sparse, (*members, shape, tensor.is_coalesced())
     if layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -33,10 +33,10 @@ def parts(torch: Any, tensor: Any) -> Any:
     if layout in (torch.sparse_csc, torch.sparse_bsc):
         columns, rows = tensor.ccol_indices(), tensor.row_indices()
         return _compressed, (columns, rows, tensor.values(), shape, layout)
-    # Its memory is mkldnn's own: values come out, and go in, by a conversion.
+    # Its memory belongs to mkldnn: values are converted in both directions.
     if tensor.is_mkldnn:
         return _mkldnn, (tensor.to_dense(),)
-    return NotImplemented  # torch's own way, or its own words that there is none
+    return NotImplemented  # torch pickles it, or says that it cannot
 
 
 def _nested_parts(tensor: Any) -> Any:
@@ -49,7 +49,7 @@ def _nested_parts(tensor: Any) -> Any:
 
 
 def _quantized_parts(torch: Any, tensor: Any) -> Any:
-    """The whole storage: four-bit elements have no byte of their own to begin at."""
+    """Reduce to the whole storage, since four-bit elements need not begin at a byte."""
     scheme: Any = tensor.qscheme()
     if scheme == torch.per_tensor_affine:
         how: Any = (scheme, tensor.q_scale(), tensor.q_zero_point())
@@ -107,7 +107,7 @@ def _quantized(storage: Any, dtype: Any, offset: int, shape: Any, strides: Any, 
 
 
 def check(tensor: Any) -> None:
-    """Refuse what holds on to the graph of this process.
+    """Refuse a tensor that refers to the autograd graph of this process.
 
     Raises:
         TaskNotPicklable: the tensor was computed, tracking gradients, or has hooks.
@@ -130,7 +130,7 @@ def check(tensor: Any) -> None:
 
 
 def about(tensor: Any) -> str:
-    """Say which tensor it is, for a message."""
+    """Describe a tensor for an error."""
     shape = "nested" if tensor.is_nested else f"of shape {tuple(tensor.shape)}"
     return f"A tensor {shape}, {tensor.dtype}, on {tensor.device}"
 
@@ -139,16 +139,16 @@ def about(tensor: Any) -> str:
 
 
 def reduce_subclass(pickler: Context, tensor: Any) -> Any:
-    """A tensor of a class that has no way of its own: its values, class and attributes.
+    """Reduce a tensor of a class without its own reducer: its values, class and attributes.
 
-    A wrapper, which has no memory itself, takes torch's way: its attributes hold what it wraps.
+    torch pickles a wrapper, which has no memory and whose attributes are the wrapped tensors.
     """
     torch = sys.modules["torch"]
     cls = type(tensor)
     own_ways = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
     if cls.__reduce_ex__ not in own_ways or cls.__reduce__ is not torch.Tensor.__reduce__:
         return NotImplemented
-    # The class's own `__torch_function__` would be called at each look at the tensor.
+    # Otherwise each access to the tensor would call the `__torch_function__` of its class.
     with torch._C.DisableTorchFunctionSubclass():
         check(tensor)
         if is_kept(pickler.layout, tensor):
@@ -157,7 +157,7 @@ def reduce_subclass(pickler: Context, tensor: Any) -> Any:
         if _is_wrapper(torch, tensor):
             return NotImplemented
         grad = tensor.requires_grad
-        # Nor its `__torch_dispatch__`: what is made here is a plain tensor of the same memory.
+        # Also without its `__torch_dispatch__`: this makes a plain tensor of the same memory.
         with torch._C._DisableTorchDispatch():
             bare = torch.Tensor._make_subclass(torch.Tensor, tensor)
     state = torch._utils._get_obj_state(tensor)
@@ -193,7 +193,7 @@ def _set_state(tensor: Any, state: Any) -> None:
 
 
 def reduce_typed_storage(pickler: Context, storage: Any) -> Any:
-    """A storage with a dtype, as the old classes such as ``FloatStorage`` make it."""
+    """Reduce a storage with a dtype, as of the old classes such as ``FloatStorage``."""
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 

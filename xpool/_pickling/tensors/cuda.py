@@ -1,7 +1,7 @@
-"""Share mode for memory of GPUs: `torch.multiprocessing.reductions`, and when it is used.
+"""Share mode for memory of GPUs, by `torch.multiprocessing.reductions`.
 
-torch counts the readers of the handles that it writes: each must be opened once, by one process.
-So each message has its own handles, and a message that may be opened several times has copies.
+torch counts the readers of its handles: each must be opened once, by one process.  So each message
+has its own handles, and a message that may be opened several times contains copies instead.
 Processes may number GPUs differently: a GPU is named by its UUID.
 """
 
@@ -25,17 +25,17 @@ _WAY_OUT = (
 )
 
 _RECEIVED = "received from another process"
-"""In torch's error for memory that another process owns, which CUDA cannot export again."""
+"""Part of torch's error for memory of another process, which CUDA cannot export again."""
 
 _shared: set[int] = set()
 """The numbers of the GPUs whose memory this process shares with others."""
 
 
 def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> Any:
-    """Return what opens a tensor's memory in another process; None: this message has a copy.
+    """Return how to open a tensor's memory in another process; None: this message has a copy.
 
     Args:
-        about: says which tensor it is, for the message of the error.
+        about: describes the tensor, for an error.
 
     Raises:
         TaskNotPicklable: CUDA cannot share the memory; the message says why and what to do.
@@ -46,7 +46,7 @@ def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> An
     seen = pickler.tensors
     if seen is None:
         seen = pickler.tensors = Seen()
-    # The second run alone exports: what the first one wrote is thrown away, and nobody opens it.
+    # Only the second run exports: the output of the first is discarded and never opened.
     if seen.plan is None:
         seen.exports = True
         return _nothing, ()
@@ -54,7 +54,7 @@ def reduce_shared(pickler: Context, tensor: Any, about: Callable[[], str]) -> An
 
 
 def export(tensor: Any, about: Callable[[], str]) -> Any:
-    """Return what opens a tensor's memory once in another process, and its arguments.
+    """Return the function that opens a tensor's memory once in another process, and its arguments.
 
     None: the memory was received from another process, and cannot be exported again.
 
@@ -89,7 +89,7 @@ def open_exported(gpu: str, rebuild: Callable[..., Any], args: tuple[Any, ...]) 
 
     Args:
         gpu: UUID of the GPU.
-        rebuild, args: what torch has made of the tensor.
+        rebuild, args: torch's reduction of the tensor.
 
     Raises:
         DeviceError: this process does not see the GPU, or CUDA cannot open the memory.
@@ -116,11 +116,11 @@ def open_exported(gpu: str, rebuild: Callable[..., Any], args: tuple[Any, ...]) 
 
 @builder
 def _nothing() -> None:
-    """Stand in the first run of a pickler, which nobody opens."""
+    """Placeholder in the first run of a pickler, which is never opened."""
 
 
 def identity(ordinal: int) -> str | None:
-    """Return the UUID of a GPU; None: this torch (before 2.4) does not tell."""
+    """Return the UUID of a GPU; None: torch before 2.4 does not know it."""
     properties = sys.modules["torch"].cuda.get_device_properties(ordinal)
     uuid = getattr(properties, "uuid", None)
     return None if uuid is None else str(uuid)
@@ -134,9 +134,9 @@ def _identities() -> list[str | None]:
 
 
 def synchronize() -> None:
-    """Wait until the GPUs whose memory this process shares have done what it asked of them.
+    """Wait until the GPUs whose memory this process shares have finished its operations.
 
-    So the answer of a task comes after the task's writes.
+    So the answer of a task is sent after the task's writes.
     """
     for ordinal in _shared:
         sys.modules["torch"].cuda.synchronize(ordinal)

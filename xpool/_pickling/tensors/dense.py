@@ -1,15 +1,15 @@
-"""Torch tensors, copied: exactly their own elements.
+"""Pickles torch tensors in copy mode: exactly their own elements.
 
-A tensor is taken apart in steps, each with its own way back:
+A tensor is reduced in steps, each with its inverse:
 
-1. what it is besides its values (a Parameter, a leaf that requires grad, a conjugate view, a
+1. its properties besides the values (a Parameter, a leaf that requires grad, a conjugate view, a
    subclass, attributes): sent around the bare tensor (`_dressed`, `composite`);
 2. a layout made of other tensors (sparse, nested, quantized): sent as these (`composite`);
 3. elements at steps in a storage: sent as bytes (`_dense`), or as a place in a `Piece` where
    other objects of the message lie in the same memory (see `extents`).
 
-All bytes of dense memory, those of arrays too, go through `bytes_of`.  torch is never
-imported here on the sending side: an object of torch's must exist before `_lazy_torch` is called.
+`bytes_of` handles all bytes of dense memory, also those of arrays.  The sending side never imports
+torch here: an object of torch must exist before `_lazy_torch` is called.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _SPREAD = 4
 _GRAD, _PARAMETER, _CONJ, _NEG = 1, 2, 4, 8
 
 
-#: Names of the dtypes whose tensors have nothing about them but elements (no conjugate bit).
+#: Names of the dtypes whose tensors have elements only, and no conjugate bit.
 _SIMPLE: dict[Any, str] = {}
 _NAMES: dict[Any, str] = {}
 _FROM_BUFFER: dict[str, Any] = {}
 
-# Looked up in torch once: looking things up is much of what a small tensor costs.
+# Looked up in torch once, since lookups are a large part of the cost of a small tensor.
 _strided: Any = None
 _has_names: Any = None  # in older versions of torch axes may have names
 
@@ -60,7 +60,7 @@ def _lazy_torch() -> None:
     """Put torch's types into the table of reducers."""
     torch = sys.modules["torch"]
     for name in _MODULES:
-        # Whichever of the modules is met first enters all: the others need not come here again.
+        # The first module that is used registers all of them.
         LAZY.pop(name, None)
     _learn(torch)
     REDUCERS[torch.Tensor] = _reduce
@@ -92,25 +92,25 @@ def _learn(torch: Any) -> None:
 
 # -- the one place where elements become bytes -------------------------------------------------
 
-# Looks at memory from an address on.  Never read beyond what is asked for.
+# A view of memory from an address on, of which only the requested bytes are read.
 _Window = ctypes.c_char * (sys.maxsize >> 1)
 
 
 def bytes_of(start: int, size: int, owner: Any) -> bytearray | PickleBuffer:
-    """Return ``size`` bytes of memory (> 0) as what pickles into a writable buffer.
+    """Return ``size`` bytes of memory (> 0) as an object that pickles into a writable buffer.
 
     Args:
         start: their address, not 0.
         owner: kept alive as long as the result; it keeps the memory where it is.
     """
     if size < INLINE_BELOW:
-        # A copy: it becomes part of the pickle, so nobody has to be kept alive.
+        # A copy that becomes part of the pickle, so the owner need not stay alive.
         return bytearray(_Window.from_address(start)[:size])  # type: ignore[arg-type]
     return PickleBuffer(buffer_at(start, size, owner))
 
 
 class Memory:
-    """A `Piece` where it has arrived."""
+    """A `Piece` in the receiver."""
 
     __slots__ = ("_storage", "buffer")
 
@@ -132,14 +132,14 @@ def _reduce_piece(pickler: Context, piece: Piece) -> Any:
 
 
 def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
-    """Note where an object lies; return the piece that it shares with others, if it does."""
+    """Record the address of an object; return the piece that it shares with others, or None."""
     seen = pickler.tensors
     if seen is None:
         seen = pickler.tensors = Seen()
     if seen.plan is not None:
         piece: Piece | None = seen.plan.get(found)
         return piece
-    # First run: `seen` holds the object, so that its address is not used again meanwhile.
+    # First run: `seen` keeps the object alive, so that its address is not reused meanwhile.
     seen.append((*found, obj))
     return None
 
@@ -148,16 +148,16 @@ def piece_of(pickler: Context, found: Extent, obj: Any) -> Piece | None:
 
 
 def _simple(tensor: Any) -> str | None:
-    """The name of the dtype of a tensor that is nothing but contiguous elements, or None."""
+    """Return the dtype's name of a tensor that is just contiguous elements; None: it is not."""
     name = _SIMPLE.get(tensor.dtype)
     if (
-        # Complex dtypes are not in `_SIMPLE`, so there is no conjugate bit to ask for.
+        # Complex dtypes are not in `_SIMPLE`, so there is no conjugate bit to check.
         name is None
         or not tensor.is_cpu
         or tensor.layout is not _strided
         or tensor.is_nested
         or tensor.requires_grad
-        or tensor._backward_hooks  # which it has kept from when it required one
+        or tensor._backward_hooks  # which remain from when it required a gradient
         or tensor.is_neg()
         or not tensor.is_contiguous()
         or tensor.__dict__
@@ -168,7 +168,7 @@ def _simple(tensor: Any) -> str | None:
 
 
 def _reduce(pickler: Context, tensor: Any) -> Any:
-    """A tensor of exactly that type; the most frequent kind of it without detours."""
+    """Reduce a tensor of exactly that type; the most frequent kind directly."""
     name = _simple(tensor)
     if name is None:
         return reduce_any(pickler, tensor)
@@ -194,7 +194,7 @@ def _reduce(pickler: Context, tensor: Any) -> Any:
     # An axis of length 1 may have any stride.
     if seen.plan is not None or 1 in shape or not start:
         return reduce_any(pickler, tensor)
-    # First run: sent alone, and noted.
+    # First run: sent alone, and recorded.
     size = tensor.nbytes
     seen.append((start, start + size, (), tensor))
     data = bytes_of(start, size, tensor)
@@ -211,7 +211,7 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
         start = tensor.data_ptr()
     except RuntimeError:  # inside a transform of torch.func; the pickler will say so
         return None
-    # It is all of its message: no other object that it could alias.
+    # It is the whole message, so there is no object that it could alias.
     if size >= INLINE_BELOW or 1 in shape or not start:
         return None
     end = tail(name) if len(shape) == 1 else tail(name, shape)
@@ -220,10 +220,10 @@ def _short(tensor: Any, by_number: bool) -> bytes | None:
 
 
 def reduce_any(pickler: Context, tensor: Any) -> Any:
-    """A tensor or Parameter of any kind."""
+    """Reduce a tensor or Parameter of any kind."""
     if tensor.requires_grad or tensor._backward_hooks:
         composite.check(tensor)
-    # Share mode of a worker: the tensor stays on its device, and a handle goes.
+    # Share mode of a worker: the tensor stays on its device, and a handle is sent.
     if is_kept(pickler.layout, tensor):
         assert pickler.layout.keep is not None
         return pickler.layout.keep(pickler, tensor)
@@ -240,11 +240,11 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
     if not flags and not tensor.__dict__:
         return _bare(pickler, torch, tensor)
     if pickler.layout.arena is not None and tensor.is_cpu and tensor.layout is _strided:
-        # Now, while nothing but this tensor uses it for certain.
+        # Now, while surely only this tensor uses it.
         _storage_in_arena(pickler, tensor)
     bare = tensor.detach()
     if flags & _CONJ:
-        # The bit is taken off by setting it once more: the elements travel as they lie in memory.
+        # Setting the bit again removes it, so the elements are sent as they are in memory.
         bare = bare.conj()
     if flags & _NEG:
         bare = torch._neg_view(bare)
@@ -254,7 +254,7 @@ def reduce_any(pickler: Context, tensor: Any) -> Any:
 
 
 def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
-    """A tensor that is its values and nothing else."""
+    """Reduce a tensor that is only its values."""
     made_of = composite.parts(torch, tensor)
     if made_of is not None:
         return made_of
@@ -274,7 +274,7 @@ def _bare(pickler: Context, torch: Any, tensor: Any) -> Any:
 
 
 def _on_device(pickler: Context, tensor: Any) -> Any:
-    """A tensor on a device: where it is, if that can be shared in this message, or copied."""
+    """Reduce a tensor on a device: shared in place if this message can, otherwise copied."""
     if tensor.is_cuda:
         shared = cuda.reduce_shared(pickler, tensor, partial(composite.about, tensor))
         if shared is not None:
@@ -288,7 +288,7 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         tensor = _with_memory(tensor)
         start = tensor.data_ptr()
     shape, strides, itemsize = tuple(tensor.shape), tensor.stride(), tensor.element_size()
-    # Share mode: the storage travels by name, and the tensor as a place in it.
+    # Share mode: the storage is sent by name, and the tensor as a place in it.
     if pickler.layout.named:
         return _at, (tensor.untyped_storage(), tensor.storage_offset(), name, shape, strides)
     if pickler.layout.arena is not None:
@@ -296,22 +296,22 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
         user = first_user(pickler, storage.data_ptr(), storage)
         return _at, (user, tensor.storage_offset(), name, shape, strides)
     found, own = extent(start, shape, [stride * itemsize for stride in strides], itemsize)
-    # None in the first run, and for what aliases nothing.
+    # None in the first run, and for a tensor without aliases.
     piece = piece_of(pickler, found, tensor)
     if piece is not None:
         return _view, (piece, start - piece.start, name, shape, strides)
     _, stop, gaps = found
-    # The bytes as they lie, whatever the order of the axes.
+    # The bytes as they are in memory, in any order of the axes.
     if not gaps:
         return _tensor, (bytes_of(start, own, tensor), name, shape, strides)
     # Once along the axes that repeat the same elements.
     once = tuple(1 if stride == 0 else n for n, stride in zip(shape, strides, strict=True))
     compact = tensor.as_strided(once, strides).contiguous()
     data = bytes_of(compact.data_ptr(), compact.nbytes, compact)
-    # The gaps are small: they are not sent, and made anew by the receiver.
+    # The gaps are small: the receiver makes them again.
     if stop - start <= _SPREAD * own:
         return _spread, (data, name, once, shape, strides)
-    # Without the gaps for good; an axis that repeated its elements (stride 0) still does.
+    # Without the gaps; an axis that repeats its elements (stride 0) still does.
     pairs = zip(compact.stride(), strides, strict=True)
     return _tensor, (data, name, shape, tuple(new if old else 0 for new, old in pairs))
 
@@ -319,8 +319,8 @@ def _dense(pickler: Context, torch: Any, tensor: Any, name: str) -> Any:
 def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
     storage, layout = tensor.untyped_storage(), pickler.layout
     arena = layout.arena
-    # One that was shared before, or received, is there already.  One that other processes may have
-    # mapped is for `reduce_shared` to look at.
+    # A storage that was shared before, or received, is in the arena already.  `reduce_shared`
+    # checks one that other processes may have mapped.
     if (
         arena is not None
         and storage.nbytes()
@@ -333,7 +333,7 @@ def _storage_in_arena(pickler: Context, tensor: Any) -> Any:
 
 
 def _with_memory(tensor: Any) -> Any:
-    if tensor._is_zerotensor():  # autograd's way to say zeros without memory
+    if tensor._is_zerotensor():  # autograd's zeros without memory
         return tensor.clone()
     raise TaskNotPicklable(
         f"{composite.about(tensor)} has no memory behind it: its storage was resized to nothing. "
@@ -342,7 +342,7 @@ def _with_memory(tensor: Any) -> Any:
 
 
 def _reduce_storage(pickler: Context, storage: Any) -> Any:
-    """As a tensor of bytes, since torch's own pickle of a storage does not load."""
+    """Reduce to a tensor of bytes, since torch's own pickle of a storage does not load."""
     if storage.device.type == "cpu":
         if pickler.layout.named:
             return reduce_named(pickler, storage)
@@ -357,7 +357,7 @@ def _reduce_storage(pickler: Context, storage: Any) -> Any:
 
 
 def _from_buffer_of(name: str) -> Any:
-    """What makes a flat tensor of a buffer."""
+    """Return the function that makes a flat tensor of a buffer."""
     if name not in _FROM_BUFFER:
         import torch
 
@@ -371,11 +371,11 @@ def _from_buffer(name: str, buffer: Any) -> Any:
 
 @builder
 def _tensor(buffer: Any, name: str, shape: Any = None, strides: Any = None) -> Any:
-    """A tensor that uses a buffer; without strides, contiguous; without a shape, flat."""
+    """Return a tensor over a buffer; contiguous without strides, flat without a shape."""
     make = _FROM_BUFFER.get(name)
     made = make(buffer) if make is not None else _from_buffer(name, buffer)
-    # In place, so that the tensor is not a view of another one.  The sizes one by one:
-    # torch is slow to find out what a tuple is.
+    # In place, so that the tensor is no view of another one.  The sizes are passed one by one,
+    # since torch parses a tuple slowly.
     if shape is None:
         return made
     if strides is not None:
@@ -394,23 +394,23 @@ def _view(memory: Memory, offset: int, name: str, shape: Any, strides: Any) -> A
     index, odd = divmod(offset, dtype.itemsize)
     if not odd:
         return torch.empty(0, dtype=dtype).set_(memory.storage, index, shape, strides)
-    # Not at a multiple of its element size, which a tensor of this storage cannot say.
+    # Not at a multiple of its element size, which a tensor cannot express.
     rest = memoryview(memory.buffer)[offset:]
-    # `frombuffer` takes nothing but whole elements.
+    # `frombuffer` takes only whole elements.
     whole = rest[: len(rest) // dtype.itemsize * dtype.itemsize]
     return _from_buffer(name, whole).as_strided_(shape, strides)
 
 
 @builder
 def _shared(buffer: Any, name: str, count: int, offset: int, shape: Any, strides: Any) -> Any:
-    """A tensor in shared memory, which has ``count`` elements."""
+    """Return a tensor in shared memory of ``count`` elements."""
     made = (_FROM_BUFFER.get(name) or _from_buffer_of(name))(buffer, count=count)
     return made.as_strided_(shape, strides, offset)
 
 
 @builder
 def _at(user: Any, offset: int, name: str, shape: Any, strides: Any) -> Any:
-    """A tensor that uses a storage, which is given, or that of another tensor."""
+    """Return a tensor over a storage, or over the storage of another tensor."""
     import torch
 
     storage = user if isinstance(user, torch.UntypedStorage) else user.untyped_storage()

@@ -1,7 +1,7 @@
-"""Tensors of a device, copied: through host memory, to the receiver's own device where it has one.
+"""Copies tensors of a device through host memory to the receiver's own device, if it has one.
 
 The receiver's own device is the one that its worker is bound to (`xpool.devices`).  The pool's own
-process has none, so it never starts a device's runtime because of what it receives.
+process has none, so a received tensor never starts a device's runtime there.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def is_kept(layout: Layout, tensor: Any) -> bool:
 
 
 def on_own_device(tensor: Any) -> Any:
-    """Return a tensor that has arrived in host memory where this process wants it."""
-    # Not imported here: where nobody has, this process is bound to no device.
+    """Return a received tensor on the device of this process, or in host memory."""
+    # Not imported here: if it was not imported before, this process has no device.
     context: Any = sys.modules.get("xpool.devices.context")
     device = context.own_device() if context is not None else None
     return tensor if device is None else copy_to(tensor, device)
 
 
 def copy_to(tensor: Any, device: Any) -> Any:
-    """Return a leaf on another device, with all that the tensor is besides its values."""
+    """Return a leaf on another device, with all other properties of the tensor."""
     torch = sys.modules["torch"]
     made = tensor.detach().to(device)
     if isinstance(tensor, torch.nn.Parameter):

@@ -1,14 +1,13 @@
-"""Which objects of a message lie in the same memory: arithmetic on addresses, and no more.
+"""Finds objects of a message that share memory, by arithmetic on addresses.
 
 A tensor or an array is a start, and for each axis a step and a length.  Two of them *alias*
 when some byte belongs to elements of both.  Those that do, by themselves or through others,
 are sent as one `Piece`, the range that covers them, and arrive as views of one piece of
-memory; everything else is sent alone.
+memory; all others are sent alone.
 
-Nothing is known of this before the whole message has been pickled.  So the first run of the
-pickler sends everything alone and notes what it met (`Seen`); if any of that aliases, the
-message is pickled once more, with the pieces known.  What was met is held until then:
-memory that was freed could come back as something else.
+This is known only when the whole message has been pickled.  So the first run of the pickler sends
+every object alone and records it (`Seen`); if any objects alias, a second run pickles the message
+with the known pieces.  The objects are kept alive until then, so that no address is reused.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ bytes, that of an element itself included; without gaps, or with no more bytes i
 than elements, ``()``."""
 
 Entry = tuple[int, int, tuple[tuple[int, int], ...], Any]
-"""An extent, and the object that it is of."""
+"""An extent and its object."""
 
-_WORTH_A_LOOK = 2  # a range this many times larger than what is in it wants an exact answer
+_WORTH_A_LOOK = 2  # a range this many times larger than its elements is compared exactly
 _MEMBERS = 200  # more than this are not compared with one another
 _STEPS = 2_000  # of the search, for one comparison
 
@@ -35,7 +34,7 @@ _STEPS = 2_000  # of the search, for one comparison
 def extent(
     address: int, shape: Sequence[int], steps: Sequence[int], itemsize: int
 ) -> tuple[Extent, int]:
-    """Return the extent of something not empty, and its distinct bytes (at most).
+    """Return the extent of a tensor or array that is not empty, and its distinct bytes at most.
 
     Args:
         address: of the first element.
@@ -64,7 +63,7 @@ def extent(
 
 
 def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
-    """Whether some byte belongs to both; True, too, when that would take long to find out."""
+    """Whether some byte belongs to both; also True if the search takes too long."""
     if one[0] >= two[1] or two[0] >= one[1]:
         return False
     # start1 + sum(i * step) == start2 + sum(j * step), or with j counted from the far end:
@@ -76,7 +75,7 @@ def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
         for step, length in axes or ((1, stop - start),):
             limits[step] = limits.get(step, 0) + length - 1
     terms = sorted(limits.items(), reverse=True)
-    # By term: what it and all that come after it, which have smaller steps, can add up to.
+    # By term: the largest sum of it and all later terms, which have smaller steps.
     reaches = [0]
     for step, limit in reversed(terms):
         reaches.append(reaches[-1] + step * limit)
@@ -87,11 +86,11 @@ def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
         axis, rest = todo.pop()
         if rest > reaches[axis]:
             continue
-        # Nothing is left to be made up: a byte of both is found.
+        # No rest: a common byte is found.
         if axis == len(terms):
             return True
         step, limit = terms[axis]
-        # At least what the later terms cannot make up, rounded up; at most what does not go beyond.
+        # At least what later terms cannot reach, rounded up; at most what does not exceed `rest`.
         least = max(0, -((reaches[axis + 1] - rest) // step))
         most = min(limit, rest // step)
         budget -= 1 + max(0, most - least)
@@ -102,37 +101,37 @@ def alias(one: Extent | Entry, two: Extent | Entry) -> bool:
 
 
 class Piece:
-    """Memory that several objects of a message lie in: bytes ``start`` to ``stop``."""
+    """Memory that several objects of a message share: bytes ``start`` to ``stop``."""
 
     __slots__ = ("owners", "start", "stop")
 
     def __init__(self, members: list[Entry]) -> None:
         self.start = min(one[0] for one in members)
         self.stop = max(one[1] for one in members)
-        self.owners = [one[3] for one in members]  # they keep the memory where it is
+        self.owners = [one[3] for one in members]  # they keep the memory alive
 
 
 class Seen(list[Entry]):
-    """What one run of a pickler met; for the second run, also the pieces (``plan``)."""
+    """The objects of one run of a pickler; for the second run, also the pieces (``plan``)."""
 
     # None: this is the first run.
     plan: dict[Extent, Piece] | None = None
-    arrays: tuple[Any, ...] | list[Any] = ()  # of numpy: their addresses cost more than they do
-    maps: list[Any] | None = None  # of this process, once they were asked for: see `mapped`
+    arrays: tuple[Any, ...] | list[Any] = ()  # of numpy, whose addresses are slow to get
+    maps: list[Any] | None = None  # of this process, read on demand: see `mapped`
     # By address: the first object of the message that uses a shared storage, for the others.
     users: dict[int, Any] | None = None
     exports = False  # whether the second run exports memory of GPUs: see `cuda`
 
     def note_array(self, array: Any) -> None:
-        """Note an array that is not empty."""
-        # The empty tuple is the class's, for all instances: most messages have no array.
+        """Record an array that is not empty."""
+        # All instances share the empty tuple, since most messages have no array.
         if isinstance(self.arrays, tuple):
             self.arrays = []
         self.arrays.append(array)
 
     @property
     def again(self) -> bool:
-        """Whether the message has to be pickled once more."""
+        """Whether a second run must pickle the message."""
         # The second run is the last.
         if self.plan is not None:
             return False
@@ -141,7 +140,7 @@ class Seen(list[Entry]):
         return len(self) + len(self.arrays) >= 2 and bool(self._pieces())
 
     def merged(self) -> Seen:
-        """What the second run has to know."""
+        """Return the state of the second run."""
         known = Seen()
         known.plan = self._pieces()
         return known
@@ -155,7 +154,7 @@ class Seen(list[Entry]):
         for members in _groups(entries):
             piece = Piece(members)
             for start, stop, axes, _ in members:
-                # By extent: objects that are made for pickling are others in the second run.
+                # By extent, since objects that are made for pickling differ in the second run.
                 plan[start, stop, axes] = piece
         return plan
 
@@ -167,14 +166,14 @@ def of_array(array: Any) -> tuple[int, Extent, int]:
 
 
 def _groups(entries: list[Entry]) -> list[list[Entry]]:
-    """Those that alias one another, by themselves or through others, and no lone ones."""
+    """Return the groups of objects that alias one another, directly or through others."""
     entries.sort(key=itemgetter(0))
     groups = []
     at = 0
     while at < len(entries):
         first, stop = at, entries[at][1]
         at += 1
-        # Ranges that overlap, or are joined by ones that do, follow each other in this order.
+        # In this order, ranges that overlap, directly or through others, are consecutive.
         while at < len(entries) and entries[at][0] < stop:
             stop = max(stop, entries[at][1])
             at += 1
@@ -184,7 +183,7 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
 
 
 def _split(members: list[Entry], span: int) -> list[list[Entry]]:
-    """Their ranges overlap; do they?  Asked only where a common range would be mostly gaps."""
+    """Whether objects with overlapping ranges alias; exact only if most bytes would be gaps."""
     if len(members) > _MEMBERS or span <= _WORTH_A_LOOK * sum(map(_bytes, members)):
         return [members]
     groups: list[list[Entry]] = []

@@ -1,12 +1,12 @@
-"""Share mode for tensors on devices: the tensor stays in its worker, and a handle travels.
+"""Share mode for tensors on devices: the tensor stays in its worker, and a handle is sent.
 
-Chips cannot see each other's memory, and the pool's own process must not open their runtimes.  So
-a worker keeps a tensor that it sends, and sends a `TensorHandle`.  A task that gets the handle goes
-to that worker and finds the tensor itself; for another worker it is replaced by a copy.
+Chips cannot access each other's memory, and the pool's own process must not open their runtimes.
+So a worker keeps a tensor that it sends, and sends a `TensorHandle`.  A task with the handle runs
+in that worker and gets the tensor itself; for another worker it is replaced by a copy.
 
-How long the worker keeps a tensor is told by a block of the arena, a few bytes that stand for it:
-whoever has the handle, or a message with it, holds that block.  So all that is true of blocks (a
-message that nobody opens, a process that is killed) is true of handles.
+A block of the arena, a few bytes that stand for the tensor, determines how long the worker keeps
+it: processes with the handle, and messages with it, hold the block.  So handles in unopened
+messages or killed processes are handled like blocks.
 
 The pool's process can use a tensor on a GPU in place: asked for that, its worker exports the memory
 (see `cuda`).
@@ -31,11 +31,11 @@ __all__ = ["Keeper", "TensorHandle"]
 
 _TOKEN = 64  # bytes: the least that a block has
 
-_AT_ONCE = 64  # kept tensors that are looked at before a task
+_AT_ONCE = 64  # kept tensors that are checked before a task
 
 
 class TensorHandle:
-    """A tensor that lies on the device of a worker.
+    """A tensor on the device of a worker.
 
     Given to the pool as (part of) an argument, it takes the task to that worker, where the function
     gets the tensor itself, the same object, and nothing is copied.  For another worker
@@ -58,7 +58,7 @@ class TensorHandle:
         self._pool, self.worker, self.pid, self.shape, self.dtype, self.device = about[:6]
         self.requires_grad, self.gpu = about[6:]
         block: Block = buffer.obj  # type: ignore[assignment]
-        # By this the pool finds, in a message, the worker that the task has to go to.
+        # By this the pool finds the worker that must run the task.
         block.stands_for = self.worker, self.nbytes  # type: ignore[misc]  # its subclass has it
         self._block = block
 
@@ -143,7 +143,7 @@ def _export(*args: Any) -> Any:
 
 
 class Keeper:
-    """What a worker keeps for those who have handles."""
+    """The tensors that a worker keeps for handles."""
 
     here: WorkerLocal[Keeper] = WorkerLocal()
     synchronize = staticmethod(cuda.synchronize)
@@ -152,7 +152,7 @@ class Keeper:
         self.pool = pool
         self._arena = arena
         self._who = worker, pid
-        self._kept: dict[int, tuple[Block, Any]] = {}  # by name; those looked at last come last
+        self._kept: dict[int, tuple[Block, Any]] = {}  # by name; the last checked come last
         Keeper.here.set(self)
 
     def reduce(self, pickler: Context, tensor: Any) -> Any:
@@ -165,9 +165,9 @@ class Keeper:
                 f"No shared memory is left for a handle to a tensor on {tensor.device}; let go of "
                 "results, or give the pool a larger memory_limit."
             )
-        # From here on it is kept; `collect` lets go when this hold on the block is the last.
+        # From here on it is kept; `collect` drops it when this is the last hold on the block.
         self._kept[block.name] = block, tensor
-        sent = self._arena.adopt(block.name)  # the message's own hold, beside that of the table
+        sent = self._arena.adopt(block.name)  # the message's own hold, besides that of the table
         about = tuple(tensor.shape), tensor.dtype, str(tensor.device), tensor.requires_grad
         return open_handle, (
             in_place(pickler, sent),
@@ -184,12 +184,12 @@ class Keeper:
         return None if kept is None else kept[1]
 
     def collect(self, everything: bool = False) -> bool:
-        """Let go of tensors to which there are no handles; return whether any are left.
+        """Drop tensors without handles; return whether any are left.
 
-        Looks at some of them in turn, or at ``everything``.
+        Checks some of them in turn, or ``everything``.
         """
         count = len(self._kept) if everything else _AT_ONCE
-        # A list of names, since the table changes; what is kept on goes to its end.
+        # A list of names, since the table changes; kept tensors move to its end.
         for name in list(islice(self._kept, count)):
             kept = self._kept.pop(name)
             if not self._arena.alone(kept[0]):
@@ -201,10 +201,10 @@ class Keeper:
 
 
 def _compute() -> None:
-    """Have torch_xla begin to compute what it has only recorded.
+    """Have torch_xla begin to compute recorded operations.
 
-    Otherwise the next task would pay for it and meet its errors, and the tensors that it is
-    computed from would stay on the device, whether there are handles to them or not.
+    Otherwise the next task would take the time and get the errors, and the inputs would stay on the
+    device even without handles.
     """
     torch_xla: Any = sys.modules.get("torch_xla")
     if torch_xla is not None:

@@ -1,12 +1,12 @@
-"""Share mode for memory that other processes have mapped already: it stays where it is.
+"""Share mode for memory that other processes have mapped already, which does not move.
 
 ``share_memory_()``, ``from_file(shared=True)`` and `numpy.memmap` make tensors whose memory is a
-file.  Whoever else has that file mapped would not see the writes of a tensor that moves away from
-it.  So the name of the file travels, and the receiver maps it too.
+file.  If such a tensor moved, other processes that map the file would not see its writes.  So the
+name of the file is sent, and the receiver maps it, too.
 
-A file whose name was removed, as torch does at once, is opened by its sender's descriptor, under
-/proc.  For that the storage has to live until the receiver has opened it: a block of the arena, the
-token, travels in the same message and stands for it (`_lent`).
+A file without a name (torch removes it at once) is opened by the sender's descriptor under /proc.
+So the storage must live until the receiver has opened it: a block of the arena, the token, is sent
+in the same message and stands for the storage (`_lent`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Place", "collect", "lend", "open_file", "place_of"]
 
 _DELETED = " (deleted)"
 _OURS = "/memfd:xpool-"
-"""Arenas and other files of this package: who may look at what lies there is known otherwise."""
+"""Name prefix of arenas and other files of this package, which have their own rules."""
 
 Place = tuple[str, int, int]
 """The path of a file, its inode, and an offset in it."""
@@ -37,21 +37,21 @@ _Map = tuple[int, int, int, int, str]
 """Start, end, offset in the file, inode and path of a mapping."""
 
 _lent: list[tuple[Block, Any]] = []
-"""Tokens, and the storages that they stand for."""
+"""Tokens and their storages."""
 
 at_fork.renew(globals(), _lent=list)
 
 
 def place_of(pickler: Context, storage: Any) -> Place | None:
-    """Return where a storage lies in a file that is mapped to be shared; None: in no such file.
+    """Return the place of a storage in a file with a shared mapping; None: it is in none.
 
-    The path is empty where no other process can come to the file.
+    The path is empty if no other process can open the file.
     """
     # Memory that torch has allocated for itself is not shared: most storages end here.
     if not storage.is_shared() and storage.resizable():
         return None
     address, process = storage.data_ptr(), os.getpid()
-    # Found before, by this process: an attribute lives as long as the storage and its mapping.
+    # Found before by this process: the attribute lives as long as the storage and its mapping.
     known = getattr(storage, "xpool_place", None)
     if known is not None and known[:2] == (process, address) and _is(*known[2][:2]):
         place: Place = known[2]
@@ -97,7 +97,7 @@ def _is(path: str, inode: int) -> bool:
     try:
         return os.stat(path).st_ino == inode
     except OSError:
-        return False  # closed meanwhile, or a name that is another file's by now
+        return False  # closed meanwhile, or the name belongs to another file by now
 
 
 def lend(pickler: Context, storage: Any, place: Place, about: Callable[[], str]) -> Any:
@@ -118,12 +118,12 @@ def lend(pickler: Context, storage: Any, place: Place, about: Callable[[], str])
             f"and {why}. Send a clone() of it instead."
         )
     _lent.append((token, storage))
-    # The message has a hold of its own, which ends when the receiver has opened it.
+    # The message has its own hold, which ends when the receiver has opened it.
     return in_place(pickler, token.arena.adopt(token.name)), *place, storage.nbytes()
 
 
 def collect() -> bool:
-    """Let go of storages that their receivers have opened; return whether any are left."""
+    """Release storages that their receivers have opened; return whether any are left."""
     for entry in list(_lent):
         token = entry[0]
         if token.arena.alone(token):

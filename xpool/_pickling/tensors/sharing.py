@@ -1,10 +1,10 @@
-"""Share mode: the storage of a tensor moves into the arena once, and then only its name travels.
+"""Share mode: the storage of a tensor moves into the arena once, and then only its name is sent.
 
-`UntypedStorage._swap_data_ptr_` lets every tensor that uses the storage see the new memory.
-(torch's own way, `share_memory_`, would put each storage into a file of its own in /dev/shm and
-keep its descriptor open.)  The receiver of the name maps nothing and opens nothing: the memory is
-there already.  A storage that is in the arena, because it was shared before or was received, stays;
-so does one in a file that other processes may have mapped (see `mapped`).
+`UntypedStorage._swap_data_ptr_` gives the new memory to every tensor that uses the storage.
+(torch's `share_memory_` would put each storage into its own file in /dev/shm and keep the
+descriptor open.) The receiver of the name maps and opens nothing, since it has mapped the arena.  A
+storage that is in the arena already, since it was shared before or received, does not move; neither
+does one in a file that other processes may have mapped (see `mapped`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from xpool.errors import TaskNotPicklable
 
 __all__ = ["first_user", "move", "reduce_named", "reduce_shared"]
 
-# Reentrant: a signal handler may share something in the midst of that.
-# One thread at a time: of two that move the same storage, the second finds it in the arena.
+# Reentrant, since a signal handler may share a tensor meanwhile.
+# One thread at a time: the second of two that move the same storage finds it in the arena.
 _moving = threading.RLock()
 
 
@@ -36,7 +36,7 @@ at_fork.renew(globals(), _moving=threading.RLock)
 
 
 def reduce_shared(pickler: Context, storage: Any) -> Any:
-    """Return what opens a storage, and its arguments, in a message whose layout has an arena.
+    """Return the function that opens a storage, and its arguments, for a layout with an arena.
 
     Raises:
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
@@ -60,14 +60,14 @@ def reduce_shared(pickler: Context, storage: Any) -> Any:
 
 
 _TORCH_FILES = "/dev/shm/torch_"
-"""What the files of torch's "file_system" way are called."""
+"""Name prefix of files of torch's "file_system" strategy."""
 
 
 def reduce_named(pickler: Context, storage: Any) -> Any:
-    """Return what opens a storage by the name of its file, for any process of this machine.
+    """Return the function that opens a storage by its file's name, in any process of this machine.
 
-    This is `torch.multiprocessing`'s "file_system" way: torch counts who has the file open and the
-    pickles that nobody has read, and a process of torch's removes the file after the last of them.
+    This is the "file_system" strategy of `torch.multiprocessing`: torch counts the processes with
+    the file and the unread pickles, and a process of torch removes the file after the last of them.
 
     Raises:
         TaskNotPicklable: it cannot be moved to such a file; the message says why and what to do.
@@ -94,14 +94,14 @@ def reduce_named(pickler: Context, storage: Any) -> Any:
             # An attribute lives as long as the storage.
             storage.xpool_former = _exchange(torch, storage, target, None)
         manager, name, _ = storage._share_filename_cpu_()
-    # The pickle counts; whoever loads it takes that back.
+    # The pickle counts as a user; loading it ends that.
     storage._shared_incref()
     reductions.shared_cache[name] = reductions.StorageWeakRef(storage)
     return reductions.rebuild_storage_filename, (type(storage), manager, name, nbytes)
 
 
 def _reserve(storage: Any, nbytes: int, refused: str) -> None:
-    """Have the memory of a new file, whose shortage would otherwise be a SIGBUS."""
+    """Reserve the memory of a new file, whose shortage would otherwise be a SIGBUS."""
     _, name, _ = storage._share_filename_cpu_()
     try:
         with open(f"/dev/shm{name.decode()}", "r+b") as file:
@@ -113,7 +113,7 @@ def _reserve(storage: Any, nbytes: int, refused: str) -> None:
 def first_user(pickler: Context, address: int, user: Any) -> Any:
     """Return the first tensor or storage of this message that uses the memory at an address.
 
-    The receiver opens the memory for that one, and what shares a storage here shares one there.
+    The receiver opens the memory for that one, and objects that share a storage here do so there.
     """
     seen = pickler.tensors
     if seen is None:
@@ -126,11 +126,11 @@ def first_user(pickler: Context, address: int, user: Any) -> Any:
 def move(
     arena: Arena, layout: Layout, storage: Any, about: Callable[[], str], tensor: Any = None
 ) -> Block:
-    """Have the memory of a storage in the arena; return a hold on it.
+    """Move the memory of a storage into the arena; return a hold on it.
 
     Args:
-        about: says whose storage it is, for the message.
-        tensor: the one that uses it, where one is being sent.
+        about: describes the owner of the storage, for an error.
+        tensor: the tensor that is being sent, if any.
 
     Raises:
         TaskNotPicklable: it cannot be shared; the message says why and what to do.
@@ -189,10 +189,10 @@ def _move(arena: Arena, lessor: Callable[[int], Block | None], storage: Any, ten
 
 
 def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
-    """Give a storage the memory of another; return what has to live as long, or None.
+    """Give a storage the memory of another; return the old memory if it must live on, or None.
 
-    Something may know the old address: an array of numpy's, a DLPack capsule, an operation that
-    another thread is in.  It must not find its memory freed.
+    Other objects may use the old address: a numpy array, a DLPack capsule, an operation in another
+    thread.  Their memory must not be freed.
     """
     # Before the swap: other tensors of the storage see the new memory from then on.
     target.copy_(storage)
@@ -207,9 +207,9 @@ def _exchange(torch: Any, storage: Any, target: Any, tensor: Any) -> Any:
 
 
 def _other_threads_compute() -> bool:
-    """Whether another thread of Python's may be in an operation on any tensor.
+    """Whether another Python thread may run an operation on any tensor.
 
-    Such an operation holds no reference that could be seen.
+    Such an operation has no visible reference.
     """
     threads = {thread.ident: thread for thread in threading.enumerate()}
     for ident in sys._current_frames():
@@ -220,10 +220,10 @@ def _other_threads_compute() -> bool:
 
 
 def _has_other_users(torch: Any, storage: Any, tensor: Any) -> bool:
-    """Whether more than the tensor that is sent may use a storage, as far as torch tells."""
+    """Whether others than the sent tensor may use a storage, by torch's counts."""
     if tensor is None or not hasattr(torch._C, "_storage_Use_Count"):
         return True
-    # The storage's own Python object and the tensor; and of the tensor, its own Python object.
+    # The storage is used by its Python object and the tensor; the tensor by its Python object.
     alone = torch._C._storage_Use_Count(storage._cdata) <= 2
     return not (alone and hasattr(tensor, "_use_count") and tensor._use_count() == 1)
 
