@@ -96,6 +96,9 @@ def load(path: str) -> types.ModuleType:
     sys.modules[spec.name] = module
     sys.path.insert(0, str(Path(path).parent))
     spec.loader.exec_module(module)
+    if hasattr(module, "JOIN_TIMEOUT"):
+        # 60 s for a spawned program, which imports all this, and whose fork server does too.
+        vars(module)["JOIN_TIMEOUT"] = 300.0
     return module
 
 
