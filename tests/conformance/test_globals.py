@@ -50,8 +50,10 @@ METHODS = "".join(
 PROGRAM = f"""
 import random
 import threading
+import warnings
 import xpool
 
+warnings.filterwarnings("ignore", "The lock 'LOCK' of __main__ is another one in each worker")
 CFG = {{"rate": 1, "list": []}}
 RATE = 1
 CONSTANT = (1, "two")
@@ -559,3 +561,30 @@ if __name__ == "__main__":
 """
     out = scripts.run_ok([scripts.write(tmp_path / "missing.py", text)])
     assert out == "item 0 of locked(): 7\nTrue\n"
+
+
+@pytest.mark.parametrize(("kind", "times"), [("Pool", 1), ("ThreadPool", 0)])
+def test_a_lock_of_the_script_is_said_once_to_be_each_worker_s(tmp_path, kind, times):
+    """A task that uses a lock of the script's top warns once; in threads it is one lock."""
+    text = f"""
+import threading
+import warnings
+import xpool
+
+LOCK = threading.Lock()
+
+def locked(x):
+    with LOCK:
+        return x
+
+if __name__ == "__main__":
+    with warnings.catch_warnings(record=True) as seen, xpool.{kind}(2) as pool:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert pool.map(locked, range(3)) == [0, 1, 2]
+            assert pool.apply(locked, (1,)) == 1
+        said = [one for one in seen if "The lock 'LOCK' of __main__" in str(one.message)]
+        print(len(said), {{one.filename == __file__ for one in said}})
+"""
+    out = scripts.run_ok([scripts.write(tmp_path / "lock.py", text)])
+    assert out == ("1 {True}\n" if times else "0 set()\n")

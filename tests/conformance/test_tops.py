@@ -178,6 +178,7 @@ GUARDED = [
 def test_guarded_program(tmp_path, monkeypatch, how):
     """Workers run what acts, with what that needs; all else has the program's values."""
     scripts.write(tmp_path / "prog.py", TOP + GUARD)
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:The lock 'lock' of __main__:RuntimeWarning")
     args = ["prog.py"] if how == "script" else ["-m", "prog"]
     lines = run(monkeypatch, tmp_path, args)
     assert lines.pop(0) == "once 10" and lines[:3] == GUARDED

@@ -43,6 +43,15 @@ def with_blocks() -> None:
             assert_type(value, int)
         result = pool.apply_async(square, (3,), timeout=2.5, retries=1)
         assert_type(result.get(timeout=5), int)
+        for index, square_of_it in pool.imap_unordered(square, range(5), with_index=True, seed=1):
+            assert_type(index, int)
+            assert_type(square_of_it, int)
+        assert_type(pool.submit(square, 3).result(), int)
+        assert_type(pool.executor().submit(square, 3).result(), int)
+        assert_type(pool.report().retries, int)
+        assert_type(pool.run_all(square, 3), list[int])
+        assert_type(pool.stacks()[0].task, str)
+        assert_type(pool.output_folder, str | None)
         assert_type(pool.size(), int)
         assert_type(repr(pool), str)
         with pool.trace("run.json"):
@@ -50,6 +59,7 @@ def with_blocks() -> None:
     with xpool.ThreadPool(4) as threads:
         assert_type(threads, ThreadPool)
         assert_type(threads.map(str.upper, ["a"]), list[str])
+        assert_type(threads.submit(square, 3).result(), int)
     with P2PPool(2) as bound:
         assert_type(bound.apply(square, (2,), worker=1), int)
     with Executor(2) as executor:

@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -165,7 +166,10 @@ class _Stderr:
 
 class _Tqdm:
     def __init__(self, title: str) -> None:
-        from tqdm.auto import tqdm  # in notebooks, tqdm's bar for notebooks
+        with warnings.catch_warnings():
+            # Of a notebook without ipywidgets: tqdm's line of text is as good there.
+            warnings.filterwarnings("ignore", "IProgress not found")
+            from tqdm.auto import tqdm  # in notebooks, tqdm's bar for notebooks
 
         self._class: Any = tqdm
         self._title = title

@@ -62,14 +62,19 @@ class PoolOfVerbs(Protocol):
     _size: int
     _jobs: JobTable
     _life: Lifecycle
-    _submitter: HookSubmitter
     _task_timeout: float | None
     _stops_tasks: bool
     _seeds_items: bool
     _calls_go_to: int | None
     _gives_context: bool
     _contexts: list[Any] | None
-    _files: TaskFiles | None
+
+    # Not to be set here, so that a pool's may be of a narrower type.
+    @property
+    def _submitter(self) -> HookSubmitter: ...
+
+    @property
+    def _files(self) -> TaskFiles | None: ...
 
 
 def options_of(

@@ -35,6 +35,16 @@ class Checks:
                 stacklevel=_outside(),
             )
 
+    def keeps_lock(self, name: str) -> None:
+        """Warn, when a lock is first met, that it keeps no two workers apart."""
+        warnings.warn(
+            f"The lock {name!r} of __main__ is another one in each worker, so it does not keep "
+            "tasks of two workers apart. If it is to do that, pass a multiprocessing.Lock in "
+            "initargs=; if it is for the threads of one task, ignore this warning.",
+            RuntimeWarning,
+            stacklevel=_outside(),
+        )
+
 
 def _outside() -> int:
     """Return the stack level of the first caller outside of xpool, for `warn` in `took`."""

@@ -268,6 +268,8 @@ def _look(name: str, value: Any, layout: Layout, book: Book) -> _Sent:
         itself = isinstance(error, NotImplementedError) and main.source() is not None
         alone = itself or _only_top_level(name)
         kind = KEEP if alone or "." in name else NONE
+        if kind == KEEP and sent is None and type(value) in _LOCKS:
+            _outgoing.checks.keeps_lock(name)
         data = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
         if sent is not None and sent.kind == kind and sent.refer() is value:
             return sent
@@ -342,6 +344,9 @@ _OF_PROCESS = frozenset(
         ("numpy.random.mtrand", "RandomState"),
     }
 )
+
+
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 class _Prelude:
