@@ -595,7 +595,7 @@ def _(patch: Patch) -> None:
     wrap(patch, WorkerMonitor, "_after_answers", after)
 
 
-@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=1268)
+@mutant("a place from which a worker was dismissed keeps its failed starts", pinned=20393)
 def _(patch: Patch) -> None:
     def look(original: Any, replacement: Replacement, worker: WorkerProcess) -> None:
         policy = replacement._policy
