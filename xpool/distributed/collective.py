@@ -82,7 +82,7 @@ class CollectiveGroup:
         A message that nobody waits for is kept until it is received, at the latest by `destroy`
         or `World.stop`: these wait for it.
         """
-        self._check_rank("dst", dst)
+        _check_rank("dst", dst, self.ranks)
         pending = self.operations.launch(
             "isend", lambda: dist.isend(_input(tensor), dst, self.group, tag)
         )
@@ -93,7 +93,7 @@ class CollectiveGroup:
         """Begin to receive from rank ``src``, or from any; ``wait()`` returns the sender's rank."""
         into = _output(tensor)
         if src is not None:
-            self._check_rank("src", src)
+            _check_rank("src", src, self.ranks)
             pending = self.operations.launch(
                 "irecv", lambda: dist.irecv(into, src, self.group, tag)
             )
@@ -107,7 +107,7 @@ class CollectiveGroup:
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Pending | None:
         """Make ``tensor`` in all members what it is in rank ``src``."""
-        self._check_rank("src", src)
+        _check_rank("src", src, self.ranks)
         return self._run("broadcast", async_op, dist.broadcast, _output(tensor), src)
 
     def all_reduce(
@@ -120,7 +120,7 @@ class CollectiveGroup:
         self, tensor: Tensor, dst: int, op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> Pending | None:
         """Reduce the tensors of all members, in place, in rank ``dst``; others' are scratch."""
-        self._check_rank("dst", dst)
+        _check_rank("dst", dst, self.ranks)
         return self._run("reduce", async_op, dist.reduce, _summand(tensor, op), dst, op)
 
     def all_gather(
@@ -138,7 +138,7 @@ class CollectiveGroup:
         async_op: bool = False,
     ) -> Pending | None:
         """Fill ``gather_list`` in rank ``dst``, where alone it is given."""
-        self._check_rank("dst", dst)
+        _check_rank("dst", dst, self.ranks)
         outputs = None if gather_list is None else [_output(one) for one in gather_list]
         return self._run("gather", async_op, dist.gather, _input(tensor), outputs, dst)
 
@@ -150,7 +150,7 @@ class CollectiveGroup:
         async_op: bool = False,
     ) -> Pending | None:
         """Fill ``tensor`` from the ``scatter_list`` that rank ``src`` alone gives."""
-        self._check_rank("src", src)
+        _check_rank("src", src, self.ranks)
         inputs = None if scatter_list is None else [_input(one) for one in scatter_list]
         return self._run("scatter", async_op, dist.scatter, _output(tensor), inputs, src)
 
@@ -175,7 +175,7 @@ class CollectiveGroup:
                 if other is not one:
                     other.copy_(one)
 
-        return self._and_then(self.broadcast(one, src, True), async_op, spread)
+        return _and_then(self.broadcast(one, src, True), async_op, spread)
 
     def all_reduce_multigpu(
         self, tensor_list: list[Tensor], op: Any = dist.ReduceOp.SUM, async_op: bool = False
@@ -190,7 +190,7 @@ class CollectiveGroup:
             for one in tensor_list:
                 one.copy_(total)
 
-        return self._and_then(self.all_reduce(total, op, True), async_op, spread)
+        return _and_then(self.all_reduce(total, op, True), async_op, spread)
 
     def reduce_multigpu(
         self,
@@ -208,7 +208,7 @@ class CollectiveGroup:
             if self._rank == dst:
                 target.copy_(total)
 
-        return self._and_then(self.reduce(total, dst, op, True), async_op, keep)
+        return _and_then(self.reduce(total, dst, op, True), async_op, keep)
 
     def all_gather_multigpu(
         self,
@@ -236,7 +236,7 @@ class CollectiveGroup:
                 for output, value in zip(outputs, (row for member in gathered for row in member)):
                     output.copy_(value)
 
-        return self._and_then(self.all_gather(gathered, packed, True), async_op, spread)
+        return _and_then(self.all_gather(gathered, packed, True), async_op, spread)
 
     # -- life -------------------------------------------------------------------------------
 
@@ -281,20 +281,22 @@ class CollectiveGroup:
 
     # -- running ----------------------------------------------------------------------------
 
-    def _check_rank(self, what: str, rank: int) -> None:
-        if rank not in self.ranks:
-            raise OptionError(f"{what}={rank!r} is not in the group; its ranks: {self.ranks}.")
-
     def _run(self, what: str, async_op: bool, op: Callable[..., Any], *args: Any) -> Pending | None:
         pending = self.operations.launch(what, lambda: op(*args, group=self.group, async_op=True))
         return pending if async_op else pending.wait() and None
 
-    def _and_then(
-        self, pending: Pending | None, async_op: bool, then: Callable[[], object]
-    ) -> Pending | None:
-        assert pending is not None
-        pending._then = then
-        return pending if async_op else pending.wait() and None
+
+def _check_rank(what: str, rank: int, ranks: list[int]) -> None:
+    if rank not in ranks:
+        raise OptionError(f"{what}={rank!r} is not in the group; its ranks: {ranks}.")
+
+
+def _and_then(
+    pending: Pending | None, async_op: bool, then: Callable[[], object]
+) -> Pending | None:
+    assert pending is not None
+    pending._then = then
+    return pending if async_op else pending.wait() and None
 
 
 def _input(tensor: Tensor) -> Tensor:

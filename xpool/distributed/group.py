@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Hashable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from torch.distributed import rpc
 from torch.futures import Future
 
 from xpool.distributed.calls import call, send, sendable
 from xpool.distributed.current import current, get_cur_name, the_world
-from xpool.distributed.errors import GroupError, GroupKeyError, NotAMember
+from xpool.distributed.errors import NotAMember
 from xpool.distributed.meetings import meet
+from xpool.distributed.offers import Kind, Offers, not_found
 from xpool.distributed.rendezvous import check_timeout
 from xpool.distributed.rref import RRef
 
 __all__ = ["RpcGroup"]
-
-Kind = Literal["service", "value"]
-_DONE = {"service": "registered in", "value": "paired to"}
 
 
 class RpcGroup:
@@ -48,12 +46,14 @@ class RpcGroup:
     def __init__(self, group_name: str, group_members: Sequence[str]) -> None:
         self.group_name = group_name
         self.group_members = list(group_members)
-        self.destroyed = False
-        # Never held while another process is asked, which may take as long as a timeout.
+        self.offers = Offers(group_name, self.group_members[0])
         self._lock = threading.Lock()
-        # Guarded by _lock: what this process offers, and how many barriers it has called.
-        self._offers: dict[Kind, dict[Any, Any]] = {"service": {}, "value": {}}
-        self._barriers = 0
+        self._barriers = 0  # number of barriers that this process has called; guarded by _lock
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether the group has been destroyed in this process."""
+        return self.offers.destroyed
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -105,15 +105,17 @@ class RpcGroup:
             GroupKeyError: the key is taken.
             NotAMember: this process is not in the group.
         """
-        self._offer("value", key, value)
+        self._member(get_cur_name())
+        self.offers.add("value", key, value)
 
     def unpair(self, key: Hashable) -> None:
         """Withdraw a value that this process has paired; `GroupKeyError` when it has not."""
-        self._withdraw("value", key)
+        self._member(get_cur_name())
+        self.offers.withdraw("value", key)
 
     def is_paired(self, key: Hashable) -> bool:
         """Whether a member has paired this key."""
-        return self._holder("value", key)[0] is not None
+        return self.offers.find("value", key)[0] is not None
 
     def get_paired(self, key: Hashable) -> RRef:
         """Return a reference to a paired value; ``to_here()`` fetches a copy of it.
@@ -121,7 +123,7 @@ class RpcGroup:
         Raises:
             GroupKeyError: nobody has paired this key; the message says which there are.
         """
-        holder = self._must_hold("value", key)
+        holder = self.offers.holder("value", key)
         return _remote(holder, _offered, (self.group_name, "value", key), -1)
 
     # -- services -----------------------------------------------------------------------------
@@ -133,15 +135,17 @@ class RpcGroup:
             GroupKeyError: the key is taken.
             NotAMember: this process is not in the group.
         """
-        self._offer("service", key, service)
+        self._member(get_cur_name())
+        self.offers.add("service", key, service)
 
     def deregister(self, key: Hashable) -> None:
         """Withdraw a service that this process has registered; `GroupKeyError` otherwise."""
-        self._withdraw("service", key)
+        self._member(get_cur_name())
+        self.offers.withdraw("service", key)
 
     def is_registered(self, key: Hashable) -> bool:
         """Whether a member has registered this key."""
-        return self._holder("service", key)[0] is not None
+        return self.offers.find("service", key)[0] is not None
 
     def registered_sync(
         self,
@@ -167,7 +171,7 @@ class RpcGroup:
         timeout: float = -1,
     ) -> Future[Any]:
         """As `registered_sync`, and return a future; an unknown key still raises at once."""
-        holder = self._must_hold("service", key)
+        holder = self.offers.holder("service", key)
         return call(
             holder, _serve_and_send, (self.group_name, key, args, kwargs or {}), None, timeout
         )
@@ -181,7 +185,7 @@ class RpcGroup:
         timeout: float = -1,
     ) -> RRef:
         """As `registered_sync`, and return a reference to the result, which stays there."""
-        holder = self._must_hold("service", key)
+        holder = self.offers.holder("service", key)
         what = self.group_name, key, args, kwargs or {}
         return send(lambda *call: _remote(holder, _call, call, timeout), _serve, what, None)
 
@@ -194,7 +198,7 @@ class RpcGroup:
             PeerLost: a member has died.
             GroupTimeout: a member did not come within the world's ``rpc_timeout``.
         """
-        self._check_member()
+        self._member(get_cur_name())
         with self._lock:
             # The number tells this meeting from the next one of the same group.
             number, self._barriers = self._barriers, self._barriers + 1
@@ -211,7 +215,7 @@ class RpcGroup:
         if not self.destroyed and world.groups.get(self.group_name) is self:
             del world.groups[self.group_name]
             world.register.drop(self.group_name)
-        self.destroyed = True
+        self.offers.destroyed = True
 
     def size(self) -> int:
         """Number of members."""
@@ -242,14 +246,8 @@ class RpcGroup:
 
     # -- behind them --------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
-        if self.destroyed:
-            raise GroupError(
-                f"Group {self.group_name!r} was destroyed in {get_cur_name()!r}; make a new one."
-            )
-
     def _member(self, to: str) -> str:
-        self._check_usable()
+        self.offers.check_usable()
         if to not in self.group_members:
             raise NotAMember(
                 f"{to!r} is not a member of group {self.group_name!r}; "
@@ -257,84 +255,11 @@ class RpcGroup:
             )
         return to
 
-    def _check_member(self) -> None:
-        self._member(get_cur_name())
-
-    def _offer(self, kind: Kind, key: Hashable, offered: Any) -> None:
-        self._check_member()
-        with self._lock:
-            # First here: who learns of the key may call at once.
-            new = key not in self._offers[kind]
-            if new:
-                self._offers[kind][key] = offered
-        me = get_cur_name()
-        holder = me
-        if new:
-            try:
-                holder = self._ask(_enter, kind, key, me).wait()
-            except BaseException:
-                self._forget(kind, key)
-                raise
-            if holder == me:  # by an earlier try, whose answer did not come
-                return
-        if holder is not None:
-            if new:
-                self._forget(kind, key)
-            raise GroupKeyError(
-                f"{key!r} is already {_DONE[kind]} Group [{self.group_name}], by {holder!r}; "
-                "take another key, or withdraw that one there."
-            )
-
-    def _forget(self, kind: Kind, key: Hashable) -> None:
-        with self._lock:
-            del self._offers[kind][key]
-
-    def _withdraw(self, kind: Kind, key: Hashable) -> None:
-        self._check_member()
-        with self._lock:
-            if key not in self._offers[kind]:
-                own = ", ".join(map(repr, self._offers[kind])) or "none"
-                raise GroupKeyError(
-                    f"{key!r} was not {_DONE[kind]} Group [{self.group_name}] by "
-                    f"{get_cur_name()!r}, which alone could withdraw it; its own: {own}."
-                )
-        # The register first: calls by those who have found the key are still served meanwhile.
-        self._ask(_strike, kind, key, get_cur_name()).wait()
-        with self._lock:
-            self._offers[kind].pop(key, None)
-
-    def _ask(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Ask the register, which is in the first member."""
-        return call(self.group_members[0], func, (self.group_name, *args))
-
-    def _holder(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
-        self._check_usable()
-        with self._lock:
-            # What this process offers itself takes no call.
-            if key in self._offers[kind]:
-                return get_cur_name(), []
-        found: tuple[str | None, list[Any]] = self._ask(_look_up, kind, key).wait()
-        return found
-
-    def _must_hold(self, kind: Kind, key: Hashable) -> str:
-        holder, keys = self._holder(kind, key)
-        if holder is None:
-            raise _not_found(self.group_name, kind, key, keys)
-        return holder
-
 
 def _remote(to: str, func: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> RRef:
     the_world().peers.check(to)
     check_timeout("timeout", timeout)
     return RRef(rpc.remote(to, func, args=args, timeout=timeout))
-
-
-def _not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupKeyError:
-    there = ", ".join(sorted(map(repr, keys))) or "none"
-    return GroupKeyError(
-        f"{kind.capitalize()} {key!r} was not found on Group [{group_name}]; "
-        f"{_DONE[kind]} it: {there}."
-    )
 
 
 def _arrived(name: str, members: list[str]) -> RpcGroup:
@@ -358,10 +283,10 @@ _NOTHING = object()
 def _offered(group_name: str, kind: Kind, key: Any) -> Any:
     # Without the lock: one look into a dict, and what is found there was offered.
     group = the_world().groups.get(group_name)
-    offers = group._offers[kind] if group is not None else {}
+    offers = group.offers.own[kind] if group is not None else {}
     found = offers.get(key, _NOTHING)
     if found is _NOTHING:
-        raise _not_found(group_name, kind, key, list(offers))
+        raise not_found(group_name, kind, key, list(offers))
     return found
 
 
@@ -373,61 +298,3 @@ def _serve_and_send(
     group_name: str, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return sendable(f"service {key!r}", _serve(group_name, key, args, kwargs))
-
-
-# -- what runs in the first member --------------------------------------------------------------
-
-
-class Register:
-    """Who holds what, in the groups whose first member is this process."""
-
-    def __init__(self) -> None:
-        # Calls of all members come in threads of torch's RPC, several at a time.
-        self._lock = threading.Lock()
-        self._holders: dict[tuple[str, Kind], dict[Any, str]] = {}  # guarded by _lock
-
-    def enter(
-        self, group_name: str, kind: Kind, key: Any, name: str, lost: Container[str] = ()
-    ) -> str | None:
-        """Note a holder; return the one that there is already, if there is and it is not lost."""
-        with self._lock:
-            holders = self._holders.setdefault((group_name, kind), {})
-            if key in holders and holders[key] not in lost:
-                return holders[key]
-            holders[key] = name
-            return None
-
-    def strike(self, group_name: str, kind: Kind, key: Any, name: str) -> None:
-        """Forget a holder."""
-        with self._lock:
-            holders = self._holders.get((group_name, kind), {})
-            if holders.get(key) == name:
-                del holders[key]
-
-    def look_up(self, group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
-        """Return the holder, and all keys when there is none."""
-        with self._lock:
-            holders = self._holders.get((group_name, kind), {})
-            holder = holders.get(key)
-            return holder, [] if holder else list(holders)
-
-    def drop(self, group_name: str) -> None:
-        """Forget a group."""
-        with self._lock:
-            self._holders.pop((group_name, "service"), None)
-            self._holders.pop((group_name, "value"), None)
-
-
-def _enter(group_name: str, kind: Kind, key: Any, name: str) -> str | None:
-    world = the_world()
-    register: Register = world.register
-    return register.enter(group_name, kind, key, name, world.peers.lost())
-
-
-def _strike(group_name: str, kind: Kind, key: Any, name: str) -> None:
-    the_world().register.strike(group_name, kind, key, name)
-
-
-def _look_up(group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
-    register: Register = the_world().register
-    return register.look_up(group_name, kind, key)

@@ -18,8 +18,9 @@ import xpool.distributed.rendezvous as rendezvous
 from xpool.distributed.backends import check_backend
 from xpool.distributed.collective import CollectiveGroup
 from xpool.distributed.errors import GroupError, NotAMember, PeerLost
-from xpool.distributed.group import Register, RpcGroup
+from xpool.distributed.group import RpcGroup
 from xpool.distributed.meetings import Meetings, meet
+from xpool.distributed.offers import Register
 from xpool.distributed.operations import explain
 from xpool.distributed.peers import Peers
 from xpool.distributed.watching import FAREWELL_SECONDS, Farewell, Watchers, watch

@@ -1,0 +1,173 @@
+"""The keys under which members of an `RpcGroup` offer values and services to each other.
+
+The first member of a group keeps its `Register`, which says who holds a key.  A value or service
+itself stays in the `Offers` of its holder.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Hashable
+from typing import Any, Literal
+
+from torch.futures import Future
+
+from xpool.distributed.calls import call
+from xpool.distributed.current import get_cur_name, the_world
+from xpool.distributed.errors import GroupError, GroupKeyError
+
+__all__ = ["Kind", "Offers", "Register", "not_found"]
+
+Kind = Literal["service", "value"]
+_DONE = {"service": "registered in", "value": "paired to"}
+
+
+class Offers:
+    """What this process offers in one group, and its questions to the group's register.
+
+    ``first``: the member that keeps the register.
+    """
+
+    def __init__(self, group_name: str, first: str) -> None:
+        self.destroyed = False
+        self._group_name, self._first = group_name, first
+        # Never held while another process is asked, which may take as long as a timeout.
+        self._lock = threading.Lock()
+        self.own: dict[Kind, dict[Any, Any]] = {"service": {}, "value": {}}  # guarded by _lock
+
+    def check_usable(self) -> None:
+        """Raise `GroupError` if the group was destroyed in this process."""
+        if self.destroyed:
+            raise GroupError(
+                f"Group {self._group_name!r} was destroyed in {get_cur_name()!r}; make a new one."
+            )
+
+    def add(self, kind: Kind, key: Hashable, offered: Any) -> None:
+        """Offer a value or service under a key; `GroupKeyError` if it is taken."""
+        with self._lock:
+            # Before it is registered: a member that finds the key may call at once.
+            new = key not in self.own[kind]
+            if new:
+                self.own[kind][key] = offered
+        me = get_cur_name()
+        holder: str | None = me
+        if new:
+            try:
+                holder = self._ask(_enter, kind, key, me).wait()
+            except BaseException:
+                self._forget(kind, key)
+                raise
+            if holder == me:  # registered by an earlier try, whose answer was lost
+                return
+        if holder is not None:
+            if new:
+                self._forget(kind, key)
+            raise GroupKeyError(
+                f"{key!r} is already {_DONE[kind]} Group [{self._group_name}], by {holder!r}; "
+                "take another key, or withdraw that one there."
+            )
+
+    def _forget(self, kind: Kind, key: Hashable) -> None:
+        with self._lock:
+            del self.own[kind][key]
+
+    def withdraw(self, kind: Kind, key: Hashable) -> None:
+        """Withdraw a value or service; `GroupKeyError` if this process does not offer it."""
+        with self._lock:
+            if key not in self.own[kind]:
+                own = ", ".join(map(repr, self.own[kind])) or "none"
+                raise GroupKeyError(
+                    f"{key!r} was not {_DONE[kind]} Group [{self._group_name}] by "
+                    f"{get_cur_name()!r}, which alone could withdraw it; its own: {own}."
+                )
+        # The register first: calls of members that have found the key are still served meanwhile.
+        self._ask(_strike, kind, key, get_cur_name()).wait()
+        with self._lock:
+            self.own[kind].pop(key, None)
+
+    def _ask(self, func: Callable[..., Any], *args: Any) -> Future[Any]:
+        return call(self._first, func, (self._group_name, *args))
+
+    def find(self, kind: Kind, key: Hashable) -> tuple[str | None, list[Any]]:
+        """Return the holder of a key; if there is none, None and all keys of this kind."""
+        self.check_usable()
+        with self._lock:
+            # No call is needed for a key of this process.
+            if key in self.own[kind]:
+                return get_cur_name(), []
+        found: tuple[str | None, list[Any]] = self._ask(_look_up, kind, key).wait()
+        return found
+
+    def holder(self, kind: Kind, key: Hashable) -> str:
+        """Return the holder of a key; `GroupKeyError` if there is none."""
+        holder, keys = self.find(kind, key)
+        if holder is None:
+            raise not_found(self._group_name, kind, key, keys)
+        return holder
+
+
+def not_found(group_name: str, kind: Kind, key: Any, keys: list[Any]) -> GroupKeyError:
+    """Return the error for a key that nobody offers."""
+    there = ", ".join(sorted(map(repr, keys))) or "none"
+    return GroupKeyError(
+        f"{kind.capitalize()} {key!r} was not found on Group [{group_name}]; "
+        f"{_DONE[kind]} it: {there}."
+    )
+
+
+# -- what runs in the first member --------------------------------------------------------------
+
+
+class Register:
+    """The holders of keys, of the groups whose first member is this process."""
+
+    def __init__(self) -> None:
+        # Calls of members arrive in threads of torch's RPC, several at a time.
+        self._lock = threading.Lock()
+        self._holders: dict[tuple[str, Kind], dict[Any, str]] = {}  # guarded by _lock
+
+    def enter(
+        self, group_name: str, kind: Kind, key: Any, name: str, lost: Container[str] = ()
+    ) -> str | None:
+        """Enter a holder; return the present holder instead if there is one that is not lost."""
+        with self._lock:
+            holders = self._holders.setdefault((group_name, kind), {})
+            if key in holders and holders[key] not in lost:
+                return holders[key]
+            holders[key] = name
+            return None
+
+    def strike(self, group_name: str, kind: Kind, key: Any, name: str) -> None:
+        """Remove a holder."""
+        with self._lock:
+            holders = self._holders.get((group_name, kind), {})
+            if holders.get(key) == name:
+                del holders[key]
+
+    def look_up(self, group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
+        """Return the holder; if there is none, None and all keys."""
+        with self._lock:
+            holders = self._holders.get((group_name, kind), {})
+            holder = holders.get(key)
+            return holder, [] if holder else list(holders)
+
+    def drop(self, group_name: str) -> None:
+        """Remove a group."""
+        with self._lock:
+            self._holders.pop((group_name, "service"), None)
+            self._holders.pop((group_name, "value"), None)
+
+
+def _enter(group_name: str, kind: Kind, key: Any, name: str) -> str | None:
+    world = the_world()
+    register: Register = world.register
+    return register.enter(group_name, kind, key, name, world.peers.lost())
+
+
+def _strike(group_name: str, kind: Kind, key: Any, name: str) -> None:
+    the_world().register.strike(group_name, kind, key, name)
+
+
+def _look_up(group_name: str, kind: Kind, key: Any) -> tuple[str | None, list[Any]]:
+    register: Register = the_world().register
+    return register.look_up(group_name, kind, key)
