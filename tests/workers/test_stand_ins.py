@@ -218,6 +218,56 @@ def test_numpy_is_not_waited_for(tmp_path):
     assert scripts.run_ok([path]) == ""
 
 
+BROKEN = """
+    import os, sys
+    class ndarray:
+        pass
+    if "xpool._worker.server" in sys.modules:  # in the server, and in its workers
+        {what}
+"""
+
+WITHOUT = """
+    import os, sys
+    sys.path.insert(0, os.path.dirname(__file__) + "/lib")
+    import numpy
+    import xpool
+
+    def light(x):
+        return x + 1
+
+    def heavy(x):
+        return numpy.ndarray
+
+    if __name__ == "__main__":
+        with xpool.Pool(2) as pool:
+            assert pool.map(light, range(3)) == [1, 2, 3]
+        pool.join()
+        with xpool.Pool(2) as pool:
+            try:
+                pool.map(heavy, range(3))
+            except Exception as exc:
+                print(type(exc).__name__, exc)
+        pool.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raise RuntimeError('broken')", "RuntimeError broken"),
+        ("os._exit(3)", "the fork server ended before it had forked the worker, exit code 3"),
+    ],
+)
+def test_a_numpy_that_the_server_cannot_import(tmp_path, what, said):
+    """Functions that do not use it are answered; the others have an error that says why."""
+    package = tmp_path / "lib" / "numpy"
+    package.mkdir(parents=True)
+    scripts.write(package / "__init__.py", BROKEN.format(what=what))
+    scripts.write(package / "random.py", "")
+    done = scripts.run([scripts.write(tmp_path / "program.py", WITHOUT)])
+    assert done.returncode == 0 and said in done.stdout, done
+
+
 LIGHT = """
     if __name__ == "__main__":
         with xpool.Pool(2) as pool:
