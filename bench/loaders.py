@@ -7,10 +7,11 @@ have that; the processes take turns, an epoch each.  Printed for each work and l
 
     rate        samples a second: the median over the epochs, without the first one
     CPU         seconds of processor time for 1,000 samples, of the program and all its processes
-    PSS         MiB of memory in the middle of an epoch, of all these processes
+    PSS         MiB of memory in the middle of the first epoch, of all these processes
     first       seconds from ``iter(loader)`` to the first batch, right after the loader was made
 
-and for each work the ratio of xpool's better way to the best peer.  ``--soak SECONDS`` kills
+and for each work the ratio of xpool's better way to the best peer.  All of it takes five minutes on
+two cores that do nothing else.  ``--soak SECONDS`` kills
 workers instead.
 """
 
@@ -266,7 +267,8 @@ class Child:
             [sys.executable, "-W", "ignore", "-m", "bench.loaders", work, "--serve", kind],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.first = self.epoch()["first"]
+        begun = self.epoch("memory")
+        self.first, self.pss = begun["first"], begun["pss"]
         self.epochs: list[dict[str, float]] = []
 
     def epoch(self, order: str = "go") -> dict[str, float]:
@@ -294,11 +296,10 @@ def compare(name: str, kinds: Iterable[str], epochs: int) -> None:
             child.epochs.append(child.epoch())
     rates = {child.name: work.samples / child.median("seconds") for child in children}
     for child in children:
-        pss = child.epoch("memory")["pss"]
         cpu = child.median("cpu") / work.samples * 1000
         print(
             f"{name:9} {child.name:18} {rates[child.name]:11,.0f}/s  CPU {cpu:7.3f}  "
-            f"PSS {pss:6,.0f}  first {child.first:.3f}"
+            f"PSS {child.pss:6,.0f}  first {child.first:.3f}"
         )
         child.end()
     ours = max(rate for kind, rate in rates.items() if kind.startswith("xpool"))
@@ -356,7 +357,7 @@ def main() -> None:
     """Measure each work, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("works", nargs="*", default=list(WORKS), help=", ".join(WORKS))
-    parser.add_argument("--epochs", type=int, default=7)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--kinds", default=",".join(KINDS), help="with commas")
     parser.add_argument("--soak", type=float, metavar="SECONDS", help="only kill workers, so long")
     parser.add_argument("--serve", metavar="KIND", help=argparse.SUPPRESS)
