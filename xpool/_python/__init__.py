@@ -1,7 +1,7 @@
-"""What leans on the insides of CPython and `multiprocessing`: the lowest layer.
+"""The lowest layer: what depends on the insides of CPython and `multiprocessing`.
 
-At-fork and import hooks, the shield against asynchronous exceptions, waiters, event loops, exits of
-processes, the resource tracker, the fork server.  No other package uses private names of the
-standard library; what is here is tried with each Python (`make cores`).  Used in programs, workers
-and fork servers alike.  Waiters block; the rest does not.  Imports nothing of xpool.
+At-fork and import hooks, the shield against asynchronous exceptions, waiters, event loops, the exit
+of a process, the resource tracker, the fork server.  No other package uses private names of the
+standard library, and `make cores` runs the tests of this one on each Python.  Programs, workers and
+fork servers use it.  Waiters block; nothing else does.  Imports nothing of xpool.
 """

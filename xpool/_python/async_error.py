@@ -1,4 +1,4 @@
-"""Raising an exception in another thread, which only CPython's interface for C can do."""
+"""Raises an exception in another thread, which only CPython's C API can do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["raise_in_thread"]
 
 
 def raise_in_thread(ident: int | None, what: type[BaseException] | None) -> None:
-    """Raise something in a thread, when it next runs Python code; None: withdraw that."""
-    # NULL withdraws what has not been raised yet; the id is an unsigned long (Python/pystate.c).
+    """Raise ``what`` in a thread when it next runs Python code; None withdraws it."""
+    # NULL clears the pending exception; the thread id is an unsigned long (Python/pystate.c).
     obj = ctypes.c_void_p() if what is None else ctypes.py_object(what)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident or 0), obj)

@@ -1,9 +1,9 @@
-"""What is done when this process forks: nothing else in the package tells Python of it.
+"""Functions that Python calls when this process forks; only this module registers them.
 
 A child has a copy of all memory and one thread, the one that forked.  So it must not wait for a
-lock that another thread of its parent had, nor keep what the parent counts for itself (`renew`),
-nor hold descriptors open that tell others of the parent's end (`at_fork`).  Before a fork, what was
-registered last is called first; after it, all is called in the order of registration.
+lock that another thread of the parent held, nor keep counters of the parent (`renew`), nor keep
+descriptors open whose end tells others that the parent has ended (`at_fork`).  Python calls the
+functions for `before` in reverse order of registration, the others in that order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["at_fork", "fork_unused", "renew"]
 
-_unused = False  # the fork under way is one of `fork_unused`
+_unused = False  # whether `fork_unused` is forking
 
 
 def at_fork(
@@ -23,11 +23,11 @@ def at_fork(
     in_parent: Callable[[], object] | None = None,
     in_child: Callable[[], object] | None = None,
 ) -> None:
-    """Have these called by the thread that forks; where there is no fork, never."""
+    """Register functions that the forking thread calls; does nothing on systems without fork."""
     if not hasattr(os, "register_at_fork"):
         return
-    # Python keeps these as long as the process lives, and with them all that they hold.  Each by
-    # itself: it goes on with the next when a signal handler has raised in one.
+    # Python keeps these functions, and what they refer to, until the process ends.  Each is
+    # registered separately: if a signal handler raises in one, Python still calls the next.
     given = {"before": before, "after_in_parent": in_parent, "after_in_child": in_child}
     for when, call in given.items():
         if call is not None:
@@ -39,7 +39,7 @@ def _unless_unused(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
-    """Have globals of a module (``namespace``) made anew in each child: locks, above all."""
+    """Make globals of a module (``namespace``) anew in each child, for example locks."""
 
     def in_child() -> None:
         for name, make in makers.items():
@@ -49,9 +49,10 @@ def renew(namespace: dict[str, Any], **makers: Callable[[], Any]) -> None:
 
 
 def fork_unused() -> int:
-    """Fork a process of one thread that has only imported this package: nothing is called.
+    """Fork without calling the registered functions.
 
-    All that is called would find nothing to do, and takes a tenth of a worker's start.
+    For a process with one thread that has only imported this package: the functions would have
+    nothing to do, and take a tenth of a worker's start.
     """
     global _unused
     _unused = True

@@ -1,4 +1,4 @@
-"""The base of xpool's errors: below `xpool.errors`, since two of them live in `pool_errors`."""
+"""The base of xpool's errors.  It is here because `pool_errors`, in this layer, has two of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["TimeoutError", "XPoolError"]
 
 
 class XPoolError(Exception):
-    """Base of everything that xpool itself raises."""
+    """Base of all errors that xpool itself raises."""
 
 
 class TimeoutError(multiprocessing.TimeoutError, builtins.TimeoutError):
-    """The caller waited for ``timeout`` seconds, and what it waited for has not come.
+    """The caller waited for ``timeout`` seconds without a result.
 
-    Both Python's own `TimeoutError` and `multiprocessing.TimeoutError`.
+    A subclass of Python's own `TimeoutError` and of `multiprocessing.TimeoutError`.
     """
 
 

@@ -1,8 +1,8 @@
-"""What the failure of a task needs, and is not imported before one: most programs never see any.
+"""Imports the modules that a failed task needs when the first task fails.
 
-It is a fifth of all that a first pool would import.  By the time of the failure the process may
-have no descriptor left, and a task may have emptied `sys.path`.  So one descriptor is kept for the
-import and, in workers, the path as it was.
+They are a fifth of what a first pool would import, and most programs have no failed task.  When a
+task fails, the process may have no free descriptor, and a task may have emptied `sys.path`.  So
+this module reserves one descriptor for the import and, in workers, saves `sys.path`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["kept_descriptor", "prepare", "ready"]
 # first), and `unicodedata` for the width of a line that is not ASCII.
 _MODULES = ("traceback", "tokenize", "unicodedata", "xpool._python.pool_errors")
 
-_spare: int | None = None  # a descriptor; None: none is kept
+_spare: int | None = None  # the reserved descriptor
 _path: list[str] | None = None
 
-# A child that was forked while another thread imports would wait for that import for ever.
+# Held over a fork: a child forked during another thread's import would wait for it for ever.
 _importing = threading.RLock()
 
 
 def prepare(*, keep_path: bool) -> None:
-    """Keep what it takes to import these modules later."""
+    """Reserve what the import needs later."""
     global _spare, _path
     if _spare is None and not all(name in sys.modules for name in _MODULES):
         _spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -36,12 +36,12 @@ def prepare(*, keep_path: bool) -> None:
 
 
 def kept_descriptor() -> int | None:
-    """Return the descriptor that this process keeps for the import."""
+    """Return the descriptor that is reserved for the import; None: there is none."""
     return _spare
 
 
 def ready() -> None:
-    """Import what the failure of a task needs."""
+    """Import the modules that a failed task needs."""
     global _spare
     if _spare is None:
         return
@@ -52,7 +52,7 @@ def ready() -> None:
         now = list(sys.path)
         if _path is not None:
             sys.path[:] = _path
-        # One is enough: an import opens one file at a time.
+        # One descriptor is enough: an import opens one file at a time.
         os.close(spare)
         try:
             for name in _MODULES:

@@ -1,7 +1,7 @@
-"""Waiting for results in an event loop: asyncio's (and those that take its place), or trio's.
+"""Waits for results in an event loop: asyncio's, a replacement of it such as uvloop, or trio's.
 
-A waiting coroutine puts a `_Bell` where a waiting thread would put a lock.  Whoever completes the
-result rings it, from whatever thread that is; the loop wakes the coroutine, which looks again.
+A waiting coroutine lists a `_Bell` where a waiting thread lists a lock.  The thread that completes
+the result releases it; the loop then wakes the coroutine, which checks the result again.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["awaited", "next_of"]
 
 class _Bell(Protocol):
     def release(self) -> object:
-        """Ring, from any thread; RuntimeError: the loop has ended, so nobody listens."""
+        """Wake the coroutine, from any thread; RuntimeError: its loop has ended."""
 
     async def rung(self) -> object:
-        """Wait for it."""
+        """Wait for `release`."""
 
 
 class _AsyncioBell:
@@ -29,7 +29,7 @@ class _AsyncioBell:
         self._loop, self._event = loop, asyncio.Event()
 
     def release(self) -> object:
-        # An asyncio event may be set in the loop's own thread only; trio's, below, likewise.
+        # Only the loop's own thread may set an event; the same holds for trio's, below.
         return self._loop.call_soon_threadsafe(self._event.set)
 
     async def rung(self) -> object:
@@ -51,7 +51,7 @@ def _bell() -> _Bell:
     try:
         return _AsyncioBell(asyncio.get_running_loop())
     except RuntimeError:
-        # Not asyncio's: a program in trio's loop has imported trio.
+        # A program in trio's loop has imported trio.
         trio = sys.modules.get("trio")
         if trio is None:
             raise
@@ -62,31 +62,34 @@ async def _until(waiters: Waiters, there: Callable[[], bool]) -> None:
     """Wait in the running event loop until ``there()``.
 
     Raises:
-        RuntimeError: there is no loop of asyncio or trio.
-        BaseException: the loop's own, when the waiting task is cancelled.
+        RuntimeError: no loop of asyncio or trio runs in this thread.
+        BaseException: the loop's own error, when it cancels the waiting task.
     """
     while not there():
         bell = _bell()
         with waiters.listening(bell):
-            # Listened for first and looked at then: what comes between the two rings.
+            # Register before checking, so that a result between the two is not missed.
             if not there():
                 await bell.rung()
 
 
 async def awaited(result: Any) -> Any:
-    """Return the value of an `AsyncResult`, or raise its error; cancel it with the waiting task."""
+    """Return the value of an `AsyncResult`, or raise its error.
+
+    Cancels the result if the loop cancels the waiting task.
+    """
     try:
         await _until(result._waiters, result.ready)
     except BaseException:
-        # The waiting task is cancelled, or its loop ends: nobody wants the result any more.
+        # The waiting task was cancelled, or its loop ends.
         result.cancel()
         raise
-    # Not to wait, whatever happens: this would hold up the whole loop.
+    # 0: a wait would block the whole loop.
     return result.get(0)
 
 
 async def next_of(results: Any) -> Any:
-    """Return the next value of an iterator of `imap`; cancel it with the waiting task."""
+    """Return the next value of an iterator of `imap`; cancels it if the loop cancels the task."""
     try:
         await _until(results._waiters, results._movable)
     except BaseException:

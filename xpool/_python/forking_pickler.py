@@ -1,7 +1,7 @@
-"""What `multiprocessing` pickles in ways of its own: connections, sockets, shared memory of ctypes.
+"""The reducers of `multiprocessing`: for connections, sockets, shared memory of ctypes.
 
-Its pickler has a table of reducers, to which `multiprocessing.reduction.register` adds; its pools
-send tasks and results by it.  Where nothing of ours answers for a type, that table does.
+Its pickler has a table of reducers, to which `multiprocessing.reduction.register` adds, and its
+pools send tasks and results with it.  xpool uses that table for types that it has no reducer for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["reducer_for"]
 
-#: In their table since Python 2 could not pickle them.
+#: In that table because Python 2 could not pickle them.
 _AS_USUAL = {types.MethodType, type(list.append), type(int.__add__), functools.partial}
 
 _table: dict[type, Callable[[Any], Any]] | None = None
@@ -25,11 +25,11 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
     global _table
     if _table is None:
         if "multiprocessing.reduction" not in sys.modules and kind.__module__ != "socket":
-            return None  # who has registered something has imported it
+            return None  # a program that registers a reducer has imported the module
         from multiprocessing.reduction import ForkingPickler
 
-        # Not documented, and so in every Python from 3.3 to 3.14: `dispatch_table` of an instance
-        # is a copy, and this is asked for each object of a class that nobody registered.
+        # Not documented, but in every Python from 3.3 to 3.15.  The documented `dispatch_table` of
+        # an instance is a copy, too slow to make for each object of a class without a reducer.
         _table = getattr(ForkingPickler, "_extra_reducers", {})
     reduce = _table.get(kind)
     if reduce is None or kind in _AS_USUAL or kind.__module__.partition(".")[0] == "torch":
@@ -40,12 +40,12 @@ def reducer_for(kind: type) -> Callable[[Any, Any], Any] | None:
 def _reduce(reduce: Callable[[Any], Any], pickler: Any, obj: Any) -> Any:
     import ctypes
 
-    # _ctypes._CData, the base of all that ctypes makes, has no public name.
+    # _ctypes._CData, the base of all types of ctypes, has no public name.
     if isinstance(obj, ctypes.c_int.__mro__[-2]):
-        # Of such a class, only what lies in shared memory needs them, and is refused here.
+        # Only objects in shared memory need the reducer, which refuses to send them.
         return reduce(obj) if hasattr(obj, "_wrapper") else NotImplemented
     if pickler.layout.kept or not pickler.layout.out_of_band:
-        # A descriptor waits here for the one who fetches it: not for nobody, and not for several.
+        # The reducer keeps a descriptor here until exactly one receiver fetches it.
         raise RuntimeError(
             f"{type(obj).__name__} objects can be sent once, in a task without retries= or a "
             "result; in initargs they are passed on through inheritance"

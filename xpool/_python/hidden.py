@@ -1,4 +1,4 @@
-"""What the standard library has no public name for, and pickling has to know."""
+"""Facts that pickling needs, and for which the standard library has no public name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["CachedFunction", "is_free_threaded", "module_of", "registered_classes"]
 
 CachedFunction: type = type(functools.lru_cache(len))
-"""The type of what `functools.lru_cache` and `functools.cache` make."""
+"""The type of functions made by `functools.lru_cache` and `functools.cache`."""
 
 
 def is_free_threaded() -> bool:
@@ -20,7 +20,7 @@ def is_free_threaded() -> bool:
 
 
 def registered_classes(cls: type) -> Any:
-    """Weak references to the classes that an abstract base class was told of by `register`."""
+    """Return weak references to the classes registered with an abstract base class."""
     return abc._get_dump(cls)[0] if isinstance(cls, abc.ABCMeta) else ()  # type: ignore[attr-defined]
 
 
@@ -28,7 +28,7 @@ def module_of(obj: Any, name: str) -> str:
     """Return the module in which an object has this name.
 
     Raises:
-        LookupError: in none; what `numpy.frompyfunc` makes has a name of its own making.
+        LookupError: no module has it, as with the functions that `numpy.frompyfunc` makes.
     """
     module: str = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]
     found: Any = sys.modules.get(module)

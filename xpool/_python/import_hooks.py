@@ -1,7 +1,7 @@
-"""What a worker does at the moment when it first imports a module: seeds, the tracker, logging.
+"""Functions that a worker calls when it first imports a module: seeds, the tracker, logging.
 
-One finder, the first of the import system, finds these modules, and has their loader call what
-waits for them.  Its first words about a module are its last: then it is gone from the books.
+One finder, the first of the import system, finds these modules and wraps their loaders, which then
+call the registered functions.  After the import, the finder ignores the module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _waiting: dict[str, list[Callable[[Any], object]]] = {}
 
 
 def when_imported(name: str, call: Callable[[Any], object]) -> None:
-    """Call ``call(module)`` when this module has been imported: now, if it has been."""
+    """Call ``call(module)`` after the module's import, or now if it is imported already."""
     if name in sys.modules:
         call(sys.modules[name])
         return
@@ -58,7 +58,7 @@ class _Finder:
 
 
 class _Loader:
-    """Does what the module's own loader does, and calls; then leaves no trace of itself."""
+    """Loads with the module's own loader, restores it, and calls the registered functions."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         assert spec.loader is not None
@@ -70,9 +70,9 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Before the module's code runs, which may ask for its loader.
+        # Restored before the module's code runs, which may use its loader.
         module.__loader__ = self._spec.loader = self._own
         self._own.exec_module(module)
-        # Only now: an import that has failed is waited for again.
+        # After the import: if it fails, the functions wait for the next try.
         for call in _waiting.pop(module.__name__, ()):
             call(module)

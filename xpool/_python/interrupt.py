@@ -1,18 +1,18 @@
-"""Signal handlers that raise wait until the books are in order.
+"""Defers signal handlers that may raise while xpool updates its state.
 
 Python calls a signal handler in the main thread, between any two instructions.  If the handler
-raises (that of Ctrl-C does, and so does every time limit made with SIGALRM) while that thread is
-just writing a task to a worker, what was written and what is noted as written would differ, and a
-later `get` could wait for ever.  Locks do not help.
+raises (that of Ctrl-C does, and so does every time limit made with SIGALRM) while that thread
+writes a task to a worker, the pool's record of what was written would be wrong, and a later `get`
+could wait for ever.  Locks do not help.
 
-So a function that keeps books is `shielded`: while one runs in the main thread, each Python handler
-of the usual signals is replaced by a `Deferred`, which calls it only where the program may be
-interrupted, or else when it next comes to such a place.  Within a shielded function these are the
-functions marked `interruptible`: those that wait, and those that run code of the program's.
-Outside of shielded functions every handler is where the program has put it.
+So a function that updates such state is `shielded`: while one runs in the main thread, each Python
+handler of the usual signals is replaced by a `Deferred`.  It calls the handler at once where the
+handler may raise, and otherwise when the thread next reaches such a place.  Within a shielded
+function, these places are the functions marked `interruptible`: they wait, or run code of the
+program.  Outside shielded functions, the program's own handlers are in place.
 
-What this does not cover (handlers of other signals, `RecursionError`, `PyThreadState_SetAsyncExc`)
-breaks the pool, with the name of the exception: see `cut_short`.
+An exception that this does not cover (a handler of another signal, `RecursionError`,
+`PyThreadState_SetAsyncExc`) breaks the pool with an error that names it: see `cut_short`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Those that may come again at once last: when theirs is in its place, all others are.
+# Signals that may arrive again at once are last: when their handler is set, all others are.
 _NAMES = (
     "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGVTALRM", "SIGALRM",
 )  # fmt: skip
@@ -53,23 +53,23 @@ _SIGNALS: tuple[int, ...] = tuple(int(getattr(signal, n)) for n in _NAMES if has
 
 _ALARMS = (signal.SIGALRM, signal.SIGVTALRM)
 
-# The functions in C: those of `signal` make enums of all they touch, which takes 20 times as long.
+# The functions in C: those of `signal` convert to enums, which takes 20 times as long.
 _in_c: Any = importlib.import_module("_signal")
 _get_handler: Callable[[int], Any] = _in_c.getsignal
 _set_handler: Callable[[int, Any], Any] = _in_c.signal
 
-# True: handlers wait where this runs; False: they do not.  By the `id` of the code, which lives as
-# long as the program: to hash the code itself takes a microsecond for each frame.
+# True: handlers wait while this function runs; False: they do not.  The keys are ids of code
+# objects, which live as long as the program: hashing the code takes a microsecond for each frame.
 _marks: dict[int, bool] = {}
 
-_clear: list[Any] = []  # handlers that look for themselves whether they may raise
+_clear: list[Any] = []  # handlers that call `may_raise` themselves
 
 pending: list[Deferred] = []
-"""Handlers to be called at the next place where they may raise.  Look before calling `deliver`."""
+"""Handlers to be called at the next place where they may raise.  Check it before `deliver`."""
 
 
 class Deferred:
-    """A signal handler that waits while books are kept."""
+    """Replaces a signal handler, and defers its call while a shielded function runs."""
 
     __slots__ = ("handler", "signum")
 
@@ -77,10 +77,10 @@ class Deferred:
         self.signum, self.handler = signum, handler
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        # Marked itself: signals that come faster than this can look do not pile up.
+        # This function is marked too, so that signals faster than this check do not pile up.
         if may_raise(frame):
             self._call(signum, frame)
-        elif self not in pending:  # as the system counts signals that nobody has seen yet
+        elif self not in pending:  # once, as the system counts pending signals
             pending.append(self)
 
     def _call(self, signum: int, frame: FrameType | None) -> None:
@@ -95,15 +95,15 @@ _marks[id(Deferred._call.__code__)] = False
 
 
 class _Shield:
-    """What is in place of the program's handlers.  The main thread's alone."""
+    """What replaces the program's handlers.  Used by the main thread only."""
 
     __slots__ = ("first", "found", "main", "plan")
 
     def __init__(self) -> None:
         self.main = threading.main_thread().ident
-        # The first that was put in place: looked at to know whether it still is.
+        # The first one that was set; a check of its signal tells whether the shield is up.
         self.first: Deferred | None = None
-        # Handlers as they were found last, and what is put in their places.
+        # The program's handlers at the last call, and their replacements.
         self.found: list[Any] = []
         self.plan: tuple[Deferred, ...] = ()
 
@@ -112,15 +112,15 @@ _shield = _Shield()
 
 
 def uninterrupted(func: F) -> F:
-    """Mark a finalizer, for handlers that look whether they `may_raise`; costs nothing per call."""
+    """Mark a finalizer, in which handlers that call `may_raise` wait; costs nothing per call."""
     _marks[id(func.__code__)] = True
     return func
 
 
 def shielded(func: F) -> F:
-    """Make a function that no signal handler can cut short, except where it is interruptible.
+    """Defer signal handlers while a function runs, except in interruptible parts.
 
-    Costs 4 us in the main thread, nothing to speak of in others or within another such function.
+    Costs 4 us in the main thread, and little in other threads or within another such function.
     """
 
     @functools.wraps(func)
@@ -129,16 +129,16 @@ def shielded(func: F) -> F:
         if get_ident() != _shield.main:
             return func(*args, **kwds)
         first = _shield.first
-        # Looked at in its place, where an interruptible part may have put a handler of its own.
+        # Compared with the handler in place: an interruptible part may have set another.
         if first is not None and _get_handler(first.signum) is first:
-            return func(*args, **kwds)  # within another
+            return func(*args, **kwds)  # within another shielded function
         if pending:
             _drop_stale()
-        # Handlers seldom change between calls, so the plan of the last call mostly fits.
+        # Handlers seldom change between calls, so the plan of the last call usually fits.
         found = [*map(_get_handler, _SIGNALS)]
         plan = _shield.plan if found == _shield.found else _make_plan(found)
         try:
-            # Within the `try`: if a handler raises amid these, `_lower` takes them back.
+            # Within the `try`: if a handler raises between these, `_lower` removes them.
             if plan:
                 _shield.first = plan[0]
                 for one in plan:
@@ -147,25 +147,25 @@ def shielded(func: F) -> F:
         finally:
             try:
                 if pending:
-                    # What has waited while this ran.
+                    # Handlers that were deferred while this ran.
                     _deliver_outside(sys._getframe(1))
             finally:
                 try:
                     _lower(plan, first)
                 finally:
                     if pending:
-                        # What has come since, before the program's handlers were in their places.
+                        # Handlers deferred since, before the program's handlers were back.
                         _deliver_outside(sys._getframe(1))
 
-    # Not what is around it: a handler that raises there finds the books as they were, or done.
+    # Not `whole`: when a handler raises there, the state is that of before or after the call.
     _marks[id(func.__code__)] = True
     return cast(F, whole)
 
 
 def interruptible(func: F) -> F:
-    """Mark a function that waits, or runs code of the program's; costs nothing per call.
+    """Mark a function that waits, or runs code of the program; costs nothing per call.
 
-    It begins with ``if pending: deliver()``.
+    Such a function begins with ``if pending: deliver()``.
     """
     _marks[id(func.__code__)] = False
     return func
@@ -182,36 +182,36 @@ def may_raise(frame: FrameType | None) -> bool:
 
 
 def keeps_clear(handler: Any) -> None:
-    """Leave a handler in its place: it looks itself whether it `may_raise`."""
+    """Leave a handler in its place: it calls `may_raise` itself."""
     _clear.append(handler)
 
 
 @interruptible
 def deliver(frame: FrameType | None = None) -> None:
-    """Call the handlers that have waited; each may raise.  Nothing happens in other threads."""
+    """Call the deferred handlers; each may raise.  Does nothing in other threads."""
     if get_ident() != _shield.main:
         return
     frame = frame or sys._getframe(1)
     try:
         while pending:
             one = pending[0]
-            del pending[0]  # not by a call, after which another handler could cut this short
+            del pending[0]  # not by a call, after which another handler could raise
             one.handler(one.signum, frame)
     finally:
         if pending:
-            # One has raised: the others are called all the same.
+            # A handler has raised: call the others nevertheless.
             deliver(frame)
 
 
 def _deliver_outside(frame: FrameType) -> None:
-    # The shielded function may itself have been called by one.
+    # The caller of the shielded function may be shielded too.
     if may_raise(frame):
         deliver(frame)
 
 
 def _drop_stale() -> None:
-    """See to what was left when handlers raised three times within a microsecond or two."""
-    # An alarm is past, and has been heard of: one for the same time has raised.
+    """Remove handlers that stayed when others raised three times within two microseconds."""
+    # An alarm has already fired.
     pending[:] = [
         one
         for one in pending
@@ -224,9 +224,9 @@ def _lower(plan: tuple[Deferred, ...], before: Deferred | None) -> None:
     _shield.first = before
     try:
         for one in plan:
-            if _get_handler(one.signum) is one:  # else the program has put another there
+            if _get_handler(one.signum) is one:  # otherwise the program has set another
                 _set_handler(one.signum, one.handler)
-    except BaseException:  # of one that is back in its place: now the others
+    except BaseException:  # raised by a handler that is back in place: restore the others
         _lower(plan, before)
         raise
 
@@ -239,11 +239,11 @@ def _make_plan(found: list[Any]) -> tuple[Deferred, ...]:
             ours = True
             # The frame of the caller of `whole`.
             if not may_raise(sys._getframe(2)):
-                continue  # of a shielded function that we are in
-            handler = handler.handler  # it was left: two handlers raised within a microsecond
+                continue  # of a shielded function that is running
+            handler = handler.handler  # it stayed when two handlers raised within a microsecond
         if callable(handler) and not any(handler is one for one in _clear):
             plan.append(Deferred(signum, handler))
-    # A plan that leaves out handlers of ours is good for this once.
+    # A plan that leaves out `Deferred`s is used for this call only.
     if not ours:
         _shield.found, _shield.plan = found, tuple(plan)
     return tuple(plan)
@@ -253,13 +253,13 @@ def _make_plan(found: list[Any]) -> tuple[Deferred, ...]:
 
 
 def by_handler(exc: BaseException) -> bool:
-    """Whether a signal handler raised an exception: then it is not about what it came out of."""
+    """Whether a signal handler raised the exception, which then says nothing about the task."""
     handlers = map(_get_handler, _SIGNALS)
     codes = {getattr(getattr(h, "__func__", h), "__code__", None) for h in handlers}
     for frame in _frames(exc.__traceback__):
         if frame.f_code in _CALLING or frame.f_code in codes:
             return True
-        # One that is not in its place any more: it got the frame that it interrupted.
+        # A handler that is no longer set: one of its arguments is the frame that it interrupted.
         back = frame.f_back
         for value in frame.f_locals.values():
             if back is not None and (
@@ -273,9 +273,9 @@ _CALLING = {Deferred._call.__code__, deliver.__code__}
 
 
 def cut_short(exc: BaseException) -> bool:
-    """Whether an exception came out of the midst of a shielded function, against all care."""
+    """Whether an exception ended a shielded function outside its interruptible parts."""
     marks = [_marks.get(id(frame.f_code)) for frame in _frames(exc.__traceback__)]
-    # With an interruptible function among them, it came out where it may.
+    # In an interruptible function, the exception is allowed.
     return False not in marks
 
 
@@ -289,9 +289,9 @@ def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _after_fork_in_child() -> None:
-    # The thread that has forked is the main one now, and does not come back from what it was in.
+    # The forking thread is the main thread now, and never returns from the shielded function.
     _shield.main = get_ident()
-    # The signals came to the parent, which sees to them.
+    # The signals were sent to the parent, which handles them.
     pending.clear()
     for signum in _SIGNALS:
         handler = _get_handler(signum)

@@ -1,7 +1,7 @@
-"""Notes that say which item of a map an exception is of.
+"""Notes that tell which item of a map raised an exception.
 
-The worker knows the item and its place in the chunk, the caller's process which chunk it was.  The
-worker's note has the place; the caller's process makes the item's number of it.
+The worker knows the item and its place in the chunk; the caller's process knows the chunk.  The
+worker notes the place, which the caller's process replaces by the item's number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["note_item", "number_item", "plain", "short", "without_places"]
 
 _PLACE = "item of xpool, at +"
 _SEVERAL = "raised for several items at once, by the same exception object"
-_MOST = 8  # notes of one exception, which a program may raise again and again
+_MOST = 8  # notes of one exception, which a program may raise many times
 
 
 class _Short(reprlib.Repr):
@@ -25,7 +25,7 @@ class _Short(reprlib.Repr):
     def repr_instance(self, x: Any, level: int) -> str:
         shape = getattr(x, "shape", None)
         if type(x).__module__.partition(".")[0] in ("torch", "numpy", "jax") and shape is not None:
-            # Their own reprs compute, on a device for one.
+            # Their own reprs compute, for example on a device.
             return f"<{type(x).__name__} of shape {tuple(shape)}, {getattr(x, 'dtype', '')}>"
         return super().repr_instance(x, level)
 
@@ -46,22 +46,22 @@ _PLAIN = frozenset((bool, bytes, complex, float, int, str, type(None)))
 
 
 def plain(value: Any) -> str:
-    """As `short`, by no code of the value's class."""
+    """Return the same as `short`, without running code of the value's class."""
     if type(value) is tuple and all(type(part) in _PLAIN for part in value):
         return short(value)
     return short(value) if type(value) in _PLAIN else f"<{type(value).__name__}>"
 
 
 def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
-    """Note that an item, at this place in its chunk, has raised ``exc``.  Called in the worker."""
+    """Note in ``exc`` which item, at which place in its chunk, raised it.  Called in the worker."""
     if type(exc).__setattr__ is not BaseException.__setattr__:
-        return  # it may forbid attributes, and would not unpickle with one
-    # Not by `add_note`, which Python 3.10 does not have, and which calls a `__setattr__`.
+        return  # it may forbid attributes, and unpickling would then fail
+    # `add_note` is missing in Python 3.10, and calls `__setattr__`.
     notes = exc.__dict__.setdefault("__notes__", [])
     if not isinstance(notes, list) or len(notes) >= _MOST:
         return
     for i, note in enumerate(notes):
-        # Threads share the object: the caller could not tell whose item this is.
+        # Threads that raise one object: the caller could not tell the items apart.
         if isinstance(note, str) and note.startswith((_PLACE, _SEVERAL)):
             notes[i] = _SEVERAL
             return
@@ -69,12 +69,12 @@ def note_item(exc: BaseException, item: Any, place: int = 0) -> None:
 
 
 def without_places(text: str) -> str:
-    """Return the text of a traceback without the notes that have no number yet."""
+    """Return the text of a traceback without notes that have a place instead of a number."""
     return "".join(line for line in text.splitlines(True) if not line.startswith(_PLACE))
 
 
 def number_item(exc: BaseException, first: int, label: str) -> None:
-    """Give the note its number; ``first`` is that of the task's first item."""
+    """Replace the note's place by the item's number; ``first`` is the number of the first item."""
     notes = exc.__dict__.get("__notes__")
     if not isinstance(notes, list):
         return

@@ -1,4 +1,4 @@
-"""The two errors that are also `multiprocessing.pool`'s; all others import them from `errors`."""
+"""The two errors that derive from `multiprocessing.pool`'s; import them from `xpool.errors`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["RemoteTraceback", "ResultNotPicklable"]
 
 
 class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type: ignore[misc]
-    """The task ran, but what it returned or raised cannot be sent back.
+    """The task ran, but its result or exception cannot be sent back.
 
-    A `pickle.PicklingError` too, which is what executors raise.
+    A subclass of `pickle.PicklingError`, which executors raise.
 
     ``exc`` and ``value`` are the reprs of the pickling error and of the value, as in
     `multiprocessing.pool.MaybeEncodingError`.
@@ -30,8 +30,8 @@ class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type
 class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
     """The traceback of the worker, as text: ``__cause__`` of a task's own exception.
 
-    Fields: ``text``; ``tb``, the same as it is printed, as in `multiprocessing.pool`; ``worker``,
-    its index, of an error that `run_all` raises, else None.
+    Fields: ``text``; ``tb``, the text as printed, as in `multiprocessing.pool`; ``worker``, the
+    index of the worker if `run_all` raised the error, else None.
     """
 
     worker: int | None = None
@@ -51,4 +51,4 @@ class RemoteTraceback(_RemoteTraceback):  # type: ignore[misc]
 
 
 for _one in (RemoteTraceback, ResultNotPicklable):
-    _one.__module__ = "xpool.errors"  # where a pickle finds them, and what a traceback says
+    _one.__module__ = "xpool.errors"  # the public name, in pickles and tracebacks

@@ -1,7 +1,7 @@
-"""The process of a fork server, and what it has in common with the program that starts it.
+"""Starts the process of a fork server, with the program's options of Python.
 
-It runs with the program's options of Python.  Its order comes in a file without a name: what others
-can read of a process, its command line, says only that it is such a server.
+The server reads its order from an anonymous file: other users can read the command line of a
+process, which here only tells that it is such a server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
     "start",
 ]
 
-# No garbage is collected until all is imported: that finds nothing, and takes milliseconds.
+# No garbage is collected during the imports: collecting takes milliseconds and finds none.
 _ORDER = (
     "import gc, sys; gc.disable(); sys.path[:] = {path!a}; "
     "from xpool._worker.server import main; "
@@ -45,7 +45,7 @@ _LETTERS = {
 
 
 def start(fd: int, *imports: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a server that is asked on the descriptor ``fd``; ``imports`` are as its `main` has it.
+    """Start a server that gets requests on the descriptor ``fd``; its `main` gets ``imports``.
 
     Raises:
         OSError: no process can be started.
@@ -61,7 +61,7 @@ def start(fd: int, *imports: Sequence[str]) -> subprocess.Popen[bytes]:
                 [sys.executable, *_options(), "-c", _COMMAND.format(fd=file)],
                 pass_fds=[fd, file],
                 stdin=subprocess.DEVNULL,
-                # By number: also where they were opened to be closed on exec.
+                # As numbers: Popen then passes them on even if they are to be closed on exec.
                 stdout=1 if is_open(1) else subprocess.DEVNULL,
                 stderr=2 if is_open(2) else subprocess.DEVNULL,
             )
@@ -78,8 +78,7 @@ def _options() -> list[str]:
 
 
 def credentials() -> tuple[object, ...]:
-    """Return what a process has from the one that started it and may not be able to change: its
-    user, groups, umask and niceness."""
+    """Return what a process inherits and may be unable to change: user, groups, umask, niceness."""
     with open("/proc/self/status", "rb") as file:
         facts = file.read().splitlines()
     names = b"Umask:", b"Uid:", b"Gid:", b"Groups:"
@@ -87,22 +86,22 @@ def credentials() -> tuple[object, ...]:
 
 
 def _niceness() -> int:
-    # The main thread's: Linux has one for each thread, and any may start a server.
+    # Of the main thread: on Linux each thread has its own, and any thread may start a server.
     return os.getpriority(os.PRIO_PROCESS, os.getpid())
 
 
 def search_path() -> list[str]:
-    """Return what there is of text in `sys.path`; the interpreter passes by anything else."""
+    """Return the strings in `sys.path`; the interpreter ignores other objects in it."""
     return [str(one) for one in sys.path if isinstance(one, str)]
 
 
 @shielded
 def occupy_streams() -> None:
-    """Have descriptors 0 to 2 lead nowhere where the program has closed them.
+    """Open `os.devnull` as those of the descriptors 0 to 2 that the program has closed.
 
-    Else a channel of the pool would get such a number, and what is printed would go into it.
+    Otherwise a channel of the pool could get such a number, and printed text would go into it.
     """
-    # open(2) gives the lowest free number: the first that is above 2 ends this.
+    # open(2) returns the lowest free number, so the loop ends when 0 to 2 are open.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         continue
     os.close(fd)
@@ -110,7 +109,7 @@ def occupy_streams() -> None:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Start a process with SIGINT blocked, until it ignores that: Ctrl-C is the program's alone."""
+    """Block SIGINT while a process is started; the process unblocks it when it ignores it."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

@@ -1,10 +1,10 @@
-"""The resource tracker of a worker is that of the program, as with `multiprocessing`'s own pools.
+"""Lets a worker use the program's resource tracker, as `multiprocessing`'s own pools do.
 
 The tracker is a process of `multiprocessing` that unlinks named shared memory and semaphores when
-all who use it have ended.  A worker with one of its own would unlink what it has only attached to.
-`multiprocessing` starts the program's before the first child and hands it on; that is a Python
-process for every program, which few need.  Here a worker asks its parent for the tracker when
-something is first registered, and the parent starts it then.
+all its users have ended.  A worker with a tracker of its own would unlink memory that it has only
+attached to.  `multiprocessing` starts the program's tracker before the first child and passes it
+on: an additional Python process, which few programs need.  Here a worker asks its parent for the
+tracker when it first registers something, and the parent starts it then.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ __all__ = ["Borrowed", "ask_now"]
 
 
 def ask_now() -> None:
-    """Ask for the tracker if that has not been done: before a fork, whose child cannot."""
+    """Ask for the tracker, unless it was done.  For use before a fork: the child cannot ask."""
     from multiprocessing.resource_tracker import _resource_tracker
 
     _resource_tracker._fd  # type: ignore[attr-defined]  # noqa: B018 - asking is what it is for
 
 
 class Borrowed(ResourceTracker):
-    """A tracker whose descriptor, which every version of the class keeps in `_fd`, is asked for."""
+    """A tracker that asks for its descriptor (in `_fd`, in every Python) when it is first used."""
 
-    _parent = -1  # the socket on which to ask; -1: that has been done
+    _parent = -1  # the socket for the request; -1: the request was made
     _ask: Callable[[socket.socket], int | None]
     _got: int | None = None
-    _forking = 0  # the thread that is in `os.fork`
+    _forking = 0  # the id of the thread in `os.fork`
 
     @property
     def _fd(self) -> int | None:
         if self._forking == threading.get_ident():
-            return None  # asked by the class's own hook: see `become`
+            return None  # for the class's own hook: see `become`
         if self._parent >= 0:
-            # Other processes that have the socket may ask at the same time: the answers are equal.
-            # Of a copy: the socket object closes what it has, and `_close` the original.
+            # Other processes with this socket may ask at the same time: the answers are equal.
+            # The socket object closes the copy, `_close` the original.
             with socket.socket(fileno=os.dup(self._parent)) as sock:
                 self._got = self._ask(sock)
             self._close()
@@ -60,20 +60,20 @@ class Borrowed(ResourceTracker):
 
     @classmethod
     def become(cls, module: Any, parent: int, ask: Callable[[socket.socket], int | None]) -> None:
-        """Have the tracker of `multiprocessing` asked for when it is needed.
+        """Make the tracker of `multiprocessing` ask for its descriptor when it is first used.
 
         ``ask`` gets a socket, of the descriptor ``parent``, and returns the descriptor of the
-        program's tracker; None: this process starts its own.
+        program's tracker; after None, this process starts its own tracker.
         """
         tracker = module._resource_tracker
-        # A property is a data descriptor: it goes before the `_fd` in the instance's dict.
+        # A property is a data descriptor: it has priority over `_fd` in the instance's dict.
         tracker.__class__ = cls
         tracker._parent, tracker._ask = parent, ask
         if hasattr(module, "_fork_intent"):
             # From Python 3.14 on, a child of `os.fork` closes its parent's tracker and starts its
-            # own, which would unlink what the child has only attached to.  The hook that does it
-            # was registered with the class as it was; it does nothing where `_fd` is None.
-            # Hooks in a child run in the order of their registration: this one later.
+            # own, which would unlink memory that the child has only attached to.  A hook that
+            # `multiprocessing` has registered does it; it does nothing if `_fd` is None.  Hooks in
+            # a child run in the order of registration, so this one after that.
             at_fork.at_fork(
                 before=lambda: setattr(tracker, "_forking", threading.get_ident()),
                 in_parent=lambda: setattr(tracker, "_forking", 0),

@@ -1,8 +1,8 @@
-"""Waiting for another thread, whole at any moment: signal handlers may raise in it.
+"""Waits for another thread, in a way that stays correct if a signal handler raises at any moment.
 
-Waiting is done on a lock of the waiter's own: it puts the lock in a list and looks again; whoever
-completes the result sets it ready first and opens the locks then.  So one of the two sees the
-other, and neither needs a lock that such a handler could leave locked.
+Each waiter has a lock of its own: it puts the lock in a list and checks the result again.  The
+thread that completes the result first sets it ready, then releases the locks.  So one of the two
+sees the other, and neither takes a shared lock that such a handler could leave locked.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from xpool._python.interrupt import uninterrupted
 __all__ = ["LOST_SIGNAL", "Flag", "TaskQueue", "Waiters", "deadline_of"]
 
 LOST_SIGNAL = 1.0
-"""Seconds after which a wait begins anew.  A signal that comes when the interpreter has looked for
-signals, but does not wait yet, does not end the wait: without this, Ctrl-C could be lost."""
+"""Seconds after which a wait begins anew.  A signal that arrives after the interpreter has looked
+for signals, but before it waits, does not end the wait: Ctrl-C would have no effect."""
 
 
 def deadline_of(timeout: float | None) -> float | None:
@@ -38,10 +38,10 @@ def deadline_of(timeout: float | None) -> float | None:
 
 
 class Waiters(list[Any]):
-    """The threads that wait for one thing: their locks.  The module's text says why it is safe."""
+    """The locks of the threads that wait for one thing; the module's docstring has the protocol."""
 
     def wait(self, there: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until `there()`, at most ``timeout`` seconds; return whether it is."""
+        """Wait until ``there()``, at most ``timeout`` seconds; return its last value."""
         deadline = deadline_of(timeout)
         while not there():
             left = LOST_SIGNAL
@@ -49,10 +49,10 @@ class Waiters(list[Any]):
                 left = min(deadline - time.monotonic(), LOST_SIGNAL)
                 if left <= 0:
                     return False
-            # A lock for each turn: the one of the last turn may have been opened late.
+            # A new lock for each turn: the last one may have been released late.
             lock = threading.Lock()
             lock.acquire()
-            # Listed first, looked at then; `wake` is called after the thing is there.
+            # Register before checking, so that a wake between the two is not lost.
             self.append(lock)
             try:
                 if not there():
@@ -63,7 +63,7 @@ class Waiters(list[Any]):
 
     @contextlib.contextmanager
     def listening(self, bell: Any) -> Iterator[None]:
-        """Have the next `wake` call ``bell.release()``, from whatever thread that is."""
+        """Let the next `wake` call ``bell.release()``, in the thread that calls `wake`."""
         self.append(bell)
         try:
             yield
@@ -71,23 +71,24 @@ class Waiters(list[Any]):
             self._remove(bell)
 
     def _remove(self, lock: Any) -> None:
-        if self:  # whoever wakes takes it out
-            with contextlib.suppress(ValueError):  # in this very moment
+        if self:  # `wake` has removed it otherwise
+            with contextlib.suppress(ValueError):  # `wake` removes it just now
                 self.remove(lock)
 
     def wake(self) -> None:
-        """Let all who wait look again."""
-        # A copy is made with the list locked, so after what the caller has stored, in any build.
+        """Let all waiters check again."""
+        # `copy` locks the list also without the interpreter lock, which orders it after the
+        # caller's store.
         while self.copy():
             try:
-                # Taken out: one that has not run yet is not woken by every further result.
+                # Removed, so that a waiter that has not run yet is not woken again.
                 self.pop().release()
             except (IndexError, RuntimeError):
-                continue  # another thread has woken it; the event loop of a bell has ended
+                continue  # another thread has woken it, or the event loop of a bell has ended
 
 
 class Flag:
-    """As `threading.Event`, but whole at any moment: signal handlers may raise in its `wait`."""
+    """Like `threading.Event`, but signal handlers may raise in its methods at any moment."""
 
     __slots__ = ("_on", "_waiters")
 
@@ -100,23 +101,23 @@ class Flag:
         return self._on
 
     def set(self) -> None:
-        """Set it, for good."""
-        # Before the wake, after which whoever waits looks here.
+        """Set the flag; it is never cleared."""
+        # Set before waking: woken waiters check it.
         self._on = True
         self._waiters.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set, at most ``timeout`` seconds (None: any time); False: it is not."""
+        """Wait until it is set, at most ``timeout`` seconds (None: no limit); return `is_set`."""
         return self._waiters.wait(self.is_set, timeout)
 
 
 class TaskQueue:
-    """A queue for threads, of which the one that has waited least gets what comes.
+    """A queue for threads: the thread that has waited shortest gets the next item.
 
-    Its stack and caches are warm.  With `queue.SimpleQueue` all take turns: a caller who waits for
+    Its caches are warm.  With `queue.SimpleQueue` the threads take turns: a caller that waits for
     each answer would wake another thread each time.
 
-    ``first`` is taken before ``last``; each is in the order of its puts.
+    Items of ``first`` are taken before those of ``last``; each is in the order of its puts.
     """
 
     def __init__(self) -> None:
@@ -132,25 +133,25 @@ class TaskQueue:
 
     @uninterrupted
     def put_back(self, item: Any) -> None:
-        """Put an item before all others of ``last``."""
+        """Insert an item at the head of ``last``."""
         self.last.appendleft(item)
         self._wake_one()
 
     @uninterrupted
     def _wake_one(self) -> None:
-        # A thread whose lock is taken out, but not opened, sleeps for good: so no signal handler
-        # may raise here.
+        # No signal handler may raise between the two calls: a thread whose lock is removed, but not
+        # released, waits for ever.
         try:
             self._idle.pop().release()
         except IndexError:
-            return  # nobody waits
+            return  # no thread waits
 
     def get(self) -> Any:
-        """Take the next item; wait until there is one.  For threads that run no signal handlers."""
+        """Remove and return the next item; wait for one.  For threads without signal handlers."""
         first, last, idle = self.first, self.last, self._idle
         lock: Any = None
         while True:
-            # Looked at by trying, since other threads take from them.
+            # No check before: another thread may take the item between check and take.
             try:
                 return first.popleft()
             except IndexError:
@@ -161,22 +162,22 @@ class TaskQueue:
             if lock is None:
                 lock = threading.Lock()
                 lock.acquire()
-            # Listed first, looked at then; `put` does it the other way round, so one of the two
-            # sees the other.
+            # Register before checking; `put` appends before it looks for a waiter.  So one of the
+            # two sees the other.
             idle.append(lock)
             if first or last:
                 try:
                     idle.remove(lock)
                     continue
                 except ValueError:
-                    pass  # it is about to be released
+                    pass  # `put` has removed the lock and releases it
             lock.acquire()
 
     def get_nowait(self) -> Any:
-        """Take the next item.
+        """Remove and return the next item.
 
         Raises:
-            IndexError: there is none.
+            IndexError: the queue is empty.
         """
         try:
             return self.first.popleft()

@@ -1,4 +1,4 @@
-"""What each worker has one of, in a process that may have several workers as threads."""
+"""A value for each worker, in a process that may have several workers as threads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["WorkerLocal", "process_is_shared", "share_process"]
 
 T = TypeVar("T")
 
-# Set before the workers' threads start, and never back: it needs no lock.
+# Needs no lock: set before the workers' threads start, and never reset.
 _shared = False
 
 
 def share_process() -> None:
-    """Note that this process has several workers, each a thread: what is set is a thread's own."""
+    """Note that this process has several workers, each a thread."""
     global _shared
     _shared = True
 
@@ -25,10 +25,10 @@ def process_is_shared() -> bool:
 
 
 class WorkerLocal(Generic[T]):
-    """This thread's, else the process's.
+    """A value of this thread, or else of the process.
 
-    Where the process is one worker, it has one, and threads that a task starts find it as well.
-    Where it has several, such threads belong to none.
+    If the process is one worker, threads that a task starts get the same value.  If it has several
+    workers, such threads have no value.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class WorkerLocal(Generic[T]):
         self._local = threading.local()
 
     def get(self) -> T | None:
-        """Return the one of the worker that this thread is, or belongs to; None: there is none."""
+        """Return the value of this thread's worker; None: it has none."""
         one: T | None = getattr(self._local, "one", None)
         return self._process if one is None else one
 
     def set(self, one: T | None, *, thread: bool = False) -> None:
-        """Make it this worker's; ``thread``: this thread's only, whatever the process is."""
+        """Set the value of this worker, or with ``thread`` of this thread alone."""
         if thread or _shared:
             self._local.one = one
         else:
