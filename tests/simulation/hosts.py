@@ -687,10 +687,12 @@ class HostWorld(World):
 
     def check_starved(self) -> None:
         """No host has nothing to do for longer than a few trips while something waits."""
-        if self.over or self.losses or self.stalls or self.turns % 8 or self.theme == "no room":
+        if self.over or self.losses or self.stalls or self.theme == "no room":
             return
         sched = self.engine.sched
         waits = any(one.items for one in sched.shared)
+        if waits and self.turns % 8:
+            return
         for number, host in self.hosts.items():
             its = sched.table.hosts.get(number)
             if (
