@@ -17,7 +17,7 @@ from xpool._engine.jobs.scheduler import CALLS, Batch, Scheduler, TaskRange
 from xpool._hosts import messages as m
 from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.fleet import Call
-from xpool._hosts.service import GRACE, RETRY
+from xpool._hosts.service import END_SECONDS, RETRY_SECONDS
 from xpool.errors import WorkerDied
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ __all__ = ["Host", "Payload", "Value"]
 PATIENCE = 1.0
 """Seconds after which an agent answers a pull although it has nothing to say."""
 
-STOP_GRACE = 0.95 * GRACE
+STOP_GRACE = 0.95 * END_SECONDS
 """Seconds that a worker may take to end when its engine is terminated."""
 
 LOOK = 0.01
@@ -393,7 +393,7 @@ class Host:
 
     def trouble(self, until: float) -> None:
         """Note that messages may be lost until then; what is made good comes a little later."""
-        self.good_from = max(self.good_from, until + PATIENCE + 3 * RETRY)
+        self.good_from = max(self.good_from, until + PATIENCE + 3 * RETRY_SECONDS)
 
     # -- the driver's calls ------------------------------------------------------------------------
 

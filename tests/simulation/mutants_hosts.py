@@ -187,7 +187,7 @@ def _(patch: Patch) -> None:
 
 @mutant("an agent's last moment, when its lease is over, is not waited for")
 def _(patch: Patch) -> None:
-    patch.setattr("xpool._hosts.service.GRACE", 0.0)
+    patch.setattr("xpool._hosts.service.END_SECONDS", 0.0)
 
 
 @mutant("a lease is taken for a little shorter than it is")

@@ -22,7 +22,7 @@ from xpool._engine.jobs.ranges import TaskRange
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALLS_IN_FLIGHT
 from xpool._hosts.scheduler import HostScheduler
-from xpool._hosts.service import BEAT
+from xpool._hosts.service import BEAT_SECONDS
 
 __all__ = ["Cluster", "Outcome"]
 
@@ -157,8 +157,8 @@ class Cluster:
         """Run the job; return what came of it."""
         self.sched.put(TaskRange(1, 0, 0, [b"task"] * self.tasks, retries=1))
         self.at(0.0, self.turn)
-        if len(self.hosts) * CALL < BEAT:
-            self.at(BEAT, self.beat)
+        if len(self.hosts) * CALL < BEAT_SECONDS:
+            self.at(BEAT_SECONDS, self.beat)
         while self.done < self.tasks:
             self.now, _, call, args = heapq.heappop(self.heap)
             call(*args)
@@ -185,7 +185,7 @@ class Cluster:
     def beat(self) -> None:
         """The driver calls all hosts, so that none is forgotten."""
         self.driver_free = max(self.now, self.driver_free) + CALL * len(self.hosts)
-        self.at(self.now + BEAT, self.beat)
+        self.at(self.now + BEAT_SECONDS, self.beat)
 
     def turn(self) -> None:
         """The driver takes what has come, and gives what waits."""

@@ -47,11 +47,11 @@ __all__ = ["Agent", "AgentConfig", "facts", "packed", "unpacked"]
 REPLY_BYTES = 8 * 1024 * 1024
 """The most bytes of a reply, not counting its first message."""
 
-PATIENCE = 1.0
+REPLY_SECONDS = 1.0
 """Seconds after which a call is answered although there is no message: an eighth of the lease, if
 that is shorter."""
 
-NEWS = 0.05
+STATUS_SECONDS = 0.05
 """The fewest seconds between two `Status` messages."""
 
 
@@ -220,7 +220,7 @@ class Agent:
             self._look()
             self._collect()
             self._news.notify_all()
-            until = time.monotonic() + min(PATIENCE, self._lease / 8)
+            until = time.monotonic() + min(REPLY_SECONDS, self._lease / 8)
             while (
                 not self._session.may_reply(call.number) and (left := until - time.monotonic()) > 0
             ):
@@ -275,7 +275,7 @@ class Agent:
                     flush=True,
                 )
                 engine.terminate()
-            engine.wait(None if over else min(left, PATIENCE))
+            engine.wait(None if over else min(left, REPLY_SECONDS))
             self._take()
         self._take()
         engine.close()
@@ -293,14 +293,14 @@ class Agent:
             self._news.notify_all()
 
     def _say(self, now: float) -> None:
-        """Queue a `Status` if it differs from the last one and that is `NEWS` seconds old.
+        """Queue a `Status` if it differs from the last, which is `STATUS_SECONDS` old.
 
         A change of the cost by more than a factor of two is sent at once.
         """
         cost = self._engine.cost
         last = self._said
         near = last is not None and last.cost / 2 <= cost <= last.cost * 2
-        if near and now < self._said_at + NEWS:
+        if near and now < self._said_at + STATUS_SECONDS:
             return
         status = m.Status(cost, self._engine.statistics(), self._engine.report())
         if last is None or status != last:

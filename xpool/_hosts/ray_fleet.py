@@ -34,14 +34,14 @@ __all__ = [
     "ray_module",
 ]
 
-INLINE = 64 * 1024
+STORE_BYTES = 64 * 1024
 """Calls of at least this many bytes are treated as ones that Ray puts into its store.  Ray does so
 from 100 KiB on, of which the messages are a part."""
 
-LOOK = 1.0
+QUERY_SECONDS = 1.0
 """Seconds between two queries of the cluster's hosts."""
 
-WAITS = 5.0
+BEGIN_SECONDS = 5.0
 """Seconds after which a warning says that a host has not begun."""
 
 SHUT_DOWN = "the program has shut Ray down"
@@ -178,7 +178,7 @@ class RayFleet:
     def _begin(self, number: int) -> None:
         node = self._nodes[number]
         first, self._workers = self._workers, self._workers + node.workers
-        self._waiting[number] = time.monotonic() + WAITS
+        self._waiting[number] = time.monotonic() + BEGIN_SECONDS
         began = self._actors[number].begin.remote(self._config, node.name, first, node.workers)
         self._when_done(began, functools.partial(self._began, number, node))
 
@@ -195,7 +195,7 @@ class RayFleet:
         """Place agents on hosts that join, and on living hosts that have lost their agent."""
         while True:
             try:
-                ended = self._ends.get(timeout=LOOK)
+                ended = self._ends.get(timeout=QUERY_SECONDS)
             except queue.Empty:
                 if ray_module().is_initialized():  # else a query would connect to a cluster anew
                     with contextlib.suppress(Exception):  # the cluster does not answer: ask again
@@ -224,7 +224,8 @@ class RayFleet:
                     "host %s has not begun after %g s: its agent needs %d CPUs, and %s of them are "
                     "free there. If other pools or actors hold them, it waits until these end; "
                     "per_host= asks for fewer",
-                    node.name, WAITS, node.cpus, "an unknown number" if has is None else f"{has:g}",
+                    node.name, BEGIN_SECONDS, node.cpus,
+                    "an unknown number" if has is None else f"{has:g}",
                 )  # fmt: skip
 
     def _look_at_hosts(self) -> None:
@@ -297,7 +298,7 @@ class RayFleet:
         said = as_one(packed(call._replace(messages=[]), messages))
         # No empty list: each argument costs Ray as much as the rest of a small call.
         arguments = said, *([refs] if refs else ())
-        if type(said) is bytes and len(said) < INLINE:
+        if type(said) is bytes and len(said) < STORE_BYTES:
             self._send(host, call.number, arguments)
         else:
             self._large.put((host, call.number, arguments))

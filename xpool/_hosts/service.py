@@ -25,19 +25,19 @@ from xpool._hosts.conversation import Conversation
 from xpool._hosts.scheduler import HostScheduler, Message
 from xpool.errors import HostLost, TaskTimeout, WorkerDied, XPoolError
 
-__all__ = ["DRIFT", "GRACE", "HostService"]
+__all__ = ["DRIFT", "END_SECONDS", "HostService"]
 
 DRIFT = 1.02
 """The driver's clock may run faster than an agent's by this factor."""
 
-GRACE = 1.0
+END_SECONDS = 1.0
 """Seconds that an agent may take to end its workers after its lease."""
 
-BEAT = 1.0
+BEAT_SECONDS = 1.0
 """Seconds after which an idle host is called to renew its lease: an eighth of the lease, if that is
 shorter."""
 
-RETRY = 0.2
+RETRY_SECONDS = 0.2
 """Seconds after which a call that did not come back is made again."""
 
 
@@ -78,7 +78,7 @@ class HostService:
         self.random = random.Random()  # a generator of its own: the program's may have been seeded
         self._fleet, self._describe, self._lease, self._now = fleet, describe, lease, now
         self._wake = wake
-        self._beat_seconds = min(BEAT, lease / 8)
+        self._beat_seconds = min(BEAT_SECONDS, lease / 8)
         self._beating = False
         self._touched: dict[int, None] = {}  # hosts that `give` checks for messages to send
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -217,7 +217,7 @@ class HostService:
             for message in agent.replied(event, self._now()):
                 self._heard(event.host, agent, message)
         else:
-            self.at(self._now() + RETRY, lambda: self._once_more(event, agent))
+            self.at(self._now() + RETRY_SECONDS, lambda: self._once_more(event, agent))
 
     def _once_more(self, event: f.Unreached, agent: Conversation) -> None:
         agent.unreached(event.number)
@@ -347,7 +347,7 @@ class HostService:
         self.expected.discard(number)
         self.gone[number] = agent.name
         self.deaths += agent.status.statistics.get("deaths", 0)
-        over = agent.heard + self._lease * DRIFT + GRACE
+        over = agent.heard + self._lease * DRIFT + END_SECONDS
         for lost in self.sched.lost(number):
             if lost.again and not self.ending:
                 self.sched.put_again(lost.item, False, over)

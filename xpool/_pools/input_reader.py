@@ -70,12 +70,13 @@ class _Run(list[Any]):
 
 
 class FlowControl:
-    """How far ahead the input reader may be: of the workers, and of the consumer.
+    """Limits how far the input reader may be ahead of the workers and of the consumer.
 
-    Of the consumer by items, where there is a buffersize, else by the memory that results take.
+    The distance to the consumer is limited to a number of items if there is a ``buffersize``, and
+    otherwise by the memory of the results.
 
-    ``drawn`` and ``bytes_in`` are the input reader's, ``taken_*`` the engine's (under its lock),
-    `ResultBuffer` the consumer's; each only grows.
+    The input reader writes ``drawn`` and ``bytes_in``; the engine writes ``taken_*``, under its
+    lock; the consumer writes its `ResultBuffer`.  All of these counts only grow.
     """
 
     def __init__(self, buffersize: int | None, workers: int, buffer: ResultBuffer) -> None:
