@@ -270,10 +270,7 @@ class Identity:
             fill = self._fill_installed
         label = label_of(function)
         return self._node(
-            id(function),
-            label,
-            function,
-            lambda label: lambda node: fill(node, label, function),
+            id(function), label, function, lambda label: lambda node: fill(node, label, function)
         )
 
     def _fill_function(self, node: _Node, label: str, function: Any) -> None:
@@ -331,11 +328,9 @@ class Identity:
         if is_in_c(cls) or not is_program(cls.__module__):
             self._installed(cls.__module__)
             return hashed(b"class", label_of(cls).encode("utf-8", "surrogatepass"))
+        fill = self._fill_class
         return self._node(
-            id(cls),
-            label_of(cls),
-            cls,
-            lambda label: lambda node: self._fill_class(node, label, cls),
+            id(cls), label_of(cls), cls, lambda label: lambda node: fill(node, label, cls)
         )
 
     def _fill_class(self, node: _Node, label: str, cls: type) -> None:
