@@ -38,7 +38,7 @@ def test_a_worker_in_python_code(make_pool, kind, mailbox, gate):
     (busy,) = _those_that(pool, "in pass_gate")
     assert "post_and_gate()" in busy.task and "in post_and_gate" in busy.stack
     assert not {"loop.py", "callables.py", "hooks.py"} & set(re.findall(r"\w+[.]py", busy.stack))
-    assert sum(not one.task for one in pool.stacks()) == 1
+    eventually(lambda: sum(not one.task for one in pool.stacks()) == 1, "the other has started")
     assert "waits for a task" in str(pool.stacks())
     gate.open()
     result.get()
