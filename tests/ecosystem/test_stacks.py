@@ -63,7 +63,7 @@ def test_a_worker_in_c_code():
         pool.apply_async(backtrack, (50,))
         (one,) = _those_that(pool, "in backtrack")
         assert one.task == "backtrack()" and one.item == ""
-        assert "in match" in one.stack
+        assert re.search("in (prefix)?match", one.stack)  # renamed in Python 3.15
         pool.terminate()
 
 
@@ -93,7 +93,7 @@ def test_workers_go_on_after_it():
         late = pool.apply_async(backtrack, (50,), timeout=0.5)
         while not late.ready():
             pool.stacks()
-        with pytest.raises(TimeoutError, match="in match"):
+        with pytest.raises(TimeoutError, match="in (prefix)?match"):
             late.get()
 
 

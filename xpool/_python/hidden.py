@@ -30,7 +30,10 @@ def module_of(obj: Any, name: str) -> str:
     Raises:
         LookupError: no module has it, as with the functions that `numpy.frompyfunc` makes.
     """
-    module: str = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]
+    try:
+        module: str = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]
+    except pickle.PicklingError:  # Python 3.15's compares the objects itself
+        raise LookupError(f"it is not {obj.__module__}.{name}") from None
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
