@@ -33,7 +33,7 @@ def module_of(obj: Any, name: str) -> str:
     try:
         module: str = pickle.whichmodule(obj, name)  # type: ignore[attr-defined]
     except pickle.PicklingError:  # Python 3.15's compares the objects itself
-        raise LookupError(f"it is not {obj.__module__}.{name}") from None
+        raise LookupError(f"it is not {getattr(obj, '__module__', None)}.{name}") from None
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
