@@ -143,6 +143,15 @@ def test_keys(pool, path, logged):
         pool.map(logged, [1], key=str)
 
 
+def test_a_key_for_two_items(pool, path, logged):
+    """The second item of a call with the same key would get the first one's result: an error."""
+    with pytest.raises(OptionError, match=r"key= returns 'a\.png' for two items"):
+        pool.map(logged, [2, 3], journal=path, key=lambda x: "a.png")
+    logged.calls()
+    assert pool.map(logged, [2], journal=path, key=lambda x: "a.png") == [4]
+    assert pool.map(logged, [5, 5], journal=path) == [25, 25]
+
+
 def test_odd_keys(pool, path, logged):
     """A key is a str, bytes or an int of any size and any characters; each is another key."""
     keys = [1, "1", b"1", 2**63, -(2**64), 10**5000, "\udc80", "\\udc80", "", b"", "'1'"]

@@ -125,6 +125,7 @@ class Journal:
         if key is not None:
             check_callable("key", key)
         self._key = key
+        self._taken: set[int] = set()  # hashes of the keys that `key=` returned
         # Absolute, since SQLite makes a database without a file for "" and ":memory:".
         self.path = os.path.abspath(os.fsdecode(path))
         self._name = name_of(func)
@@ -280,12 +281,16 @@ class Journal:
         """Return the key of an item, as text.
 
         Raises:
-            OptionError: without ``key=``: its value has no digest, or a class or function that it
-                refers to has changed.
+            OptionError: ``key=`` returned an earlier item's key; or, without ``key=``, the item
+                has no digest, or a class or function that it refers to has changed.
             TypeError: ``key=`` returned an object that is not a str, bytes or an int.
         """
         if self._key is not None:
-            return _as_text(self._key(item))
+            key = _as_text(self._key(item))
+            if hash(key) in self._taken:
+                raise OptionError(f"key= returns {key} for two items: each needs a name of its own")
+            self._taken.add(hash(key))
+            return key
         try:
             digest, parts = self._identity.of_item(item)
         except Unknown as exc:
@@ -404,7 +409,6 @@ class Recorded(Stream):
             name="xpool-journal",
             daemon=True,
         )
-
         self._thread.start()
 
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
