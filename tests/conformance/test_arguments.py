@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from fractions import Fraction
 
 import pytest
@@ -288,6 +289,16 @@ def test_hosts_are_those_of_ray():
     """Names of hosts are refused: the message names the function that makes the argument."""
     with pytest.raises(ValueError, match=r"made by xpool\.ray\.hosts\(\), not \['a', 'b'\]"):
         _class("Pool")(hosts=["a", "b"])
+
+
+def test_hosts_without_ray(monkeypatch):
+    """A missing Ray is an `ImportError` that says what to install."""
+    from xpool import ray
+
+    pool = _class("Pool")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install xpool\[ray\]"):
+        pool(hosts=ray.hosts())
 
 
 @pytest.mark.xpool_only

@@ -414,8 +414,7 @@ class Recorded(Stream):
     def around(self, put: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         """Return a function that puts an item, or delivers its stored result."""
         journal, keys, found = self._journal, self._keys, self._found
-        # `deliver` counts the answers instead, since stored items and items without a key are
-        # answered without being put.
+        # `deliver` counts the answers, since stored items and those without a key are never put.
         self._count, self.answers = self.answers, None
 
         def put_or_find(index: int, item: Any) -> int:
