@@ -291,7 +291,7 @@ def test_a_rank_that_never_joins(ranks: Ranks):
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, GroupTimeout)
         assert "rank 1 did not join" in str(outcome)
-        assert "Those that came: 0 (w0), 2 (w2)" in str(outcome)
+        assert "Those that joined: 0 (w0), 2 (w2)" in str(outcome)
 
 
 def replaced(rank: int, n: int, address: str, init_rpc: bool) -> float:
@@ -395,7 +395,7 @@ def dies_while_joining(rank: int, address: str, stage: str, later: str) -> tuple
     assert get_world() is None
     total = torch.ones(1)
     if rank == 2 and stage != STAGES[0]:
-        with pytest.raises(OptionError, match="has been rank 2 .* torch lets it be no other"):
+        with pytest.raises(OptionError, match="was rank 2 .* torch lets it have no other"):
             World("w2", 1, 2)
     with World(f"w{rank}", rank // 2, 2, init_rpc=False, dist_init_method=later) as world:
         world.create_collective_group([0, 1]).all_reduce(total)
