@@ -49,11 +49,14 @@ _OF_WORKERS = frozenset({"initializer", "initargs"})
 
 
 class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
-    """Runs the batches of one `joblib.Parallel` in a pool."""
+    """Runs the batches of one `joblib.Parallel` in the pool that `_take` of a subclass sets."""
 
     supports_retrieve_callback = True
 
     _retries = 0
+    _pool: BasePool | None = None
+    """The pool of this call."""
+
     _jobs: set[AsyncResult[Any]]
     """The unfinished batches.  Needs no lock: each operation on it is atomic."""
 
@@ -65,25 +68,32 @@ class _PoolBackend(ParallelBackendBase):  # type: ignore[misc]
             return 1
         return n_jobs if n_jobs > 0 else max(joblib.cpu_count() + 1 + n_jobs, 1)
 
-    def _begin(self, n_jobs: int | None, parallel: Any) -> int:
-        """Begin a call; return the number of workers, more than one."""
-        workers = self.effective_n_jobs(n_jobs)
+    def configure(
+        self,
+        n_jobs: int = 1,
+        parallel: Any = None,
+        prefer: str | None = None,
+        require: str | None = None,
+        **options: Any,
+    ) -> int:
+        """Take the workers for the next calls; return their number.
+
+        Options for arrays in files have no effect, since arrays do not travel in files.
+        """
+        workers: int = self.effective_n_jobs(n_jobs)
         if workers == 1:
             # joblib catches this and runs the batches in this process.
             raise FallbackToBackend(SequentialBackend(nesting_level=self.nesting_level))
         self.parallel = parallel
         self._jobs = set()
+        self._take(workers, {name: options[name] for name in options.keys() - _OF_FILES})
         return workers
-
-    def _configured(self) -> BasePool | None:
-        """Return the pool of this call; None: there is none."""
-        raise NotImplementedError
 
     def submit(
         self, func: Callable[[], Any], callback: Callable[[_Outcome], object] | None = None
     ) -> AsyncResult[Any]:
         """Submit a batch; ``callback`` is called with its outcome, in a thread of the pool."""
-        pool = self._configured()
+        pool = self._pool
         if pool is None:
             raise RuntimeError(
                 "this backend is not configured; a generator of an earlier call to Parallel may "
@@ -123,7 +133,7 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
     supports_inner_max_num_threads = True
 
     _retries = RETRIES
-    _pool: _Kept | None = None
+    _kept: _Kept | None = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
         """Return the number of workers; 1 inside of a worker, so that batches run in its process.
@@ -144,33 +154,17 @@ class Backend(AutoBatchingMixin, _PoolBackend):  # type: ignore[misc]
             return 1
         return workers
 
-    def configure(
-        self,
-        n_jobs: int = 1,
-        parallel: Any = None,
-        prefer: str | None = None,
-        require: str | None = None,
-        **options: Any,
-    ) -> int:
-        """Take the workers for the next calls; return their number.
-
-        Options for arrays in files have no effect, since arrays travel in shared memory.
-        """
-        options = {name: value for name, value in options.items() if name not in _OF_FILES}
+    def _take(self, workers: int, options: dict[str, Any]) -> None:
         # joblib always passes a context; this one is None unless the user has asked for one.
         options["context"] = self.backend_kwargs.get("context", joblib.parallel.DEFAULT_MP_CONTEXT)
-        n_jobs = self._begin(n_jobs, parallel)
-        threads = self._prepare_worker_env(n_jobs)
-        self._pool = _take(n_jobs, threads, {**self.backend_kwargs, **options})
-        return n_jobs
-
-    def _configured(self) -> BasePool | None:
-        return None if self._pool is None else self._pool.pool
+        threads = self._prepare_worker_env(workers)
+        self._kept = _take(workers, threads, {**self.backend_kwargs, **options})
+        self._pool = self._kept.pool
 
     def terminate(self) -> None:
         """Give the workers back; they stay for the next call."""
         # Given back only once: joblib may call this several times.
-        kept, self._pool = self._pool, None
+        kept, self._kept, self._pool = self._kept, None, None
         if kept is not None:
             kept.give_back()
         self.reset_batch_stats()
@@ -187,25 +181,10 @@ class ThreadsBackend(_PoolBackend):
 
     uses_threads = supports_sharedmem = True
 
-    _pool: ThreadPool | None = None
-
-    def configure(
-        self,
-        n_jobs: int = 1,
-        parallel: Any = None,
-        prefer: str | None = None,
-        require: str | None = None,
-        **options: Any,
-    ) -> int:
-        """Start the threads for the next calls; return their number."""
-        n_jobs = self._begin(n_jobs, parallel)
+    def _take(self, workers: int, options: dict[str, Any]) -> None:
         options = {**self.backend_kwargs, **options}
         others = {name: options[name] for name in options.keys() - _OF_FILES - {"context"}}
-        self._pool = ThreadPool(n_jobs, name="joblib", **others)
-        return n_jobs
-
-    def _configured(self) -> BasePool | None:
-        return self._pool
+        self._pool = ThreadPool(workers, name="joblib", **others)
 
     def terminate(self) -> None:
         """End the threads."""
