@@ -31,55 +31,25 @@ if TYPE_CHECKING:
     from xpool._pools.spawn import start_processes as start_processes
     from xpool._pools.thread import ThreadPool as ThreadPool
     from xpool._worker.context import current_worker as current_worker
+
+    # isort: off
     from xpool.errors import (
         DeviceError as DeviceError,
-    )
-    from xpool.errors import (
         InternalError as InternalError,
-    )
-    from xpool.errors import (
         OptionError as OptionError,
-    )
-    from xpool.errors import (
         PeerLost as PeerLost,
-    )
-    from xpool.errors import (
         PoolBroken as PoolBroken,
-    )
-    from xpool.errors import (
         PoolClosed as PoolClosed,
-    )
-    from xpool.errors import (
         RemoteTraceback as RemoteTraceback,
-    )
-    from xpool.errors import (
         ResultNotPicklable as ResultNotPicklable,
-    )
-    from xpool.errors import (
         TaskCancelled as TaskCancelled,
-    )
-    from xpool.errors import (
         TaskNotPicklable as TaskNotPicklable,
-    )
-    from xpool.errors import (
         TaskStopped as TaskStopped,
-    )
-    from xpool.errors import (
         TaskTimeout as TaskTimeout,
-    )
-    from xpool.errors import (
         TensorLost as TensorLost,
-    )
-    from xpool.errors import (
         TimeoutError as TimeoutError,
-    )
-    from xpool.errors import (
         WorkerDied as WorkerDied,
-    )
-    from xpool.errors import (
         WorkerStartFailed as WorkerStartFailed,
-    )
-    from xpool.errors import (
         XPoolError as XPoolError,
     )
 

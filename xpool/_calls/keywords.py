@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from types import CodeType, FunctionType
 from typing import NoReturn
 
-__all__ = ["names_of", "names_of_inits", "refuse_unknown"]
-
 _ELSEWHERE = {
     "batch_size": "chunksize",
     "chunk_size": "chunksize",

@@ -13,34 +13,6 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from xpool._memory.system import default_processes
 from xpool.errors import OptionError
 
-__all__ = [
-    "CallOptions",
-    "Exceptions",
-    "ManyOptions",
-    "MapOptions",
-    "ProgressOption",
-    "TaskOptions",
-    "check_args",
-    "check_bytes",
-    "check_callable",
-    "check_can_iterate",
-    "check_chunksize",
-    "check_count",
-    "check_exceptions",
-    "check_flag",
-    "check_iterable",
-    "check_on_error",
-    "check_memory",
-    "check_output",
-    "check_progress",
-    "check_seconds",
-    "check_seed",
-    "check_share_method",
-    "default_chunksize",
-    "label",
-    "resolve_processes",
-]
-
 Exceptions = type[BaseException] | tuple[type[BaseException], ...]
 """One class of exceptions, or several, as in an ``except`` clause."""
 

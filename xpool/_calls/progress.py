@@ -20,8 +20,6 @@ from typing import Any, Protocol
 
 from xpool._python.waiters import Flag, Waiters
 
-__all__ = ["Progress"]
-
 INTERVAL = 0.1
 """Seconds between two updates."""
 

@@ -18,18 +18,6 @@ from xpool._python.item_notes import number_item
 from xpool._python.waiters import Waiters
 from xpool.errors import TaskCancelled, TimeoutError
 
-__all__ = [
-    "AsyncResult",
-    "Job",
-    "MapResult",
-    "PickledResult",
-    "Unopened",
-    "about_to_block",
-    "exception_in",
-    "local",
-    "tasks_in",
-]
-
 T = TypeVar("T")
 
 # `local.blocking`, where a thread has it, is called before this thread waits for a result: a

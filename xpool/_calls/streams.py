@@ -23,15 +23,6 @@ from xpool._python.item_notes import number_item
 from xpool._python.waiters import Waiters, deadline_of
 from xpool.errors import TimeoutError
 
-__all__ = [
-    "BOOKKEEPING",
-    "IMapIterator",
-    "IMapUnorderedIterator",
-    "ResultBuffer",
-    "Stream",
-    "weigh",
-]
-
 T = TypeVar("T")
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from xpool._pools.task_files import TaskFiles
     from xpool._worker.launch_shared import File
 
-__all__ = ["AllWorkers"]
-
 CAUSE_SECONDS = 30.0
 """The longest wait for the error or death that has caused a `PeerLost`.  It may arrive later than
 the `PeerLost`, since its worker has to pickle it and may get no processor."""

@@ -1,12 +1,12 @@
-"""`BasePool`: what all pools have in common.
+"""`BasePool`: the base of all pools.
 
-The verbs, the table of unanswered jobs, the one thread that delivers results, and the hooks
-through which tasks go out and results come in.  A subclass that overrides only the hooks is a
-working pool; the built-in pools are such subclasses, with shortcuts where nobody has overridden
-the hook that the shortcut passes by.
+It has the verbs, the table of unanswered jobs, the thread that delivers results, and the hooks that
+send tasks and receive results.  A subclass that overrides only the hooks is a working pool.  The
+built-in pools are such subclasses; they also have shortcuts past hooks, for as long as no subclass
+overrides these.
 
 A task is a tuple ``(job, chunk, func, args, kwds)``: run ``func(*args, **kwds)``.  A result is
-``(job, chunk, (ok, value))``: what it returned, or the exception that it raised.
+``(job, chunk, (ok, value))``: the value that it returned, or the exception that it raised.
 """
 
 from __future__ import annotations
@@ -46,12 +46,10 @@ if TYPE_CHECKING:
     from xpool._pools.futures import PoolExecutor, PoolOfFutures
     from xpool._pools.observing import ObservedPool, Report, Stacks
 
-__all__ = ["BasePool"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A TypeError of Python about their arguments names them so, and so does a pickle.
+# By these names, Python's errors about arguments and pickles refer to the verbs.
 for _name, _verb in vars(PublicVerbs).items():
     if callable(_verb) and not _name.startswith("_"):
         _verb.__module__, _verb.__qualname__ = "xpool", f"Pool.{_name}"
@@ -76,7 +74,8 @@ class BasePool(PublicVerbs, Hooks):
         context: how workers start, for hooks that start processes: kept as ``self.context``.
 
     Raises:
-        TypeError, OptionError (a `ValueError`): an argument makes no sense.
+        TypeError: an argument has a wrong type.
+        OptionError (a `ValueError`): an argument has a wrong value.
     """
 
     _backend: WorkerBackend | None = None
@@ -84,9 +83,9 @@ class BasePool(PublicVerbs, Hooks):
     _may_be_dropped = False
     # Whether `terminate` kills processes at once, without asking them to end first.
     _ends_at_once = False
-    # Threads cannot be stopped: a pool of threads does not wait for them in `terminate`.
+    # Whether `terminate` waits for the workers.  Threads cannot be stopped, so it does not.
     _terminate_waits = True
-    # Why there cannot be more workers, or fewer.
+    # Why the number of workers cannot change; empty: it can.
     _fixed_size = ""
 
     def __init__(
@@ -126,7 +125,7 @@ class BasePool(PublicVerbs, Hooks):
             self._begin()
         except BaseException:
             if self._life.state is PoolStates.RUN:
-                self.terminate()  # a signal handler has raised when all was done
+                self.terminate()  # a signal handler raised after the pool had begun
             raise
 
     @shielded
@@ -144,7 +143,7 @@ class BasePool(PublicVerbs, Hooks):
                 name=f"{self.name}-engine",
                 daemon=True,
             )
-            # For `tensors.sharing`: no operation on a tensor is under way in it.
+            # Tells `tensors.sharing` that this thread runs no operations on tensors.
             thread.runs_only_xpool = True  # type: ignore[attr-defined]
             # First: the thread reads the state, and removes the pool from `_pools` when it ends.
             self._life.begin(thread)
@@ -161,7 +160,7 @@ class BasePool(PublicVerbs, Hooks):
                 self._backend.close()
             raise
 
-    # -- looking at it -----------------------------------------------------------------------------
+    # -- observing ---------------------------------------------------------------------------------
 
     @property
     def state(self) -> PoolStates:
@@ -181,13 +180,13 @@ class BasePool(PublicVerbs, Hooks):
     def stacks(self) -> Stacks:
         """Return where each worker is now: its task, since when, and the stack of its calls.
 
-        ``print(pool.stacks())`` shows it.  Takes less than a second, and disturbs no task but by a
-        signal, which a system call in C code may report as EINTR.
+        ``print(pool.stacks())`` shows them.  It takes less than a second.  The workers get a
+        signal, so a system call in C code of a task may fail with EINTR.
 
         Raises:
-            OptionError: the workers are those of a subclass.
+            OptionError: a subclass starts the workers.
         """
-        from xpool._pools.observing import stacks_of  # here: few programs need it
+        from xpool._pools.observing import stacks_of  # here, since few programs need it
 
         return stacks_of(self)
 
@@ -200,32 +199,32 @@ class BasePool(PublicVerbs, Hooks):
 
     @shielded
     def report(self: ObservedPool) -> Report:
-        """Return what was done so far: by each worker, bytes, the slowest tasks, deaths, retries.
+        """Return the work so far: of each worker, bytes sent, the slowest tasks, deaths, retries.
 
-        ``print(pool.report())`` shows it as a table.  Of workers and tasks one by one only pools
-        of processes know.
+        ``print(pool.report())`` shows it as a table.  Only pools of processes list workers and
+        tasks.
         """
         from xpool._pools.observing import report_of
 
         return report_of(self)
 
     def trace(self: ObservedPool, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Return a context in which what happens is written to ``path``, at its end.
+        """Return a context manager that traces the pool; at its end, ``path`` is written.
 
-        A name that ends in ``.html`` makes a page that any browser shows; else Chrome trace events
-        in JSON, for Perfetto and ``about:tracing``.  Both have a row for each worker, with its
-        tasks, deaths and retries.  Tasks of less than a millisecond are shown several at a time.
+        If the name ends in ``.html``, the trace is a page for any browser.  Otherwise it is Chrome
+        trace events in JSON, for Perfetto and ``about:tracing``.  Both have a row for each worker,
+        with its tasks, deaths and retries.  Tasks shorter than a millisecond are shown in groups.
 
         Raises:
-            OptionError: a trace of this pool is being written, or its workers are threads.
-            OSError: there can be no such file.
+            OptionError: another trace of this pool is running, or its workers are threads.
+            OSError: the file cannot be written.
         """
         from xpool._pools.observing import trace
 
         return trace(self, path)
 
     def watch(self: ObservedPool) -> AbstractContextManager[None]:
-        """Return a context in which `report` is shown on the terminal, live.
+        """Return a context manager that shows `report` on the terminal, live.
 
         Raises:
             ImportError: rich is not installed (``pip install xpool[progress]``).
@@ -241,9 +240,9 @@ class BasePool(PublicVerbs, Hooks):
     ) -> concurrent.futures.Future[T]:
         """Have ``func(*args, **kwds)`` called in a worker; return a future of `concurrent.futures`.
 
-        Callbacks of the future run in a thread of the pool, one after the other.  When the pool
-        ends first, the future fails with `concurrent.futures.BrokenExecutor`, whose cause says why.
-        `apply_async` has ``timeout=`` and ``retries=``.
+        Callbacks of the future run in a thread of the pool, one after the other.  If the pool ends
+        first, the future fails with `concurrent.futures.BrokenExecutor`, whose cause says why.
+        For ``timeout=`` and ``retries=``, use `apply_async`.
 
         Raises:
             PoolClosed: the pool takes no more work.
@@ -261,18 +260,18 @@ class BasePool(PublicVerbs, Hooks):
     # -- number of workers -------------------------------------------------------------------------
 
     def resize(self, processes: int | None = None) -> None:
-        """Have so many workers from now on, while the pool works; returns at once.
+        """Change the number of workers while the pool works; return at once.
 
-        When there are to be fewer, those with the highest numbers end after their present task; of
-        a `ThreadPool`, those that are free first.  Not for pools whose workers differ from each
-        other: a `CtxPool`, a `P2PPool`, or one with a `create_group`.
+        To have fewer, the workers with the highest numbers end after their present task; in a
+        `ThreadPool`, idle ones first.  Pools whose workers differ cannot be resized: a `CtxPool`,
+        a `P2PPool`, or a pool with a `create_group`.
 
         Args:
-            processes: the number of workers; None: as many as the pool would have by default.
+            processes: the number of workers; None: the default of the constructor.
 
         Raises:
-            OptionError (a `ValueError`): the workers of this pool cannot change in number, or it
-                gets smaller while a function of `run_all` waits or runs in a worker that would go.
+            OptionError (a `ValueError`): this pool cannot be resized, or a function of `run_all`
+                waits for or runs in a worker that would end.
             PoolClosed: the pool takes no more work.
             OSError, RuntimeError: the system refuses a process or thread; nothing has changed.
         """
@@ -291,11 +290,11 @@ class BasePool(PublicVerbs, Hooks):
 
     @shielded
     def close(self) -> None:
-        """Take no more work; the workers end when all that was submitted is answered."""
+        """Take no more work; the workers end when all submitted tasks are answered."""
         self._life.close()
 
     def terminate(self) -> None:
-        """Stop the workers now.  What is not answered yet fails with `PoolClosed`."""
+        """Stop the workers now.  Unanswered calls fail with `PoolClosed`."""
         life = self._life
         if self._stop() and self._terminate_waits and threading.current_thread() is not life.thread:
             life.finished.wait()
@@ -308,7 +307,8 @@ class BasePool(PublicVerbs, Hooks):
         """Wait until the workers have ended; `close` or `terminate` must have been called.
 
         Raises:
-            multiprocessing.TimeoutError: they have not after ``timeout`` seconds (None: any time).
+            multiprocessing.TimeoutError: they have not ended after ``timeout`` seconds (None: no
+                limit).
             ValueError: the pool still runs.
             RuntimeError: called from a callback of the pool, which would wait for itself.
         """
@@ -352,14 +352,13 @@ class BasePool(PublicVerbs, Hooks):
         self, TERMINATE: PoolStates = PoolStates.TERMINATE, warn: Any = warnings.warn
     ) -> None:
         # The garbage collector calls this at any point of any thread, so it takes no lock.  At the
-        # end of the interpreter, the names of this module are gone already.
+        # end of the interpreter, the names of this module no longer exist: hence the parameters.
         life = self.__dict__.get("_life")
         if life is None or life.state is TERMINATE:
             return  # it has ended, or the constructor has failed
         ended = life.finished.is_set()
-        if self._may_be_dropped:
-            pass
-        elif life.state == PoolStates.RUN or (self._jobs.unanswered and not ended):
+        running = life.state == PoolStates.RUN or (self._jobs.unanswered and not ended)
+        if running and not self._may_be_dropped:
             warn(
                 f"unclosed running multiprocessing pool {self.name}: it was dropped while it ran; "
                 "close or terminate it, or use it as a context manager",
@@ -368,7 +367,7 @@ class BasePool(PublicVerbs, Hooks):
                 stacklevel=2,
             )
         if ended:
-            return  # the engine has put everything away
+            return  # the engine's thread has cleaned up
         if self._backend is not None:
             self._backend.drop()
         else:
@@ -386,7 +385,7 @@ def _call(hook: Callable[[], None]) -> None:
 
 
 def _weakly(pool: BasePool) -> Callable[[], None]:
-    """Return what wakes the engine's thread of a pool, without holding the pool."""
+    """Return a function that wakes the pool's engine thread, and does not hold the pool."""
     ref = weakref.ref(pool)
 
     def wake() -> None:
@@ -415,7 +414,7 @@ def _after_fork_in_child() -> None:
 
 
 at_exit: list[Callable[[], None]] = []
-"""What is to be done at the interpreter's end when all pools have ended."""
+"""Functions to call at the interpreter's exit, after all pools have ended."""
 
 
 @atexit.register

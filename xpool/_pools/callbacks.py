@@ -21,8 +21,6 @@ from xpool._calls.results import local
 from xpool._python.interrupt import shielded
 from xpool._python.waiters import Flag
 
-__all__ = ["Callbacks", "calling_back", "join_ended"]
-
 
 @shielded
 def join_ended(thread: threading.Thread) -> None:

@@ -18,8 +18,6 @@ from xpool._worker.entry import MOST_WORKERS
 from xpool.devices.context import PROCESS
 from xpool.errors import OptionError
 
-__all__ = ["CtxPool", "CtxThreadPool"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ else:
 
 
 class ContextVerbs(PublicVerbs[C]):
-    """What `CtxPool` and `CtxThreadPool` of contexts of one type have in common."""
+    """The common base of `CtxPool` and `CtxThreadPool`, for contexts of one type."""
 
     _fixed_size = "it has a worker for each of its contexts"
     _gives_context = True
@@ -100,21 +98,24 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
     """A `Pool` in which every worker owns a context: tasks are ``func(ctx, *args, **kwds)``.
 
     Args:
-        worker_contexts: one for each worker; their number is the number of workers, and
-            ``processes`` may be left out.  None: each worker's context is None.  Worker ``i`` gets
-            the i-th, and so does every process that replaces it.  A context with an ``env`` (a
-            mapping) has these variables set in its worker before anything else is imported, one
-            with ``cpus`` has it run on these cores, and one with a method ``enter()`` has that
-            called there, once, before the initializer.  Those of `xpool.devices` have all three.
-            Contexts with a ``group`` other than 0 form one replica group: when one of its workers
-            dies, the pool stops with `DeviceError`, since the others cannot go on with a new one.
-            A `xpool.assigner.ModelAssigner` gives one for each of its devices, which holds the
-            models placed there.  Workers whose contexts name one process (``XPOOL_PROCESS`` in
-            ``env``, as those of ``devices("tpu")`` for the cores of TPU v2 and v3) are threads of
-            it: when it ends they end, and come back together (docs/devices.md).
+        worker_contexts: one for each worker; ``processes`` may be left out.  None: each worker's
+            context is None.  Worker ``i`` gets the i-th, and so does each process that replaces it.
 
-    The other arguments are those of `Pool`.  The initializer gets ``initargs`` alone; it finds
-    the context in ``current_worker().context``.
+    A context may have:
+
+    * ``env``, a mapping: variables that are set in the worker before it imports anything else.
+    * ``cpus``: the cores that the worker runs on.
+    * ``enter()``: a method that is called once in the worker, before the initializer.
+    * ``group``, other than 0: these contexts form one replica group.  If one of its workers dies,
+      the pool stops with `DeviceError`, since the others cannot go on with a replacement.
+
+    Contexts of `xpool.devices` have all of them.  `xpool.assigner.ModelAssigner` makes a context
+    for each of its devices, with the models placed there.  Workers whose contexts name the same
+    process (``XPOOL_PROCESS`` in ``env``, as ``devices("tpu")`` does for the cores of TPU v2 and
+    v3) are threads of it: they end and are restarted together (docs/devices.md).
+
+    The other arguments are those of `Pool`.  The initializer gets only ``initargs``; it finds the
+    context in ``current_worker().context``.
     """
 
     if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class CtxPool(ContextVerbs[C], Pool):  # type: ignore[misc]
                     "which makes each on its host; make further state of a worker in the "
                     "initializer"
                 )
-            # `Pool` asks the hosts how many workers there are.
+            # `Pool` counts the workers of the hosts.
             self._contexts = list(contexts or ()) or None
             return processes
         n = super()._take_contexts(contexts, processes, maxtasksperchild, options)
@@ -161,7 +162,7 @@ def shared_processes(contexts: Sequence[Any]) -> list[list[int]]:
     """Return the processes that these contexts share: the workers of each, by index.
 
     Raises:
-        OptionError: some name one process, and cannot be in one.
+        OptionError: contexts that name one process do not fit into it.
     """
     found: dict[str, list[int]] = {}
     for i, context in enumerate(contexts):

@@ -7,8 +7,6 @@ import marshal
 import sys
 from typing import Any
 
-__all__ = ["ATOMS", "PLAIN", "hashed", "is_array", "is_plain", "marshalled"]
-
 ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None), type(...)})
 PLAIN = ATOMS | {list, tuple, dict}
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
     from xpool._pools.packing import Packer
 
-__all__ = ["EngineSubmitter", "HookedEngineSubmitter", "PeerSubmitter"]
-
 # inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR: to import that takes 10 ms.
 _IS_ASYNC = 0x80 | 0x200
 

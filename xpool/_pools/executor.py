@@ -13,8 +13,6 @@ from xpool._pools.pool_options import PoolOptions
 from xpool._pools.process import Pool
 from xpool.errors import OptionError
 
-__all__ = ["Executor"]
-
 
 class Executor(PoolExecutor):
     """A `concurrent.futures.ProcessPoolExecutor` whose calls run in the workers of an xpool `Pool`.

@@ -25,8 +25,6 @@ from xpool._python import at_fork
 from xpool._python.interrupt import by_handler
 from xpool.errors import PoolClosed, TaskCancelled, TimeoutError
 
-__all__ = ["PoolExecutor", "submit"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

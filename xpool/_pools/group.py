@@ -8,8 +8,6 @@ from xpool._calls.options import check_seconds
 from xpool._worker.launch_shared import File
 from xpool.errors import OptionError, PeerLost, WorkerDied
 
-__all__ = ["WorkerGroup"]
-
 ATTEMPTS = 3
 """Attempts to make the group while workers die."""
 

@@ -15,8 +15,6 @@ from xpool import errors
 from xpool._worker.context import current_worker
 from xpool.errors import WorkerDied
 
-__all__ = ["Carried", "Hooks", "Result", "Task"]
-
 Task = tuple[int, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Result = tuple[int, int, tuple[bool, Any]]
 

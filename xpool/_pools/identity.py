@@ -53,8 +53,6 @@ from xpool._python.hidden import module_of, registered_classes
 from xpool._python.interrupt import by_handler
 from xpool.pickle import dumps
 
-__all__ = ["Identity", "Unknown"]
-
 _SHOWN = frozenset({int, float, bool, type(None)})
 
 _OF_MODULES = frozenset(

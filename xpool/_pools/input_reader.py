@@ -22,8 +22,6 @@ from xpool._memory.system import available_memory
 from xpool._python.interrupt import by_handler
 from xpool._python.waiters import Waiters
 
-__all__ = ["Fed", "FlowControl", "InputReader", "Runs"]
-
 AHEAD_ITEMS = 1024
 """The most tasks for each worker that wait, drawn and pickled: two of the largest batches."""
 

@@ -17,8 +17,6 @@ from xpool._pools.input_reader import InputReader
 from xpool._python.waiters import Waiters
 from xpool.errors import XPoolError
 
-__all__ = ["JobTable"]
-
 
 class JobTable:
     """The unanswered jobs of a pool; it delivers their results, or fails them.
@@ -41,7 +39,7 @@ class JobTable:
         self.counts = {"submitted": 0, "succeeded": 0, "failed": 0}
         # An exception that was raised amid the pool's bookkeeping: the pool cannot go on.
         self.bookkeeping_error: BaseException | None = None
-        # Threads that wait for something in the engine which is no answer, woken at each turn.
+        # Threads that wait for an event in the engine other than an answer; woken at each turn.
         self.at_turns = Waiters()
 
     def enter(self, job: Job, tasks: int) -> bool:
@@ -165,7 +163,7 @@ class JobTable:
 def _own(exc: BaseException | PickledResult) -> BaseException | PickledResult:
     """Return an error for one of several callers: a copy, so that each gets its own traceback.
 
-    A parcel makes a copy each time that it is opened.
+    A `PickledResult` makes a copy each time that it is opened.
     """
     if isinstance(exc, XPoolError):
         copy = type(exc)(*exc.args)

@@ -30,8 +30,6 @@ from xpool._python.interrupt import by_handler
 from xpool.errors import OptionError
 from xpool.pickle import decode, dumps
 
-__all__ = ["Journal", "Recorded", "Stored"]
-
 AT_ONCE = 1000
 """The most answers that are written in one transaction."""
 

@@ -14,8 +14,6 @@ from xpool._pools.job_table import JobTable
 from xpool._python.waiters import Flag, deadline_of
 from xpool.errors import PoolClosed
 
-__all__ = ["Lifecycle"]
-
 
 class Lifecycle:
     """The state of one pool.  It does not hold the pool: the pool gives it hooks to call."""
@@ -23,11 +21,11 @@ class Lifecycle:
     def __init__(self, name: str, jobs: JobTable) -> None:
         self.name = name
         self._jobs = jobs
-        # Written under the lock of the table, with its `accepting`.  TERMINATE until `begin`.
+        # Written under the lock of the table, like its `accepting`.  TERMINATE until `begin`.
         self.state = PoolStates.TERMINATE
         self.failure: BaseException | PickledResult | None = None
         self.drained = False  # closed, and all jobs are answered
-        self.finished = Flag()  # the workers have ended, and everything is put away
+        self.finished = Flag()  # the workers have ended, and the pool has released everything
         self.thread: threading.Thread | None = None
         self.started = time.monotonic()
         self._how_ended = self._advice = ""
@@ -132,7 +130,7 @@ class Lifecycle:
             raise RuntimeError("join() in a callback of the same pool would wait for itself")
         deadline = deadline_of(timeout)
         for job in list(self._jobs.unanswered.values()):
-            # A stream whose results nobody takes would wait for room, and this for its end.
+            # A stream whose results nobody takes would wait for room for ever.
             if job.flow is not None:
                 job.flow.unbind()
         ended = self.finished.wait(timeout) and self._jobs.callbacks.join(deadline)

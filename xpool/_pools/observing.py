@@ -23,18 +23,6 @@ if TYPE_CHECKING:
     from xpool._engine.stacks import Whereabouts
     from xpool._pools.lifecycle import Lifecycle
 
-__all__ = [
-    "Report",
-    "SlowTask",
-    "Stacks",
-    "WorkerReport",
-    "WorkerStack",
-    "report_of",
-    "stacks_of",
-    "trace",
-    "watch",
-]
-
 
 class ObservedPool(Protocol):
     """What this module uses of a pool; a pool of processes has an ``_engine`` as well."""

@@ -17,23 +17,21 @@ from xpool.errors import OptionError
 if TYPE_CHECKING:
     from typing_extensions import Never
 
-__all__ = ["P2PPool"]
-
 T = TypeVar("T")
 
 
 class P2PPool(Pool):
-    """A pool that binds each task to a worker as it is submitted, over that worker's own channel.
+    """A pool that binds each task to a worker when it is submitted.
 
-    To the worker with the least to do, or the one that the caller names: ``worker=i`` of `apply`
-    and `apply_async`, 0 to ``size() - 1``.  When that worker dies, what is bound to it waits for
-    its replacement.
+    That is the worker with the least to do, or the one that the caller names: ``worker=i`` of
+    `apply` and `apply_async`, from 0 to ``size() - 1``.  If the worker dies, its tasks wait for its
+    replacement.
 
     Its workers can send messages to each other: ``current_worker().send(peer, obj)`` and
     ``recv(peer)``, see `WorkerInfo` and docs/peers.md.
     """
 
-    _fixed_size = "its workers, and who gives them tasks, know them by their numbers"
+    _fixed_size = "its callers and its workers name workers by their numbers"
     _has_peers = sys.platform == "linux"
     _calls_go_to: int | None = -1
 

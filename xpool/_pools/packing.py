@@ -16,8 +16,6 @@ from xpool._python.interrupt import deliver, interruptible, pending
 from xpool.errors import OptionError, TaskNotPicklable
 from xpool.pickle import encode
 
-__all__ = ["Packer", "find_arena"]
-
 Payload = bytes | memoryview
 
 

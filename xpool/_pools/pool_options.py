@@ -19,8 +19,6 @@ from xpool._calls.options import (
 )
 from xpool.errors import OptionError
 
-__all__ = ["PoolOptions", "takes"]
-
 P = ParamSpec("P")
 
 

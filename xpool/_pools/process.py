@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     Ts = TypeVarTuple("Ts")
 
-__all__ = ["Pool", "describe"]
-
 T = TypeVar("T")
 
 
@@ -67,21 +65,23 @@ class Pool(BasePool):
         seed: from which the workers' random generators are seeded.
         task_timeout: seconds for each call of a verb that has no ``timeout=``.
         initializer_timeout: seconds for the start of a worker, with imports and initializer.
-        restart_budget: deaths in a minute, with no task finished, that the pool outlives.
+        restart_budget: how many workers may die in a minute while no task finishes; one more
+            death ends the pool.
         output: "prefix": ``[worker 3]`` before printed lines; "files": each task prints into a
             file in ``output_folder``.
-        worker_memory: bytes ("2GB") of a worker, which is replaced when it has more.
-        memory_high: from 0 to 1: the part of the memory in use at which tasks wait.
-        hosts: of workers on other machines: ``xpool.ray.hosts()``.
+        worker_memory: bytes ("2GB"); a worker that uses more is replaced.
+        memory_high: from 0 to 1; tasks wait while a larger part of the memory is in use.
+        hosts: the hosts of workers on other machines: ``xpool.ray.hosts()``.
         name: of the pool and its workers.
 
     Raises:
-        TypeError, OptionError (a `ValueError`): an argument makes no sense.
+        TypeError: an argument has a wrong type.
+        OptionError (a `ValueError`): an argument has a wrong value.
         OSError: the system refuses descriptors or processes.
     """
 
     output_folder: str | None = None
-    """With ``output="files"``: the folder of what the tasks print; else None."""
+    """With ``output="files"``: the folder of the tasks' output; else None."""
 
     _engine: EngineProtocol
     _packer: Packer
@@ -89,7 +89,7 @@ class Pool(BasePool):
     _all: AllWorkers
     _stops_tasks = _seeds_items = True
     _has_peers = False  # its workers can send messages to each other
-    # Workers that are threads of one process, by index; and whether all start and end together.
+    # The workers, by index, of each process with several; and whether all start and end together.
     _processes: Sequence[list[int]] = ()
     _is_group = False
 
@@ -119,10 +119,10 @@ class Pool(BasePool):
     # -- hooks -----------------------------------------------------------------------------------
 
     def _may_stand_in(self) -> bool:
-        """Whether a worker may end unseen before its first task, and torch be imported in it.
+        """Whether the first workers may be `StandIns`, which may end before their first task.
 
-        Not where it would be seen: the initializer would run again, another seed would be used, its
-        memory be counted; nor where its process is somebody's: the owner of a context, a peer.
+        Not if that would be noticed: an initializer would run again, a seed or a limit of memory
+        would count another process, or a context or a peer is bound to the process.
         """
         owned = self._has_peers or self._gives_context
         options = self._options
@@ -130,12 +130,12 @@ class Pool(BasePool):
         return not (owned or counted)
 
     def _start_server(self) -> Launcher:
-        """Start the fork server, and import meanwhile what else a pool is put together from."""
+        """Start the fork server; while it imports, import the other parts of a pool."""
         launcher = find_launcher(self.context, self._may_stand_in())
         if isinstance(launcher, (ForkServer, StandIns)):
             launcher.start()
-        # Not before: while the server imports what a worker needs, the program imports the rest;
-        # and without a collection of garbage, which takes 150 ms where torch has many objects.
+        # After the server has started, so that both import at the same time.  Without garbage
+        # collection, which takes 150 ms if torch has made many objects.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -154,7 +154,7 @@ class Pool(BasePool):
         return launcher
 
     def _pack_by(self, layout: Layout) -> Packer:
-        """Pickle messages by this layout, all through the pipe; return what does it."""
+        """Have messages pickled by this layout, all through pipes; return the packer."""
         from xpool._pools import assembly
 
         token = os.urandom(8).hex()
@@ -162,7 +162,7 @@ class Pool(BasePool):
         return self._packer
 
     def _worker_spec(self, initializer: bytes | None) -> WorkerSpec:
-        """Return what the workers are told to be, by the options of the pool."""
+        """Return the part of the workers' configuration that all share."""
         from xpool._pools import assembly
 
         options, contexts = self._options, self._contexts
@@ -202,7 +202,7 @@ class Pool(BasePool):
             self._engine = hosts.make_engine(self, self._nodes)
         else:
             self._engine = self._make_engine(self._start_server())
-        from xpool._pools import assembly  # not before the server is started
+        from xpool._pools import assembly  # after the start of the server, see `_start_server`
 
         self._backend = self._engine
         self._tasks = self._submitter = self._make_submitter()
@@ -231,11 +231,11 @@ class Pool(BasePool):
             if not launcher.inherits:
                 if not only_by_inheritance(exc):
                     raise
-                # Locks and queues of multiprocessing: its own contexts can pass them on.
+                # Locks and queues of multiprocessing can be sent by its own contexts only.
                 method = self.context if isinstance(self.context, str) else None
                 launcher = find_launcher(multiprocessing.get_context(method))
             inherited = self.initializer, self.initargs
-            if not launcher.forks:  # the globals that it uses go with it
+            if not launcher.forks:  # send the globals that the initializer uses
                 blob = self._packer.pack_option("initializer", self.initializer)
         if not launcher.bare and multiprocessing.current_process().daemon:
             raise OptionError(
@@ -277,7 +277,7 @@ class Pool(BasePool):
             return
         number, chunk, func, args, kwds = obj
         job = self._jobs.unanswered.get(number)
-        # None: it was cancelled, or failed, meanwhile.
+        # None: the job was cancelled, or has failed, meanwhile.
         if job is not None:
             self._tasks.put_task(job, chunk, (func, args, kwds))
 
@@ -287,7 +287,7 @@ class Pool(BasePool):
         try:
             return results.popleft()
         except IndexError:
-            pass  # looked at by trying: a caller that receives for itself pops here as well
+            pass  # found out by trying, since callers of `apply` pop results, too
         if timeout > 0:
             self._engine.wait(timeout)
             if results:
@@ -300,15 +300,15 @@ class Pool(BasePool):
         self._engine.start_missing()
 
     def maintain_pool(self) -> bool:
-        """Nothing is left to do: the engine replaces a worker the moment it sees its death."""
+        """Do nothing: the engine replaces a dead worker at once."""
         return False
 
     def terminate_workers(self) -> None:
-        """Ask the workers to stop, and kill those that have not a moment later."""
+        """Ask the workers to stop; the engine kills those that have not stopped a moment later."""
         self._engine.terminate(self._ends_at_once)
 
     def join_workers(self) -> None:
-        """Wait until all processes have ended and been put away."""
+        """Wait until all processes have ended."""
         while not self._engine.ended:
             self._engine.wait()
 
@@ -327,19 +327,19 @@ class Pool(BasePool):
     ) -> list[T]:
         """Call ``func(*args)`` once in each worker; return the results, by index of the worker.
 
-        A worker that is busy comes to it when it has done what it has in hand; calls of several
-        threads come in the same order in all workers, so the functions may wait for each other.
-        Each worker's arguments are its own copies; a `broadcast` object is the one that it has.
+        A busy worker makes the call after the tasks that it holds.  All workers make the calls of
+        several threads in the same order, so the functions may wait for each other.  Each worker
+        gets its own copies of the arguments; a `broadcast` object is the worker's one copy.
 
-        When one fails, the others are stopped, as by `AsyncResult.cancel`, and when they have left
-        the function, the exception is raised here as it is; its ``__cause__`` names the worker.  A
-        worker that dies in it is an error too, and is replaced; a `PeerLost` that only follows from
-        another worker's failure gives way to that.  With a `create_group`, that is made anew first
-        where it is broken.
+        If one call fails, the others are stopped, as by `AsyncResult.cancel`.  When they have left
+        the function, the exception is raised here; its ``__cause__`` names the worker.  A worker
+        that dies in the call fails it, and is replaced.  If another worker's failure has caused a
+        `PeerLost`, that failure is raised instead.  A broken group of `create_group` is made again
+        first.
 
         Args:
-            timeout: seconds that each call may take, from when its worker begins it; None: the
-                pool's ``task_timeout``.
+            timeout: seconds that each call may take, from its beginning in the worker on; None:
+                the pool's ``task_timeout``.
 
         Raises:
             Exception: what ``func`` raised.
@@ -350,8 +350,8 @@ class Pool(BasePool):
         return self._all.run(func, args, timeout)
 
     def create_group(self, backend: str = "gloo", *, timeout: float = 60) -> WorkerGroup:
-        """Make the workers one world of `torch.distributed`, so that functions which `run_all` runs
-        can communicate; see `WorkerGroup`.  A pool has one: this makes it anew, if there is one.
+        """Make the workers one world of `torch.distributed`, in which functions of `run_all`
+        communicate; see `WorkerGroup`.  A pool has one group: a second call replaces it.
 
         Args:
             backend: ``"gloo"`` on any workers; ``"nccl"`` on those of ``devices("cuda")``;
@@ -372,19 +372,20 @@ class Pool(BasePool):
     def broadcast(self, obj: Any) -> Broadcast:
         """Pickle an object once for all workers; return a reference, to be given to tasks.
 
-        A task that has the reference as an argument, in one, or in its function's closure, gets the
-        object.  Each worker opens it when it first meets it and keeps it as long as the reference
-        lives: all tasks there get the same object, and so does the worker's replacement, anew.  Its
-        tensors and arrays lie in this machine's memory once, for all workers together, until one of
-        them writes to them: then it has a copy of those pages, which no other process sees.
+        A task gets the object if the reference is an argument, is inside of one, or is in its
+        function's closure.  Each worker unpickles the object when a task first uses it there, and
+        keeps it while the reference lives, so all its tasks get the same object.  A worker that
+        replaces another unpickles it again.  The memory of its tensors and arrays is shared by all
+        workers of this machine.  A worker that writes to it gets its own copy of the pages, which
+        no other process sees.
 
         Raises:
-            TaskNotPicklable: it cannot be pickled, or there is no memory for it.
+            TaskNotPicklable: the object cannot be pickled, or there is no memory for it.
             PoolClosed: the pool takes no more work.
         """
         return self._all.broadcast(obj)
 
-    # -- looking at it -----------------------------------------------------------------------------
+    # -- observing ---------------------------------------------------------------------------------
 
     @shielded
     def statistics(self) -> dict[str, Any]:
@@ -396,11 +397,11 @@ class Pool(BasePool):
         ``ready``               workers that take tasks now
         ``submitted``           tasks submitted so far
         ``succeeded, failed``   tasks answered by a value, and by an error
-        ``jobs``                calls of verbs that are not answered
-        ``waiting, running``    tasks that no worker has begun, and that workers run
+        ``jobs``                unanswered calls of verbs
+        ``waiting, running``    tasks that no worker has begun, and tasks that run
         ``deaths``              workers that have died
-        ``pids``                each worker's process id; None where it has no process
-        ``hosts``               of a pool over hosts: the counts of each host, by its name
+        ``pids``                each worker's process id; None: it has no process
+        ``hosts``               in a pool over hosts: the counts of each host, by its name
         ======================  ==========================================================
         """
         return {**super().statistics(), **self._engine.statistics()}
@@ -430,7 +431,7 @@ def _check_over_hosts(options: PoolOptions) -> None:
 
 
 def describe(jobs: dict[int, Job], number: int, index: int) -> str:
-    """Say which task of a pool's jobs one is, for people."""
+    """Return the text that names a task in messages."""
     job = jobs.get(number)
     return f"task {index}" if job is None else job.describe(index)
 

@@ -38,8 +38,6 @@ else:
     # At run time nothing is generic: Python 3.10 has no `TypeVarTuple`.
     Generic, Unpack, Cs = {None: object}, {None: None}, None
 
-__all__ = ["PublicVerbs"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -139,25 +137,17 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
     @overload
     def map(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int | None = None,
-        *,
-        on_error: Literal["raise"] = "raise",
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S],
+        chunksize: int | None = None, *, on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
-    ) -> list[T]: ...
+    ) -> list[T]: ...  # fmt: skip
 
     @overload
     def map(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int | None = None,
-        *,
-        on_error: Literal["return"],
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S],
+        chunksize: int | None = None, *, on_error: Literal["return"],
         **options: Unpack[ManyOptions],
-    ) -> list[T | BaseException]: ...
+    ) -> list[T | BaseException]: ...  # fmt: skip
 
     def map(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = None,
@@ -209,29 +199,20 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
     @overload
     def map_async(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int | None = None,
-        callback: Callable[[list[T]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[ManyOptions],
-    ) -> MapResult[T]: ...
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S],
+        chunksize: int | None = None, callback: Callable[[list[T]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None, *,
+        on_error: Literal["raise"] = "raise", **options: Unpack[ManyOptions],
+    ) -> MapResult[T]: ...  # fmt: skip
 
     @overload
     def map_async(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S],
         chunksize: int | None = None,
         callback: Callable[[list[T | BaseException]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        on_error: Literal["return"],
-        **options: Unpack[ManyOptions],
-    ) -> MapResult[T | BaseException]: ...
+        error_callback: Callable[[BaseException], object] | None = None, *,
+        on_error: Literal["return"], **options: Unpack[ManyOptions],
+    ) -> MapResult[T | BaseException]: ...  # fmt: skip
 
     def map_async(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int | None = None,
@@ -260,25 +241,17 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
     @overload
     def starmap(
-        self,
-        func: Callable[..., T],
-        iterable: Iterable[Iterable[object]],
-        chunksize: int | None = None,
-        *,
-        on_error: Literal["raise"] = "raise",
+        self, func: Callable[..., T], iterable: Iterable[Iterable[object]],
+        chunksize: int | None = None, *, on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
-    ) -> list[T]: ...
+    ) -> list[T]: ...  # fmt: skip
 
     @overload
     def starmap(
-        self,
-        func: Callable[..., T],
-        iterable: Iterable[Iterable[object]],
-        chunksize: int | None = None,
-        *,
-        on_error: Literal["return"],
+        self, func: Callable[..., T], iterable: Iterable[Iterable[object]],
+        chunksize: int | None = None, *, on_error: Literal["return"],
         **options: Unpack[ManyOptions],
-    ) -> list[T | BaseException]: ...
+    ) -> list[T | BaseException]: ...  # fmt: skip
 
     def starmap(
         self, func: Callable[..., Any], iterable: Iterable[Iterable[object]],
@@ -309,29 +282,20 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
     @overload
     def starmap_async(
-        self,
-        func: Callable[..., T],
-        iterable: Iterable[Iterable[object]],
-        chunksize: int | None = None,
-        callback: Callable[[list[T]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[ManyOptions],
-    ) -> MapResult[T]: ...
+        self, func: Callable[..., T], iterable: Iterable[Iterable[object]],
+        chunksize: int | None = None, callback: Callable[[list[T]], object] | None = None,
+        error_callback: Callable[[BaseException], object] | None = None, *,
+        on_error: Literal["raise"] = "raise", **options: Unpack[ManyOptions],
+    ) -> MapResult[T]: ...  # fmt: skip
 
     @overload
     def starmap_async(
-        self,
-        func: Callable[..., T],
-        iterable: Iterable[Iterable[object]],
+        self, func: Callable[..., T], iterable: Iterable[Iterable[object]],
         chunksize: int | None = None,
         callback: Callable[[list[T | BaseException]], object] | None = None,
-        error_callback: Callable[[BaseException], object] | None = None,
-        *,
-        on_error: Literal["return"],
-        **options: Unpack[ManyOptions],
-    ) -> MapResult[T | BaseException]: ...
+        error_callback: Callable[[BaseException], object] | None = None, *,
+        on_error: Literal["return"], **options: Unpack[ManyOptions],
+    ) -> MapResult[T | BaseException]: ...  # fmt: skip
 
     def starmap_async(
         self, func: Callable[..., Any], iterable: Iterable[Iterable[object]],
@@ -360,27 +324,17 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
     @overload
     def imap(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int = 1,
-        buffersize: int | None = None,
-        *,
-        on_error: Literal["raise"] = "raise",
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
+        buffersize: int | None = None, *, on_error: Literal["raise"] = "raise",
         **options: Unpack[ManyOptions],
-    ) -> IMapIterator[T]: ...
+    ) -> IMapIterator[T]: ...  # fmt: skip
 
     @overload
     def imap(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int = 1,
-        buffersize: int | None = None,
-        *,
-        on_error: Literal["return"],
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
+        buffersize: int | None = None, *, on_error: Literal["return"],
         **options: Unpack[ManyOptions],
-    ) -> IMapIterator[T | BaseException]: ...
+    ) -> IMapIterator[T | BaseException]: ...  # fmt: skip
 
     def imap(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,
@@ -420,55 +374,31 @@ class PublicVerbs(Generic[Unpack[Cs]]):
 
     @overload
     def imap_unordered(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int = 1,
-        buffersize: int | None = None,
-        *,
-        with_index: Literal[False] = False,
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[ManyOptions],
-    ) -> IMapUnorderedIterator[T]: ...
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
+        buffersize: int | None = None, *, with_index: Literal[False] = False,
+        on_error: Literal["raise"] = "raise", **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[T]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int = 1,
-        buffersize: int | None = None,
-        *,
-        with_index: Literal[False] = False,
-        on_error: Literal["return"],
-        **options: Unpack[ManyOptions],
-    ) -> IMapUnorderedIterator[T | BaseException]: ...
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
+        buffersize: int | None = None, *, with_index: Literal[False] = False,
+        on_error: Literal["return"], **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[T | BaseException]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int = 1,
-        buffersize: int | None = None,
-        *,
-        with_index: Literal[True],
-        on_error: Literal["raise"] = "raise",
-        **options: Unpack[ManyOptions],
-    ) -> IMapUnorderedIterator[tuple[int, T]]: ...
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
+        buffersize: int | None = None, *, with_index: Literal[True],
+        on_error: Literal["raise"] = "raise", **options: Unpack[ManyOptions],
+    ) -> IMapUnorderedIterator[tuple[int, T]]: ...  # fmt: skip
 
     @overload
     def imap_unordered(
-        self,
-        func: Callable[[Unpack[Cs], S], T],
-        iterable: Iterable[S],
-        chunksize: int = 1,
-        buffersize: int | None = None,
-        *,
-        with_index: Literal[True],
-        on_error: Literal["return"],
+        self, func: Callable[[Unpack[Cs], S], T], iterable: Iterable[S], chunksize: int = 1,
+        buffersize: int | None = None, *, with_index: Literal[True], on_error: Literal["return"],
         **options: Unpack[ManyOptions],
-    ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...
+    ) -> IMapUnorderedIterator[tuple[int, T | BaseException]]: ...  # fmt: skip
 
     def imap_unordered(
         self, func: Callable[[Any], Any], iterable: Iterable[Any], chunksize: int = 1,

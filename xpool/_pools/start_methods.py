@@ -20,8 +20,6 @@ from xpool._engine.launch import (
 from xpool._pickling.by_value.main import main_is_importable
 from xpool.errors import OptionError
 
-__all__ = ["find_launcher", "only_by_inheritance", "unguarded_script"]
-
 
 def _has_own_server(context: BaseContext | str | None) -> bool:
     """Whether the workers of a pool with this ``context=`` are forked from xpool's server."""

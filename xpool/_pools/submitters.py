@@ -1,4 +1,4 @@
-"""How a verb becomes tasks, through the hooks of `BasePool`; the other submitters build on it."""
+"""`HookSubmitter`: submits the tasks of a verb through the hooks of `BasePool`."""
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
@@ -16,14 +16,12 @@ from xpool._python.interrupt import by_handler, cut_short, deliver, interruptibl
 from xpool._worker.callables import applied
 from xpool.errors import TaskCancelled, XPoolError
 
-__all__ = ["HookSubmitter", "HookedPool", "Put", "Work"]
-
 Put = Callable[[int, Any], int]
 """Hands on a task of a stream, by its index; returns its size in bytes."""
 
 
 class Work(NamedTuple):
-    """What the workers do with each task of a map or a stream.
+    """The function of a map or a stream, and how workers call it.
 
     ``starred``: an item holds the arguments of a call; ``chunked``: a task is a list of items.
     """
@@ -81,9 +79,9 @@ class HookSubmitter:
                 self.jobs.deliver(job.number, i, False, exc)
 
     def stream(self, job: Stream, work: Work, flow: FlowControl) -> Put:
-        """Return what the input reader calls with each task; it must not hold the pool.
+        """Return the function that submits a task of the stream; it must not hold the pool.
 
-        Sets the job's ``runs`` where there is another way for items that are there at once.
+        Sets the job's ``runs`` if consecutive items can be submitted together.
         """
         job.answers = flow.answered  # the hooks do not tell when a worker takes a task
         ref, jobs, number = self._pool, self.jobs, job.number
@@ -101,16 +99,16 @@ class HookSubmitter:
         return put
 
     def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs a function whose workers share the terminal of a bar with it."""
+        """Return a function that runs ``func`` and keeps its output apart from a progress bar."""
         return func
 
     # -- taking back -------------------------------------------------------------------------------
 
     def withdraw(self, job: Job) -> None:
-        """Take back what was submitted of a job, where that can be done."""
+        """Take back the tasks of a job, if the pool can."""
 
     def runs(self, job: Job) -> bool:
-        """Whether a worker is in a task of this job now; False where that cannot be known."""
+        """Whether a worker runs a task of this job now; False if the pool does not know."""
         return False
 
     @shielded
@@ -123,7 +121,7 @@ class HookSubmitter:
         return True
 
     def give_up(self, job: Job, exc: BaseException) -> None:
-        """Fail a job that could not be submitted; raise here what a signal handler raised."""
+        """Fail a job that could not be submitted; re-raise the exceptions of signal handlers."""
         try:
             self.withdraw(job)
             self.jobs.fail([job], exc)
@@ -131,7 +129,7 @@ class HookSubmitter:
         except BaseException:  # for the same reason, such as a full stack
             torn = True
         if torn:
-            # The engine's thread ends the pool, at the latest when something else wakes it.
+            # The engine's thread then ends the pool.
             self.jobs.bookkeeping_error = exc
             self.jobs.wake()
         if torn or not isinstance(exc, Exception) or by_handler(exc):

@@ -15,8 +15,6 @@ from xpool._pools.submitters import Put, Work
 from xpool._worker.callables import Item
 from xpool._worker.output_files import InFile
 
-__all__ = ["TaskFiles"]
-
 
 class TaskFiles:
     """A new folder, and the names of the tasks' files in it."""

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
     from xpool._pools.packing import Packer
 
-__all__ = ["TaskStream", "limit_of"]
-
 
 def limit_of(options: TaskOptions) -> Limit | None:
     """Return the limit of each task with these options; None: it has none."""

@@ -17,23 +17,22 @@ from xpool._pools.thread_submitter import HookedThreadSubmitter, ThreadSubmitter
 from xpool._python.interrupt import shielded
 from xpool._worker.callables import each, star_each
 
-__all__ = ["ThreadPool"]
-
 
 class ThreadPool(BasePool):
-    """A pool of threads.  A thread cannot be stopped: `terminate` lets running tasks end.
+    """A pool of threads, which pass objects by reference.
 
-    A task that is over its ``timeout=``, or is cancelled while it runs, is answered at once, and
-    its thread is left to itself: it runs on until the task ends, while another has its place.
+    A thread cannot be stopped: `terminate` lets running tasks end.  If a task exceeds its
+    ``timeout=``, or is cancelled while it runs, it is answered at once; its thread runs on until
+    the task ends, and another thread takes its place.
 
-    Has the signature of `Pool`.  Arguments about pickling (``is_recursive``, ``is_copy_tensor``,
-    ``share_method``, ``memory_limit``) and ``is_daemon`` and ``restart_budget`` are checked and
-    have no effect: threads pass objects by reference.
+    It has the signature of `Pool`.  Arguments about pickling (``is_recursive``, ``is_copy_tensor``,
+    ``share_method``, ``memory_limit``), ``is_daemon`` and ``restart_budget`` are checked, but have
+    no effect.
 
     Raises:
         TypeError: an argument has a wrong type.
-        OptionError (a `ValueError`): an argument has a wrong value, or asks for what threads cannot
-            do: ``context``, ``seed``, ``output``, ``worker_memory``, ``memory_high``, ``hosts``.
+        OptionError (a `ValueError`): an argument has a wrong value, or is one that threads cannot
+            have: ``context``, ``seed``, ``output``, ``worker_memory``, ``memory_high``, ``hosts``.
     """
 
     _terminate_waits = False
@@ -60,7 +59,7 @@ class ThreadPool(BasePool):
     @shielded
     def setup_queues(self) -> None:
         """Make the queue that the threads take from."""
-        self._results: deque[Result] = deque()  # for a `pool_outqueue_get` of a subclass
+        self._results: deque[Result] = deque()  # used if a subclass has a `pool_outqueue_get`
         self._backend = self._threads = ThreadWorkers(
             self._size,
             ThreadOptions(
@@ -81,7 +80,7 @@ class ThreadPool(BasePool):
         self._submitter = kind(self, self._jobs, self._threads)
 
     def _answerer(self) -> Callable[[Result], None]:
-        """Return what the threads call with their results; it does not hold the pool."""
+        """Return the function that threads call with results; it does not hold the pool."""
         jobs, results = self._jobs, self._results
 
         def answer(result: Result) -> None:
@@ -92,7 +91,7 @@ class ThreadPool(BasePool):
             results.append(result)
             jobs.wake()
 
-        # A subclass with a hook of its own gets the results there, in the engine's thread.
+        # A subclass with its own hook gets the results there, in the engine's thread.
         delivers = type(self).pool_outqueue_get is ThreadPool.pool_outqueue_get
         return answer if delivers else queue_result
 
@@ -102,8 +101,8 @@ class ThreadPool(BasePool):
             self._threads.tasks.put(None, last=True)
             return
         job = self._jobs.unanswered.get(obj[0])
-        last = isinstance(job, Stream)  # calls and maps go before what a stream has drawn ahead
-        # The hook carries no options: they are the job's.
+        last = isinstance(job, Stream)  # calls and maps go before the items of streams
+        # The hook's arguments have no options, so they are taken from the job.
         if job is not None and (job.options.timeout is not None or job.options.retries):
             entry = Entry(obj, job.options, chunked=obj[2] in (each, star_each))
             self._threads.tasks.put(entry, last)
@@ -116,8 +115,7 @@ class ThreadPool(BasePool):
         if not results and timeout > 0:
             self._threads.wait(timeout)
         if results:
-            result: Result = results.popleft()
-            return result
+            return results.popleft()
         raise queue.Empty
 
     @shielded
@@ -126,11 +124,11 @@ class ThreadPool(BasePool):
         self._threads.start_missing()
 
     def maintain_pool(self) -> bool:
-        """Nothing is left to do: a thread that ends starts its successor."""
+        """Do nothing: a thread that ends starts its successor."""
         return False
 
     def terminate_workers(self) -> None:
-        """Drop what waits and let the threads end."""
+        """Drop the waiting tasks and let the threads end."""
         self._threads.terminate()
 
     def join_workers(self) -> None:

@@ -15,8 +15,6 @@ from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
 from xpool._worker.callables import applied
 
-__all__ = ["HookedThreadSubmitter", "ThreadSubmitter"]
-
 
 class ThreadSubmitter(HookSubmitter):
     """Puts the tasks of a map, and the items of a stream that are there at once, into sources.

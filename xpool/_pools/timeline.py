@@ -7,8 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["page"]
-
 
 def page(title: str, events: Sequence[dict[str, Any]], dropped: int) -> str:
     """Return the page.

@@ -13,8 +13,6 @@ from xpool._pools.job_table import JobTable
 from xpool._pools.lifecycle import Lifecycle
 from xpool.errors import InternalError, PoolBroken
 
-__all__ = ["TURN", "take_turns"]
-
 TURN = 0.1
 """Seconds for which this thread waits in `pool_outqueue_get` of a pool without a backend."""
 
@@ -110,13 +108,13 @@ def _finish(pool: TurningPool, backend: WorkerBackend | None) -> None:
             pool.terminate_workers()
         pool.join_workers()
     finally:
-        # Fails jobs that a thread in `terminate` has not reached yet: the thread that completes
-        # their futures ends here.
+        # Fail the jobs that a thread in `terminate` has not reached yet, before the thread that
+        # completes their futures ends.
         life.fail_unanswered()
         pool._jobs.callbacks.stop()
         if backend is not None:
             backend.close()
-        # Last: `join`, and `__del__` too, take everything for put away after this.
+        # Last, since `join` and `__del__` rely on the end of everything else.
         life.finished.set()
 
 

@@ -1,4 +1,4 @@
-"""How a verb's arguments become a job: checked, numbered, entered, submitted.  For all pools."""
+"""The implementation of the verbs, for all pools: check the arguments, make a job, submit it."""
 
 from __future__ import annotations
 
@@ -42,15 +42,10 @@ from xpool.errors import OptionError
 if TYPE_CHECKING:
     from xpool._pools.task_files import TaskFiles
 
-__all__ = [
-    "PLAIN", "WAITING", "PoolOfVerbs", "imap", "map_now", "options_of", "start_call",
-    "submit_call", "submit_map",
-]  # fmt: skip
-
 It = TypeVar("It", bound=IMapIterator[Any])
 
 PLAIN, WAITING = TaskOptions(), TaskOptions(waits=True)
-"""Of calls without options."""
+"""The options of calls without keywords; WAITING: the caller waits for the result."""
 
 
 class PoolOfVerbs(Protocol):
@@ -69,7 +64,7 @@ class PoolOfVerbs(Protocol):
     _gives_context: bool
     _contexts: list[Any] | None
 
-    # Not to be set here, so that a pool's may be of a narrower type.
+    # Properties, so that the attribute of a pool may have a narrower type.
     @property
     def _submitter(self) -> HookSubmitter: ...
 
@@ -81,7 +76,7 @@ def options_of(
     pool: PoolOfVerbs,
     worker: int | None,
     waits: bool,
-    /,  # what follows is what people give by keyword
+    /,  # the names of the others are those of the verbs' keywords
     timeout: float | None = None,
     retries: int = 0,
     retry_on: Exceptions = (),
@@ -93,7 +88,7 @@ def options_of(
     seed: int | None = None,
     **unknown: Any,
 ) -> TaskOptions:
-    """Check what the verbs take by keyword: all of them, here."""
+    """Return the options that a verb was called with, checked."""
     if unknown:
         verb = sys._getframe(1).f_code
         refuse_unknown(verb.co_name, names_of(verb), unknown)
@@ -140,7 +135,7 @@ def _check_item_seed(pool: PoolOfVerbs, seed: Any, journal: Any) -> None:
 
 
 def _seeded(work: Work, items: Iterable[Any], options: TaskOptions) -> tuple[Work, Iterable[Any]]:
-    """Return work and items of a map whose items have random numbers of their own."""
+    """Return work and items such that each item has its own seed."""
     if options.seed is None:
         return work, items
     func = Seeded(work.func, options.seed, work.starred)
@@ -189,7 +184,7 @@ def submit_call(
 def start_call(
     pool: PoolOfVerbs, job: Job, func: Any, args: tuple[Any, ...], kwds: dict[str, Any]
 ) -> None:
-    """Enter a job of one call, and submit its task."""
+    """Enter the job of one call, and submit its task."""
     if not pool._jobs.enter(job, 1):
         pool._life.check_running()  # raises
     try:
@@ -218,9 +213,8 @@ def submit_map(
     _check_callbacks(callback, error_callback)
     if options.journal is not None:
         raise OptionError("journal= is for map, starmap, imap and imap_unordered")
-    # Copied at once: a list may change while its items are pickled, and a subclass may yield
-    # something else than its length and slices say.  Slices of a range stay ranges, and cost
-    # nothing to send.
+    # Copied, since a list may change while its items are pickled, and a subclass's iterator may
+    # disagree with its length and slices.  Slices of a range stay ranges, which are cheap to send.
     check_can_iterate(iterable)
     kept = type(iterable) is range or type(iterable) is tuple
     items: Sequence[Any] = iterable if kept else list(iterable)  # type: ignore[assignment]
@@ -255,7 +249,7 @@ def _start_map(
         if pool._files is not None:
             work, items = pool._files.of_items(job, work), list(starmap(Item, enumerate(items)))
         if not items:
-            # No answer of a task would complete it.
+            # Without tasks, no answer completes the job.
             job.settled = True
             pool._jobs.complete(job)
             return
@@ -272,7 +266,7 @@ def _start_map(
 
 
 def _begin_progress(pool: PoolOfVerbs, job: Job, work: Work) -> Work:
-    """Show the job's progress, if it is to be shown; return what the workers do for it."""
+    """Show the job's progress, if asked for; return the work beside a progress bar."""
     if job.progress is None:
         return work
     beside_bar = job.progress.on_terminal
@@ -287,7 +281,7 @@ def map_now(
     chunksize: int | None,
     options: TaskOptions,
 ) -> list[Any]:
-    """Submit a call for each item; return the results, which a journal may hold already."""
+    """Submit a call for each item, unless a journal has its result; return all results."""
     if options.journal is None:
         return submit_map(pool, work, iterable, chunksize, options).get()
     items = list(iterable)
@@ -300,7 +294,7 @@ def map_now(
         except Exception as exc:
             if by_handler(exc):
                 raise
-            # The rest is taken all the same, so that the whole input is run and written down.
+            # Go on, so that the results of all other items are stored in the journal.
             error = error or exc
     if error is not None:
         raise error
@@ -330,7 +324,7 @@ def imap(
     if options.returns_errors or options.journal is not None:
         size = 1
     check_can_iterate(iterable)
-    # What the caller gets, and how far ahead of it the input is drawn.
+    # The caller's iterator, and the limits on drawing the input ahead of it.
     results = kind(label(work.func), pool, size > 1)
     flow = FlowControl(buffersize, pool._size, results.buffer)
     if buffersize is not None:
@@ -342,7 +336,7 @@ def imap(
     results.total, results.returns_errors = _length(iterable), options.returns_errors
     results.items_per_task, results.with_index = size, with_index
     work, iterable = _seeded(work, iterable, options)
-    # Without a buffersize all of the input is drawn, whether anybody listens or not.
+    # Without a buffersize, all of the input is drawn even if the iterator is dropped.
     gone = flow.stop if buffersize is not None else flow.unbind
     job = _stream(pool, results, work.func, gone, options)
     results.cancelling, job.options, job.flow = (job, flow), options, flow
@@ -362,7 +356,7 @@ def imap(
 def _begin_stream(
     pool: PoolOfVerbs, job: Stream, work: Work, iterable: Iterable[Any], size: int
 ) -> None:
-    """Begin to draw the input of a job that is entered.  What fails does so through its results."""
+    """Begin to draw the input of an entered job.  Errors are raised by its results."""
     flow, jobs = job.flow, pool._jobs
     try:
         work = _begin_progress(pool, job, work)
@@ -375,7 +369,7 @@ def _begin_stream(
     except BaseException as exc:
         pool._submitter.give_up(job, exc)
         return
-    # Not the job: an iterator that is dropped is noticed when the job's reference to it dies.
+    # The functions below do not hold the job, whose weak reference tells of a dropped iterator.
     number = job.number
 
     def fail(index: int, exc: BaseException | Unopened) -> None:
@@ -387,7 +381,7 @@ def _begin_stream(
     input_reader = InputReader(iterable, size, flow, put, runs, fail, end, pool.name)
     jobs.input_readers.add(input_reader)
     if pool._life.state is PoolStates.TERMINATE:
-        flow.stop()  # the pool has ended since the job was entered: nobody else would
+        flow.stop()  # the pool has ended since the job was entered
     try:
         input_reader.begin()
     except BaseException as exc:
@@ -435,12 +429,12 @@ def _open_journal(pool: PoolOfVerbs, func: Any, options: TaskOptions) -> Any:
 
 
 def _inputs_of_workers(pool: PoolOfVerbs) -> dict[str, Any]:
-    """What results depend on besides the function and its items, by its name for people."""
+    """Return the objects that results depend on besides function and item, by name."""
     found: dict[str, Any] = {}
     if pool.initializer is not None:
         found = {"the initializer": pool.initializer, "the initargs": pool.initargs}
     if pool._gives_context:
-        # The contexts of `devices()` say where a worker runs, not what it computes.
+        # Contexts of `devices()` decide where a worker runs, and not its results.
         contexts = [
             context
             for context in pool._contexts or ()
@@ -451,7 +445,7 @@ def _inputs_of_workers(pool: PoolOfVerbs) -> dict[str, Any]:
 
 
 def _length(iterable: Any) -> int | None:
-    """Return ``len(iterable)``; None: it has none, or does not say."""
+    """Return ``len(iterable)``; None: it has none."""
     if not hasattr(type(iterable), "__len__"):
         return None
     try:

@@ -17,8 +17,6 @@ from xpool._pickling.by_value.main import main_is_importable, main_location, uni
 from xpool._pickling.frame import inline
 from xpool._python.server_process import search_path
 
-__all__ = ["Main", "WorkerConfig", "WorkerSpec"]
-
 
 class WorkerSpec(NamedTuple):
     """The part of the configuration that all workers share; agents on other hosts get it, too.
