@@ -18,7 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.waiting import eventually
 
 from xpool._memory import arena as module
-from xpool._memory.arena import MISSING, Arena, Block
+from xpool._memory.arena import MISSING, Arena
+from xpool._memory.holds import Block
 from xpool._memory.layout import ENTRIES, HOLDS, LARGE, PAGE
 from xpool._memory.region import _capacity
 

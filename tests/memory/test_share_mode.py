@@ -28,7 +28,8 @@ from support.tiers import also
 from support.waiting import eventually
 
 import xpool
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Arena
+from xpool._memory.holds import Block
 from xpool._pickling.tensors import mapped
 from xpool._pickling.tensors import sharing as sharing_module
 

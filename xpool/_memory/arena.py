@@ -30,14 +30,12 @@ import time
 from threading import get_ident
 
 from xpool._memory import attachments
-from xpool._memory.holds import Block, Holds
+from xpool._memory.holds import Block, Holds, Turn
 from xpool._memory.layout import ENTRIES, HOLDS, PAGE, Entry, File
 from xpool._memory.region import Region
 from xpool._memory.system import available_memory, fixed_file
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
-
-__all__ = ["IDLE_SECONDS", "MISSING", "Arena", "Block"]
 
 IDLE_SECONDS = 5.0
 """Seconds after which the memory of a free block goes back to the system."""
@@ -164,14 +162,15 @@ class Arena(Holds):
     @shielded
     def begin(self) -> None:
         """Record that a pool of this process uses the arena."""
-        with self._lock:
+        with self._turn:
             self._engines += 1
             self._vacant.discard(self.attachment)
+        self._catch_up()
 
     @shielded
     def end(self) -> None:
         """Record the end of a pool; after the last one, give back all free memory at once."""
-        with self._lock:
+        with self._turn:
             self._engines -= 1
             last = not self._engines
             if last:
@@ -183,14 +182,17 @@ class Arena(Holds):
     @shielded
     def take_attachment(self) -> int | None:
         """Return an attachment for a new process; None: all are taken."""
-        with self._lock:
+        with self._turn:
+            found = None
             for attachment in reversed(self._attachments):
                 if attachments.claim(self.file, self.file.fd, attachment, foreign=False):
                     self.file.give(attachment)
                     self._attachments.remove(attachment)
                     self._vacant.discard(attachment)
-                    return attachment
-            return None
+                    found = attachment
+                    break
+        self._catch_up()
+        return found
 
     @shielded
     def reclaim(self, attachment: int) -> None:
@@ -201,7 +203,7 @@ class Arena(Holds):
         """
         if attachments.taken(self.file.fd, attachment):
             # Its messages in queues outlive it, and so do its holds.
-            with self._lock:
+            with self._turn:
                 self._pending_reclaim.add(attachment)
             return
         # Without the lock: the only writer of this column is dead.
@@ -211,12 +213,12 @@ class Arena(Holds):
             table = self.file.table(attachment)
         except ValueError:
             return  # overwritten: its blocks are unknown, so no process gets it again
-        with self._lock:
+        with self._turn:
             self._vacant.add(attachment)
             self._left.update(entry.number for entry in table if entry.filled)
         self._sweep()
         # Last: a new process may get it only when the remaining blocks are recorded.
-        with self._lock:
+        with self._turn:
             self._attachments.append(attachment)
         self._catch_up()
 
@@ -225,7 +227,7 @@ class Arena(Holds):
         left = list(self._left)
         # In several turns: a thread that leases a block waits for at most one of them.
         for start in range(0, len(left), _AT_ONCE):
-            with self._take_turn():
+            with self._turn:
                 for number in left[start : start + _AT_ONCE]:
                     if number // ENTRIES not in self._vacant:
                         self._left.discard(number)  # a new process owns it
@@ -258,23 +260,17 @@ class Arena(Holds):
         Returns None if the system has no memory, or if the program would use more than ``limit``
         bytes of shared memory (None: the arena's own limit).
         """
-        if self._turn == get_ident():
+        if self._turn.is_mine():
             return None  # a signal handler or finalizer that interrupts this thread's turn
-        with self._lock:
-            self._turn = get_ident()
-            try:
-                if self._dropped:
-                    self._take_dropped()
-                most = self.limit if limit is None else limit
-                # Dead processes are cleared only in need: that takes a system call for each.
+        with self._turn:
+            self._take_dropped()
+            most = self.limit if limit is None else limit
+            # Dead processes are cleared only in need: that takes a system call for each.
+            number = self._region.take(nbytes, most)
+            if number is None and self._clear_dead():
                 number = self._region.take(nbytes, most)
-                if number is None and self._clear_dead():
-                    number = self._region.take(nbytes, most)
-                block = None if number is None else self._hold(number)
-            finally:
-                self._turn = 0
-        if self._dropped or self._late:
-            self._catch_up()
+            block = None if number is None else self._hold(number)
+        self._catch_up()
         return block
 
     # -- giving memory back ------------------------------------------------------------------------
@@ -290,7 +286,7 @@ class Arena(Holds):
 
         Returns whether a later call may give back more.
         """
-        if self._turn == get_ident():
+        if self._turn.is_mine():
             return True  # as in `lease`
         before = (time.monotonic() if now is None else now) - IDLE_SECONDS
         more = True
@@ -299,17 +295,20 @@ class Arena(Holds):
         ):
             self._pending_reclaim.discard(attachment)
             self.reclaim(attachment)
-        with self._take_turn():
-            self._unpin()
-            self._take_dropped()
-            self._clear_dead()
-            self._region.collect_all()
+        with self._turn:
+            self._look_for_free()
         while more:
-            with self._take_turn():
+            with self._turn:
                 more = self._region.give_back(before)
         self._sweep()
         self._catch_up()
         return self._region.filled or bool(self._pins or self._left or self._pending_reclaim)
+
+    def _look_for_free(self) -> None:
+        self._unpin()
+        self._take_dropped()
+        self._clear_dead()
+        self._region.collect_all()
 
     def _clear_dead(self) -> bool:
         """In the process that made the file: clear the holds of foreign processes that ended."""
@@ -319,12 +318,10 @@ class Arena(Holds):
     def statistics(self) -> dict[str, int]:
         """Return counts: ``bytes`` used by the program, ``blocks`` that this process has made, how
         many of these are held (``out``), and how many blocks this process holds (``held``)."""
-        with self._take_turn() as first:
-            if first:
-                self._unpin()
-                self._take_dropped()
-                self._clear_dead()
-                self._region.collect_all()
+        interrupts = self._turn.is_mine()
+        with self._turn:
+            if not interrupts:
+                self._look_for_free()
             found = {
                 "bytes": self.file.used(),
                 "blocks": self._region.blocks,
@@ -364,14 +361,12 @@ _forking: dict[int, list[tuple[Arena, int, int]]] = {}  # by thread
 
 
 def _before_fork() -> None:
-    me = get_ident()
-    turns = _forking[me] = []
+    turns = _forking[get_ident()] = []
     for arena in list(Arena._known.values()):
-        if arena._turn == me:
+        if arena._turn.is_mine():
             continue  # a signal handler interrupts a turn: its child must not use the arena
         # Held during the fork, so that the child copies consistent counts.
-        arena._lock.acquire()
-        arena._turn = me
+        arena._turn.acquire()
         arena._unpin()
         arena._take_dropped()
         r = w = -1
@@ -390,8 +385,7 @@ def _after_fork_in_parent() -> None:
             os.close(w)
         if arena._counts:
             arena._pin(r)
-        arena._turn = 0
-        arena._lock.release()
+        arena._turn.release()
         arena._catch_up()
 
 
@@ -403,9 +397,8 @@ def _after_fork_in_child() -> None:
     _forking.clear()
     for arena in Arena._known.values():
         arena._pins.close()
-        # A new lock: no thread would release the copy of the held one.
-        arena._lock = threading.RLock()
-        arena._turn = 0
+        # A new one: no thread would release the copy of the held lock.
+        arena._turn = Turn()
         arena.__class__ = _Inherited
     Arena._known = {}
     Arena._own = None

@@ -32,18 +32,6 @@ from xpool._memory.layout import HOLDS, File
 if sys.platform == "linux":
     import fcntl
 
-__all__ = [
-    "FIRST_FOREIGN",
-    "alive",
-    "claim",
-    "clear_dead",
-    "open_lease",
-    "out",
-    "reopen",
-    "attach",
-    "taken",
-]
-
 FIRST_FOREIGN = 224
 """Foreign arenas take numbers from the last down to this one, workers from the first on."""
 

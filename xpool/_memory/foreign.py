@@ -31,8 +31,6 @@ from xpool._memory.system import is_fixed
 from xpool._python import at_fork
 from xpool._python.interrupt import shielded
 
-__all__ = ["ForeignArena", "InFlightLeases", "call", "passing", "in_flight_leases_of", "tidy"]
-
 passing = threading.RLock()
 """Held for moments while descriptors of messages are open, so that no fork copies them: a child's
 copy would keep a lease open.  Re-entrant, for signal handlers that use a queue."""
@@ -165,7 +163,7 @@ class ForeignArena(Arena):
         Called under `passing`, which is needed to hold a block here.
         """
         self.trim()
-        with self._lock:
+        with self._turn:
             orphaned = self.orphaned
             if self._counts or self._pins or (self._was_used and not orphaned):
                 self._was_used = bool(self._counts)

@@ -14,8 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
@@ -23,8 +22,6 @@ from xpool._memory.layout import File
 from xpool._memory.pins import Pins
 from xpool._memory.region import Region
 from xpool._python.interrupt import shielded, uninterrupted
-
-__all__ = ["Block", "Holds"]
 
 
 class Block:
@@ -81,9 +78,47 @@ def make_block_type(capacity: int) -> Any:
         bases = Block, ctypes.c_char * capacity
         slots = "arena", "filled", "former", "number", "stands_for"
         space = {"__slots__": slots, "capacity": capacity}
-        # Two threads may make the same type at once: either does.
+        # Two threads may make the same type at once, and either can be used.
         made = block_types[capacity] = type(f"Block{capacity}", bases, space)
     return made
+
+
+class Turn:
+    """The lock of a process's holds, taken for moments: ``with turn``.
+
+    Re-entrant: a signal handler or a finalizer may interrupt its own thread's turn.  It finds out
+    by `is_mine`, and then leaves the counts alone.
+    """
+
+    __slots__ = ("_depth", "_lock", "_owner")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = self._owner = 0
+
+    def is_mine(self) -> bool:
+        """Whether the calling thread is in its turn."""
+        return self._owner == get_ident()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock; return whether that succeeded."""
+        if not self._lock.acquire(blocking):
+            return False
+        self._depth += 1
+        self._owner = get_ident()
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+        self._lock.release()
+
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Holds:
@@ -97,16 +132,12 @@ class Holds:
         self.attachment = attachment
         self._region = region
         self._mine = file.holds(attachment)
-        # Guards all below, for moments.  Re-entrant: a signal handler or a finalizer may interrupt
-        # its own thread's turn; `_turn` tells it so, and it leaves the counts alone.
-        self._lock = threading.RLock()
-        self._turn = 0  # the identity of the thread that has the lock
-        # How many holds there are on each block, and holds that were dropped since.
-        self._counts: dict[int, int] = {}
+        self._turn = Turn()  # guards the next four
+        self._counts: dict[int, int] = {}  # how many holds there are on each block
         # Blocks that this process has held, by offset: an entry keeps its place for ever.
         self._numbers: dict[int, int] = {}
-        self._dropped: deque[int] = deque()
-        self._late: list[int] = []  # held by a signal handler, not counted yet
+        self._dropped: deque[int] = deque()  # dropped by finalizers, and still in `_counts`
+        self._late: list[int] = []  # held by signal handlers, and not yet in `_counts`
         self._pins = Pins()
 
     def _let_go(self, number: int) -> None:
@@ -129,19 +160,6 @@ class Holds:
 
     # -- taking and dropping holds -----------------------------------------------------------------
 
-    @contextmanager
-    def _take_turn(self) -> Iterator[bool]:
-        """Hold the lock, and set `_turn` for finalizers and signal handlers that come meanwhile.
-
-        Yields False in such a handler, which interrupts its own thread's turn.
-        """
-        with self._lock:
-            before, self._turn = self._turn, get_ident()
-            try:
-                yield not before
-            finally:
-                self._turn = before
-
     @shielded
     def adopt(self, name: int) -> Block:
         """Hold a block that another process, or this one, holds now.
@@ -151,7 +169,7 @@ class Holds:
             ValueError: there is no such block.
         """
         number = name & 0xFFFF_FFFF
-        block = self._hold_in_turn(number)
+        block = self._hold_again(number)
         stamp = self.file.stamps[number]  # read after the hold is visible: see `File.claim`
         if name >> 32 != stamp:
             raise LookupError(
@@ -172,24 +190,20 @@ class Holds:
         # The caller uses the memory, so the hold cannot end meanwhile.
         if number is None or number not in self._counts:
             return None
-        return self._hold_in_turn(number)
+        return self._hold_again(number)
 
-    def _hold_in_turn(self, number: int) -> Block:
-        if self._turn == get_ident():
-            # A handler, as in `Arena.lease`: the interrupted turn will count the hold.
+    def _hold_again(self, number: int) -> Block:
+        """Hold a block that this process or another one holds."""
+        if self._turn.is_mine():
+            # The caller interrupts the turn, which will count the hold.
             place = self._place(number)
             self._numbers[place[0]] = number
             self._late.append(number)
             self._mine[number] = 1
             return self._block(number, *place)
-        with self._lock:
-            self._turn = get_ident()
-            try:
-                block = self._hold(number)
-            finally:
-                self._turn = 0
-        if self._dropped or self._late:
-            self._catch_up()
+        with self._turn:
+            block = self._hold(number)
+        self._catch_up()
         return block
 
     @shielded
@@ -230,16 +244,16 @@ class Holds:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        # The holder of the lock checks again after releasing it, so nothing is left in the lists,
-        # and a garbage collection in the holder's own thread does not wait for itself.
-        me = get_ident()
-        while (self._dropped or self._late) and self._turn != me and self._lock.acquire(False):
+        """Count what finalizers and signal handlers have listed.  Called after each turn.
+
+        Never waits: another thread that is in its turn calls this afterwards.
+        """
+        turn = self._turn
+        while (self._dropped or self._late) and not turn.is_mine() and turn.acquire(False):
             try:
-                self._turn = me
                 self._take_dropped()
             finally:
-                self._turn = 0
-                self._lock.release()
+                turn.release()
 
     def _take_dropped(self) -> None:
         dropped, counts, late = self._dropped, self._counts, self._late

@@ -24,8 +24,6 @@ import threading
 
 from xpool._memory.buffers import address_of
 
-__all__ = ["ENTRIES", "HOLDS", "LARGE", "PAGE", "Entry", "File"]
-
 HOLDS = 480
 """Attachments: the most processes that map the file at a time, including the program itself."""
 

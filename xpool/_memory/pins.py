@@ -1,8 +1,8 @@
-"""What forked children of the program may still look at, of the blocks that it held.
+"""Keeps the blocks of a process held for the children that it forks.
 
-A child that the program forks sees the same memory, but has no attachment.  What its parent held at
-that moment must not be given away while the child may look: it is held once more until the child
-ends, or becomes another program, and with it the writing end of a pipe.
+A forked child has the same memory, but no attachment.  The blocks that its parent held at the fork
+must not be reused while the child may read them.  So the parent holds them once more until the
+child ends or executes another program, which closes the child's end of a pipe.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import os
 import select
 
-__all__ = ["Pins"]
-
 
 class Pins:
-    """The pipes of forked children, and the blocks that each may look at."""
+    """The pipes to forked children, and the blocks that are held for each."""
 
     def __init__(self) -> None:
         self._pins: list[tuple[int, list[int]]] = []
@@ -23,18 +21,18 @@ class Pins:
         return bool(self._pins)
 
     def add(self, fd: int, numbers: list[int]) -> None:
-        """Note a child with the other end of this pipe; -1: there is none, so it is for good."""
+        """Add a child that has the other end of the pipe ``fd``; -1: no pipe, held for good."""
         self._pins.append((fd, numbers))
 
     def take_ended(self) -> list[int]:
-        """Return the blocks of children that have ended, once for each; forget these."""
+        """Remove the children that have ended, and return their blocks, once for each child."""
         found: list[int] = []
         for pin in list(self._pins):
             fd, numbers = pin
             if fd < 0:
                 continue
             poller = select.poll()
-            poller.register(fd, 0)  # a hang-up is always told
+            poller.register(fd, 0)  # poll(2) always reports a hang-up
             if poller.poll(0):
                 self._pins.remove(pin)
                 os.close(fd)
@@ -42,7 +40,7 @@ class Pins:
         return found
 
     def close(self) -> None:
-        """In a child: close what is the parent's."""
+        """In a child, close the parent's ends of the pipes."""
         for fd, _ in self._pins:
             if fd >= 0:
                 os.close(fd)

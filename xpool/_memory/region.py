@@ -10,8 +10,6 @@ from collections import defaultdict, deque
 
 from xpool._memory.layout import ENTRIES, LARGE, PAGE, Entry, File
 
-__all__ = ["Region"]
-
 _YOUNG = 64
 """The number of latest leases, which are checked first, since most values are short-lived."""
 

@@ -1,4 +1,4 @@
-"""What the system has to give: processors, memory, and anonymous files."""
+"""Asks the system for its processors and memory, and makes anonymous files."""
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
@@ -10,27 +10,17 @@ from typing import NamedTuple
 if sys.platform == "linux":
     import fcntl
 
-__all__ = [
-    "Scope",
-    "available_memory",
-    "default_processes",
-    "fix_size",
-    "fixed_file",
-    "fullest_scope",
-    "is_fixed",
-]
-
 _CGROUPS = "/sys/fs/cgroup"
 _PROC = "/proc"
 
 
 class _Version(NamedTuple):
-    """Where a version of cgroups says what it knows of memory."""
+    """The files of a version of cgroups that describe memory."""
 
-    folder: str  # of all groups
-    limits: tuple[str, ...]  # the process is ended beyond the first, and slowed down beyond others
+    folder: str  # contains all groups
+    limits: tuple[str, ...]  # beyond the first, the kernel kills; beyond others, it slows down
     used: str
-    cache: bytes  # in memory.stat: of files, and given up before anything else
+    cache: bytes  # name in memory.stat of the file cache, which the kernel reclaims first
 
 
 _SECOND = _Version("", ("memory.max", "memory.high"), "memory.current", b"inactive_file")
@@ -47,7 +37,7 @@ class Scope(NamedTuple):
 
     @property
     def part(self) -> float:
-        """What is used of it, from 0 to 1."""
+        """The used part of it, from 0 to 1."""
         return min(1.0, self.used / max(1, self.total))
 
 
@@ -59,22 +49,21 @@ def default_processes() -> int:
 
 
 def available_memory() -> int:
-    """Return how many bytes this process may hope to get: of the machine, and of its cgroups."""
+    """Return how many bytes are free for this process, in the machine and in its cgroups."""
     return max(0, min(total - used for total, used in _scopes()))
 
 
 def fullest_scope() -> Scope:
-    """Return the machine or the cgroup of this process of which the largest part is used."""
+    """Return the machine or the cgroup of this process with the largest used part."""
     return max(_scopes(), key=lambda scope: scope.part)
 
 
 def _scopes() -> Iterator[Scope]:
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Without /proc, what the machine has will do.
     available = _named(f"{_PROC}/meminfo", b"MemAvailable:")
     yield Scope(installed, 0 if available is None else installed - available * 1024)
     for version, group in _groups():
-        # The limits of the groups around it count for it, too.
+        # A group is also subject to the limits of the groups that contain it.
         while True:
             folder = os.path.join(_CGROUPS, version.folder, group)
             limits = [_number(os.path.join(folder, name)) for name in version.limits]
@@ -89,7 +78,7 @@ def _scopes() -> Iterator[Scope]:
 
 
 def _groups() -> Iterator[tuple[_Version, str]]:
-    """Yield the cgroups of this process; in a container, its own may be the top one."""
+    """Yield the cgroups of this process; without /proc, the top ones."""
     try:
         with open(f"{_PROC}/self/cgroup") as file:
             lines = file.read().splitlines()
@@ -109,11 +98,11 @@ def _number(path: str) -> int | None:
             text = file.read().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None  # `max`: there is no limit
+    return int(text) if text.isdigit() else None  # "max" means no limit
 
 
 def _named(path: str, name: bytes) -> int | None:
-    """Return the number behind a name in a file of such lines."""
+    """Return the number after a name, in a file with a name and a number on each line."""
     try:
         with open(path, "rb") as file:
             for line in file:
@@ -126,9 +115,9 @@ def _named(path: str, name: bytes) -> int | None:
 
 
 def fixed_file(name: str, size: int) -> int:
-    """Return the descriptor of a new anonymous file of ``size`` zero bytes, for processes to map.
+    """Return the descriptor of a new anonymous file of ``size`` zero bytes, whose size is sealed.
 
-    The size is sealed.  A process that maps a file gets SIGBUS where another has cut it short.
+    If another process could truncate the file, processes that map it would get SIGBUS.
 
     Raises:
         OSError: no descriptor is left, or the system has no such files.
@@ -145,14 +134,14 @@ def fixed_file(name: str, size: int) -> int:
 
 def fix_size(fd: int) -> None:
     """Seal the size of an anonymous file that was made with ``MFD_ALLOW_SEALING``."""
-    # F_SEAL_SEAL: else any process that has the file could forbid others to write to it.
+    # F_SEAL_SEAL: otherwise a process with the file could seal it against writing.
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
 def is_fixed(fd: int) -> bool:
-    """Whether nobody can cut a file short."""
+    """Whether no process can truncate a file."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:
-        return False  # not a file of this kind
+        return False  # not an anonymous file

@@ -30,11 +30,6 @@ from xpool._memory.buffers import HUGE_PAGES_FROM, new_buffer
 from xpool._memory.holds import Block, Holds
 from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
 
-__all__ = [
-    "ALIGN", "FRAMED", "PLAIN", "Leased", "adopt", "inline", "lodge", "pack",
-    "tokens", "unpack", "weight", "weight_of_all",
-]  # fmt: skip
-
 # The first byte: the opcode PROTO of a pickle, or 1, which is no opcode.
 PLAIN = 0x80
 FRAMED = 0x01

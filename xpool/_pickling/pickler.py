@@ -14,27 +14,19 @@ from itertools import repeat
 from pickle import PickleBuffer, PicklingError
 from typing import Any
 
-from xpool._memory.arena import Block
 from xpool._memory.buffers import same_bytes
+from xpool._memory.holds import Block
 from xpool._pickling import diagnose, fallback, frame, reducers
 from xpool._pickling.fastpath import SHORT
-from xpool._pickling.policy import (
-    BY_PIPE,
-    INLINE_BELOW,
-    Layout,
-    Placement,
-    in_block,
-    placement,
-)
+from xpool._pickling.policy import BY_PIPE, INLINE_BELOW, Layout, in_block
 from xpool._python.interrupt import by_handler
 from xpool.errors import XPoolError
-
-__all__ = ["Pickler", "decode", "dumps", "encode", "encode_atoms", "loads"]
 
 _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 _LONG = frozenset({str, bytes})
 _PLAIN = Layout(out_of_band=False)
 _NAMED = _PLAIN._replace(named=True)
+_COPY = Layout(target=-1)  # handles to tensors on devices are replaced by copies
 _MAIN = b"__main__"
 
 _dumps: Callable[[Any, int], bytes] = pickle.dumps
@@ -93,16 +85,14 @@ def _place(
     out_of_band: bool, buffers: list[PickleBuffer], shared: dict[int, Block], buffer: PickleBuffer
 ) -> bool:
     # A buffer that is a block already is sent by name, however small it is.
-    if id(buffer) not in shared and (
-        not out_of_band or placement(buffer.raw().nbytes) is Placement.INLINE
-    ):
+    if id(buffer) not in shared and not (out_of_band and in_block(buffer.raw().nbytes)):
         return True
     buffers.append(buffer)
     return False
 
 
-class _Result:
-    """A pickled object, of which a message is made."""
+class Pickled:
+    """A pickled object, of which messages are made."""
 
     __slots__ = ("buffers", "chunks", "names", "shared")
 
@@ -113,7 +103,31 @@ class _Result:
         names: set[str],
         shared: dict[int, Block],
     ) -> None:
-        self.chunks, self.buffers, self.names, self.shared = chunks, buffers, names, shared
+        self.chunks, self.buffers, self.shared = chunks, buffers, shared
+        self.names = names  # of the globals of __main__ that it uses
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the pickle and its buffers, in bytes."""
+        return sum(map(len, self.chunks)) + sum(one.raw().nbytes for one in self.buffers)
+
+    def message(self, layout: Layout) -> bytes | memoryview:
+        """Return a message with its large buffers; each byte is copied once."""
+        return frame.pack(self.chunks, self.buffers, layout, self.shared)
+
+    def lies_in(self, message: memoryview) -> bool:
+        """Whether a message that `message` has made contains the same bytes."""
+        pickled, buffers = frame.unpack(message)
+        own = [buffer.raw() for buffer in self.buffers]
+        sizes = sum(map(len, self.chunks)), *(one.nbytes for one in own)
+        if sizes != (len(pickled), *(one.nbytes for one in buffers)):
+            return False
+        at = 0
+        for chunk in self.chunks:
+            if not same_bytes(memoryview(chunk), pickled[at : at + len(chunk)]):
+                return False
+            at += len(chunk)
+        return all(map(same_bytes, own, buffers))
 
 
 # Idle picklers.  Making one costs more than pickling a small tuple.  No lock, since list.pop and
@@ -309,7 +323,7 @@ def _pickle(
     *,
     blob: bool = False,
     follow: bool = True,
-) -> _Result:
+) -> Pickled:
     """Pickle with the C pickler (unless that gave ``error`` already), else with dill's."""
     if error is None:
         fast = _FastPickler(layout)
@@ -334,7 +348,7 @@ def _pickle(
         del error  # it keeps this frame alive, and the data pickled so far
 
 
-def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result:
+def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> Pickled:
     spans = fast.tensors
     if spans is not None and spans.again:
         again = _FastPickler(layout)
@@ -347,12 +361,12 @@ def _finish(fast: _FastPickler, obj: Any, layout: Layout, blob: bool) -> _Result
         # An object was pickled by its name in __main__, which the receiver lacks.
         error = PicklingError("an object is pickled by its name in __main__")
         return _by_dill(obj, layout, fast.recurse, error, blob, fast.follow)
-    return _Result(fast.chunks, fast.buffers, fast.names, fast.shared)
+    return Pickled(fast.chunks, fast.buffers, fast.names, fast.shared)
 
 
 def _by_dill(
     obj: Any, layout: Layout, recurse: bool, error: Exception, blob: bool, follow: bool = True
-) -> _Result:
+) -> Pickled:
     spans = None
     while True:
         try:
@@ -376,10 +390,10 @@ def _by_dill(
 
 def _run_dill(
     obj: Any, layout: Layout, recurse: bool, blob: bool, spans: Any, follow: bool = True
-) -> tuple[Any, _Result]:
+) -> tuple[Any, Pickled]:
     file, buffers = io.BytesIO(), list[PickleBuffer]()
     shared = dict[int, Block]()
-    slow = fallback.make_pickler(file, recurse, _placer(layout, buffers, shared))
+    slow = fallback.pickler_class()(file, recurse, _placer(layout, buffers, shared))
     slow.blob, slow.tensors, slow.layout, slow.shared = blob, spans, layout, shared
     slow.follow = follow
     try:
@@ -388,7 +402,7 @@ def _run_dill(
         slow.buffers = buffers
         _forget(slow)
         raise
-    return slow, _Result([file.getvalue()], buffers, slow.names, shared)
+    return slow, Pickled([file.getvalue()], buffers, slow.names, shared)
 
 
 def fails(obj: Any) -> BaseException | None:
@@ -407,7 +421,7 @@ def fails(obj: Any) -> BaseException | None:
     return None
 
 
-def _message(result: _Result, layout: Layout, main_globals: bool) -> bytes | memoryview:
+def _message(result: Pickled, layout: Layout, main_globals: bool) -> bytes | memoryview:
     chunks, buffers = result.chunks, result.buffers
     if result.names and main_globals:
         parts = reducers.script.preface(result.names, chunks, buffers, result.shared, layout)
@@ -423,61 +437,6 @@ def write_blob(cls: type, recurse: bool) -> tuple[bytes, set[str]]:
     return b"".join(result.chunks), result.names
 
 
-class Written:
-    """A pickled global, and the names of the globals that it uses."""
-
-    __slots__ = ("_buffers", "_shared", "chunks", "names", "nbytes")
-
-    def __init__(self, result: _Result) -> None:
-        self.chunks, self.names = result.chunks, result.names
-        self._buffers, self._shared = result.buffers, result.shared
-        self.nbytes = sum(map(len, self.chunks))
-        self.nbytes += sum(buffer.raw().nbytes for buffer in self._buffers)
-
-    def message(self, layout: Layout) -> bytes | memoryview:
-        """Return it with its large buffers, laid out so; each byte is copied once."""
-        return frame.pack(self.chunks, self._buffers, layout, self._shared)
-
-    def lies_in(self, message: memoryview) -> bool:
-        """Whether a message that `message` has made holds the same bytes."""
-        pickled, buffers = frame.unpack(message)
-        own = [buffer.raw() for buffer in self._buffers]
-        sizes = sum(map(len, self.chunks)), *(one.nbytes for one in own)
-        if sizes != (len(pickled), *(one.nbytes for one in buffers)):
-            return False
-        at = 0
-        for chunk in self.chunks:
-            if not same_bytes(memoryview(chunk), pickled[at : at + len(chunk)]):
-                return False
-            at += len(chunk)
-        return all(map(same_bytes, own, buffers))
-
-
-def write_global(value: Any, out_of_band: bool) -> Written:
-    """Pickle a global; ``out_of_band``: large buffers are not copied, but for `Written.message`."""
-    if not out_of_band:
-        return Written(_pickle(value, _PLAIN, False))
-    try:
-        pickler = _at_rest.pop()
-        pickler.layout = _COPY
-    except IndexError:
-        pickler = _FastPickler(_COPY)
-    try:
-        pickler.dump(value)
-    except Exception as error:
-        if by_handler(error):
-            raise
-        return Written(_pickle(value, _COPY, False, error))
-    written = Written(_finish(pickler, value, _COPY, False))
-    if pickler.tensors is None and written.chunks is pickler.chunks and not pickler.buffers:
-        written.chunks = [b"".join(pickler.chunks)]
-        # Those of the pickler will be those of whatever it pickles next, in any thread.
-        written._buffers, written._shared = [], {}
-        # `written` has the old set.
-        if pickler.names:
-            pickler.names = set()
-        _rest(pickler)
-    return written
-
-
-_COPY = Layout(target=-1)  # handles to tensors on devices are replaced by copies
+def write_global(value: Any, out_of_band: bool) -> Pickled:
+    """Pickle a global; ``out_of_band``: large buffers are not copied into the pickle."""
+    return _pickle(value, _COPY if out_of_band else _PLAIN, False)

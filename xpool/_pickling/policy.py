@@ -1,104 +1,76 @@
-"""What to do with a block of bytes that someone wants to send: pure functions of its size.
-
-Nothing else in the package compares sizes.
-"""
+"""The options for the messages of a pool, and the size from which bytes go into shared memory."""
 
 # No `from __future__ import annotations`: each field of a NamedTuple would be compiled from a text.
 
-import enum
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Arena
+from xpool._memory.holds import Block
 
-__all__ = [
-    "INLINE_BELOW",
-    "BY_PIPE",
-    "Placement",
-    "Layout",
-    "in_block",
-    "placement",
-    "pools",
-    "share",
-]
-
-#: Bytes.  Below this, a copy in the message costs less than a block of shared memory.
 INLINE_BELOW = 64 * 1024
-
-
-class Placement(enum.Enum):
-    """Where the bytes of a buffer go."""
-
-    INLINE = "in the pickle itself"
-    OUT_OF_BAND = "beside the pickle, copied once, used in place by the receiver"
+"""Bytes.  Below this, a copy in the message costs less than a block of shared memory."""
 
 
 class Layout(NamedTuple):
-    """How the messages of one pool are laid out."""
+    """The options for a message: how it is laid out, and how tensors are sent."""
 
     lessor: Callable[[int], Block | None] | None = None
-    """Gives a block for so many bytes, or None; where there is no lessor all travels by pipe."""
+    """Returns a block of this many bytes, or None.  Without a lessor, all bytes go by pipe."""
 
     arena: Arena | None = None
-    """Share mode: where the storages of tensors are moved.  None: copy mode."""
+    """Share mode: the storages of tensors move here.  None: copy mode."""
 
     named: bool = False
-    """Share mode of `dumps`: storages go by the names of files, as torch shares them."""
+    """Share mode of `dumps`: storages are sent as names of files, as torch shares them."""
 
     anywhere: bool = False
-    """Share mode: descriptors go along, so what is shared stays in whatever arena it is."""
+    """Share mode: descriptors are sent too, so shared memory may lie in any arena."""
 
     method: str | None = None
-    """Share mode: the only kind of device whose tensors are shared; None: all."""
+    """Share mode: the only kind of device whose tensors are shared; None: all kinds."""
 
     keep: Callable[[Any, Any], Any] | None = None
-    """Share mode, in a worker: reduces a tensor on a device, which it keeps, to a handle."""
+    """Share mode, in a worker: keeps a tensor on a device, and reduces it to a handle."""
 
     gpus: bool = False
     """Share mode, in the pool's process: whether tensors on GPUs are shared; False: copied."""
 
     pool: str | None = None
-    """Whose handles may be sent: the token of a pool."""
+    """Token of the pool whose handles may be sent."""
 
     target: int | None = None
-    """The worker that the message is for, where handles of others are to be replaced by copies."""
+    """The worker that gets the message: handles of other workers are replaced by copies.  None:
+    the handles determine the worker."""
 
     out_of_band: bool = True
-    """Whether buffers may lie beside the pickle."""
+    """Whether buffers may be separate from the pickle."""
 
     kept: bool = False
-    """The sender may send the message again: the receiver copies, what it got is not its own."""
+    """Whether the sender may send the message again, so that the receiver must copy buffers."""
 
     book: Any = None
-    """What the receivers were told of the globals of ``__main__`` (`main_globals.Book`)."""
+    """The globals of ``__main__`` that the receivers have (`main_globals.Book`)."""
 
     publisher: Callable[[Callable[["Layout"], Any], str], Any] | None = None
-    """Takes what writes a message, and what is in it; returns the `Broadcast` for all workers."""
+    """Gets a function that writes a message, and a description of it; returns the `Broadcast`."""
 
     room: Callable[[int], memoryview] | None = None
-    """Gives memory for a message with buffers that is to lie in one piece."""
+    """Returns memory for a message that must lie in one piece, buffers included."""
 
 
 BY_PIPE = Layout()
 
 pools: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-"""The pools of this process, by the tokens that `Layout.pool` has."""
+"""The pools of this process, by token (`Layout.pool`)."""
 
 
 def share(layout: Layout, arena: Arena, method: str | None) -> Layout:
-    """Return a layout for share mode; ``method``: only tensors of this kind, None: each."""
-    return layout._replace(
-        arena=arena if method in (None, "cpu") else None,
-        method=method,
-    )
-
-
-def placement(nbytes: int) -> Placement:
-    """Say where a buffer of ``nbytes`` bytes (of an array or of a CPU tensor) goes."""
-    return Placement.INLINE if nbytes < INLINE_BELOW else Placement.OUT_OF_BAND
+    """Return a layout for share mode; ``method``: the only kind that is shared, None: all kinds."""
+    return layout._replace(arena=arena if method in (None, "cpu") else None, method=method)
 
 
 def in_block(nbytes: int) -> bool:
-    """Whether a pickle of ``nbytes`` bytes goes into a block, where there is a lessor."""
+    """Whether a pickle or buffer of ``nbytes`` bytes goes into a block, if there is a lessor."""
     return nbytes >= INLINE_BELOW

@@ -16,23 +16,10 @@ from importlib import import_module
 from pickle import PickleBuffer
 from typing import Any, Protocol
 
-from xpool._memory.arena import Block
+from xpool._memory.holds import Block
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork
 from xpool._python.forking_pickler import reducer_for
-
-__all__ = [
-    "BUILDERS",
-    "FOR_SUBCLASSES",
-    "LAZY",
-    "REDUCERS",
-    "Context",
-    "builder",
-    "in_place",
-    "lazily",
-    "reducer_override",
-    "register",
-]
 
 
 class Context(Protocol):

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Arena
+from xpool._memory.holds import Block
 from xpool._pickling.by_value.broadcast import Broadcast, publish
 from xpool._pickling.by_value.main_globals import Book
 from xpool._pickling.frame import Leased

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xpool._memory.arena import IDLE_SECONDS, Arena, Block
+from xpool._memory.arena import IDLE_SECONDS, Arena
+from xpool._memory.holds import Block
 from xpool._pickling.by_value import registry
 from xpool._pickling.by_value.broadcast import Objects
 from xpool._pickling.by_value.exceptions import encode_exception
@@ -61,8 +62,6 @@ from xpool.pickle import LATE, decode, encode, load_late
 if TYPE_CHECKING:
     from xpool._pickling.tensors.handles import Keeper
     from xpool._worker.peers import Peers
-
-__all__ = ["Member", "become", "run"]
 
 _Answer = tuple["bytes | memoryview", int, Any]
 """The pickled value of a task, its error bits (`BODY_ERROR`, `BODY_AGAIN`), and the value."""

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from xpool._memory.arena import Block
+from xpool._memory.holds import Block
 from xpool._pickling.frame import Leased, adopt, weight
 from xpool._pickling.policy import Layout
 from xpool._python import at_fork
@@ -38,8 +38,6 @@ from xpool._wire.spin import Spin
 from xpool._wire.wire import LINK, WANTED
 from xpool.errors import OptionError, PeerLost, TimeoutError
 from xpool.pickle import decode, encode
-
-__all__ = ["Peers"]
 
 WINDOW = 256 * 1024 * 1024
 """Bytes of blocks that may be on their way in a channel.  A single message may be larger."""

@@ -22,15 +22,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Arena
+from xpool._memory.holds import Block
 from xpool._memory.layout import LARGE
 from xpool._pickling.pickler import decode, encode
 from xpool._pickling.policy import Layout, pools
 from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import TaskNotPicklable
-
-__all__ = ["Broadcast", "Objects"]
 
 # Bytes of a token, which are not used: only its holds matter.
 _TOKEN = 64

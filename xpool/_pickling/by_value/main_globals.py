@@ -36,7 +36,7 @@ from pickle import PickleBuffer
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from xpool._memory.arena import Block
+from xpool._memory.holds import Block
 from xpool._pickling import reducers
 from xpool._pickling.by_value import main
 from xpool._pickling.by_value.checks import Checks, is_final

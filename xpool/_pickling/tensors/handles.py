@@ -19,15 +19,14 @@ from itertools import islice
 from math import prod
 from typing import Any
 
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Arena
+from xpool._memory.holds import Block
 from xpool._pickling.policy import pools
 from xpool._pickling.reducers import Context, builder, in_place, register
 from xpool._pickling.tensors import composite, cuda
 from xpool._pickling.tensors.devices import copy_to, on_own_device
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError, PoolClosed, TaskNotPicklable, TensorLost
-
-__all__ = ["Keeper", "TensorHandle"]
 
 _TOKEN = 64  # bytes: the least that a block has
 

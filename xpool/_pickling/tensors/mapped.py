@@ -18,13 +18,11 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from xpool._memory.arena import Block
+from xpool._memory.holds import Block
 from xpool._pickling.reducers import Context, builder, in_place
 from xpool._pickling.tensors.extents import Seen
 from xpool._python import at_fork
 from xpool.errors import TaskNotPicklable
-
-__all__ = ["Place", "collect", "lend", "open_file", "place_of"]
 
 _DELETED = " (deleted)"
 _OURS = "/memfd:xpool-"

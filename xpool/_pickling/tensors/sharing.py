@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from xpool._memory.arena import Arena, Block
+from xpool._memory.arena import Arena
+from xpool._memory.holds import Block
 from xpool._pickling.policy import Layout
 from xpool._pickling.reducers import Context, builder, in_place
 from xpool._pickling.tensors import mapped
@@ -24,8 +25,6 @@ from xpool._pickling.tensors.extents import Seen
 from xpool._python import at_fork
 from xpool._python.hidden import is_free_threaded
 from xpool.errors import TaskNotPicklable
-
-__all__ = ["first_user", "move", "reduce_named", "reduce_shared"]
 
 # Reentrant, since a signal handler may share a tensor meanwhile.
 # One thread at a time: the second of two that move the same storage finds it in the arena.
