@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xpool._pickling import frame
-from xpool._pickling.policy import INLINE_BELOW, Placement, placement
+from xpool._pickling.policy import INLINE_BELOW, in_block
 from xpool.pickle import Pickler, decode, dumps, encode, encode_exception, loads
 
 pytestmark = pytest.mark.pure
@@ -115,10 +115,10 @@ def test_not_a_message() -> None:
         decode(struct.pack("<BBxxIQ", frame.FRAMED, 0, 1000, 0) + bytes(50))
 
 
-def test_placement() -> None:
-    """The policy is a function of the size."""
-    assert placement(INLINE_BELOW - 1) is Placement.INLINE
-    assert placement(INLINE_BELOW) is Placement.OUT_OF_BAND
+def test_in_block() -> None:
+    """The size of a buffer decides whether it goes into a block."""
+    assert not in_block(INLINE_BELOW - 1)
+    assert in_block(INLINE_BELOW)
 
 
 def test_pickler() -> None:

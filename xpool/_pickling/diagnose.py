@@ -1,9 +1,9 @@
-"""Finding what in an object cannot be pickled, for the message of the error.
+"""Finds the part of an object that cannot be pickled, for the error's message.
 
-Runs only when pickling has failed.  What a pickler refuses is a `TaskNotPicklable`: to name the
-culprit, the parts of the object are tried one by one, a few levels deep.  What an object's own
-code raised (``__reduce__``, ``__getstate__``) stays the exception that it is, as with the standard
-library's pool, and gets a note; that code is not run again to find out where.
+Runs only after pickling has failed.  If a pickler has refused the object, the error is a
+`TaskNotPicklable`: to name the culprit, this module tries the parts of the object one by one, a few
+levels deep.  If the object's own code has raised (``__reduce__``, ``__getstate__``), its exception
+is raised unchanged, as in the standard library's pool, with a note.  That code is not run again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 from xpool._python.interrupt import by_handler
 from xpool.errors import TaskNotPicklable
 
-__all__ = ["refusal"]
-
-_busy = threading.local()  # set in a thread that is looking already
+_busy = threading.local()  # `looking` is true in a thread that searches already
 
 _LEVELS = 8
 _PARTS = 100  # parts tried at each level
@@ -32,26 +30,27 @@ def refusal(
     *,
     no_dill: bool = False,
 ) -> BaseException:
-    """The error to raise when nothing can pickle an object because of ``error``.
+    """Return the error to raise for an object that cannot be pickled because of ``error``.
 
-    ``fails`` tries to pickle a part of it, and returns the error when that cannot be done.
+    Args:
+        fails: tries to pickle a part of the object, and returns its error, or None.
+        no_dill: whether dill is missing.
     """
     frame = foreign_frame(error)
     if frame is not None:
         return _noted(obj, error, frame)
 
     path, culprit = "", obj
-    # Nested too deeply, each part would fail for the same reason.  A `__reduce__` that pickles
-    # something itself may come here during the search, and starts none of its own.
+    # If the object is nested too deeply, each of its parts fails for the same reason.  The search
+    # may run a `__reduce__` that pickles something itself and fails: that starts no second search.
     if not isinstance(error, RecursionError) and not getattr(_busy, "looking", False):
         _busy.looking = True
         try:
             path, culprit = _descend(obj, fails)
         finally:
             _busy.looking = False
-        # What is wrong with the part itself says more than what the whole failed with.
         if culprit is not obj:
-            error = fails(culprit) or error
+            error = fails(culprit) or error  # says more than the error of the whole object
     kind = type(culprit).__qualname__
     article = "an" if kind[:1].lower() in "aeiou" else "a"
     what = f"{article} {kind} object ({_repr(culprit)})"
@@ -69,13 +68,13 @@ def refusal(
 
 
 def foreign_frame(error: BaseException) -> FrameType | None:
-    """The first frame of an object's own code, if that code raised the error; else None."""
+    """Return the first frame of an object's own code if that code raised the error, else None."""
     tb, below_pickler = error.__traceback__, False
     while tb is not None:
         module = tb.tb_frame.f_globals.get("__name__") or ""
         package = module.partition(".")[0]
         if package == "xpool" and tb.tb_frame.f_code.co_name not in _OWN_WAYS:
-            # What a library raises below a reducer of ours is no word of the object's own.
+            # Below a reducer of xpool, an error of a library is not of the object's own code.
             below_pickler = module in _PICKLERS
         elif below_pickler and package not in _MACHINERY:
             return tb.tb_frame
@@ -111,7 +110,7 @@ def _noted(obj: Any, error: BaseException, frame: FrameType) -> BaseException:
 
 
 def _path_to(obj: Any, culprit: Any) -> str | None:
-    """Where in an object another one is, if it is not far down; nothing of theirs is called."""
+    """Return the path from an object to a part of it, a few levels deep, without their code."""
     level, seen = [("", obj)], {id(obj)}
     for _ in range(_LEVELS):
         below = []
@@ -192,6 +191,6 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _pickles_itself(kind: type) -> bool:
-    """Whether a class says what its state is: then its attributes need not be picklable."""
-    # Not of `object`, which has one since Python 3.11.
+    """Whether a class defines its pickled state: then its attributes need not be picklable."""
+    # Except `object`, which has `__getstate__` since Python 3.11.
     return any("__getstate__" in vars(base) for base in kind.__mro__[:-1])

@@ -1,7 +1,7 @@
-"""dill's pickler, for what the C pickler cannot do.
+"""dill's pickler, for objects that the C pickler cannot pickle.
 
-It is told everything that it needs when it is made, so dill's global settings are neither
-used nor changed.  The same reducers as in the C pickler come first.
+It gets all options as arguments, so it neither uses nor changes dill's global settings.  It calls
+the same reducers as the C pickler first.
 """
 
 from __future__ import annotations
@@ -15,25 +15,19 @@ from typing import Any
 
 from xpool._pickling import reducers
 
-__all__ = ["make_pickler"]
-
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, bytearray, type(None)})
 _IN_MEMORY = (io.BytesIO, io.StringIO)
 _CONTAINERS = frozenset({tuple, list, set, frozenset})
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
-def make_pickler(file: Any, recurse: bool, callback: Any) -> Any:
-    """A pickler of dill's with our reducers.
+@lru_cache(None)
+def pickler_class() -> Any:
+    """Return the class of dill's picklers with the reducers of xpool.
 
     Raises:
         ImportError: dill is not installed.
     """
-    return _pickler_class()(file, recurse, callback)
-
-
-@lru_cache(None)
-def _pickler_class() -> Any:
     dill = import_module("dill")
     # The type of capsules, which has no public name.
     capsule = type(import_module("datetime").datetime_CAPI)
@@ -57,16 +51,16 @@ def _pickler_class() -> Any:
             if kind in _PLAIN or kind in _CONTAINERS:
                 return NotImplemented
             if kind is dict:
-                # dill writes a name for it that only its own unpickler knows.
+                # For the globals of __main__, dill writes a name that only its unpickler knows.
                 return reducers.script.pickled_namespace(obj)
-            # dill would write a memory address, or open the file again over there.
+            # dill would pickle a memory address, or a path that the receiver opens again.
             if kind is capsule or (issubclass(kind, io.IOBase) and kind not in _IN_MEMORY):
                 raise TypeError(f"cannot pickle {kind.__name__!r} object")
             answer = reducers.reducer_override(self, obj)
             if answer is not NotImplemented or isinstance(obj, type):
                 return answer
             if kind.__module__.partition(".")[0] == "numpy":
-                # dill has ways of its own for these, which know nothing of buffers.
+                # dill's own reducers copy arrays into the pickle instead of passing buffers.
                 reduce = copyreg.dispatch_table.get(kind)
                 return obj.__reduce_ex__(5) if reduce is None else reduce(obj)
             return NotImplemented

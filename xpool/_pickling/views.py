@@ -1,4 +1,4 @@
-"""The standard library's buffers: `memoryview` and `array.array`, their own elements."""
+"""Pickles `memoryview` and `array.array` as buffers of their own elements."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from xpool._memory.buffers import array_type
 from xpool._pickling.policy import INLINE_BELOW
 from xpool._pickling.reducers import LAZY, Context, builder, register
 
-__all__: list[str] = []
-
 
 @register(memoryview)
 def _reduce_memoryview(pickler: Context, view: memoryview) -> Any:
-    """Its own elements, in C order; read-only where it is."""
+    """Reduce to the elements, in C order."""
     if len(view.format.lstrip("@")) > 1 or not set(view.format) <= _CASTABLE:
         raise TypeError(
             f"cannot pickle a memoryview of format {view.format!r}; send the object that it "
             "shows, or view.tobytes()"
         )
     data: Any
-    # `from_buffer` of ctypes takes writable memory only; a memoryview itself is nothing for a
-    # PickleBuffer (see `buffer_at`).
+    # A PickleBuffer must not get the memoryview itself (see `buffer_at`), and `from_buffer` of
+    # ctypes takes writable memory only.
     if view.nbytes < INLINE_BELOW or view.readonly or not view.c_contiguous:
         data = bytearray(view.tobytes())
     else:
@@ -38,7 +36,7 @@ def _memoryview(data: Any, kind: Any, shape: Any, readonly: bool) -> Any:
     return view.toreadonly() if readonly else view
 
 
-_CASTABLE = frozenset("@cbB?hHiIlLqQnNefdP")  # what memoryview.cast takes
+_CASTABLE = frozenset("@cbB?hHiIlLqQnNefdP")  # characters of formats for memoryview.cast
 
 
 def _lazy_array() -> None:
@@ -56,7 +54,7 @@ def _reduce_std_array(pickler: Context, array: Any) -> Any:
 def _std_array(typecode: str, data: Any) -> Any:
     from array import array
 
-    # A copy: an `array` cannot use memory of others.
+    # Copied, since an `array` owns its memory.
     made = array(typecode)
     made.frombytes(data)
     return made

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["raise_in_thread"]
-
 
 def raise_in_thread(ident: int | None, what: type[BaseException] | None) -> None:
     """Raise ``what`` in a thread when it next runs Python code; None withdraws it."""

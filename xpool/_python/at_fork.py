@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["at_fork", "fork_unused", "renew"]
-
 _unused = False  # whether `fork_unused` is forking
 
 

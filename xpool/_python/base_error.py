@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import multiprocessing
 
-__all__ = ["TimeoutError", "XPoolError"]
-
 
 class XPoolError(Exception):
     """Base of all errors that xpool itself raises."""

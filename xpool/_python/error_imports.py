@@ -14,8 +14,6 @@ from importlib import import_module
 
 from xpool._python import at_fork
 
-__all__ = ["kept_descriptor", "prepare", "ready"]
-
 # `traceback` imports `tokenize` for the lines of a file (from Python 3.13 on only when it reads the
 # first), and `unicodedata` for the width of a line that is not ASCII.
 _MODULES = ("traceback", "tokenize", "unicodedata", "xpool._python.pool_errors")

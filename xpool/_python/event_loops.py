@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from xpool._python.waiters import Waiters
 
-__all__ = ["awaited", "next_of"]
-
 
 class _Bell(Protocol):
     def release(self) -> object:

@@ -21,8 +21,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EXIT_LIMIT", "begin", "flush", "forget_log_handlers", "run"]
-
 EXIT_LIMIT = 30.0
 """Seconds that finalizers, threads and callbacks may take together.  After them, the process writes
 the stacks of all its threads to stderr and ends, so that `join` does not wait for ever."""

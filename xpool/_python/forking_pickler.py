@@ -12,8 +12,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["reducer_for"]
-
 #: In that table because Python 2 could not pickle them.
 _AS_USUAL = {types.MethodType, type(list.append), type(int.__add__), functools.partial}
 

@@ -8,8 +8,6 @@ import pickle
 import sys
 from typing import Any
 
-__all__ = ["CachedFunction", "is_free_threaded", "module_of", "registered_classes"]
-
 CachedFunction: type = type(functools.lru_cache(len))
 """The type of functions made by `functools.lru_cache` and `functools.cache`."""
 

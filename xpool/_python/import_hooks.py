@@ -13,8 +13,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["IMPORTER", "child_prepares", "is_initializing", "when_imported"]
-
 IMPORTER = "<frozen importlib._bootstrap>"
 """The file of the code that runs an import, in frames and tracebacks."""
 

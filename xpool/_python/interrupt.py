@@ -29,19 +29,6 @@ from typing import Any, TypeVar, cast
 
 from xpool._python import at_fork
 
-__all__ = [
-    "Deferred",
-    "by_handler",
-    "cut_short",
-    "deliver",
-    "interruptible",
-    "keeps_clear",
-    "may_raise",
-    "pending",
-    "shielded",
-    "uninterrupted",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Signals that may arrive again at once are last: when their handler is set, all others are.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-__all__ = ["note_item", "number_item", "plain", "short", "without_places"]
-
 _PLACE = "item of xpool, at +"
 _SEVERAL = "raised for several items at once, by the same exception object"
 _MOST = 8  # notes of one exception, which a program may raise many times

@@ -8,8 +8,6 @@ from pickle import PicklingError
 
 from xpool._python.base_error import XPoolError
 
-__all__ = ["RemoteTraceback", "ResultNotPicklable"]
-
 
 class ResultNotPicklable(XPoolError, MaybeEncodingError, PicklingError):  # type: ignore[misc]
     """The task ran, but its result or exception cannot be sent back.

@@ -15,15 +15,6 @@ from collections.abc import Iterator, Sequence
 
 from xpool._python.interrupt import shielded
 
-__all__ = [
-    "credentials",
-    "interrupts_blocked",
-    "is_open",
-    "occupy_streams",
-    "search_path",
-    "start",
-]
-
 # No garbage is collected during the imports: collecting takes milliseconds and finds none.
 _ORDER = (
     "import gc, sys; gc.disable(); sys.path[:] = {path!a}; "

@@ -18,8 +18,6 @@ from typing import Any
 
 from xpool._python import at_fork
 
-__all__ = ["Borrowed", "ask_now"]
-
 
 def ask_now() -> None:
     """Ask for the tracker, unless it was done.  For use before a fork: the child cannot ask."""

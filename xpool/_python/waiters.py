@@ -16,8 +16,6 @@ from typing import Any
 
 from xpool._python.interrupt import uninterrupted
 
-__all__ = ["LOST_SIGNAL", "Flag", "TaskQueue", "Waiters", "deadline_of"]
-
 LOST_SIGNAL = 1.0
 """Seconds after which a wait begins anew.  A signal that arrives after the interpreter has looked
 for signals, but before it waits, does not end the wait: Ctrl-C would have no effect."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from typing import Generic, TypeVar
 
-__all__ = ["WorkerLocal", "process_is_shared", "share_process"]
-
 T = TypeVar("T")
 
 # Needs no lock: set before the workers' threads start, and never reset.

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from xpool._pickling.by_value.globals_received import Entry
     from xpool._wire.outbox import Outbox
 
-__all__ = [
-    "Exact", "InCall", "Item", "Prefixed", "Retried", "Seeded", "Ticking", "applied", "each",
-    "item_of", "note_context", "one", "star", "star_each",
-]  # fmt: skip
-
 
 def one(func: Callable[[Any], Any], item: Any) -> Any:
     """Run a task that is one item of `map`."""

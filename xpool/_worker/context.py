@@ -11,8 +11,6 @@ from xpool._python.import_hooks import child_prepares, is_initializing
 from xpool._python.worker_local import WorkerLocal
 from xpool.errors import OptionError
 
-__all__ = ["WorkerInfo", "current_worker", "enter", "imported_by_worker", "leave"]
-
 
 class WorkerInfo:
     """The worker that runs the current task.

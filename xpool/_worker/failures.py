@@ -15,8 +15,6 @@ from xpool._worker import callables
 from xpool._worker.context import current_worker
 from xpool.errors import TaskNotPicklable
 
-__all__ = ["refusal", "refused", "traceback_of"]
-
 _OWN_FILES = (os.path.join(os.path.dirname(__file__), "loop.py"), callables.__file__)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from xpool._worker.context import current_worker
 
-__all__ = ["Clearing", "Lines"]
-
 ERASE = "\r\x1b[K"
 """Moves to the beginning of the line, and erases it: a progress bar may be there."""
 

@@ -15,8 +15,6 @@ from typing import Any, Literal
 from xpool._python.exits import flush
 from xpool._worker.context import current_worker
 
-__all__ = ["InFile"]
-
 _MODE = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0)
 
 # The process, and copies of its descriptors 1 and 2 from before its first task.

@@ -36,8 +36,6 @@ from xpool._wire.wire import (
     Refusal,
 )
 
-__all__ = ["Inbox", "Replies"]
-
 SILENCE = 0.001
 """Seconds that a finished answer may lie in the outbox while the worker runs other tasks."""
 

@@ -27,8 +27,6 @@ from xpool._worker.line_streams import Lines
 if TYPE_CHECKING:
     import logging
 
-__all__ = ["open_relay"]
-
 ROOM_WAIT_SECONDS = 1.0
 """Seconds that a record may wait for room."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-__all__ = ["keep", "pid", "run", "run_xla"]
-
 _what: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
 
 

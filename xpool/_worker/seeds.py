@@ -13,8 +13,6 @@ from typing import Any
 
 from xpool._python.import_hooks import when_imported
 
-__all__ = ["Seeds", "seeded"]
-
 _MODULES = ("random", "numpy.random", "torch")
 
 

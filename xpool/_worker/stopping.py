@@ -24,8 +24,6 @@ from xpool._wire.outbox import SIZE, STACK_AT, STOP_SIGNAL, TASK_LINE, Outbox
 from xpool._worker.callables import item_of
 from xpool.errors import TaskStopped
 
-__all__ = ["again", "listen", "may_stop", "stack_of"]
-
 
 def stack_of(frame: FrameType | None, ours: tuple[str, ...] = ()) -> str:
     """Return the stack of a thread, most recent call first, in faulthandler's format.

@@ -37,8 +37,6 @@ from xpool._worker.loop import run as serve
 from xpool._worker.stopping import again, may_stop, stack_of
 from xpool.errors import TaskStopped
 
-__all__ = ["run"]
-
 _News = queue.SimpleQueue["tuple[_Member, int | None] | None"]
 """A member with None (it is ready) or its exit code; None alone: the parent has a request."""
 

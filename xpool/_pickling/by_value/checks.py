@@ -8,8 +8,6 @@ from typing import Any
 
 from xpool._pickling.by_value import main
 
-__all__ = ["Checks", "is_final"]
-
 _TOO_LONG = 1.0
 """Total seconds that the checks of one global may take before a warning."""
 

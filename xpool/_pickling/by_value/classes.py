@@ -33,8 +33,6 @@ from xpool._pickling.reducers import Context
 from xpool._python.hidden import registered_classes
 from xpool._python.interrupt import by_handler
 
-__all__ = ["reduce_class"]
-
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class statement made it, or could have
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: C code made it
 

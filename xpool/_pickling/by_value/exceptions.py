@@ -18,8 +18,6 @@ from xpool._pickling.pickler import decode, encode
 from xpool._pickling.reducers import Context
 from xpool._python.interrupt import by_handler
 
-__all__ = ["add_note", "encode_exception", "reduce_exception"]
-
 
 def encode_exception(exc: BaseException, traceback_text: str) -> bytes | memoryview:
     """Pickle what a task raised, with the worker's traceback.

@@ -25,18 +25,6 @@ from xpool._pickling.pickler import write_global
 from xpool._pickling.policy import in_block
 from xpool._python import at_fork
 
-__all__ = [
-    "KEEP",
-    "NONE",
-    "PLACE",
-    "VALUE",
-    "Entry",
-    "listening",
-    "missing_global",
-    "retake",
-    "unwrap",
-]
-
 VALUE, PLACE, KEEP, NONE = range(4)
 """The data of an entry: a pickle; the place of a large one; none, since the receiver keeps its own;
 none, since it cannot be sent."""

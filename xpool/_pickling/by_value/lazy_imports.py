@@ -13,8 +13,6 @@ from typing import Any
 
 from xpool._pickling.reducers import builder
 
-__all__ = ["lazy_import", "reduce"]
-
 _KIND: type = types.LazyImportType  # type: ignore[attr-defined]
 _REPR = "<lazy_import '", "'>"
 

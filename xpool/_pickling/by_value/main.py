@@ -28,26 +28,6 @@ if TYPE_CHECKING:
         Source,  # at run time only when there is a file to look at
     )
 
-__all__ = [
-    "MAIN_NAMES",
-    "MISSING",
-    "TOP",
-    "is_initial",
-    "fill",
-    "is_forked",
-    "is_replica",
-    "main_is_importable",
-    "main_location",
-    "mark_worker",
-    "namespace",
-    "record_initial",
-    "settle",
-    "settled",
-    "source",
-    "units",
-    "unsettle",
-]
-
 #: `multiprocessing` calls the main module of a child by the second name, and makes each
 #: name an alias of the other in ``sys.modules``.
 MAIN_NAMES = frozenset({"__main__", "__mp_main__"})

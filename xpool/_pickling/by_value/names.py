@@ -11,8 +11,6 @@ from xpool._pickling.by_value.main import MAIN_NAMES, source
 from xpool._pickling.reducers import Context
 from xpool._python.interrupt import by_handler
 
-__all__ = ["by_name", "goes_by_name", "mark_static_module", "name_for", "static_modules"]
-
 #: Names of the modules that `mark_static_module` was given.
 static_modules: set[str] = set()
 

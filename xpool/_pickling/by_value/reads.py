@@ -11,8 +11,6 @@ from weakref import WeakKeyDictionary
 from xpool._pickling.by_value import main
 from xpool._python.hidden import CachedFunction
 
-__all__ = ["global_names", "reads"]
-
 _names_of: WeakKeyDictionary[CodeType, frozenset[str]] = WeakKeyDictionary()
 
 # Of all versions from 3.10 on (Lib/opcode.py); LOAD_FROM_DICT_OR_GLOBALS came with 3.12.

@@ -17,8 +17,6 @@ from typing import Any
 
 from xpool._python import at_fork
 
-__all__ = ["ClassEntry", "adopt", "disown", "known", "lock", "lookup", "shell", "token_of"]
-
 
 class ClassEntry:
     """The record of one by-value class (or type variable)."""

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 from xpool._pickling.by_value.top_level import names_of
 
-__all__ = ["Source", "is_guard", "read"]
-
 _MISSING = object()
 _CONSTANTS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 

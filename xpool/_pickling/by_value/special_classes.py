@@ -13,8 +13,6 @@ from typing import Any
 
 from xpool._pickling.by_value.registry import shell
 
-__all__ = ["enum_shell", "member_attributes", "namedtuple_shell", "types_among"]
-
 Shell = tuple[Any, tuple[Any, ...], frozenset[str]]
 
 

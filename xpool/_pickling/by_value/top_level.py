@@ -5,11 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "Names", "acted_on", "calls_of", "first_line", "groups_of", "is_text", "names_of",
-    "reads_of", "root_of", "targets_of",
-]  # fmt: skip
-
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from xpool._python.hidden import is_free_threaded
 
-__all__ = ["held_alone", "sharing"]
-
 _ATOMS = (
     int, float, complex, str, bytes, bool, range, slice, type(None), type(...),
     type(NotImplemented), FunctionType, BuiltinFunctionType, CodeType, MappingProxyType,

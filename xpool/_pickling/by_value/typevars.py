@@ -10,8 +10,6 @@ from xpool._pickling.by_value.main import MAIN_NAMES
 from xpool._pickling.by_value.names import by_name
 from xpool._pickling.reducers import LAZY, Context, register
 
-__all__: list[str] = []
-
 _KINDS = ("TypeVar", "ParamSpec", "TypeVarTuple", "NewType", "TypeAliasType")
 
 

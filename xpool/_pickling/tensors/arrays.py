@@ -14,8 +14,6 @@ from xpool._pickling.reducers import FOR_SUBCLASSES, LAZY, REDUCERS, Context, bu
 from xpool._pickling.tensors.dense import Memory, bytes_of
 from xpool._pickling.tensors.extents import Seen, of_array
 
-__all__: list[str] = []
-
 #: Characters of the dtypes that their string describes fully (in both byte orders).
 _PLAIN = frozenset("?bBhHiIlLqQpPefdgFDGSUVmM")
 _names: dict[Any, str] = {}  # only of such dtypes, which are few

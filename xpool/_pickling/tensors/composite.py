@@ -12,8 +12,6 @@ from xpool._pickling.reducers import Context, builder
 from xpool._pickling.tensors.devices import is_kept
 from xpool.errors import TaskNotPicklable
 
-__all__ = ["about", "check", "parts", "reduce_subclass", "reduce_typed_storage"]
-
 
 def parts(torch: Any, tensor: Any) -> Any:
     """Return how to rebuild a bare tensor from others; None: it is elements in a storage."""

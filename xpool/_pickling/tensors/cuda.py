@@ -17,8 +17,6 @@ from xpool._pickling.reducers import Context, builder
 from xpool._pickling.tensors.extents import Seen
 from xpool.errors import DeviceError, TaskNotPicklable
 
-__all__ = ["export", "identity", "open_exported", "reduce_shared", "synchronize"]
-
 _WAY_OUT = (
     "Copies can always be sent: is_copy_tensor=True, or share_method='cpu', which shares only what "
     "lies in the host's memory."

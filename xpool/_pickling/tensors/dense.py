@@ -38,8 +38,6 @@ from xpool._pickling.tensors.extents import Extent, Piece, Seen, extent
 from xpool._pickling.tensors.sharing import first_user, move, reduce_named, reduce_shared
 from xpool.errors import TaskNotPicklable
 
-__all__ = ["Memory", "bytes_of", "piece_of"]
-
 _SPREAD = 4
 """Strides with gaps are kept unless the gaps make the tensor this many times larger."""
 

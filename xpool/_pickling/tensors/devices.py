@@ -11,8 +11,6 @@ from typing import Any
 
 from xpool._pickling.policy import Layout
 
-__all__ = ["copy_to", "is_kept", "on_own_device"]
-
 
 def is_kept(layout: Layout, tensor: Any) -> bool:
     """Whether a worker keeps a tensor that it sends, and sends a handle to it."""

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-__all__ = ["Entry", "Extent", "Piece", "Seen", "alias", "extent", "of_array"]
-
 Extent = tuple[int, int, tuple[tuple[int, int], ...]]
 """First byte, byte after the last, and, if there are gaps, the (step, length) of each axis in
 bytes, that of an element itself included; without gaps, or with no more bytes in the range
