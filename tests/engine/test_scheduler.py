@@ -55,7 +55,7 @@ def test_a_stream_stands_behind_what_waits():
     """A stream that never runs dry gives way to what waits behind it after each batch; a map does
     not."""
     sched = ready(1)
-    sched.cost = 0.01
+    sched.sizes.cost = 0.01
     stream, call, one = task_range(1, 100), task_range(2), task_range(3, 3)
     stream.input_reader = object()
     for each in (stream, call, one):
@@ -77,7 +77,7 @@ def test_short_tasks_come_by_the_handful():
     batches = sched.refill(0)
     assert [len(g.items) for g in batches] == [MOST_ITEMS, MOST_ITEMS]
     sched = ready(4)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.put(task_range(n=40))
     assert len(sched.next_batches()[0][1].items) == 10
 
@@ -85,7 +85,7 @@ def test_short_tasks_come_by_the_handful():
 def test_idle_workers_divide_a_handful():
     """What is one handful goes to all idle workers at once, and leaves nothing for a refill."""
     sched = ready(3)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.put(task_range(n=8))
     batches = sched.next_batches()
     assert [len(batch.items) for _, batch in batches] == [3, 3, 2] and not sched.waiting()
@@ -127,7 +127,7 @@ def test_long_tasks_are_held_where_many_wait():
 def test_a_grant_is_no_larger_than_a_pipe():
     """Large items travel alone, whatever their number."""
     sched = ready(1)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.put(TaskRange(1, 0, 0, [b"x" * MOST_BYTES, b"y", b"z"]))
     assert len(sched.next_batches()[0][1].items) == 1
     assert [len(g.items) for g in sched.refill(0)] == [2]
@@ -136,7 +136,7 @@ def test_a_grant_is_no_larger_than_a_pipe():
 def test_a_death_costs_the_task_that_was_begun():
     """What was answered stays, what was begun is lost, the rest waits again in front."""
     sched = ready(1)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.put(task_range(n=8))
     sched.next_batches()
     sched.answered(0, 3)
@@ -203,7 +203,7 @@ def test_a_caller_that_waits_has_the_same_worker_again():
 def test_a_lifetime_is_not_exceeded():
     """A worker that may run three tasks is given three."""
     sched = ready(1, lifetime=3)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.put(task_range(n=10))
     assert len(sched.next_batches()[0][1].items) == 3
     assert not sched.in_flight[0].accepting and sched.refill(0) == []
@@ -212,7 +212,7 @@ def test_a_lifetime_is_not_exceeded():
 def test_taking_back():
     """What a paused worker has not begun waits again; its skipped answers change nothing more."""
     sched = ready(2)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.retire(1)
     sched.put(task_range(n=8))
     sched.next_batches()
@@ -245,7 +245,7 @@ def test_what_is_held_of_a_withdrawn_job_is_not_queued_again():
     """Not after the death of its worker, not when it is taken back, skipped or tried again."""
     for event in ("death", "back", "skipped", "again"):
         sched = ready(1)
-        sched.cost = 1e-6
+        sched.sizes.cost = 1e-6
         sched.put(task_range(job=1, n=4, retries=3))
         sched.put(task_range(job=2, n=4))
         sched.next_batches()
@@ -275,7 +275,7 @@ def test_withdrawing_what_waits_for_its_time():
     sched = ready(1)
     for job in (1, 2):
         sched.put(task_range(job=job, retries=1))
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.next_batches()
     sched.refill(0)
     for when in (5.0, 4.0):
@@ -308,7 +308,7 @@ def test_a_second_try_waits_its_time():
 def test_second_tries_come_in_the_order_of_their_times():
     """Whoever's pause ends first is queued first; the next time is told."""
     sched = ready(1)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.put(task_range(n=3, retries=1))
     ((_, batch),) = sched.next_batches()
     sched.answered(0, 3)
@@ -326,7 +326,7 @@ def test_second_tries_come_in_the_order_of_their_times():
 def test_which_item_runs():
     """The item that was begun last, until its answer is there."""
     sched = ready(1)
-    sched.cost = 1e-6
+    sched.sizes.cost = 1e-6
     sched.put(task_range(job=1, n=2))
     sched.put(task_range(job=2, n=2))
     sched.next_batches()
@@ -402,7 +402,7 @@ def test_every_item_is_answered_once(seed):
     workers = draw.randint(1, 4)
     total = draw.randint(1, 60)
     sched = ready(workers)
-    sched.cost = draw.choice([float("inf"), 1e-6, 1e-3])
+    sched.sizes.cost = draw.choice([float("inf"), 1e-6, 1e-3])
     sched.put(task_range(n=total, retries=draw.randint(0, 1)))
     ended: list[int] = []
     limits: dict[int, int] = {}

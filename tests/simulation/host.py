@@ -91,7 +91,7 @@ class AgentEngine:
 
     @property
     def cost(self) -> float:
-        return self.sched.cost
+        return self.sched.sizes.cost
 
     def submit(self, *ranges: TaskRange) -> None:
         if not self.ending:

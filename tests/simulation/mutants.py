@@ -143,7 +143,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     def most(original: Any, sched: Scheduler, w: int) -> int:
         n: int = original(sched, w)
-        return max(n, 8) if SHORT_SECONDS < sched.cost <= LONG_SECONDS else n
+        return max(n, 8) if SHORT_SECONDS < sched.sizes.cost <= LONG_SECONDS else n
 
     wrap(patch, Scheduler, "_most_held", most)
 

@@ -73,7 +73,7 @@ class SchedulerWorld(World):
         self.events = events
         n = 1 + self.below(4)
         self.sched = Scheduler(n)
-        self.sched.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
+        self.sched.sizes.cost = self.one_of([float("inf"), 1e-6, 3e-5, 2e-4, 1e-3, 3e-3, 0.1])
         self.lifetime = self.one_of([None, None, 1, 3, 8])
         self.workers = [_Worker(self.lifetime) for _ in range(n)]
         # The model: what waits, task range by task range; queue None is the shared one.
@@ -250,23 +250,27 @@ class SchedulerWorld(World):
 
     def check_handful(self, w: int, batch: Batch, waiting: int, shared: bool, among: int) -> None:
         """A batch is as large as the rules allow, and no larger."""
-        n, cost = len(batch.items), self.sched.cost
-        most = (
+        n, cost = len(batch.items), self.sched.sizes.cost
+        handful = (
             1
             if 2 * cost > PREFETCH_SECONDS
             else max(1, min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / cost)))
         )
-        if shared:
-            divisor = among if waiting <= most else len(self.workers)
-            most = min(most, -(-waiting // divisor))
         worker = self.workers[w]
-        if worker.lifetime is not None:
-            most = min(most, worker.lifetime - len(worker.given) + worker.taken)
-        most = min(most, waiting)
+
+        def allowed(waiting: int) -> int:
+            most = min(handful, waiting)
+            if shared:
+                most = min(most, -(-waiting // (among if waiting <= handful else self.sched.size)))
+            if worker.lifetime is not None:
+                most = min(most, worker.lifetime - len(worker.given) + worker.taken)
+            return most
+
+        fed = batch.job in self.open  # more may have come since it was cut
+        most = max(map(allowed, range(n, waiting + 1))) if fed else allowed(waiting)
         size = sum(map(len, batch.items))
         if n > most or (n > 1 and size > MOST_BYTES):
             self.wrong(f"a batch of {n} items, {size} bytes: more than {most}")
-        fed = batch.job in self.open  # more may have come since it was cut
         if n < most and not fed and size + MOST_BYTES // 2 + 9 <= MOST_BYTES:
             self.wrong(f"a batch of {n} items where {most} were allowed")
 
@@ -338,13 +342,13 @@ class SchedulerWorld(World):
         if skipped:
             self.skipped(w, at, n)
         else:
-            before = self.sched.cost
+            before = self.sched.sizes.cost
             seconds = n * self.one_of([1e-6, 3e-5, 2e-4, 3e-3, 0.01])
             got, first = self.sched.answered(w, n, seconds)
             if got is not batch or (got.job, first) != task:
                 self.wrong(f"answers for {task} were taken as for {got.job, first}")
-            if not seconds / n * 0.999 <= self.sched.cost <= max(before, seconds / n) * 1.001:
-                self.wrong(f"cost {self.sched.cost} after {n} tasks in {seconds} s")
+            if not seconds / n * 0.999 <= self.sched.sizes.cost <= max(before, seconds / n) * 1.001:
+                self.wrong(f"cost {self.sched.sizes.cost} after {n} tasks in {seconds} s")
             for i in range(n):
                 self.end(worker.given[at + i][0], "answered")
         worker.answered += n
@@ -379,7 +383,7 @@ class SchedulerWorld(World):
         if in_flight.size == 0 and in_flight.paused:
             worker.told = worker.limit = FAR
             self.sched.resume(w)
-        cost = self.sched.cost
+        cost = self.sched.sizes.cost
         held = len(set(worker.messages[worker.answered :]))
         most = 1 if 2 * cost > PREFETCH_SECONDS else 2
         if SHORT_SECONDS < cost <= LONG_SECONDS:

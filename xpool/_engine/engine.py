@@ -182,7 +182,7 @@ class Engine:
     @property
     def cost(self) -> float:
         """Seconds that a task takes, by the latest answers; inf: unknown."""
-        return self.sched.cost
+        return self.sched.sizes.cost
 
     # -- starting and stopping -------------------------------------------------------------------
 

@@ -9,14 +9,11 @@ Terms used here and in the engine:
 * **In flight** at a worker are its batches, in the order in which it runs them.  Workers answer
   item by item in this order, so answers carry no names.
 
-A worker has as many items in flight as it runs in `PREFETCH_SECONDS`, by the time of the latest
-tasks, in two batches: the second is there when the first is done.  A worker with long items gets
-one, and some more if many wait, so that it does not wait for the parent, whose engine gets the
-interpreter late while the program computes.  A worker gets at most its share of the waiting items,
-so that the last items of a map are spread over all workers.  Idle workers divide a handful evenly:
-each gets its part in one message, and answers it in one.  If the estimate was wrong and a worker
-holds items behind a long one, the engine takes them back (`surplus`, `take_back`) as soon as
-another worker is idle.
+`BatchSizes` says how many items make a batch and how many batches a worker holds.  A worker gets at
+most its share of the waiting items, so that the last items of a map are spread over all workers.
+Idle workers divide a single batch evenly.  If the estimate was wrong and a worker holds items
+behind a long one, the engine takes them back (`surplus`, `take_back`) as soon as another worker is
+idle.
 
 Items to be retried wait in a heap until their time; the caller supplies the clock.
 
@@ -54,6 +51,50 @@ MOST_BYTES = 48 * 1024
 """Most payload bytes in one batch of several items: below a pipe's capacity."""
 
 
+class BatchSizes:
+    """How many items make a batch, and how many batches a worker holds.
+
+    The sizes follow from ``cost``, the seconds that an item takes by the latest answers.  A worker
+    has as many items in flight as it runs in `PREFETCH_SECONDS`, in two batches: the second is
+    there when the first is done.  Of longer items a batch has one.  If many wait, a worker holds
+    more batches, so that it does not wait for the parent, whose engine gets the interpreter late
+    while the program computes.
+    """
+
+    def __init__(self) -> None:
+        self.cost = math.inf
+
+    def note(self, seconds: float) -> None:
+        """Record the seconds of the latest item.
+
+        The cost rises at once and falls by halves, so no item is queued behind a long one among
+        short ones.  An hour counts as a second: a dozen short items later it has no effect.
+        """
+        before = 0.0 if self.cost == math.inf else min(self.cost, 1.0)
+        self.cost = max(seconds, before / 2)
+
+    @property
+    def items(self) -> int:
+        """The number of items in a batch."""
+        if 2 * self.cost > PREFETCH_SECONDS:
+            return 1
+        return min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
+
+    def most_held(self, share: int | None = None) -> int:
+        """Return how many batches a worker may hold.
+
+        ``share``: its part of the waiting items; None: all of them are for this worker.
+        """
+        if SHORT_SECONDS < self.cost <= LONG_SECONDS:
+            items = self.items
+            more = math.ceil(AHEAD_SECONDS / (items * self.cost))
+            if share is None:
+                return 1 + more
+            if share >= items:
+                return 1 + min(more, share // items)
+        return 2 if 2 * self.cost <= PREFETCH_SECONDS else 1
+
+
 class InFlight:
     """What one worker holds.  Counts are of items, since its process started."""
 
@@ -89,8 +130,7 @@ class Scheduler(Waiting):
         # Ready workers with nothing in flight, longest idle first.  Input readers test it for truth
         # without the lock.
         self.idle: dict[int, None] = {}
-        self.cost = float("inf")
-        """Seconds that a task takes, by the latest answers; determines the size of a batch."""
+        self.sizes = BatchSizes()
 
     # -- work comes in ---------------------------------------------------------------------
     def least_loaded(self, newest: bool = False) -> int:
@@ -188,21 +228,16 @@ class Scheduler(Waiting):
 
     def _most_held(self, w: int) -> int:
         """Return how many batches worker ``w`` may hold."""
-        if SHORT_SECONDS < self.cost <= LONG_SECONDS:
-            n = self._handful()
-            more = math.ceil(AHEAD_SECONDS / (n * self.cost))
+        if self._bound[w]:
             # Only this worker may run bound items, so it leaves no share to others.
-            if self._bound[w]:
-                return 1 + more
-            share = len(self.shared[0].items) // (n * self.size) if self.shared else 0
-            if share:
-                return 1 + min(more, share)
-        return 2 if 2 * self.cost <= PREFETCH_SECONDS else 1
+            return self.sizes.most_held()
+        waiting = len(self.shared[0].items) if self.shared else 0
+        return self.sizes.most_held(waiting // self.size)
 
     def _cut(self, w: int, among: int) -> Batch | None:
         """Cut the next batch for a worker; None: no item waits that it may run.
 
-        ``among``: the number of workers that divide a single handful.
+        ``among``: the number of workers that divide a single batch.
         """
         in_flight = self.in_flight[w]
         if not in_flight.accepting:
@@ -211,7 +246,7 @@ class Scheduler(Waiting):
         for queue in (self.own[w], self.shared):
             task_range = self.first_of(queue)
             if task_range is not None:
-                n = self._share(len(task_range.items), in_flight, queue is self.shared, among)
+                n = self._most_items(in_flight, len(task_range.items), queue is self.shared, among)
                 items = self.take(queue, n, MOST_BYTES)
                 batch = Batch(task_range, items, in_flight.sent)
                 # `take` has moved the start of the range behind these items.
@@ -220,14 +255,9 @@ class Scheduler(Waiting):
                 return batch
         return None
 
-    def _handful(self) -> int:
-        """Return how many items make a batch, by the time that they take."""
-        if 2 * self.cost > PREFETCH_SECONDS:
-            return 1
-        return min(MOST_ITEMS, int(PREFETCH_SECONDS / 2 / self.cost))
-
-    def _share(self, waiting: int, in_flight: InFlight, shared: bool, among: int) -> int:
-        n = self._handful()
+    def _most_items(self, in_flight: InFlight, waiting: int, shared: bool, among: int) -> int:
+        """Return how many of the ``waiting`` items of a range a worker gets in its next batch."""
+        n = self.sizes.items
         if shared:
             # Rounded up, so that each worker gets one of the last few items.
             n = min(n, -(-waiting // (among if waiting <= n else self.size)))
@@ -266,10 +296,7 @@ class Scheduler(Waiting):
             if not in_flight.held and in_flight.accepting:
                 self.idle[w] = None
         if seconds > 0.0:
-            # It rises at once and falls by halves, so no task is queued behind a long one among
-            # short ones.  An hour counts as a second: a dozen short tasks later it has no effect.
-            before = 0.0 if self.cost == float("inf") else min(self.cost, 1.0)
-            self.cost = max(seconds / n, before / 2)
+            self.sizes.note(seconds / n)
         return batch, first
 
     def retire(self, w: int) -> None:
