@@ -310,16 +310,16 @@ def _(patch: Patch) -> None:
 
 @mutant("a driver that says something again begins at what it had said, not at what is needed")
 def _(patch: Patch) -> None:
-    def acked(link: Link) -> int:
-        return 0
+    def send_again(original: Any, link: Any, after: int) -> None:
+        original(link, after)
+        link.after = after
 
-    def flush(original: Any, agent: Conversation, *how: Any) -> None:
-        link = agent.link
-        kept, link.acked = link.acked, min(link.acked, agent._sent)
-        original(agent, *how)
-        link.acked = kept
+    def take(original: Any, link: Any, *how: Any) -> Any:
+        first, messages = original(link, *how)
+        return link.__dict__.pop("after", first - 1) + 1, messages
 
-    wrap(patch, Conversation, "flush", flush)
+    wrap(patch, Link, "send_again", send_again)
+    wrap(patch, Link, "take", take)
 
 
 @mutant("a reply that was long under way puts off the next beat")

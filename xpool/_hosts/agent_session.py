@@ -43,7 +43,6 @@ class AgentSession:
         self._replied: dict[int, float] = {}  # when each call had its first reply
         self._heard = 0  # number of the last call whose reply the driver has
         self._link = Link()
-        self._sent = 0  # number of the last message that was sent
         self._staged: dict[int, m.Stage] = {}
         self._files: list[Any] = []  # broadcast objects: each exists as long as it is in this list
         self._functions: dict[int, int] = {}  # the engine's numbers, by the driver's
@@ -62,9 +61,7 @@ class AgentSession:
         self._heard = max(self._heard, call.heard)
         self._link.acknowledge(call.got)
         if call.again:
-            self._sent = call.got
-        # A call that arrives late may name a lower number than a later call did.
-        self._sent = max(self._sent, self._link.acked)
+            self._link.send_again(call.got)
         for message in self._link.receive(call.first, call.messages):
             self._do(message)
 
@@ -124,12 +121,12 @@ class AgentSession:
 
     def say(self, message: Any) -> None:
         """Queue a message for the driver."""
-        self._link.send(message)
+        self._link.queue(message)
 
     @property
     def has_news(self) -> bool:
         """Whether a message is queued that was not sent."""
-        return self._sent < self._link.last
+        return self._link.has_unsent
 
     def may_reply(self, number: int) -> bool:
         """Whether a call is to be answered now: the oldest waiting call, if messages are queued or
@@ -144,10 +141,7 @@ class AgentSession:
             # The time of the first reply: of a call that arrives twice, the driver may have
             # received that one only.
             self._replied.setdefault(number, now)
-        messages = self._link.take(self._sent, most, weight)
-        first = self._sent + 1
-        self._sent += len(messages)
-        return self._link.got, first, messages
+        return self._link.got, *self._link.take(most, weight)
 
     def reply_to_beat(self, call: Call, now: float) -> tuple[int, int, list[Any]]:
         """Return the reply to a beat, which renews the lease and takes no messages."""

@@ -51,7 +51,6 @@ class Conversation:
         """Why the driver stopped it, or "".  It takes the place of the fleet's reason."""
         self.link = Link()
         self._fleet, self._host = fleet, host
-        self._sent = 0  # number of the last message that was sent
         self.trip = 0.0
         """The fewest seconds from a beat to its reply so far; 0: no beat was answered yet."""
         self._calls: dict[int, int] = {}  # calls under way: number -> number of the first message
@@ -60,32 +59,25 @@ class Conversation:
         self._lost = False  # a reply was lost: the agent has to send its messages again
         self._replied = 0  # number of the last call that was answered
 
-    def say(self, message: Any) -> None:
-        """Queue a message; it leaves with the next `flush`."""
-        self.link.send(message)
-
     def flush(self, now: float, expects: bool) -> None:
         """Send the queued messages, with at most `CALLS_IN_FLIGHT` calls under way.
 
         ``expects``: make a call even without messages, so that the agent can reply with its own.
         """
-        # A later call may have delivered the messages of one that failed.
-        self._sent = max(self._sent, self.link.acked)
-        while len(self._calls) < CALLS_IN_FLIGHT and self._sent < self.link.last:
-            self._call(now, self.link.take(self._sent, CALL_BYTES, _weight))
+        while len(self._calls) < CALLS_IN_FLIGHT and self.link.has_unsent:
+            self._call(now, *self.link.take(CALL_BYTES, _weight))
         if expects and not self._calls:
-            self._call(now, [])
+            self._call(now, self.link.sent + 1, [])
 
     def beat(self, now: float) -> None:
         """Renew an agent's lease by a call beside those under way, which may be large and slow."""
         if self._calls:
             self.beaten = now
-            self._call(now, [], beat=True)
+            self._call(now, self.link.sent + 1, [], beat=True)
 
-    def _call(self, now: float, messages: list[Any], beat: bool = False) -> None:
+    def _call(self, now: float, first: int, messages: list[Any], beat: bool = False) -> None:
         self.called = now
-        number, first = next(self._numbers), self._sent + 1
-        self._sent += len(messages)
+        number = next(self._numbers)
         self._calls[number] = first
         if beat:
             self._beats[number] = now
@@ -112,7 +104,8 @@ class Conversation:
         self._beats.pop(number, None)
         first = self._calls.pop(number, None)
         if first is not None:
-            self._sent, self._lost = min(self._sent, first - 1), True
+            self.link.send_again(first - 1)
+            self._lost = True
 
     def without(self, pid: int | None) -> None:
         """Remove an ended worker from the process ids before the agent's next `Status`.

@@ -6,6 +6,7 @@ acknowledges them.  It puts arriving messages in order and drops duplicates.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -20,39 +21,47 @@ class Link:
         self._out: deque[Any] = deque()  # not acknowledged, oldest first
         self.acked = 0
         """The other side has all messages up to this number."""
+        self.sent = 0
+        """All messages up to this number were sent, and none of them has to be sent again."""
         self.got = 0
         """All messages up to this number have arrived."""
         self._early: dict[int, Sequence[Any]] = {}  # arrived out of order, by their first number
 
-    def send(self, message: Any) -> None:
-        """Queue a message."""
+    def queue(self, message: Any) -> None:
+        """Add a message to those that have to be sent."""
         self._out.append(message)
 
     @property
-    def last(self) -> int:
-        """The number of the last queued message."""
-        return self.acked + len(self._out)
+    def has_unsent(self) -> bool:
+        """Whether a message has to be sent."""
+        return self.sent < self.acked + len(self._out)
 
-    def take(self, after: int, most: int, weight: Any) -> list[Any]:
-        """Return messages from number ``after + 1`` on, in order.
+    def take(self, most: int, weight: Any) -> tuple[int, list[Any]]:
+        """Return the messages to send next: the number of the first, and the messages.
 
         The weight of the first does not count, so that a large batch and the message that permits
         it travel together.  The others weigh ``most`` in all at most.
         """
-        found: list[Any] = []
-        total = 0
-        for i in range(max(0, after - self.acked), len(self._out)):
-            total += weight(self._out[i]) if found else 0
+        first, found, total = self.sent + 1, list[Any](), 0
+        for message in itertools.islice(self._out, self.sent - self.acked, None):
+            total += weight(message) if found else 0
             if total > most:
                 break
-            found.append(self._out[i])
-        return found
+            found.append(message)
+        self.sent += len(found)
+        return first, found
+
+    def send_again(self, after: int) -> None:
+        """Send the messages after this number again, except acknowledged ones."""
+        self.sent = max(self.acked, min(self.sent, after))
 
     def acknowledge(self, upto: int) -> None:
         """Drop the messages up to this number, which the other side has."""
         while self.acked < upto and self._out:
             self._out.popleft()
             self.acked += 1
+        # A later call may have delivered messages that had to be sent again.
+        self.sent = max(self.sent, self.acked)
 
     def receive(self, first: int, messages: Sequence[Any]) -> list[Any]:
         """Return the new messages in order, including those that had arrived too early."""

@@ -162,7 +162,7 @@ class HostService:
     def send(self, found: Iterable[Message]) -> None:
         """Queue messages; `give` sends them."""
         for number, message in found:
-            self.agents[number].say(message)
+            self.agents[number].link.queue(message)
             self._touched[number] = None
 
     def _flush(self, number: int) -> None:
