@@ -18,7 +18,6 @@ from hooks.own_pools import QueueProcessPool, QueueThreadPool
 from support.limits import PROGRAM_LIMIT, WAIT
 
 from xpool import Pool, ThreadPool
-from xpool.errors import TimeoutError as PoolTimeout
 from xpool.testing import (
     LeakError,
     PoolStateMachine,
@@ -29,7 +28,7 @@ from xpool.testing import (
     sabotage,
     waiting,
 )
-from xpool.testing.answers import Answer
+from xpool.testing.answers import Answer, Late
 from xpool.testing.saboteurs import EXITS, STAGES, WAYS
 
 pytestmark = [pytest.mark.xpool_only, pytest.mark.usefixtures("warm")]
@@ -57,16 +56,16 @@ def test_later_histories_wait_less(monkeypatch):
         one = made()
 
         def late(*args):
-            raise PoolTimeout
+            raise Late
 
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match="within 9 s"):
             patch.setattr(machine, "in_time", late)
             if act == "expect":
-                one.expect(Answer("a call", late, []))
+                one.model.check(Answer("a call", late, []))
             else:
                 one.ends("join", late)
-        assert made.limit == 0.25
-        made.slowest = 0.01
+        assert made.limit.seconds == 0.25
+        made.limit.slowest = 0.01
         one.teardown()
         assert not made.TestCase.settings.report_multiple_bugs
 

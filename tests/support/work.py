@@ -19,13 +19,9 @@ from xpool._python.interrupt import uninterrupted
 from xpool.testing.saboteurs import (
     EndsWhenCollected,
     EndsWhenPickled,
-    EndsWhenPickledTwice,
     EndsWhenUnpickled,
     end,
-    end_once,
-    end_or_return,
     end_when_collected,
-    log_line,
     make_ends_when_pickled,
     make_ends_when_unpickled,
     spin,
@@ -33,9 +29,8 @@ from xpool.testing.saboteurs import (
 from xpool.testing.waiting import pass_gate, post
 
 __all__ = [
-    "EndsWhenCollected", "EndsWhenPickled", "EndsWhenPickledTwice", "EndsWhenUnpickled", "end",
-    "end_once", "end_or_return", "end_when_collected", "log_line", "make_ends_when_pickled",
-    "make_ends_when_unpickled", "pass_gate", "post", "spin",
+    "EndsWhenCollected", "EndsWhenPickled", "EndsWhenUnpickled", "end", "end_when_collected",
+    "make_ends_when_pickled", "make_ends_when_unpickled", "pass_gate", "post", "spin",
 ]  # fmt: skip
 
 initialised: list[Any] = []
@@ -595,3 +590,32 @@ def killed_times(log: str, times: int) -> None:
     with open(log) as file:
         if len(file.read().split()) <= times:
             end("SIGKILL")
+
+
+def log_line(path: str, text: str) -> None:
+    """Append one line to a file; lines stay whole if many processes write."""
+    # With O_APPEND, the system appends in one atomic step (open(2)).
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, f"{text}\n".encode())
+    finally:
+        os.close(fd)
+
+
+def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
+    """Log `x`; end in the given way if it equals `bad`, else return it."""
+    log_line(log, str(x))
+    if x == bad:
+        end(how)
+    return x
+
+
+def end_once(how: str, flag: str, x: Any = None) -> Any:
+    """End in the given way if the flag file does not exist yet, and make it; later return `x`."""
+    try:
+        # With O_EXCL, only one of several processes makes the file (open(2)).
+        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return x
+    end(how)
+    return None

@@ -10,7 +10,7 @@ from typing import Any
 from xpool import errors
 from xpool.errors import TimeoutError as PoolTimeout
 
-__all__ = ["Answer", "Spec", "applied", "in_time", "submit", "value_of"]
+__all__ = ["Answer", "Late", "Spec", "applied", "in_time", "submit", "value_of"]
 
 Spec = tuple[str, int, "str | None"]
 
@@ -35,8 +35,12 @@ class Answer:
         return {spec[0] for spec in self.specs}
 
 
+class Late(PoolTimeout):
+    """A call has not returned within the limit."""
+
+
 def in_time(act: Callable[[], Any], limit: float, threads: int = 1) -> Any:
-    """Return ``act()``, called in new threads; raise `TimeoutError` if it exceeds the limit."""
+    """Return ``act()``, called in new threads; raise `Late` if it exceeds the limit."""
     done: list[tuple[bool, Any]] = []
 
     def run() -> None:
@@ -52,7 +56,7 @@ def in_time(act: Callable[[], Any], limit: float, threads: int = 1) -> Any:
     for thread in working:
         thread.join(max(0.0, end - time.monotonic()))
         if thread.is_alive():
-            raise PoolTimeout
+            raise Late
     for ok, value in done:
         if not ok:
             raise value

@@ -16,6 +16,7 @@ from typing import Any
 
 from xpool._pools.base import BasePool
 from xpool._pools.turns import TURN
+from xpool.testing.answers import Late, in_time
 from xpool.testing.leaks import Snapshot
 from xpool.testing.tasks import TaskError, perform
 from xpool.testing.waiting import eventually
@@ -29,16 +30,45 @@ LIMIT = 20.0
 """Seconds after which an operation counts as hanging."""
 
 
+_HOOKS = (
+    "setup_queues", "pool_inqueue_put", "pool_outqueue_get", "repopulate_pool", "maintain_pool",
+    "terminate_workers", "join_workers",
+)  # fmt: skip
+
+
 class _Report:
     """The observations of all threads."""
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
-        self.calls: dict[str, int] = {}
+        self.called: set[str] = set()
 
     def say(self, what: str) -> None:
         if what not in self.wrong:
             self.wrong.append(what)
+
+    def took(self, hook: str, seconds: float, args: tuple[Any, ...]) -> None:
+        """Check the duration of a call of a hook."""
+        if hook in ("maintain_pool", "terminate_workers") and seconds > QUICK:
+            self.say(f"{hook}() took {seconds:.1f} s; it may not block")
+        timeout = args[0] if args else 0.0
+        if hook == "pool_outqueue_get" and seconds > timeout + QUICK:
+            self.say(f"{hook}({timeout}) took {seconds:.1f} s; it waits no longer than that")
+
+    def returned(self, hook: str, value: Any) -> None:
+        """Check what a hook has returned."""
+        if hook == "maintain_pool" and not isinstance(value, bool):
+            self.say(f"{hook}() returned {value!r}; it says whether workers ended")
+        if hook == "pool_outqueue_get" and not _is_result(value):
+            self.say(f"{hook}() returned {value!r:.80}; a result is (job, chunk, (ok, value))")
+
+
+def _is_result(value: Any) -> bool:
+    try:
+        job, chunk, (ok, _) = value
+    except (TypeError, ValueError):
+        return False
+    return isinstance(job, int) and isinstance(chunk, int) and isinstance(ok, bool)
 
 
 @contextlib.contextmanager
@@ -48,104 +78,52 @@ def _watched(kind: type[BasePool], report: _Report) -> Iterator[None]:
     This changes the class itself, and restores it.  Workers could not find a subclass.
     """
 
-    def wrap(name: str, look: Callable[[Any, float, tuple[Any, ...]], None]) -> Any:
+    def watched(name: str) -> Any:
         hook = getattr(kind, name)
 
         @functools.wraps(hook)
         def call(self: Any, *args: Any) -> Any:
-            # Several threads call hooks, so a count may be too low, but not 0 after a call.
-            report.calls[name] = report.calls.get(name, 0) + 1
+            report.called.add(name)
             start = time.monotonic()
             try:
                 value = hook(self, *args)
             except queue.Empty:
                 if name != "pool_outqueue_get":
                     report.say(f"{name}() raised queue.Empty; only pool_outqueue_get() may")
-                _late(report, name, time.monotonic() - start, args)
+                report.took(name, time.monotonic() - start, args)
                 raise
             except Exception as exc:
                 report.say(f"{name}() raised {exc!r}")
                 raise
-            look(value, time.monotonic() - start, args)
+            report.took(name, time.monotonic() - start, args)
+            report.returned(name, value)
             return value
 
         return call
 
-    def result(value: Any, took: float, args: tuple[Any, ...]) -> None:
-        _late(report, "pool_outqueue_get", took, args)
-        try:
-            job, chunk, (ok, _) = value
-            good = isinstance(job, int) and isinstance(chunk, int) and isinstance(ok, bool)
-        except (TypeError, ValueError):
-            good = False
-        if not good:
-            report.say(
-                f"pool_outqueue_get() returned {value!r:.80}; a result is (job, chunk, (ok, value))"
-            )
-
-    def quick(name: str) -> Callable[[Any, float, tuple[Any, ...]], None]:
-        def look(value: Any, took: float, args: tuple[Any, ...]) -> None:
-            if took > QUICK:
-                report.say(f"{name}() took {took:.1f} s; it may not block")
-            if name == "maintain_pool" and not isinstance(value, bool):
-                report.say(f"maintain_pool() returned {value!r}; it says whether workers ended")
-
-        return look
-
-    def nothing(value: Any, took: float, args: tuple[Any, ...]) -> None:
-        """Accept any value and any duration."""
-
-    looks = {
-        "setup_queues": nothing,
-        "pool_inqueue_put": nothing,
-        "pool_outqueue_get": result,
-        "repopulate_pool": nothing,
-        "maintain_pool": quick("maintain_pool"),
-        "terminate_workers": quick("terminate_workers"),
-        "join_workers": nothing,
-    }
     # Remember the class's own hooks: inherited ones are deleted from it afterwards.
-    own = {name: vars(kind)[name] for name in looks if name in vars(kind)}
-    for name, hook in {name: wrap(name, look) for name, look in looks.items()}.items():
+    own = {name: vars(kind)[name] for name in _HOOKS if name in vars(kind)}
+    for name, hook in {name: watched(name) for name in _HOOKS}.items():
         setattr(kind, name, hook)
     try:
         yield
     finally:
-        for name in looks:
+        for name in _HOOKS:
             if name in own:
                 setattr(kind, name, own[name])
             else:
                 delattr(kind, name)
 
 
-def _late(report: _Report, name: str, took: float, args: tuple[Any, ...]) -> None:
-    timeout = args[0] if args else 0.0
-    if name == "pool_outqueue_get" and took > timeout + QUICK:
-        report.say(f"pool_outqueue_get({timeout}) took {took:.1f} s; it waits no longer than that")
-
-
 def _within(report: _Report, what: str, act: Callable[[], Any], limit: float = LIMIT) -> Any:
     """Call ``act`` in a new thread; report if it raises, or does not return within ``limit``."""
-    box: list[Any] = []
-
-    def run() -> None:
-        try:
-            box.append((True, act()))
-        except BaseException as exc:
-            box.append((False, exc))
-
-    thread = threading.Thread(target=run, name=f"check-{what}", daemon=True)
-    thread.start()
-    # The thread of a hanging hook stays.  It is a daemon, so the process can end.
-    thread.join(limit)
-    if not box:
+    try:
+        return in_time(act, limit)
+    except Late:
         report.say(f"{what} does not return within {limit:g} s")
-        return None
-    ok, value = box[0]
-    if not ok:
-        report.say(f"{what} raised {value!r}")
-        return None
-    return value
+    except BaseException as exc:
+        report.say(f"{what} raised {exc!r}")
+    return None
 
 
 def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -> None:
@@ -169,7 +147,7 @@ def check_hooks(pool: type[BasePool], *, limit: float = LIMIT, **options: Any) -
             if not report.wrong:
                 use(make, report, limit)
     for name in ("pool_inqueue_put", "pool_outqueue_get", "maintain_pool", "join_workers"):
-        if not report.wrong and not report.calls.get(name):
+        if not report.wrong and name not in report.called:
             report.say(f"{name}() was never called; does something stand in its way?")
     if not report.wrong:
         report.wrong += [f"left over: {what}" for what in before.leaks(5.0)]
@@ -192,7 +170,7 @@ def _use_to_the_end(make: Callable[..., Any], report: _Report, limit: float) -> 
         return
     # The engine's thread maintains workers at intervals; a fast pool may end before the first.
     with contextlib.suppress(AssertionError):  # `check_hooks` reports it
-        eventually(lambda: report.calls.get("maintain_pool"), "maintain_pool() is called", limit)
+        eventually(lambda: "maintain_pool" in report.called, "maintain_pool() is called", limit)
     # Submit a task that raises, and calls for which `close` has to wait.
     error = pool.apply_async(perform, (("error", 7, None),))
     raised = _within(report, "get() of a task that raises", lambda: _error(error, limit), limit)

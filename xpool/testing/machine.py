@@ -1,6 +1,7 @@
 """A state machine that uses a pool in any order that hypothesis generates.
 
-It compares the pool with a simple model: the expected answer of each task, and the pool's state.
+It compares the pool with a simple model (`PoolModel`): the expected answer of each task, and the
+pool's state.
 The order is random for calls of every verb (values, errors, chunks), results, callbacks, deaths of
 workers by tasks and by kills, several threads at once, `close`, `terminate` and `join`; and for
 time limits and `cancel`, if the pool has them.  Every submitted task must be answered once, as the
@@ -17,25 +18,21 @@ import shutil
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from xpool import errors
-from xpool.errors import TimeoutError as PoolTimeout
-from xpool.testing.answers import Answer, Spec, applied, in_time, submit, value_of
+from xpool.testing.answers import Answer, Late, Spec, applied, in_time, submit
 from xpool.testing.leaks import Snapshot
-from xpool.testing.tasks import TaskError, in_context, perform, perform_pair
+from xpool.testing.model import DEATHS, HangLimit, PoolModel
+from xpool.testing.tasks import in_context, perform, perform_pair
 from xpool.testing.waiting import Gate
 
 __all__ = ["PoolStateMachine"]
 
-_GOOD = {"value", "held", "large"}
-_DEATHS = ("os._exit", "SIGKILL")
 _THREADS = 3
 _MIXED = st.lists(st.sampled_from(["value", "value", "value", "error", "large"]), max_size=9)
 _CHUNK = st.integers(1, 4)
@@ -54,11 +51,7 @@ class PoolStateMachine(RuleBasedStateMachine):
     gets_context: ClassVar[bool] = False
     """Whether tasks get a context before their arguments."""
 
-    limit: ClassVar[float] = 20.0
-    """Seconds after which a missing answer counts as a hang."""
-
-    slowest: ClassVar[float] = 0.0
-    """Seconds of the slowest answer in all histories."""
+    limit: ClassVar[HangLimit]
 
     @classmethod
     def for_pool(
@@ -96,7 +89,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             "make": staticmethod(lambda: pool(*args, **options)),
             "deaths": issubclass(kind, Pool) if deaths is None else deaths,
             "gets_context": gets_context,
-            "limit": limit,
+            "limit": HangLimit(limit),
             "__module__": cls.__module__,
             "__doc__": cls.__doc__,
         }
@@ -121,10 +114,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         self.folder = tempfile.mkdtemp(prefix="xpool-testing-")
         self.gate = Gate(os.path.join(self.folder, "gate"))
         self.held = 0
-        self.state = "RUN"
-        self.owed: list[Answer] = []
-        self.kills = 0  # workers that this machine has killed
-        self.lost = 0  # lost tasks that did not end their worker themselves
+        self.model = PoolModel(self.pool, self.limit, self.deaths)
         self.numbers = 0
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -140,84 +130,13 @@ class PoolStateMachine(RuleBasedStateMachine):
         """Return the task functions of one and of two arguments."""
         return (in_context, in_context) if self.gets_context else (perform, perform_pair)
 
-    def expect(self, answer: Answer) -> None:
-        """Get an answer and compare it with the model."""
-        start = time.monotonic()
-        try:
-            value = answer.get(self.limit)
-        except PoolTimeout as exc:
-            # `TaskTimeout` is a TimeoutError, too, but an answer: the task reached its own limit.
-            if isinstance(exc, errors.TaskTimeout):
-                self.check_cancelled(answer, exc)
-                assert answer.times_out, f"{answer.what} ended with {exc!r}, without a limit"
-                return
-            self.hangs(f"{answer.what} is not answered")
-        except BaseException as exc:
-            self.check_error(answer, exc)
-            kind: Any = exc
-        else:
-            expected = [value_of(spec) for spec in answer.specs]
-            assert not answer.cancelled, f"{answer.what} was cancelled, and gave {value!r:.80}"
-            assert not (answer.kinds - _GOOD), f"{answer.what} gave {value!r:.80}, and must fail"
-            assert not answer.times_out, f"{answer.what} gave {value!r:.80}, after its limit"
-            # Sort by repr, since numbers and bytes cannot be compared.
-            if answer.unordered:
-                value, expected = sorted(value, key=repr), sorted(expected, key=repr)
-            assert value == expected, f"{answer.what} gave {value!r:.80}, not {expected!r:.80}"
-            kind = value
-        type(self).slowest = max(self.slowest, time.monotonic() - start)
-        if answer.called is not None:
-            calls = len(answer.called)
-            # `terminate` answers without callbacks.
-            ended = self.state == "TERMINATE"
-            assert calls == 1 or (ended and not calls), f"{calls} callbacks of {answer.what}"
-            if calls:
-                assert isinstance(kind, BaseException) or answer.called[0] == kind[0]
-
-    def hangs(self, what: str) -> NoReturn:
-        """Raise the error that something has not ended within the limit."""
-        patience, kind = self.limit, type(self)
-        # Lower the limit: to find a short history, hypothesis tries hundreds that may all hang.
-        kind.limit = min(patience, max(0.25, 10 * kind.slowest))
-        raise AssertionError(f"{what} within {patience:g} s; {self.pool!r}") from None
-
-    def check_cancelled(self, answer: Answer, exc: BaseException) -> None:
-        """Check that a cancelled answer has the error of a cancelled task or of a closed pool."""
-        ends = (errors.TaskCancelled, errors.PoolClosed)
-        assert not answer.cancelled or isinstance(exc, ends), (
-            f"{answer.what} was cancelled, and raised {exc!r}"
-        )
-
-    def check_error(self, answer: Answer, exc: BaseException) -> None:
-        """Check that an error comes from a task of the answer, or was caused by the machine."""
-        self.check_cancelled(answer, exc)
-        if isinstance(exc, TaskError):
-            numbers = [spec[1] for spec in answer.specs if spec[0] == "error"]
-            assert exc.args[0] in numbers, f"{answer.what} raised the error of another: {exc!r}"
-        elif isinstance(exc, errors.WorkerDied):
-            if not answer.kinds & set(_DEATHS):
-                self.lost += 1
-                assert self.lost <= self.kills, (
-                    f"{answer.what} was lost: {exc!r}; {self.kills} workers were killed, and "
-                    f"{self.lost} tasks that did not end them are lost"
-                )
-        elif isinstance(exc, errors.PoolClosed):
-            assert self.state == "TERMINATE", f"{answer.what}: {exc!r}, but the pool is not ended"
-        elif isinstance(exc, errors.TaskCancelled):
-            assert answer.asked, f"{answer.what} is cancelled, and nobody did it"
-            assert answer.cancelled, f"{answer.what} is cancelled, and cancel() said it is not"
-        elif "unpicklable" in answer.kinds and self.deaths:
-            assert isinstance(exc, errors.ResultNotPicklable), f"{answer.what} raised {exc!r}"
-        else:
-            raise AssertionError(f"{answer.what} raised {exc!r}") from exc
-
     def submit(self, verb: str, whats: list[str], retries: int = 0, **terms: Any) -> None:
         """Submit tasks by a verb that does not wait, and record the expected answer."""
         specs = [self.spec(what) for what in whats]
         if retries and "retries" in inspect.signature(getattr(self.pool, verb)).parameters:
             terms["retries"] = retries
         answer = submit(self.pool, verb, specs, self.functions(), terms)
-        self.owed.append(answer)
+        self.model.owed.append(answer)
 
     def open_gate(self) -> None:
         """Let all held tasks continue."""
@@ -228,7 +147,7 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     def running(self) -> bool:
         """Whether the pool takes work.  A precondition of rules."""
-        return self.state == "RUN"
+        return self.model.state == "RUN"
 
     # -- rules: work -----------------------------------------------------------------------------
 
@@ -260,7 +179,7 @@ class PoolStateMachine(RuleBasedStateMachine):
         for what in whats:
             spec = self.spec(what)
             call = functools.partial(self.pool.apply, one, (spec,))
-            self.expect(Answer("apply", functools.partial(applied, call), [spec]))
+            self.model.check(Answer("apply", functools.partial(applied, call), [spec]))
 
     @precondition(running)
     @rule(verb=st.sampled_from(["map", "starmap"]), n=st.integers(0, 8))
@@ -273,7 +192,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             call = functools.partial(self.pool.map, one, specs)
         else:
             call = functools.partial(self.pool.starmap, two, [(spec[1], spec) for spec in specs])
-        self.expect(Answer(verb, functools.partial(in_time, call), specs))
+        self.model.check(Answer(verb, functools.partial(in_time, call), specs))
 
     @precondition(running)
     @rule(whats=st.lists(st.sampled_from(["value", "error"]), min_size=_THREADS, max_size=9))
@@ -289,7 +208,7 @@ class PoolStateMachine(RuleBasedStateMachine):
                     submit(self.pool, "apply_async", [spec], self.functions(), {}) for spec in specs
                 ]
                 for answer in answers:
-                    self.expect(answer)
+                    self.model.check(answer)
             except BaseException as exc:
                 trouble.append(exc)
 
@@ -301,18 +220,18 @@ class PoolStateMachine(RuleBasedStateMachine):
         if trouble:
             raise trouble[0]
 
-    @precondition(lambda self: self.owed)
+    @precondition(lambda self: self.model.owed)
     @rule(which=st.integers(0, 5))
     def take(self, which: int) -> None:
         """Get any one of the expected answers."""
         self.open_gate()
-        self.expect(self.owed.pop(which % len(self.owed)))
+        self.model.check(self.model.owed.pop(which % len(self.model.owed)))
 
     # -- rules: trouble --------------------------------------------------------------------------
 
     @precondition(lambda self: self.running() and self.deaths)
     @rule(
-        what=st.sampled_from([*_DEATHS, "unpicklable"]),
+        what=st.sampled_from([*DEATHS, "unpicklable"]),
         verb=st.sampled_from(["apply_async", "map_async", "imap", "imap_unordered"]),
         others=st.integers(0, 4),
         retries=st.integers(0, 1),
@@ -331,24 +250,24 @@ class PoolStateMachine(RuleBasedStateMachine):
         pid = pids[victim % len(pids)]
         # None: its process has ended, and has not been replaced yet.
         if pid is not None:
-            self.kills += 1
+            self.model.kills += 1
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.kills -= 1  # its own task has ended it before
+                self.model.kills -= 1  # its own task has ended it before
 
     @precondition(lambda self: self.running() and self.deaths and _takes(self.pool, "timeout"))
     @rule(what=st.sampled_from(["hang", "spin"]))
     def timeout(self, what: str) -> None:
         """Submit a task that never ends by itself, with a time limit."""
         self.submit("apply_async", [what], timeout=0.05)
-        self.owed[-1].times_out = True
+        self.model.owed[-1].times_out = True
 
-    @precondition(lambda self: any(hasattr(a.result, "cancel") for a in self.owed))
+    @precondition(lambda self: any(hasattr(a.result, "cancel") for a in self.model.owed))
     @rule(which=st.integers(0, 5))
     def cancel(self, which: int) -> None:
         """Cancel a result, whose task may be waiting, running or finished."""
-        answers = [a for a in self.owed if hasattr(a.result, "cancel")]
+        answers = [a for a in self.model.owed if hasattr(a.result, "cancel")]
         answer = answers[which % len(answers)]
         answer.asked = True
         if answer.result.cancel():
@@ -356,7 +275,7 @@ class PoolStateMachine(RuleBasedStateMachine):
 
     # -- rules: the end --------------------------------------------------------------------------
 
-    @precondition(lambda self: self.state == "RUN")
+    @precondition(lambda self: self.model.state == "RUN")
     @rule()
     def join_too_early(self) -> None:
         """Check that `join` raises while the pool runs."""
@@ -366,7 +285,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             return
         raise AssertionError("join() of a running pool raised no ValueError")
 
-    @precondition(lambda self: self.state != "RUN")
+    @precondition(lambda self: self.model.state != "RUN")
     @rule()
     def submit_too_late(self) -> None:
         """Check that a closed pool takes no more tasks."""
@@ -375,7 +294,7 @@ class PoolStateMachine(RuleBasedStateMachine):
             self.pool.apply_async(one, (("value", 0, None),))
         except ValueError:
             return
-        raise AssertionError(f"apply_async() after {self.state} raised no ValueError")
+        raise AssertionError(f"apply_async() after {self.model.state} raised no ValueError")
 
     @rule(really=_SELDOM)
     def close(self, really: bool = True) -> None:
@@ -383,8 +302,8 @@ class PoolStateMachine(RuleBasedStateMachine):
         if not really:
             return
         self.ends("close", self.pool.close)
-        if self.state == "RUN":
-            self.state = "CLOSE"
+        if self.model.state == "RUN":
+            self.model.state = "CLOSE"
 
     @rule(really=_SELDOM)
     def terminate(self, really: bool) -> None:
@@ -393,9 +312,9 @@ class PoolStateMachine(RuleBasedStateMachine):
             return
         self.open_gate()
         self.ends("terminate", self.pool.terminate)
-        self.state = "TERMINATE"
+        self.model.state = "TERMINATE"
 
-    @precondition(lambda self: self.state != "RUN")
+    @precondition(lambda self: self.model.state != "RUN")
     @rule(threads=st.integers(1, _THREADS))
     def join(self, threads: int) -> None:
         """Wait for the pool's end, in several threads at once."""
@@ -405,29 +324,29 @@ class PoolStateMachine(RuleBasedStateMachine):
     def ends(self, what: str, act: Callable[[], Any], threads: int = 1) -> None:
         """Call ``act`` in new threads, and check that it returns within the limit."""
         try:
-            in_time(act, self.limit, threads)
-        except PoolTimeout:
-            self.hangs(f"{what}() does not return")
+            in_time(act, self.limit.seconds, threads)
+        except Late:
+            self.limit.hangs(f"{what}() does not return", self.pool)
 
     def teardown(self) -> None:
         """Get all expected answers, end the pool, and check for leaks."""
         try:
-            if self.state == "RUN":
+            if self.model.state == "RUN":
                 self.close()
             self.open_gate()
-            while self.owed:
-                self.expect(self.owed.pop(0))
+            while self.model.owed:
+                self.model.check(self.model.owed.pop(0))
             self.join(1)
         except BaseException:
             self.open_gate()
-            with contextlib.suppress(PoolTimeout):  # report the first error
-                in_time(self.pool.terminate, self.limit)
+            with contextlib.suppress(Late):  # report the first error
+                in_time(self.pool.terminate, self.limit.seconds)
             raise
         finally:
             self.gate.close()
             shutil.rmtree(self.folder)
         # Drop the pool: objects that it keeps while it exists are not leaks.
-        del self.pool
+        del self.pool, self.model
         left = self.before.leaks(5.0, r"xpool-\d+-callbacks.*")
         assert not left, "left over by the pool:\n  " + "\n  ".join(left)
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = [
-    "EXITS", "STAGES", "WAYS", "EndsWhenCollected", "EndsWhenPickled", "EndsWhenPickledTwice",
-    "EndsWhenUnpickled", "end", "end_once", "end_or_return", "end_when_collected", "log_line",
-    "make_ends_when_pickled", "make_ends_when_unpickled", "sabotage", "same", "spin",
+    "EXITS", "STAGES", "WAYS", "EndsWhenCollected", "EndsWhenPickled", "EndsWhenUnpickled", "end",
+    "end_when_collected", "make_ends_when_pickled", "make_ends_when_unpickled", "sabotage", "same",
+    "spin",
 ]  # fmt: skip
 
 EXITS = {
@@ -37,16 +37,6 @@ for ever, and computing for ever."""
 def same(x: Any = None) -> Any:
     """Return the argument."""
     return x
-
-
-def log_line(path: str, text: str) -> None:
-    """Append one line to a file; lines stay whole if many processes write."""
-    # With O_APPEND, the system appends in one atomic step (open(2)).
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, f"{text}\n".encode())
-    finally:
-        os.close(fd)
 
 
 def spin() -> None:
@@ -83,25 +73,6 @@ def end(how: str) -> None:
     raise ValueError(f"{how!r} is not one of {', '.join(WAYS)}")
 
 
-def end_or_return(how: str, bad: Any, log: str, x: Any) -> Any:
-    """Log `x`; end in the given way if it equals `bad`, else return it."""
-    log_line(log, str(x))
-    if x == bad:
-        end(how)
-    return x
-
-
-def end_once(how: str, flag: str, x: Any = None) -> Any:
-    """End in the given way if the flag file does not exist yet, and make it; later return `x`."""
-    try:
-        # With O_EXCL, only one of several processes makes the file (open(2)).
-        os.close(os.open(flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return x
-    end(how)
-    return None
-
-
 def _rebuild(how: str) -> Any:
     end(how)
 
@@ -127,22 +98,8 @@ class EndsWhenPickled:
         raise AssertionError("not reached")
 
 
-class EndsWhenPickledTwice:
-    """The first pickling (the caller's) succeeds; the next (the worker's) ends the process."""
-
-    def __init__(self, how: str, trips: int = 0) -> None:
-        self.how, self.trips = how, trips
-
-    def __reduce__(self) -> Any:
-        if self.trips:
-            end(self.how)
-        return EndsWhenPickledTwice, (self.how, self.trips + 1)
-
-
-def make_ends_when_pickled(how: str, log: str | None = None, x: Any = None) -> Any:
+def make_ends_when_pickled(how: str) -> Any:
     """Return an object that ends this process when the result is pickled."""
-    if log is not None:
-        log_line(log, str(x))
     return EndsWhenPickled(how)
 
 
