@@ -22,9 +22,9 @@ from xpool._engine.jobs.scheduler import (
     MOST_BYTES,
     MOST_ITEMS,
     Limit,
-    Past,
     Scheduler,
     TaskRange,
+    Terms,
 )
 
 pytestmark = pytest.mark.pure
@@ -33,7 +33,7 @@ ITEM = b"x" * 10
 
 
 def task_range(job=1, n=1, first=0, retries=0, bound=None):
-    return TaskRange(job, 0, first, [ITEM] * n, retries, bound)
+    return TaskRange(job, 0, first, [ITEM] * n, bound, Terms(retries))
 
 
 def ready(workers, lifetime=None):
@@ -57,7 +57,7 @@ def test_a_stream_stands_behind_what_waits():
     sched = ready(1)
     sched.sizes.cost = 0.01
     stream, call, one = task_range(1, 100), task_range(2), task_range(3, 3)
-    stream.input_reader = object()
+    stream.flow = object()
     for each in (stream, call, one):
         sched.put(each)
     order = []
@@ -288,7 +288,7 @@ def test_withdrawing_what_waits_for_its_time():
 def test_a_second_try_waits_its_time():
     """Not before its time, then in front; with one try less, its limit, and what it did."""
     sched = ready(1)
-    sched.put(TaskRange(1, 0, 0, [ITEM], 3, 0, Limit(2.5, True)))
+    sched.put(TaskRange(1, 0, 0, [ITEM], 0, Terms(3, Limit(2.5, True))))
     ((w, batch),) = sched.next_batches()
     lost = sched.gone(w, began=1)
     assert lost == (batch, 0)
@@ -297,12 +297,12 @@ def test_a_second_try_waits_its_time():
     assert sched.due(9.0) == 10.0 and sched.next_batches() == [] and sched.waiting() == 1
     assert sched.due(10.0) is None
     ((w, again),) = sched.next_batches()
-    assert (again.retries, again.limit, again.bound) == (2, Limit(2.5, True), 0)
-    assert again.past == Past(tries=1, killed=1)
+    assert again.bound == 0
+    assert again.terms == Terms(2, Limit(2.5, True), tries=1, killed=1)
     sched.answered(0, 1)
     sched.again(again, 0, killed=False)
     ((_, third),) = sched.next_batches()
-    assert third.past == Past(tries=2, killed=1) and third.retries == 1
+    assert third.terms == Terms(1, Limit(2.5, True), tries=2, killed=1)
 
 
 def test_second_tries_come_in_the_order_of_their_times():
@@ -419,7 +419,7 @@ def test_every_item_is_answered_once(seed):
             limits.pop(w, None)
             if lost is not None:
                 batch, position = lost
-                if batch.retries:
+                if batch.terms.retries:
                     sched.again(batch, position)
                 else:
                     ended.append(batch.first + position)

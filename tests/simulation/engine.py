@@ -17,7 +17,7 @@ from typing import Any
 from xpool._engine.answers import EngineOptions
 from xpool._engine.engine import Engine, System
 from xpool._engine.jobs.budget import START_ATTEMPTS
-from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange
+from xpool._engine.jobs.scheduler import CALLS, Batch, Limit, TaskRange, Terms
 from xpool._engine.jobs.states import WorkerStates
 from xpool._engine.start_limit import STOP_GRACE_SECONDS
 from xpool._engine.worker import Recipe
@@ -335,7 +335,7 @@ class EngineWorld(World):
         take, passing = sched.take, Passing(self, sched.shared)
 
         def taking(queue: Any, n: int, nbytes: int) -> Any:
-            of_stream = queue is sched.shared and queue[0].input_reader is not None
+            of_stream = queue is sched.shared and queue[0].flow is not None
             found = take(queue, n, nbytes)
             if of_stream:
                 passing.given()
@@ -374,7 +374,7 @@ class EngineWorld(World):
         self.note(f"{self.now:.6f}", kind, "job", job, "of", n, "tasks of", takes, "s,", retries,
                   "retries, bound to", bound, "limit", limit)  # fmt: skip
         if func:
-            task_range = TaskRange(job, func, 0, items, retries, bound, limit)
+            task_range = TaskRange(job, func, 0, items, bound, Terms(retries, limit))
             # By the seed, not by the dice: most streams have no such bound.
             if kind == "stream" and self.seed % 3 == 0:
                 self.rooms.append(_Room(self, job))
@@ -382,16 +382,16 @@ class EngineWorld(World):
             self.engine.submit(task_range)
             if kind == "stream":
                 self.open[job] = task_range
-                task_range.input_reader = Reader()
+                task_range.flow = Reader()
             return
         self.cancellable.append(job)
-        task_range = TaskRange(CALLS, 0, job, items, retries, bound, limit)
+        task_range = TaskRange(CALLS, 0, job, items, bound, Terms(retries, limit))
         if kind == "wait":
             self.calls.append(_Call(self, task_range))
         elif kind == "bound":
             self.engine.submit(task_range)
         else:
-            self.engine.submit_call(job, items[0], retries, limit)
+            self.engine.submit_call(job, items[0], Terms(retries, limit))
 
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None
@@ -423,7 +423,7 @@ class EngineWorld(World):
             del self.open[job]
             return
         for _ in range(1 + self.below(3)):
-            task_range.items.append(self.new_task(job, index, task_range.retries, 1e-4, None))
+            task_range.items.append(self.new_task(job, index, task_range.terms.retries, 1e-4, None))
             index += 1
             if not task_range.queued or self.engine.sched.idle:
                 # The input reader has looked; others may come in between before it acts.
@@ -468,7 +468,9 @@ class EngineWorld(World):
         number, first = (job, index) if self.funcs[job] else (CALLS, job)
         left = max(0, task.retries - task.begun - task.died_at_door)
         limit = self.limits.get(job)
-        self.engine.submit(TaskRange(number, self.funcs[job], first, [payload], left, None, limit))
+        self.engine.submit(
+            TaskRange(number, self.funcs[job], first, [payload], None, Terms(left, limit))
+        )
 
     def check_asked(self) -> None:
         """No worker sits on what was asked for."""

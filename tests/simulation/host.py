@@ -266,7 +266,7 @@ class AgentEngine:
             self._say(w)
             if run.ends_in != "value":
                 batch, index = self.sched.answered(w, 1, run.takes)
-                again = run.ends_in == "error" and batch.retries > 0
+                again = run.ends_in == "error" and batch.terms.retries > 0
                 self._result(batch, index, None if again else False, again)
         self._refill(w)
         self._go_on(w)
@@ -313,8 +313,8 @@ class AgentEngine:
         if lost is not None and not lost[0].withdrawn:
             batch, position = lost
             name = batch.name(batch.first + position)
-            killed = batch.past.killed + 1
-            if batch.retries > 0 and killed < CULPRIT and not self.ending:
+            killed = batch.terms.killed + 1
+            if batch.terms.retries > 0 and killed < CULPRIT and not self.ending:
                 self.results.append((*name, (None, True)))
             else:
                 error = WorkerDied(1, -9, w, "", killed)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xpool._engine.answers import CULPRIT
-from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange
+from xpool._engine.jobs.ranges import CALLS, Batch, TaskRange, Terms
 from xpool._hosts import fleet as f
 from xpool._hosts import quotas as policy
 from xpool._hosts.engine import HostEngine
@@ -404,18 +404,18 @@ class HostWorld(World):
         if kind == "calls":
             self.calls.append(job)
             self.funcs[job] = 0
-            self.engine.submit_call(job, items[0], retries, None)
+            self.engine.submit_call(job, items[0], Terms(retries))
         elif kind == "bound":
             self.calls.append(job)
             self.funcs[job] = 0
-            self.engine.submit(TaskRange(CALLS, 0, job, items, retries, bound))
+            self.engine.submit(TaskRange(CALLS, 0, job, items, bound, Terms(retries)))
         else:
             self.funcs[job] = self.engine.learn(1, b"%d" % job)
-            task_range = TaskRange(job, self.funcs[job], 0, items, retries)
+            task_range = TaskRange(job, self.funcs[job], 0, items, None, Terms(retries))
             self.engine.submit(task_range)
             if kind == "stream":
                 self.open[job] = task_range
-                task_range.input_reader = Reader()
+                task_range.flow = Reader()
 
     def new_task(
         self, job: int, index: int, retries: int, takes: float, bound: int | None, large: bool
@@ -446,7 +446,7 @@ class HostWorld(World):
             del self.open[job]
             return
         for _ in range(1 + self.below(8)):
-            item = self.new_task(job, index, task_range.retries, 0.01, None, False)
+            item = self.new_task(job, index, task_range.terms.retries, 0.01, None, False)
             task_range.items.append(item)
             index += 1
             if not task_range.queued or self.engine.idle:
@@ -572,8 +572,8 @@ class HostWorld(World):
             self.wrong(f"task {index} of job {job} is begun at {host.name} without permission")
         if job not in self.withdrawn and not self.ended_violently:
             self.check_begun(host, w, name, function)
-        if batch.past.tries != task.tries and host.number not in self.buried:
-            self.wrong(f"{name} was tried {task.tries} times, not {batch.past.tries}")
+        if batch.terms.tries != task.tries and host.number not in self.buried:
+            self.wrong(f"{name} was tried {task.tries} times, not {batch.terms.tries}")
         self.unbegun.pop((host.number, name), None)
         task.runs += 1
         task.where = host
@@ -637,8 +637,8 @@ class HostWorld(World):
             task = self.known[item.items[0].task]
             task.tries += 1
             put_again(item, killed, when)
-            if item.past.tries != task.tries or item.retries != task.retries - task.tries:
-                self.wrong(f"{item.items[0].task} has {item.retries} retries, {item.past}")
+            if item.terms.tries != task.tries or item.terms.retries != task.retries - task.tries:
+                self.wrong(f"{item.items[0].task} has {item.terms}")
 
         def back(number: int, job: int, first: int, tasks: int) -> None:
             self.note(self.at, tasks, "tasks from", (job, first), "are given back by host", number)

@@ -120,7 +120,7 @@ def _(patch: Patch) -> None:
 @mutant("a retry costs no retry")
 def _(patch: Patch) -> None:
     def again(original: Any, sched: Scheduler, batch: Any, position: int, **how: Any) -> None:
-        batch.retries += 1
+        batch.terms = batch.terms._replace(retries=batch.terms.retries + 1)
         original(sched, batch, position, **how)
 
     wrap(patch, Scheduler, "again", again)
@@ -182,9 +182,9 @@ def _(patch: Patch) -> None:
 
 def stays_in_front(original: Any, sched: Waiting, queue: Any, *how: int) -> Any:
     first = queue[0]
-    reader, first.input_reader = first.input_reader, None
+    flow, first.flow = first.flow, None
     found = original(sched, queue, *how)
-    first.input_reader = reader
+    first.flow = flow
     return found
 
 

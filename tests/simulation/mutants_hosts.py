@@ -113,7 +113,7 @@ def _(patch: Patch) -> None:
         put_back = sched.put_back
 
         def twice(part: TaskRange) -> None:
-            put_back(TaskRange(part.job, part.func, part.first, part.items, part.retries))
+            put_back(TaskRange(part.job, part.func, part.first, part.items, None, part.terms))
             put_back(part)
 
         sched.put_back = twice  # type: ignore[method-assign]
@@ -198,7 +198,7 @@ def _(patch: Patch) -> None:
 @mutant("a retry on another host costs no retry")
 def _(patch: Patch) -> None:
     def put_again(original: Any, sched: HostScheduler, item: TaskRange, *how: Any) -> None:
-        item.retries += 1
+        item.terms = item.terms._replace(retries=item.terms.retries + 1)
         original(sched, item, *how)
 
     wrap(patch, HostScheduler, "put_again", put_again)
@@ -210,7 +210,7 @@ def _(patch: Patch) -> None:
         found = original(sched, number)
         for one in found:
             one.item.bound = None
-        return [Lost(one.item, one.again or one.item.retries > 0) for one in found]
+        return [Lost(one.item, one.again or one.item.terms.retries > 0) for one in found]
 
     wrap(patch, HostScheduler, "lost", lost)
 

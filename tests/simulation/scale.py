@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from xpool._engine.jobs.ranges import TaskRange
+from xpool._engine.jobs.ranges import TaskRange, Terms
 from xpool._hosts import messages as m
 from xpool._hosts.conversation import CALLS_IN_FLIGHT
 from xpool._hosts.scheduler import HostScheduler
@@ -155,7 +155,7 @@ class Cluster:
 
     def run(self) -> Outcome:
         """Run the job; return what came of it."""
-        self.sched.put(TaskRange(1, 0, 0, [b"task"] * self.tasks, retries=1))
+        self.sched.put(TaskRange(1, 0, 0, [b"task"] * self.tasks, terms=Terms(retries=1)))
         self.at(0.0, self.turn)
         if len(self.hosts) * CALL < BEAT_SECONDS:
             self.at(BEAT_SECONDS, self.beat)

@@ -19,6 +19,7 @@ from xpool._engine.jobs.scheduler import (
     Batch,
     Scheduler,
     TaskRange,
+    Terms,
 )
 
 from .seeds import World
@@ -134,7 +135,7 @@ class SchedulerWorld(World):
         tasks = [(job, i) for i in range(n)]
         for task in tasks:
             self.retries[task], self.bound[task] = retries, bound
-        task_range = TaskRange(job, 0, 0, (), retries, bound)
+        task_range = TaskRange(job, 0, 0, (), bound, Terms(retries))
         task_range.items = items = _Fed(self, [self.payload(task) for task in tasks])
         self.note("submit", job, "of", n, "bound to", bound, "retries", retries)
         if n == 1 and bound is None and self.chance(0.5):
@@ -166,7 +167,7 @@ class SchedulerWorld(World):
         """The input reader of a stream has drawn one more, and looks whether it must say so."""
         entry = self.open[task_range.job]
         task = task_range.job, 1 + max(i for job, i in self.retries if job == task_range.job)
-        self.retries[task], self.bound[task] = task_range.retries, None
+        self.retries[task], self.bound[task] = task_range.terms.retries, None
         task_range.items.append(self.payload(task))
         self.note("append", task, "queued" if task_range.queued else "not queued")
         if task_range.queued or entry in self.to_feed:
@@ -486,9 +487,11 @@ class SchedulerWorld(World):
         for _, tasks in reversed(back):
             self.put_back(tasks)
         if lost is not None and running is not None:
-            if lost[0].retries != self.retries[running]:
-                self.wrong(f"{running} has {lost[0].retries} retries, not {self.retries[running]}")
-            if lost[0].retries > 0:
+            if lost[0].terms.retries != self.retries[running]:
+                self.wrong(
+                    f"{running} has {lost[0].terms.retries} retries, not {self.retries[running]}"
+                )
+            if lost[0].terms.retries > 0:
                 self.note(running, "is run again")
                 self.retries[running] -= 1
                 if self.chance(0.5):

@@ -111,10 +111,10 @@ class Passing:
     def given(self) -> None:
         """A piece of a stream was given out."""
         waits = [one for one in self._shared if one.items]
-        streams = 1 + sum(one.input_reader is not None for one in waits)
+        streams = 1 + sum(one.flow is not None for one in waits)
         before, self._passed = self._passed, {}
         for one in waits:
-            if one.input_reader is None:
+            if one.flow is None:
                 n, most = before.get(one, (0, 0))
                 self._passed[one] = n + 1, max(most, streams)
                 if n + 1 > max(most, streams):

@@ -203,7 +203,7 @@ class Answers:
         position = index - batch.first
         if batch.seq + position == worker.interrupted:
             self._broken_off(worker, batch, position)
-        elif again and batch.retries > 0:
+        elif again and batch.terms.retries > 0:
             self._again(batch, position, killed=False)
         else:
             number, index = (index, 0) if batch.job == CALLS else (batch.job, index)
@@ -222,10 +222,10 @@ class Answers:
         The worker's own answer is ignored: the time limit had passed before.
         """
         stack = worker.broken_off()
-        limit = batch.limit
+        limit = batch.terms.limit
         if batch.withdrawn or limit is None:
             return  # it was cancelled, and its job is answered
-        if limit.again and batch.retries > 0:
+        if limit.again and batch.terms.retries > 0:
             self._again(batch, position, killed=False)
             return
         index = batch.first + position
@@ -239,7 +239,7 @@ class Answers:
         if self._hands_back:
             self._result(batch, batch.first + position, None, killed)
             return
-        when = self._reactor.now() + back_off(batch.past.tries + 1, self._chance())
+        when = self._reactor.now() + back_off(batch.terms.tries + 1, self._chance())
         self._sched.again(batch, position, killed=killed, when=when)
         self._ledger.retried(batch, batch.first + position)
         self._reactor.call_at(when, self._queue)
@@ -265,7 +265,7 @@ class Answers:
             # Before `answered` counts it.  Items that were taken back wait elsewhere already.
             wanted = batch.done < batch.taken and not batch.withdrawn
             index = self._sched.answered(worker.index, 1)[1]
-            if wanted and batch.retries > 0 and batch.past.killed + 1 < CULPRIT:
+            if wanted and batch.terms.retries > 0 and batch.terms.killed + 1 < CULPRIT:
                 self._again(batch, index - batch.first, killed=True)
             elif wanted:
                 error = InternalError(
@@ -291,8 +291,8 @@ class Answers:
         if batch.seq + position == worker.interrupted:
             self._broken_off(worker, batch, position)
             return
-        killed = batch.past.killed + (not not_counted)
-        if batch.retries > 0 and killed < CULPRIT and not last:
+        killed = batch.terms.killed + (not not_counted)
+        if batch.terms.retries > 0 and killed < CULPRIT and not last:
             self._again(batch, position, killed=not not_counted)
             return
         index = batch.first + position

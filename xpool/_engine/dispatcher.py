@@ -52,12 +52,12 @@ class Dispatcher:
             mode, payload = self._functions[func]
             parts += func_frame(func, mode, payload if worker.mapped else inline(payload))
         items = batch.items if worker.mapped else [inline(item) for item in batch.items]
-        tasks = tasks_frame(func, items, TASKS if batch.limit is None else TIMED)
+        tasks = tasks_frame(func, items, TASKS if batch.terms.limit is None else TIMED)
         worker.writer.send(parts + tasks if parts else tasks)
         if worker.writer.backlog:
             self._flush_later(worker.writer)
-        if batch.input_reader is not None:
-            batch.input_reader.taken(batch.items)
+        if batch.flow is not None:
+            batch.flow.taken(batch.items)
 
     def send(self, worker: WorkerProcess, parts: Parts) -> None:
         """Write a frame; the rest follows when the pipe has room."""

@@ -318,8 +318,9 @@ class WorkerMonitor:
             self._direct.given(worker)
         self._dispatcher.send_batch(worker, batch)
         # The new tasks cannot exceed their limit before that time.
-        if batch.limit is not None:
-            self._checks.schedule_by(worker, self._reactor.now() + batch.limit.seconds)
+        limit = batch.terms.limit
+        if limit is not None:
+            self._checks.schedule_by(worker, self._reactor.now() + limit.seconds)
         in_flight = worker.in_flight
         if in_flight.sent - in_flight.answered > 1:
             self._multi_item[worker.index] = None

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from xpool._calls.results import PickledResult
-from xpool._engine.jobs.scheduler import Limit, TaskRange
+from xpool._engine.jobs.scheduler import TaskRange, Terms
 
 if TYPE_CHECKING:
     from xpool._engine.ledger import Slow, Work
@@ -77,9 +77,7 @@ class EngineProtocol(WorkerBackend, Protocol):
     def submit(self, *ranges: TaskRange) -> None:
         """Queue ranges of tasks, with no others in between."""
 
-    def submit_call(
-        self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
-    ) -> None:
+    def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
         """Queue a call: item ``number`` of `CALLS`."""
 
     def call(self, task_range: TaskRange) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable
 
 from xpool._engine.direct import DirectReceive
-from xpool._engine.jobs.scheduler import Limit, Scheduler, TaskRange
+from xpool._engine.jobs.scheduler import Scheduler, TaskRange, Terms
 from xpool._engine.monitor import WorkerMonitor
 from xpool._engine.replacement import Replacement
 from xpool._engine.worker import WorkerProcess
@@ -56,16 +56,14 @@ class Submission:
                 self._sched.put(one)
             self._monitor.give_idle(direct_job)
 
-    def submit_call(
-        self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
-    ) -> None:
+    def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
         """Queue a call: item ``number`` of `CALLS`."""
         with self.lock:
             if self._direct.turns:
                 self.leave_signal_handler()
             if self._replacement.ending:
                 return
-            self._sched.put_call(number, payload, retries, limit)
+            self._sched.put_call(number, payload, terms)
             if self._sched.idle:
                 self._monitor.give_idle()
 

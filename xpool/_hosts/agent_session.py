@@ -101,10 +101,8 @@ class AgentSession:
             self._function(stage.func),
             stage.first,
             stage.items,
-            int(stage.again),
             stage.bound,
-            stage.limit,
-            stage.past,
+            stage.terms,
         )
 
     def _function(self, number: int) -> int:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from xpool._calls.results import PickledResult
-from xpool._engine.jobs.ranges import Limit, TaskRange
+from xpool._engine.jobs.ranges import TaskRange, Terms
 from xpool._hosts import fleet as f
 from xpool._hosts import messages as m
 from xpool._hosts.service import HostService
@@ -95,14 +95,12 @@ class HostEngine:
             if self.service.put(ranges):
                 self._events.put(None)  # wakes the engine's thread, which takes the results
 
-    def submit_call(
-        self, number: int, payload: bytes | memoryview, retries: int, limit: Limit | None
-    ) -> None:
+    def submit_call(self, number: int, payload: bytes | memoryview, terms: Terms) -> None:
         """Queue a call: item ``number`` of `CALLS`."""
         with self.lock:
             if self.service.ending:
                 return
-            self.sched.put_call(number, payload, retries, limit)
+            self.sched.put_call(number, payload, terms)
             if self.idle:
                 self.service.give()
 

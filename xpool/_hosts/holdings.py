@@ -50,11 +50,8 @@ class StagedBatch:
         """Return the message that stages it at a host; ``first``: the index of its first worker."""
         its = self.items
         bound = None if its.bound is None else its.bound - first
-        again = its.retries > 0
-        return Stage(
-            self.number, its.job, its.func, its.first, list(its.items), again, bound, its.limit,
-            its.past,
-        )  # fmt: skip
+        items = list(its.items)
+        return Stage(self.number, its.job, its.func, its.first, items, bound, its.terms)
 
 
 class Host:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from xpool._engine.jobs.ranges import Limit, Past
+from xpool._engine.jobs.ranges import ONCE, Terms
 
 __all__ = [
     "Again",
@@ -60,7 +60,7 @@ class Stage(NamedTuple):
     """Keep a batch of consecutive tasks and begin none of them yet.
 
     ``bound``: the index, at that host, of the worker that must run them; None: any.
-    ``again``: the driver may retry a task after an error or a death.
+    ``terms``: the host does not retry a task that has retries; it hands the task back.
     """
 
     batch: int
@@ -68,10 +68,8 @@ class Stage(NamedTuple):
     func: int
     first: int
     items: list[Any]
-    again: bool = False
     bound: int | None = None
-    limit: Limit | None = None
-    past: Past = Past()
+    terms: Terms = ONCE
 
 
 class Go(NamedTuple):

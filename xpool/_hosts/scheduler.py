@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from xpool._engine.jobs.ranges import Past, TaskRange, covers
+from xpool._engine.jobs.ranges import TaskRange, covers
 from xpool._engine.jobs.waiting import Waiting
 from xpool._hosts.holdings import Host, HostTable, Lost, StagedBatch
 from xpool._hosts.messages import Back, Cancel, Drop, Go
@@ -93,13 +93,13 @@ class HostScheduler(Waiting):
         found = []
         for name, batch in host.permitted.items():
             part = batch.item(name)
-            found.append(Lost(part, part.retries > 0 and part.bound is None))
+            found.append(Lost(part, part.terms.retries > 0 and part.bound is None))
         for w in range(host.first, host.first + host.workers):
             while (task_range := self.front_of(self.own[w])) is not None:
                 job, func, first = task_range.job, task_range.func, task_range.first
                 items = self.take(self.own[w], len(task_range.items), 1 << 62)
                 found += [
-                    Lost(TaskRange(job, func, first + i, (item,), 0, w), False)
+                    Lost(TaskRange(job, func, first + i, (item,), w), False)
                     for i, item in enumerate(items)
                 ]
         found += [Lost(one, False) for one in self.take_later(host.first, host.workers)]
@@ -176,9 +176,9 @@ class HostScheduler(Waiting):
 
     def _streams_pass(self) -> bool:
         """Move streams behind other items for any worker; return whether there are such items."""
-        if not any(one.items and one.input_reader is None for one in self.shared):
+        if not any(one.items and one.flow is None for one in self.shared):
             return False
-        while (first := self.first_of(self.shared)) is None or first.input_reader is not None:
+        while (first := self.first_of(self.shared)) is None or first.flow is not None:
             self.shared.rotate(-1)
         return True
 
@@ -269,13 +269,12 @@ class HostScheduler(Waiting):
             n = min(n, -(-len(first.items) // (self.table.workers or 1)))
         items = self.take(queue, max(1, n), BATCH_BYTES)
         part = TaskRange(
-            first.job, first.func, first.first - len(items), items, first.retries, first.bound,
-            first.limit, first.past,
+            first.job, first.func, first.first - len(items), items, first.bound, first.terms
         )  # fmt: skip
-        if first.input_reader is not None:
-            first.input_reader.taken(items)
+        if first.flow is not None:
+            first.flow.taken(items)
         self._batches += 1
-        batch = StagedBatch(self._batches, part, first.input_reader is not None)
+        batch = StagedBatch(self._batches, part, first.flow is not None)
         host.nbytes += batch.nbytes
         function = self.table.function_for(host, part.func)
         if function is not None:
@@ -337,12 +336,11 @@ class HostScheduler(Waiting):
         if batch is not None:
             part = batch.item((job, item))
             self.answered(number, job, item, 1)
-            self.put_again(part, killed, when(part.past.tries + 1))
+            self.put_again(part, killed, when(part.terms.tries + 1))
 
     def put_again(self, item: TaskRange, killed: bool, when: float) -> None:
         """Queue an item for the time ``when``; it loses one of its retries."""
-        item.retries -= 1
-        item.past = Past(item.past.tries + 1, item.past.killed + killed)
+        item.terms = item.terms.after_failure(killed)
         self.put_later(when, item)
 
     def given(self, number: int, batches: Iterable[int]) -> None:
@@ -400,5 +398,5 @@ def _follows(last: TaskRange, part: TaskRange) -> bool:
     """Whether the items of ``last`` follow those of ``part``, with the same options."""
     if not last.items or part.first + 1 != last.first:
         return False
-    one, other = ((r.job, r.func, r.retries, r.bound, r.limit, r.past) for r in (last, part))
+    one, other = ((r.job, r.func, r.bound, r.terms) for r in (last, part))
     return one == other

@@ -6,17 +6,18 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from xpool._calls.options import check_callable, label
+from xpool._calls.options import TaskOptions, check_callable, label
 from xpool._calls.results import Job
 from xpool._calls.streams import Stream
-from xpool._engine.jobs.scheduler import CALLS, TaskRange
+from xpool._engine.jobs.ranges import CALLS, ONCE, Limit, TaskRange, Terms
 from xpool._pools.input_reader import FlowControl, Runs
 from xpool._pools.job_table import JobTable
 from xpool._pools.submitters import HookedPool, HookSubmitter, Put, Work
-from xpool._pools.task_stream import TaskStream, limit_of
+from xpool._pools.task_stream import TaskStream
 from xpool._python.interrupt import by_handler, shielded
 from xpool._wire.wire import Mode
 from xpool._worker.callables import InCall, Retried, applied
+from xpool.errors import TaskTimeout
 
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
@@ -69,15 +70,15 @@ class EngineSubmitter(HookSubmitter):
         job.is_call = True
         if options.retry_on:
             func = Retried(func, options.retry_on)
-        retries = options.retries
-        limit = None if options.timeout is None else limit_of(options)
-        payload, worker = self.packer.pack_task((func, args, kwds), retries > 0, options.worker)
+        terms = terms_of(options)
+        keep = terms.retries > 0
+        payload, worker = self.packer.pack_task((func, args, kwds), keep, options.worker)
         if type(payload) is not bytes:  # it holds blocks, or is large
             engine.sent(payload)
         if not options.waits and worker is None:
-            engine.submit_call(job.number, payload, retries, limit)
+            engine.submit_call(job.number, payload, terms)
             return
-        task_range = TaskRange(CALLS, 0, job.number, (payload,), retries, worker, limit)
+        task_range = TaskRange(CALLS, 0, job.number, (payload,), worker, terms)
         del payload  # it holds what was lent for this call, and so does the range
         if not options.waits:
             engine.submit(task_range)
@@ -143,8 +144,7 @@ class EngineSubmitter(HookSubmitter):
         payload, owner = self.packer.pack_task(func, True, None)
         number = self.engine.learn(_MODES[work.starred, work.chunked], payload)
         job.drop_function = functools.partial(self.engine.forget, number)
-        limit = limit_of(options)
-        return TaskRange(job.number, number, 0, (), options.retries, None, limit), owner
+        return TaskRange(job.number, number, 0, (), None, terms_of(options)), owner
 
     def put_task(self, job: Job, index: int, call: tuple[Any, ...]) -> None:
         """Submit one task, as the hook `pool_inqueue_put` gets it."""
@@ -153,10 +153,7 @@ class EngineSubmitter(HookSubmitter):
             call = (Retried(call[0], options.retry_on), *call[1:])
         payload, worker = self.packer.pack_task(call, options.retries > 0, options.worker)
         self.engine.sent(payload)
-        limit = limit_of(options)
-        self.engine.submit(
-            TaskRange(job.number, 0, index, (payload,), options.retries, worker, limit)
-        )
+        self.engine.submit(TaskRange(job.number, 0, index, (payload,), worker, terms_of(options)))
 
     def on_all(self, job: Job, call: tuple[Any, ...], size: int) -> None:
         """Submit a call to each of ``size`` workers."""
@@ -167,9 +164,9 @@ class EngineSubmitter(HookSubmitter):
             payloads = [self.packer.pack_task(call, True, w)[0] for w in range(size)]
         for one in payloads:
             self.engine.sent(one)
-        limit = limit_of(job.options)
+        terms = terms_of(job.options)._replace(retries=0)
         self.engine.submit(
-            *(TaskRange(job.number, 0, w, (one,), 0, w, limit) for w, one in enumerate(payloads))
+            *(TaskRange(job.number, 0, w, (one,), w, terms) for w, one in enumerate(payloads))
         )
 
     def beside_bar(self, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,3 +218,11 @@ class PeerSubmitter(EngineSubmitter):
 def _place(job: Job) -> tuple[int, int | None]:
     """Return what the engine knows a job by, and which item of that it is; None: all of them."""
     return (CALLS, job.number) if job.is_call else (job.number, None)
+
+
+def terms_of(options: TaskOptions) -> Terms:
+    """Return the terms on which workers get a task with these options."""
+    if options.timeout is None:
+        return Terms(options.retries) if options.retries else ONCE
+    limit = Limit(options.timeout, issubclass(TaskTimeout, options.retry_on))
+    return Terms(options.retries, limit)

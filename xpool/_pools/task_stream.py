@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xpool._calls.options import TaskOptions
-from xpool._engine.jobs.scheduler import Limit, TaskRange
+from xpool._engine.jobs.ranges import TaskRange
 from xpool._pools.input_reader import FlowControl
-from xpool.errors import TaskTimeout
 
 if TYPE_CHECKING:
     from xpool._engine.protocols import EngineProtocol
     from xpool._pools.packing import Packer
-
-
-def limit_of(options: TaskOptions) -> Limit | None:
-    """Return the limit of each task with these options; None: it has none."""
-    if options.timeout is None:
-        return None
-    return Limit(options.timeout, issubclass(TaskTimeout, options.retry_on))
 
 
 class TaskStream:
@@ -39,11 +30,11 @@ class TaskStream:
         # The pool's, and not the pool itself, which the input reader must not keep.
         self._engine = engine
         self._task_range = task_range
-        task_range.input_reader = flow
+        task_range.flow = flow
         task_range.may_run, flow.resume = flow.may_run, engine.resume
         self._next = 0
         self._packer = packer
-        self._kept = task_range.retries > 0
+        self._kept = task_range.terms.retries > 0
         self._owner = owner
 
     def put(self, index: int, task: Any) -> int:

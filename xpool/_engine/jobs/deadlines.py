@@ -64,20 +64,20 @@ class Deadlines:
             # Its job is cancelled: it must stop now.
             if batch.withdrawn:
                 due = now
-            elif batch.limit is not None and seen.since is not None:
-                due = seen.since + batch.limit.seconds
+            elif batch.terms.limit is not None and seen.since is not None:
+                due = seen.since + batch.terms.limit.seconds
             if due is not None:
                 if now >= due:
                     return Verdict(Act.INTERRUPT, batch.seq + position)
                 again.append(due)
         # A standstill may last as long as a limit.
-        limits = [batch.limit.seconds for batch in held.held if batch.limit is not None]
+        limits = [one.terms.limit.seconds for one in held.held if one.terms.limit is not None]
         if not limits:
             return Verdict(Act.NOTHING, when=min(again, default=None))
         # The earliest time at which an item that has not begun can exceed its limit.
         again.append(now + min(limits))
         # A task whose clock runs, or that has no limit, is no standstill.
-        if seen.since is not None or (running is not None and running[0].limit is None):
+        if seen.since is not None or (running is not None and running[0].terms.limit is None):
             self._last_progress = None
             return Verdict(Act.NOTHING, when=min(again))
         verdict = self._standstill(held, running, seen, min(limits), now)
@@ -101,10 +101,10 @@ class Deadlines:
         since = self._last_progress[1]
         if now < since + limit:
             return Verdict(Act.NOTHING, when=since + limit)
-        if running is not None and running[0].limit is not None:
+        if running is not None and running[0].terms.limit is not None:
             # It may have run for part of that time, up to its own limit, which may be longer than
             # the limits of the items behind it.
-            over = since + 2 * running[0].limit.seconds
+            over = since + 2 * running[0].terms.limit.seconds
             if now < over:
                 return Verdict(Act.NOTHING, when=over)
             return Verdict(Act.INTERRUPT, running[0].seq + running[1])

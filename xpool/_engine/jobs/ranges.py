@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-__all__ = ["CALLS", "Batch", "Item", "Limit", "Past", "TaskRange", "covers", "name_of", "piece"]
-
 CALLS = 0
 """The job that stands for all calls.  Each item is a call, and its index is the number of the
 call's job, so consecutive calls are queued, sent and answered together like items of one job."""
@@ -27,34 +25,39 @@ class Limit(NamedTuple):
     again: bool = False
 
 
-class Past(NamedTuple):
-    """How often an item was tried, and how many workers it killed."""
+class Terms(NamedTuple):
+    """How long an item may run, how often it may be run again, and how often it was already."""
 
-    tries: int = 0
-    killed: int = 0
+    retries: int = 0  # that are left
+    limit: Limit | None = None
+    tries: int = 0  # that failed
+    killed: int = 0  # workers that died in these
+
+    def after_failure(self, killed: bool) -> "Terms":
+        """Return the terms of the next try; ``killed``: the worker died in the last one."""
+        return Terms(self.retries - 1, self.limit, self.tries + 1, self.killed + killed)
 
 
-_NEW = Past()
+ONCE = Terms()
+"""The terms of an item without a limit and without retries."""
 
 
 class TaskRange:
-    """Consecutive waiting items of one job.  ``first`` is the index of the leftmost.
+    """Consecutive waiting items of one job, all with the same terms.
 
-    ``limit``: how long each may run, None: without limit; used by the engine only.
+    ``first``: the index of the leftmost item.  ``bound``: the only worker that may run them.
     """
 
     __slots__ = (
         "bound",
         "first",
+        "flow",
         "func",
-        "input_reader",
         "items",
         "job",
-        "limit",
         "may_run",
-        "past",
         "queued",
-        "retries",
+        "terms",
     )  # fmt: skip
 
     def __init__(
@@ -63,24 +66,20 @@ class TaskRange:
         func: int,
         first: int,
         items: Iterable[Item],
-        retries: int = 0,
         bound: int | None = None,
-        limit: Limit | None = None,
-        past: Past = _NEW,
+        terms: Terms = ONCE,
     ) -> None:
         self.job = job
         self.func = func
         self.first = first
         self.items: deque[Item] = deque(items)
-        self.retries = retries
         self.bound = bound
-        self.limit = limit
-        self.past = past
+        self.terms = terms
         # True while it is in a queue of the scheduler.  An open range without items leaves the
         # queue, so that a slow iterable does not hold up other jobs.
         self.queued = False
-        # Appends to it, and is told how much was taken; used by the engine only.
-        self.input_reader: Any = None
+        # The `FlowControl` of the input reader that appends to it; is told how much was taken.
+        self.flow: Any = None
         # Says whether items from an index on may run now.  Items of a `piece` were allowed before.
         self.may_run: Callable[[int], bool] | None = None
 
@@ -88,8 +87,8 @@ class TaskRange:
         self, first: int, items: Iterable[Item] = (), bound: int | None = None
     ) -> "TaskRange":
         """Return a range with other items of the same job and the same options."""
-        other = TaskRange(self.job, self.func, first, items, self.retries, bound, self.limit)
-        other.input_reader, other.may_run = self.input_reader, self.may_run
+        other = TaskRange(self.job, self.func, first, items, bound, self.terms)
+        other.flow, other.may_run = self.flow, self.may_run
         return other
 
 
@@ -100,15 +99,13 @@ class Batch:
         "bound",
         "done",
         "first",
+        "flow",
         "func",
-        "input_reader",
         "items",
         "job",
-        "limit",
-        "past",
-        "retries",
         "seq",
         "taken",
+        "terms",
         "withdrawn",
     )  # fmt: skip
 
@@ -117,11 +114,9 @@ class Batch:
         self.func = task_range.func
         self.first = task_range.first
         self.items = items
-        self.retries = task_range.retries
         self.bound = task_range.bound
-        self.input_reader = task_range.input_reader
-        self.limit = task_range.limit
-        self.past = task_range.past
+        self.flow = task_range.flow
+        self.terms = task_range.terms
         # Its job has ended: none of its items is queued again.
         self.withdrawn = False
         self.seq = seq
@@ -137,19 +132,17 @@ class Batch:
     def cut(self, start: int, stop: int) -> "Batch":
         """Return a part of it as a batch of its own, which the worker has got."""
         part = Batch(piece(self, start, stop), self.items[start:stop], self.seq + start)
-        part.input_reader, part.withdrawn = self.input_reader, self.withdrawn
+        part.flow, part.withdrawn = self.flow, self.withdrawn
         part.done = min(max(self.done - start, 0), stop - start)
         part.taken = min(max(self.taken - start, 0), stop - start)
         return part
 
 
-# Without the input reader, which was told of these items when they were first sent.
+# Without the flow control, which was told of these items when they were first sent.
 def piece(one: Batch | TaskRange, start: int, stop: int) -> "TaskRange":
     """Return some items of a batch or a range as a range of their own."""
     items = itertools.islice(one.items, start, stop)
-    return TaskRange(
-        one.job, one.func, one.first + start, items, one.retries, one.bound, one.limit, one.past
-    )
+    return TaskRange(one.job, one.func, one.first + start, items, one.bound, one.terms)
 
 
 def name_of(job: int, index: int) -> tuple[int, int]:

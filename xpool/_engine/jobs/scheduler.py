@@ -27,11 +27,11 @@ import itertools
 import math
 from collections import deque
 
-from xpool._engine.jobs.ranges import CALLS, Batch, Item, Limit, Past, TaskRange, covers, piece
+from xpool._engine.jobs.ranges import CALLS, Batch, Item, Limit, TaskRange, Terms, covers, piece
 from xpool._engine.jobs.waiting import Waiting
 from xpool.errors import InternalError
 
-__all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Past", "Scheduler", "TaskRange"]
+__all__ = ["CALLS", "Batch", "InFlight", "Item", "Limit", "Scheduler", "TaskRange", "Terms"]
 
 PREFETCH_SECONDS = 0.004
 """Seconds of work in flight at a worker.  Ten times the time a busy parent takes to answer."""
@@ -340,8 +340,7 @@ class Scheduler(Waiting):
         if batch.withdrawn:
             return
         task_range = piece(batch, position, position + 1)
-        task_range.retries -= 1
-        task_range.past = Past(batch.past.tries + 1, batch.past.killed + killed)
+        task_range.terms = batch.terms.after_failure(killed)
         if when is None:
             self.put_back(task_range)
         else:

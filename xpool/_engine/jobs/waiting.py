@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 
-from xpool._engine.jobs.ranges import CALLS, Item, Limit, TaskRange, covers, piece
+from xpool._engine.jobs.ranges import CALLS, Item, TaskRange, Terms, covers, piece
 
 __all__ = ["Waiting"]
 
@@ -42,20 +42,16 @@ class Waiting:
         """Queue a task range behind all others."""
         self._queue(task_range).append(task_range)
 
-    def put_call(self, number: int, payload: Item, retries: int, limit: Limit | None) -> None:
+    def put_call(self, number: int, payload: Item, terms: Terms) -> None:
         """Queue a call, in the range of the calls before it if possible.
 
         So calls in a loop gather while the caller has the interpreter, and are sent in batches.
         """
         calls = self._calls
-        # A new range if another job has a number in between, or the options differ: so the call
+        # A new range if another job has a number in between, or the terms differ: so the call
         # overtakes nothing that was submitted before it.
-        if (
-            calls.first + len(calls.items) != number
-            or calls.retries != retries
-            or calls.limit != limit
-        ):
-            calls = self._calls = TaskRange(CALLS, 0, number, (), retries, None, limit)
+        if calls.first + len(calls.items) != number or calls.terms != terms:
+            calls = self._calls = TaskRange(CALLS, 0, number, (), None, terms)
         calls.items.append(payload)
         if not calls.queued:
             self.put(calls)
@@ -185,7 +181,7 @@ class Waiting:
         task_range.first += len(items)
         if not task_range.items:
             self._dry(queue, task_range)
-        elif task_range.input_reader is not None and len(queue) > 1:
+        elif task_range.flow is not None and len(queue) > 1:
             queue.rotate(-1)
         return items
 
