@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xpool._pickling.by_value.source import Source, read
+from xpool._pickling.by_value.source import SourceFile, read
 
 pytestmark = pytest.mark.pure
 
@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Source:
+def text(tmp_path: Path) -> SourceFile:
     path = tmp_path / "script.py"
     path.write_text(TEXT)
     return read(str(path), "package.inner")
@@ -84,12 +84,12 @@ def text(tmp_path: Path) -> Source:
         ("unknown", None, False),
     ],
 )
-def test_what_running_it_makes(text: Source, name: str, value: object, certain: bool) -> None:
+def test_what_running_it_makes(text: SourceFile, name: str, value: object, certain: bool) -> None:
     """Certain is what one statement makes out of a literal, or imports, and nothing rebinds."""
     assert text.makes(name, value) is certain
 
 
-def test_names(text: Source) -> None:
+def test_names(text: SourceFile) -> None:
     """What the guard alone binds, and what something binds again."""
     assert text.has_guard
     assert text.guarded == {"guarded"}
@@ -102,4 +102,4 @@ def test_unreadable(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def")
     for path in (str(broken), str(tmp_path / "missing.py"), ""):
-        assert read(path, None) == Source()
+        assert read(path, None) == SourceFile()

@@ -11,7 +11,7 @@ from xpool._engine.jobs.waiting import Waiting
 from xpool._hosts import messages as m
 from xpool._hosts.agent_session import AgentSession
 from xpool._hosts.conversation import Conversation
-from xpool._hosts.holdings import Host, HostTable, Lost
+from xpool._hosts.holdings import HostState, HostTable, Lost
 from xpool._hosts.link import Link
 from xpool._hosts.quotas import Quotas
 from xpool._hosts.scheduler import HostScheduler
@@ -63,7 +63,7 @@ def _(patch: Patch) -> None:
 
 @mutant("what is permitted is not bounded by bytes")
 def _(patch: Patch) -> None:
-    def room(original: Any, quotas: Quotas, host: Host) -> int:
+    def room(original: Any, quotas: Quotas, host: HostState) -> int:
         nbytes, host.nbytes = host.nbytes, 0
         found: int = original(quotas, host)
         host.nbytes = nbytes
@@ -74,7 +74,7 @@ def _(patch: Patch) -> None:
 
 @mutant("what is permitted of tasks for one worker is not bounded by bytes")
 def _(patch: Patch) -> None:
-    def bound(original: Any, sched: HostScheduler, host: Host, found: Any) -> Any:
+    def bound(original: Any, sched: HostScheduler, host: HostState, found: Any) -> Any:
         nbytes, host.nbytes = host.nbytes, 0
         batch = original(sched, host, found)
         host.nbytes += nbytes
@@ -100,7 +100,9 @@ def _(patch: Patch) -> None:
 
 @mutant("a host is not told what it need not keep")
 def _(patch: Patch) -> None:
-    def drop(original: Any, sched: HostScheduler, host: Host, batches: Any, found: Any) -> None:
+    def drop(
+        original: Any, sched: HostScheduler, host: HostState, batches: Any, found: Any
+    ) -> None:
         original(sched, host, batches, found)
         found.pop()
 
@@ -144,7 +146,7 @@ def _(patch: Patch) -> None:
 
 @mutant("a host that has begun nothing in time is permitted as much again")
 def _(patch: Patch) -> None:
-    def most(original: Any, quotas: Quotas, host: Host) -> int:
+    def most(original: Any, quotas: Quotas, host: HostState) -> int:
         pace, host.pace = host.pace, None
         n: int = original(quotas, host)
         host.pace = pace

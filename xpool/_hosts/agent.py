@@ -217,7 +217,7 @@ class Agent:
         call = call._replace(messages=[self._lodged(one, fetch) for one in messages])
         with self._news:
             self._session.called(call)
-            self._look()
+            self._locate_workers()
             self._collect()
             self._news.notify_all()
             until = time.monotonic() + min(REPLY_SECONDS, self._lease / 8)
@@ -234,19 +234,19 @@ class Agent:
                 self._news.notify_all()
         return packed((taken, first), found)
 
-    def _look(self) -> None:
-        """Answer each `Look` in a thread: reading the stacks takes half a second."""
+    def _locate_workers(self) -> None:
+        """Answer each `LocateWorkers` in a thread: reading the stacks takes half a second."""
         session = self._session
 
         def answer(number: int) -> None:
             found = self._engine.stacks(lambda job, index: f"{job} {index}")
             with self._news:
-                session.say(m.Seen(number, found))
+                session.say(m.WorkerLocations(number, found))
                 self._news.notify_all()
 
-        for number in session.looks:
+        for number in session.locate_requests:
             threading.Thread(target=answer, args=(number,), daemon=True).start()
-        session.looks.clear()
+        session.locate_requests.clear()
 
     def _lodged(self, message: Any, fetch: Callable[[Any], Any]) -> Any:
         kind = type(message)

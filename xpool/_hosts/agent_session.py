@@ -35,7 +35,7 @@ class AgentSession:
     def __init__(self, engine: LocalEngine, lease: float, now: float) -> None:
         self.engine = engine
         self.retiring = False
-        self.looks: list[int] = []  # numbers of the `Look` messages that the agent has to answer
+        self.locate_requests: list[int] = []  # their numbers; the agent answers them
         self.until = now + lease
         """When the lease ends unless a call renews it."""
         self._lease = lease
@@ -86,8 +86,8 @@ class AgentSession:
             engine.forget(self._functions.pop(message.number))
         elif kind is m.Blob:
             self._files.append(message.payload)
-        elif kind is m.Look:
-            self.looks.append(message.number)
+        elif kind is m.LocateWorkers:
+            self.locate_requests.append(message.number)
         elif kind is m.Retire:
             self.retiring = True
             engine.retire_all()

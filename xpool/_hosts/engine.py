@@ -199,13 +199,13 @@ class HostEngine:
         service, number = self.service, next(self._functions)
         with self.lock:
             living = service.living()
-            service.seen[number] = {}
-            service.send([(host, m.Look(number)) for host in living])
+            service.locations[number] = {}
+            service.send([(host, m.LocateWorkers(number)) for host in living])
         until = self._now() + LOOK_SECONDS
-        while len(service.seen[number]) < len(living) and self._now() < until:
+        while len(service.locations[number]) < len(living) and self._now() < until:
             time.sleep(0.01)  # as in the engine of one machine
         with self.lock:
-            seen = service.seen.pop(number)
+            seen = service.locations.pop(number)
             told = [service.placed(host, seen.get(host)) for host in sorted({*living, *seen})]
             return [where for of_host in told for where in of_host]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from xpool._engine.jobs.ranges import CALLS, TaskRange, name_of, piece
 from xpool._hosts.messages import Forget, Func, Stage
 
-__all__ = ["Host", "HostTable", "Lost", "StagedBatch"]
+__all__ = ["HostState", "HostTable", "Lost", "StagedBatch"]
 
 
 class Lost(NamedTuple):
@@ -54,7 +54,7 @@ class StagedBatch:
         return Stage(self.number, its.job, its.func, its.first, items, bound, its.terms)
 
 
-class Host:
+class HostState:
     """One host: its workers, and the batches that it holds."""
 
     def __init__(self, number: int, first: int, workers: int) -> None:
@@ -97,7 +97,7 @@ class HostTable:
     """All hosts, with the sets of those that an event may concern, so that none is searched for."""
 
     def __init__(self) -> None:
-        self.hosts: dict[int, Host] = {}
+        self.hosts: dict[int, HostState] = {}
         self.workers = 0  # of all accepting hosts
         # Hosts that may be permitted more, the one that waits longest first.  Input readers read
         # without the lock whether it is empty.
@@ -115,27 +115,27 @@ class HostTable:
         self.bound_ahead: list[int] = []  # number of permitted items bound to each worker
         self._functions: dict[int, tuple[int, Any]] = {}
 
-    def expect(self, number: int, workers: int) -> Host:
+    def expect(self, number: int, workers: int) -> HostState:
         """Add a host that will join; its workers get the next indices."""
-        host = self.hosts[number] = Host(number, len(self.host_of), workers)
+        host = self.hosts[number] = HostState(number, len(self.host_of), workers)
         self.host_of += [number] * workers
         self.bound_ahead += [0] * workers
         return host
 
-    def accept(self, host: Host) -> None:
+    def accept(self, host: HostState) -> None:
         """Note that a host has joined."""
         host.accepting = True
         self.workers += host.workers
         self.with_capacity[host.number] = None
         self.unfilled[host.number] = None
 
-    def refuse(self, host: Host) -> None:
+    def refuse(self, host: HostState) -> None:
         """Note that a host is leaving."""
         host.accepting = False
         self.workers -= host.workers
         self.with_capacity.pop(host.number, None)
 
-    def remove(self, number: int) -> Host:
+    def remove(self, number: int) -> HostState:
         """Remove and return a host that is gone."""
         for its in (
             self.with_staged, self.recallable, self.unfilled, self.with_bound, self.unwatched,
@@ -164,7 +164,7 @@ class HostTable:
             raise LookupError("no host is in service")
         return min(there, key=lambda w: (self.bound_ahead[w] + waiting[w], w))
 
-    def update_donors(self, host: Host) -> None:
+    def update_donors(self, host: HostState) -> None:
         """Note whether other hosts may get staged or permitted batches of a host."""
         if host.staged:
             self.with_staged[host.number] = None
@@ -175,7 +175,7 @@ class HostTable:
         else:
             self.recallable.pop(host.number, None)
 
-    def permit(self, host: Host, batch: StagedBatch) -> None:
+    def permit(self, host: HostState, batch: StagedBatch) -> None:
         """Note that a host may begin a batch."""
         items = batch.items
         host.batches[batch.number] = batch
@@ -188,14 +188,14 @@ class HostTable:
         else:
             self.bound_ahead[items.bound] += batch.left
 
-    def watch(self, host: Host, newest: int) -> None:
+    def watch(self, host: HostState, newest: int) -> None:
         """Plan a look at a host; ``newest``: the number of the last batch."""
         if not host.watched:
             host.watched = True
             host.newest_then, host.answers_then = newest, host.answers
             self.unwatched[host.number] = None
 
-    def settle(self, host: Host, batch: StagedBatch) -> None:
+    def settle(self, host: HostState, batch: StagedBatch) -> None:
         """Note that one item of a permitted batch was answered or given back."""
         bound = batch.items.bound
         if bound is None:
@@ -229,7 +229,7 @@ class HostTable:
         """Keep a function for the hosts."""
         self._functions[number] = mode, payload
 
-    def function_for(self, host: Host, number: int) -> Func | None:
+    def function_for(self, host: HostState, number: int) -> Func | None:
         """Return the message with a function that a host lacks; None: it has it, or needs none."""
         if not number or number in host.known or number not in self._functions:
             return None

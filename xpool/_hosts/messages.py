@@ -107,14 +107,14 @@ class Retire(NamedTuple):
 # -- from an agent -----------------------------------------------------------------------------
 
 
-class Look(NamedTuple):
+class LocateWorkers(NamedTuple):
     """Report where the workers are."""
 
     number: int
 
 
-class Seen(NamedTuple):
-    """The reply to the `Look` with this number: a `Whereabouts` of each worker.
+class WorkerLocations(NamedTuple):
+    """The reply to the `LocateWorkers` with this number: a `Whereabouts` of each worker.
 
     Its ``task`` is a text with job and index, or empty.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from xpool._hosts.holdings import Host
+from xpool._hosts.holdings import HostState
 
 __all__ = ["Quotas"]
 
@@ -54,24 +54,24 @@ class Quotas:
         """Return the number of items in a batch for this number of workers."""
         return max(1, min(MOST_ITEMS, int(BATCH_SECONDS * workers / self.cost)))
 
-    def extra(self, host: Host) -> int:
+    def extra(self, host: HostState) -> int:
         """Return how many items each worker of a host may hold besides the one that it runs."""
         if self.cost > LONG_SECONDS or host.nbytes >= STAGED_BYTES:
             return 0
         return min(MOST_AHEAD, math.ceil(AHEAD_SECONDS / self.cost))
 
-    def most_ahead(self, host: Host) -> int:
+    def most_ahead(self, host: HostState) -> int:
         """Return the most items, not bound to a worker, that may be permitted to a host."""
         most = min(MOST_AHEAD, host.workers * (1 + self.extra(host)))
         if host.pace is not None:
             most = min(most, host.pace)
         return max(host.workers, most)
 
-    def room(self, host: Host) -> int:
+    def room(self, host: HostState) -> int:
         """Return how many more items may be permitted to a host."""
         return self.most_ahead(host) - host.ahead if host.accepting else 0
 
-    def room_staged(self, host: Host) -> int:
+    def room_staged(self, host: HostState) -> int:
         """Return how many more items may be staged at a host."""
         if math.isinf(self.cost) or host.nbytes >= STAGED_BYTES:
             return 0

@@ -31,7 +31,7 @@ from typing import Any
 
 from xpool._engine.jobs.ranges import TaskRange, covers
 from xpool._engine.jobs.waiting import Waiting
-from xpool._hosts.holdings import Host, HostTable, Lost, StagedBatch
+from xpool._hosts.holdings import HostState, HostTable, Lost, StagedBatch
 from xpool._hosts.messages import Back, Cancel, Drop, Go
 from xpool._hosts.quotas import Quotas
 
@@ -150,7 +150,7 @@ class HostScheduler(Waiting):
             continue
         return found
 
-    def _next(self, host: Host, room: int, found: list[Message]) -> StagedBatch | None:
+    def _next(self, host: HostState, room: int, found: list[Message]) -> StagedBatch | None:
         """Return the next batch for a host, staged there; None: there is none for it now."""
         if host.number in self.table.with_bound:
             batch = self._next_bound(host, found)
@@ -182,7 +182,7 @@ class HostScheduler(Waiting):
             self.shared.rotate(-1)
         return True
 
-    def _next_bound(self, host: Host, found: list[Message]) -> StagedBatch | None:
+    def _next_bound(self, host: HostState, found: list[Message]) -> StagedBatch | None:
         more = 1 + self.quotas.extra(host)
         waits = False
         for w in range(host.first, host.first + host.workers):
@@ -195,7 +195,7 @@ class HostScheduler(Waiting):
             del self.table.with_bound[host.number]
         return None
 
-    def _from_another(self, host: Host, room: int, found: list[Message]) -> StagedBatch | None:
+    def _from_another(self, host: HostState, room: int, found: list[Message]) -> StagedBatch | None:
         """Return a batch that another host had staged; if none has, recall a permitted one."""
         for number in self.table.with_staged:
             donor = self.table.hosts[number]
@@ -206,7 +206,7 @@ class HostScheduler(Waiting):
             break
         return None
 
-    def _recall(self, host: Host, found: list[Message]) -> int:
+    def _recall(self, host: HostState, found: list[Message]) -> int:
         """Recall a host's newest batch; return how many items of it have no answer."""
         batch = host.recallable.pop(next(reversed(host.recallable)))
         host.recalled[batch.number] = batch
@@ -220,7 +220,7 @@ class HostScheduler(Waiting):
         self.table.update_donors(host)
         return batch.left
 
-    def _drop(self, host: Host, batches: list[StagedBatch], found: list[Message]) -> None:
+    def _drop(self, host: HostState, batches: list[StagedBatch], found: list[Message]) -> None:
         """Take staged batches back from a host, and queue them in front."""
         for batch in reversed(batches):
             host.staged.remove(batch)
@@ -231,7 +231,7 @@ class HostScheduler(Waiting):
         self.table.update_donors(host)
         found.append((host.number, Drop([batch.number for batch in batches])))
 
-    def _permit(self, host: Host, batch: StagedBatch, found: list[Message]) -> None:
+    def _permit(self, host: HostState, batch: StagedBatch, found: list[Message]) -> None:
         self.table.permit(host, batch)
         if batch.items.bound is None and host.ahead > host.workers:
             self.table.watch(host, self._batches)
@@ -241,7 +241,7 @@ class HostScheduler(Waiting):
         else:
             found.append((host.number, Go([batch.number])))
 
-    def _stage_ahead(self, host: Host, found: list[Message]) -> bool:
+    def _stage_ahead(self, host: HostState, found: list[Message]) -> bool:
         """Stage a batch at a host, if it has room; return whether items may be left for others."""
         # The last items are kept for the hosts that have room first.
         first = self.first_of(self.shared)
@@ -258,7 +258,7 @@ class HostScheduler(Waiting):
         return True
 
     def _stage(
-        self, host: Host, queue: deque[TaskRange], most: int, found: list[Message]
+        self, host: HostState, queue: deque[TaskRange], most: int, found: list[Message]
     ) -> StagedBatch | None:
         """Cut a batch of at most ``most`` items from a queue and stage it; None: none waits."""
         first = self.first_of(queue)

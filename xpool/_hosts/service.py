@@ -67,8 +67,8 @@ class HostService:
         self.gone: dict[int, str] = {}
         """Names of lost hosts, by number."""
         self.blobs: list[m.Blob] = []
-        self.seen: dict[int, dict[int, list[Whereabouts]]] = {}
-        """Where workers are, as hosts have reported it: by number of the `Look`, and host."""
+        self.locations: dict[int, dict[int, list[Whereabouts]]] = {}
+        """Replies to `LocateWorkers`, by its number and by host."""
         self.ending = self.retiring = False
         self._last_to_go = ""
         self.deaths = 0
@@ -151,8 +151,8 @@ class HostService:
         while sched.table.unwatched:
             number = sched.table.unwatched.popitem()[0]
             # Add the time in which the permission and the answers are under way.
-            patience = sched.quotas.look_seconds + 2 * self.agents[number].trip
-            self.at(self._now() + patience, functools.partial(self._look, number))
+            seconds = sched.quotas.look_seconds + 2 * self.agents[number].trip
+            self.at(self._now() + seconds, functools.partial(self._look, number))
         while self._touched:
             self._flush(self._touched.popitem()[0])
 
@@ -265,9 +265,9 @@ class HostService:
             agent.status = message
             if message.cost < float("inf"):  # inf: it has answered no task yet
                 self.sched.quotas.cost = message.cost
-        elif kind is m.Seen:
-            if message.number in self.seen:  # else `stacks` waits no longer
-                self.seen[message.number][host] = message.workers
+        elif kind is m.WorkerLocations:
+            if message.number in self.locations:  # else `stacks` waits no longer
+                self.locations[message.number][host] = message.workers
         elif kind is m.Failed:
             self._fail(message.error)
         else:

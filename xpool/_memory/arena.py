@@ -31,7 +31,7 @@ from threading import get_ident
 
 from xpool._memory import attachments
 from xpool._memory.holds import Block, Holds, Turn
-from xpool._memory.layout import ENTRIES, HOLDS, PAGE, Entry, File
+from xpool._memory.layout import ENTRIES, HOLDS, PAGE, ArenaFile, Entry
 from xpool._memory.region import Region
 from xpool._memory.system import available_memory, fixed_file
 from xpool._python import at_fork
@@ -55,7 +55,7 @@ class Arena(Holds):
     # Guards `_own`: two threads may make the first pools at once.
     _making = threading.Lock()
     _known: dict[int, Arena] = {}  # by token
-    _mapping: type[File] = File
+    _mapping: type[ArenaFile] = ArenaFile
     _allotting: type[Region] = Region
 
     def __init__(self, fd: int, token: int, attachment: int, region: int, limit: int) -> None:
@@ -100,7 +100,7 @@ class Arena(Holds):
         region = region or min(max(2 * limit, 1 << 30), most) // PAGE * PAGE
         fd = -1
         try:
-            fd = fixed_file("xpool-arena", File.size_for(region))
+            fd = fixed_file("xpool-arena", ArenaFile.size_for(region))
             attachments.attach(fd, 0)
             # The token is odd and never 0, which stands for no arena in a message.
             arena = cls(fd, int.from_bytes(os.urandom(8), "little") | 1, 0, region, limit)

@@ -27,7 +27,7 @@ import os
 import struct
 import sys
 
-from xpool._memory.layout import HOLDS, File
+from xpool._memory.layout import HOLDS, ArenaFile
 
 if sys.platform == "linux":
     import fcntl
@@ -90,7 +90,7 @@ def taken(fd: int, attachment: int) -> bool:
     return _locked(fd, attachment * _SPAN, _SPAN)
 
 
-def claim(file: File, fd: int, attachment: int, *, foreign: bool) -> bool:
+def claim(file: ArenaFile, fd: int, attachment: int, *, foreign: bool) -> bool:
     """Clear an attachment and take it; return False if it is taken already.
 
     The whole span is locked meanwhile, so no two processes do this at once.
@@ -106,7 +106,7 @@ def claim(file: File, fd: int, attachment: int, *, foreign: bool) -> bool:
     return True
 
 
-def leave(file: File, fd: int, attachment: int) -> None:
+def leave(file: ArenaFile, fd: int, attachment: int) -> None:
     """Release a claimed attachment, which must hold nothing any more."""
     if attachment >= FIRST_FOREIGN:
         # Before unlocking: the next process that claims the number sets the mark again.
@@ -114,7 +114,7 @@ def leave(file: File, fd: int, attachment: int) -> None:
     _set(fd, fcntl.F_UNLCK, attachment * _SPAN, 1)
 
 
-def clear_dead(file: File, fd: int, own: int) -> bool:
+def clear_dead(file: ArenaFile, fd: int, own: int) -> bool:
     """Clear the attachments of foreign processes that ended; return whether there were any.
 
     ``own``: the caller's attachment, whose lock does not exclude the caller.

@@ -25,7 +25,7 @@ from xpool._memory import attachments
 from xpool._memory.arena import IDLE_SECONDS, Arena
 from xpool._memory.buffers import address_of
 from xpool._memory.holds import Block, Holds
-from xpool._memory.layout import HOLDS, File
+from xpool._memory.layout import HOLDS, ArenaFile
 from xpool._memory.region import Region
 from xpool._memory.system import is_fixed
 from xpool._python import at_fork
@@ -46,7 +46,7 @@ _SHARE_BYTES = 256 * 1024
 # -- foreign arenas ---------------------------------------------------------------------------
 
 
-class _Part(File):
+class _Part(ArenaFile):
     """A mapping of parts of the file: the tables and the maker's region, and others on demand.
 
     The whole file takes tens of terabytes of addresses, for which there is little room.
@@ -85,7 +85,7 @@ class _NoRegion(Region):
     blocks = out = 0
     filled = False
 
-    def __init__(self, file: File, attachment: int) -> None:
+    def __init__(self, file: ArenaFile, attachment: int) -> None:
         return
 
     def place(self, number: int) -> None:
@@ -101,7 +101,7 @@ class _NoRegion(Region):
 class ForeignArena(Arena):
     """The arena of another process, in which blocks are held but not leased."""
 
-    _mapping: type[File] = _Part
+    _mapping: type[ArenaFile] = _Part
     _allotting: type[Region] = _NoRegion
     file: _Part
 
@@ -121,7 +121,7 @@ class ForeignArena(Arena):
         """
         if not is_fixed(fd):
             raise ValueError("a message of xpool names a file that can be cut short by its sender")
-        region = File.region_of(fd)
+        region = ArenaFile.region_of(fd)
         # A new description, for its own locks; the message's description is its sender's.
         own = attachments.reopen(fd)
         try:

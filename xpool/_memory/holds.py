@@ -18,7 +18,7 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from xpool._memory.layout import File
+from xpool._memory.layout import ArenaFile
 from xpool._memory.pins import Pins
 from xpool._memory.region import Region
 from xpool._python.interrupt import shielded, uninterrupted
@@ -126,7 +126,7 @@ class Holds:
 
     _finalizing = staticmethod(sys.is_finalizing)
 
-    def __init__(self, file: File, region: Region, token: int, attachment: int) -> None:
+    def __init__(self, file: ArenaFile, region: Region, token: int, attachment: int) -> None:
         self.file = file
         self.token = token
         self.attachment = attachment
@@ -170,7 +170,7 @@ class Holds:
         """
         number = name & 0xFFFF_FFFF
         block = self._hold_again(number)
-        stamp = self.file.stamps[number]  # read after the hold is visible: see `File.claim`
+        stamp = self.file.stamps[number]  # read after the hold is visible: see `ArenaFile.claim`
         if name >> 32 != stamp:
             raise LookupError(
                 f"block {number} of the arena is gone: its message was withdrawn "

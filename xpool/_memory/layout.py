@@ -56,7 +56,7 @@ class Entry:
         self.free_since = 0.0
 
 
-class File:
+class ArenaFile:
     """The mapped file.  A block's number is its index in all tables, one after the other."""
 
     def __init__(self, fd: int, region: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 
-from xpool._memory.layout import ENTRIES, LARGE, PAGE, Entry, File
+from xpool._memory.layout import ENTRIES, LARGE, PAGE, ArenaFile, Entry
 
 _YOUNG = 64
 """The number of latest leases, which are checked first, since most values are short-lived."""
@@ -38,7 +38,7 @@ def _capacity(nbytes: int) -> int:
 class Region:
     """The allocator.  A block is free when no process holds it; it keeps its memory for a while."""
 
-    def __init__(self, file: File, attachment: int) -> None:
+    def __init__(self, file: ArenaFile, attachment: int) -> None:
         self._file = file
         self._first = attachment * ENTRIES
         self._top = file.start(attachment)

@@ -350,13 +350,13 @@ class PoolExecutor(concurrent.futures.Executor):
         ahead = None if buffersize is None else check_count("buffersize", buffersize)
         deadline = None if timeout is None else time.monotonic() + timeout
         rows: Iterable[tuple[Any, ...]] = zip(*iterables, strict=False)
-        source: _Source | None = None
+        source: _DrawnInput | None = None
         if ahead is None:
             # As in the standard executors, the input is drawn before this returns.
             rows = list(rows)
         else:
             size = min(size, ahead)
-            source = _Source(self, rows, ahead)
+            source = _DrawnInput(self, rows, ahead)
             rows = source.fed
         with self._lock:
             self._check_open()
@@ -394,7 +394,7 @@ class PoolExecutor(concurrent.futures.Executor):
                 one._finish()
 
 
-class _Source:
+class _DrawnInput:
     """The input of a `map` with a buffersize, drawn by the thread that takes its results."""
 
     def __init__(self, executor: PoolExecutor, rows: Iterable[tuple[Any, ...]], ahead: int) -> None:
@@ -439,7 +439,7 @@ def _apply_row(fn: Callable[..., T], row: tuple[Any, ...]) -> T:
 
 def _results(
     results: IMapIterator[Any],
-    source: _Source | None,
+    source: _DrawnInput | None,
     timeout: float | None,
     deadline: float | None,
 ) -> Iterator[Any]:

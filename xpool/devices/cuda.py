@@ -14,13 +14,13 @@ from xpool.devices.host import Host
 from xpool.devices.nvml import Gpu
 from xpool.errors import DeviceError, OptionError
 
-__all__ = ["Seen", "cuda_env", "see"]
+__all__ = ["VisibleDevice", "cuda_env", "visible_devices"]
 
 MASK = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Seen:
+class VisibleDevice:
     """A device that is visible to the parent."""
 
     name: str
@@ -30,7 +30,7 @@ class Seen:
     """The GPU that it is, or to which it belongs, if that is certain."""
 
 
-def see(host: Host) -> list[Seen]:
+def visible_devices(host: Host) -> list[VisibleDevice]:
     """Return the devices that are visible to the parent, in the order of its own numbering.
 
     Raises:
@@ -52,7 +52,7 @@ def see(host: Host) -> list[Seen]:
     return seen
 
 
-def cuda_env(devices: Sequence[Seen], environ: dict[str, str]) -> dict[str, str | None]:
+def cuda_env(devices: Sequence[VisibleDevice], environ: dict[str, str]) -> dict[str, str | None]:
     """Return the variables of a worker that owns these devices.
 
     A number in the parent's mask refers to the parent's device order, so the worker keeps that
@@ -69,7 +69,7 @@ def cuda_env(devices: Sequence[Seen], environ: dict[str, str]) -> dict[str, str 
     return env
 
 
-def _all(host: Host) -> list[Seen]:
+def _all(host: Host) -> list[VisibleDevice]:
     if host.gpus is None:
         raise DeviceError(
             "devices('cuda'): no NVIDIA driver answers here (libnvidia-ml.so.1). Install the "
@@ -79,10 +79,10 @@ def _all(host: Host) -> list[Seen]:
     any_mig = any(gpu.mig is not None for gpu in host.gpus)
     for i, gpu in enumerate(host.gpus):
         if gpu.mig is not None:
-            seen += [Seen(uuid, gpu) for uuid in gpu.mig]
+            seen += [VisibleDevice(uuid, gpu) for uuid in gpu.mig]
         elif gpu.uuid:
             # MIG mode of other GPUs shifts the numbers of GPUs, but not their UUIDs.
-            seen.append(Seen(gpu.uuid if any_mig else str(i), gpu))
+            seen.append(VisibleDevice(gpu.uuid if any_mig else str(i), gpu))
     if not seen:
         raise DeviceError(
             "devices('cuda'): this machine has no GPU that can be used (nvidia-smi -L lists them; "
@@ -102,7 +102,7 @@ def _entries(mask: str) -> list[str]:
     return names
 
 
-def _check_different(seen: Sequence[Seen], mask: str) -> None:
+def _check_different(seen: Sequence[VisibleDevice], mask: str) -> None:
     """Raise `DeviceError` unless these devices are certainly different."""
     by_number = [one for one in seen if one.name.isdigit() and one.gpu is None]
     if by_number and len(by_number) < len(seen):
@@ -117,29 +117,29 @@ def _check_different(seen: Sequence[Seen], mask: str) -> None:
         raise DeviceError(f"{MASK}={mask!r} names a device twice; name each once")
 
 
-def _identity(one: Seen) -> str:
+def _identity(one: VisibleDevice) -> str:
     if one.gpu is None or one.name.startswith("MIG-"):
         return one.name
     # CUDA uses the first instance of a GPU in MIG mode.
     return one.gpu.mig[0] if one.gpu.mig else one.gpu.uuid or one.name
 
 
-def _named(name: str, host: Host, mask: str) -> Seen:
+def _named(name: str, host: Host, mask: str) -> VisibleDevice:
     gpus = host.gpus
     if name.isascii() and name.isdigit():
         name = str(int(name))  # as CUDA reads it: "00" is 0
         if gpus is None:
-            return Seen(name)  # cannot be checked without NVML: the worker will fail if it is wrong
+            return VisibleDevice(name)  # not checked without NVML: the worker fails if it is wrong
         if int(name) < len(gpus):
             # CUDA by default numbers the fastest GPU first; NVML numbers GPUs in bus order.
             by_bus = len(gpus) == 1 or host.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
-            return Seen(name, gpus[int(name)] if by_bus else None)
+            return VisibleDevice(name, gpus[int(name)] if by_bus else None)
     elif gpus is None:
-        return Seen(name)
+        return VisibleDevice(name)
     else:
         # CUDA accepts a prefix of a UUID if it is unique.
         known = [(uuid, gpu) for gpu in gpus for uuid in (gpu.uuid, *(gpu.mig or ())) if uuid]
-        found = [Seen(uuid, gpu) for uuid, gpu in known if uuid.startswith(name)]
+        found = [VisibleDevice(uuid, gpu) for uuid, gpu in known if uuid.startswith(name)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -149,14 +149,14 @@ def _named(name: str, host: Host, mask: str) -> Seen:
                 "the UUID"
             )
         if name.startswith("MIG-GPU-"):
-            return Seen(name)  # the format of drivers before 470, which NVML does not report
+            return VisibleDevice(name)  # of drivers before 470; NVML does not report it
     have = ", ".join(f"{i}: {gpu.uuid}" for i, gpu in enumerate(gpus)) or "none"
     raise DeviceError(
         f"{MASK}={mask!r} names {name!r}, which this machine does not have; it has {have}"
     )
 
 
-def _check_usable(one: Seen) -> None:
+def _check_usable(one: VisibleDevice) -> None:
     gpu = one.gpu
     if gpu is None:
         return

@@ -145,7 +145,7 @@ def _cuda(host: Host, asked: Asked) -> list[DeviceContext]:
         )
     if "torch" not in host.packages:
         raise DeviceError("devices('cuda'): torch is not installed here: pip install torch")
-    seen = cuda.see(host)
+    seen = cuda.visible_devices(host)
     if not host.cuda_build:
         raise DeviceError(
             f"devices('cuda'): torch {host.packages['torch']} is built without CUDA; install a "

@@ -95,7 +95,7 @@ class Spare(NamedTuple):
 def find_spare(names: Iterable[str], library: str = LIBRARY) -> list[Spare] | None:
     """Return the free capacity of devices; None: NVML is missing, or does not know one of them.
 
-    ``names`` are numbers in PCI order, ``GPU-...`` or ``MIG-...``, as in `Seen.name`.
+    ``names`` are numbers in PCI order, ``GPU-...`` or ``MIG-...``, as in `VisibleDevice.name`.
     """
     with _opened(library) as nvml:
         if nvml is None:

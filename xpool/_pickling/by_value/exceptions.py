@@ -102,7 +102,7 @@ class _Salvaged(_Raised):
         return _rebuilt_and_raised, (*_salvaged_parts(self.exc), self.text)
 
 
-class _Member:
+class _GroupMember:
     """Return an exception of a group without what cannot be pickled."""
 
     def __init__(self, exc: BaseException) -> None:
@@ -124,7 +124,7 @@ def _salvaged_parts(exc: BaseException) -> tuple[Any, tuple[Any, ...], dict[str,
 
 def _salvaged_member(exc: BaseException) -> Any:
     """Return the object that is pickled in place of an exception of a group."""
-    for form in (exc, _Member(exc)):
+    for form in (exc, _GroupMember(exc)):
         if _travels(form):
             return form
     why = f"{type(exc).__qualname__} of a group cannot be pickled"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xpool._pickling.by_value.source import (
-        Source,  # at run time only when there is a file to look at
+        SourceFile,  # at run time only when there is a file to look at
     )
 
 #: `multiprocessing` calls the main module of a child by the second name, and makes each
@@ -41,7 +41,7 @@ class _State:
     module: ModuleType | None = None  # the __main__ of the next three fields
     file: Any = None  # its __file__
     importable: bool = False
-    source: Source | None = None  # of an importable one, computed on demand
+    source: SourceFile | None = None  # of an importable one, computed on demand
     units: bytes | None = None  # of an importable one, pickled, computed on demand
     replica: bool = False
     forked: bool = False
@@ -67,7 +67,7 @@ def main_is_importable() -> bool:
     return _state.importable
 
 
-def source() -> Source | None:
+def source() -> SourceFile | None:
     """Return the analysis of the text of an importable ``__main__``; None: not importable."""
     if not main_is_importable():
         return None
@@ -227,7 +227,7 @@ def _examine(module: ModuleType | None) -> None:
     _state.file = None if module is None else vars(module).get("__file__")
 
 
-def _read(module: ModuleType | None) -> Source:
+def _read(module: ModuleType | None) -> SourceFile:
     from xpool._pickling.by_value.source import read
 
     return read(_file_of(module), getattr(module, "__package__", None))

@@ -379,7 +379,7 @@ class _Prelude:
         return unwrap, (_outgoing.sender, self.exact, entries, self.body, *self.buffers)
 
 
-class _Script:
+class _MainModule:
     """Answers the pickler's questions about ``__main__``."""
 
     importable = staticmethod(main.main_is_importable)
@@ -409,7 +409,7 @@ class _Script:
 # threads must not give one value two numbers.  Re-entrant: that code may send something, too.
 _lock = threading.RLock()
 _outgoing = _Outgoing()
-reducers.script = _Script()
+reducers.script = _MainModule()
 
 
 at_fork.renew(globals(), _lock=threading.RLock, _outgoing=_Outgoing)  # a child counts for itself

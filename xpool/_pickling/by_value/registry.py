@@ -57,7 +57,7 @@ def token_of(obj: Any) -> str:
     """Return the token of a class; make one if it has none."""
     with lock:
         found = known(obj)
-        return found.token if found else adopt(obj, os.urandom(16).hex(), own=True).token
+        return found.token if found else enter(obj, os.urandom(16).hex(), own=True).token
 
 
 def _sweep() -> None:
@@ -71,7 +71,7 @@ def _sweep() -> None:
             del _by_token[entry.token]
 
 
-def adopt(obj: Any, token: str, *, own: bool) -> ClassEntry:
+def enter(obj: Any, token: str, *, own: bool) -> ClassEntry:
     """Register a class under a token; the caller holds the lock."""
     _sweep()
     key = id(obj)
@@ -103,7 +103,7 @@ def shell(token: str, build: Callable[[], Any]) -> Any:
         if cls is None:
             cls = build()
             # Lower than any version, so that `classes._fill` fills it.
-            adopt(cls, token, own=False).version = -1
+            enter(cls, token, own=False).version = -1
         return cls
 
 

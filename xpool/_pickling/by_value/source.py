@@ -20,7 +20,7 @@ _MISSING = object()
 _CONSTANTS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
-class Source(NamedTuple):
+class SourceFile(NamedTuple):
     """The analysis of the top level of a file."""
 
     has_guard: bool = False
@@ -58,7 +58,7 @@ def _imported(module: str, attribute: str | None) -> Any:
     return getattr(found, attribute, sys.modules.get(f"{module}.{attribute}", _MISSING))
 
 
-def read(path: str, package: str | None) -> Source:
+def read(path: str, package: str | None) -> SourceFile:
     """Analyse a file; the result is empty if it cannot be read or parsed.
 
     Args:
@@ -68,7 +68,7 @@ def read(path: str, package: str | None) -> Source:
         with open(path, "rb") as file:
             tree = ast.parse(file.read(), path)
     except (OSError, SyntaxError, ValueError, RecursionError):
-        return Source()
+        return SourceFile()
     guards: list[ast.If] = []
     outside: list[tuple[str, ast.AST]] = []
     inside: set[str] = set()
@@ -87,7 +87,7 @@ def read(path: str, package: str | None) -> Source:
             declared.update(node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             attributes.add(node.attr)
-    return Source(
+    return SourceFile(
         has_guard=bool(guards),
         guarded=frozenset(inside.difference(name for name, _ in outside)),
         rebound=frozenset(inside | declared),

@@ -117,7 +117,7 @@ def _raw(member: Any, data_type: type) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-class _Member:
+class _EnumMember:
     """Stands for a member's value in the body of the class."""
 
     def __init__(self, value: Any, raw: tuple[Any, ...]) -> None:
@@ -133,7 +133,7 @@ def _make_enum(
     members: list[tuple[str, Any, tuple[Any, ...]]],
     boundary: Any,
 ) -> Any:
-    def new(cls: Any, given: _Member) -> Any:
+    def new(cls: Any, given: _EnumMember) -> Any:
         member = data_type.__new__(cls, *given.raw)
         member._value_ = given.value
         return member
@@ -147,7 +147,7 @@ def _make_enum(
             body["__new__"] = new
             body["__init__"] = lambda self, *args: None
         for key, value, raw in members:
-            body[key] = _Member(value, raw)
+            body[key] = _EnumMember(value, raw)
         options = {} if boundary is None else {"boundary": boundary}
         made = enum.EnumMeta.__new__(metaclass, name, bases, body, **options)
         if members:  # the state has those that the class itself defined

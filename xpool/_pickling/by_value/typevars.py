@@ -52,7 +52,7 @@ def _make(token: str, kind: Any, args: Any, options: Any, module: str | None) ->
             made = kind(*args, **options)
             if kind.__name__ != "TypeAliasType":  # whose module is read only
                 made.__module__ = module or "__main__"
-            registry.adopt(made, token, own=False)
+            registry.enter(made, token, own=False)
         return made
 
 
